@@ -1,0 +1,1 @@
+"""Run language models larger than the GPU's memory, measure every way of doing it, and choose."""

@@ -1,0 +1,98 @@
+"""The command line: one group, each verb imported only when it is called, so that `zinfer --help` is instant."""
+
+import os
+import sys
+from importlib import import_module
+
+import click
+
+# verb -> its line in the help; the code is zinfer.commands.<verb>:command
+VERBS = {
+    "models": "List the models of the catalogue, or show one.",
+    "probe": "Measure this machine's memory, links and compute.",
+    "plan": "Say what fits where and how fast it can be, without running.",
+    "run": "Generate text.",
+    "sweep": "Measure batch sizes, offloads and engines; keep every point.",
+    "best": "Name the best configuration and the command that runs it.",
+    "plot": "Draw the figures of a result file.",
+    "report": "Write what was measured as a Markdown document.",
+    "doctor": "Check what is installed and what this machine can run.",
+}
+
+# Exit codes; click itself uses 2 for usage errors.
+INTERNAL, USAGE, PARTIAL, NOTHING, ENVIRONMENT, INTEGRITY = 1, 2, 3, 4, 5, 6
+
+
+class Failure(click.ClickException):
+    """A user-facing end: one short message that says what to do next, and an exit code."""
+
+    def __init__(self, message: str, code: int = USAGE) -> None:
+        super().__init__(message)
+        self.exit_code = code
+
+
+class _Verbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        command: click.Command = import_module(f"zinfer.commands.{name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        click.echo(f"zinfer {version('zinfer')}")
+        ctx.exit()
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--debug", is_flag=True, help="Show tracebacks and the workers' own output.")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Run language models larger than the GPU's memory, measure every way of doing it, and choose.
+
+    \b
+    zinfer sweep --model bloom-176b --offload cpu    measure
+    zinfer plot && zinfer best                       decide
+    """
+    ctx.obj = debug
+
+
+def main() -> None:
+    """The `zinfer` console script. A traceback reaches a user only with --debug or ZINFER_DEBUG=1."""
+    debug = "--debug" in sys.argv or os.environ.get("ZINFER_DEBUG") == "1"
+    if debug:
+        os.environ["ZINFER_DEBUG"] = "1"
+    try:
+        sys.exit(cli.main(standalone_mode=False))
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of our stdout went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        if debug:
+            raise
+        code = USAGE if isinstance(error, ValueError) and type(error).__module__.startswith("zinfer.") else INTERNAL
+        text = " ".join(str(error).split()) or type(error).__name__
+        prefix = "Error" if code == USAGE else f"Internal error ({type(error).__name__})"
+        click.echo(f"{prefix}: {text[:600]}" + ("" if code == USAGE else "; run with --debug for details"), err=True)
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""`zinfer models`: the catalogue."""
+
+import click
+
+
+@click.command("models", short_help="List the models of the catalogue, or show one.")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(name: str | None, as_json: bool) -> None:
+    """List the catalogue's models with their sizes; with NAME (also a folder or a hub id), show one."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from zinfer import model
+    from zinfer.units import gb
+
+    specs = [model.resolve(name)] if name else [model.from_catalogue(entry) for entry in model.catalogue_names()]
+    if as_json:
+        keys = ("parameters", "weight_bytes", "layer_bytes", "other_bytes", "kv_bytes_per_token")
+        rows = [spec.model_dump(exclude={"layer_parameters"}) | {key: getattr(spec, key) for key in keys} for spec in specs]
+        click.echo(json.dumps(rows, indent=1))
+        return
+    table = Table("model", "parameters", "weights", "layers", "a layer", "outside", "KV a token", "architecture")
+    for spec in specs:
+        table.add_row(
+            spec.name,
+            f"{spec.parameters / 1e9:.2f} B" if spec.parameters > 1e8 else f"{spec.parameters / 1e6:.2f} M",
+            gb(spec.weight_bytes),
+            str(spec.num_layers),
+            gb(spec.layer_bytes, 2),
+            gb(spec.other_bytes, 2),
+            f"{spec.kv_bytes_per_token / 1e3:.1f} kB",
+            spec.architecture,
+        )
+    Console().print(table)

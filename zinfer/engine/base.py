@@ -1,0 +1,52 @@
+"""The contract of an engine: two verbs, so that one loop, one clock and one sampler serve all of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from zinfer.plan import Offload, Plan
+from zinfer.record import Effective
+
+Progress = Callable[[str, float], None]  # what is being done, and the share of it that is done (0 to 1)
+
+
+def silent(_what: str, _share: float) -> None:
+    """Progress nobody watches."""
+
+
+class Engine(ABC):
+    """A model ready to run. Constructed means loaded; every error of loading is raised by the constructor."""
+
+    offloads: ClassVar[frozenset[Offload]]
+    requires: ClassVar[tuple[str, ...]] = ()  # import names, checked before anything is loaded
+    extra: ClassVar[str] = "engines"  # the pip extra that installs them
+    options: ClassVar[dict[str, object]] = {}  # settings a case may change, with their defaults
+
+    def __init__(self, plan: Plan, progress: Progress = silent) -> None:
+        self.plan = plan
+        self.progress = progress
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @abstractmethod
+    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
+        """Start a batch over: ``[B, S]`` left-padded prompts (int64) and their mask (1 real, 0 padding) to the last
+        position's logits ``[B, V]`` on the device. The KV cache gets room for ``reserve`` further tokens; a batch that
+        was running is forgotten.
+        """
+
+    @abstractmethod
+    def decode(self, token_ids: Tensor) -> Tensor:
+        """One step for all rows: the tokens chosen last, ``[B]``, to the next logits ``[B, V]``, both on the device."""
+
+    @abstractmethod
+    def effective(self) -> Effective:
+        """Where the weights are and what a step streams, as it really is, counted and not planned."""
+
+    def release(self) -> None:
+        """Forget the running batch and free its KV cache; weights stay."""
+
+    def close(self) -> None:
+        """Free everything, page-locked memory included. Safe to call twice."""

@@ -1,0 +1,84 @@
+"""Prefill and decode over any `transformers` decoder; an engine on top of it only says where the weights are.
+
+No per-architecture code: what `AutoModelForCausalLM` builds, runs. Positions follow the attention mask, so that
+left-padded rows count from their own first token, as `generate` does it.
+"""
+
+import inspect
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from zinfer.engine.base import Engine
+from zinfer.engine.cache import make_cache
+
+
+class Decoder(Engine):
+    """An engine whose `model` is a `transformers` causal language model. Subclasses set it and call `_ready`."""
+
+    model: PreTrainedModel
+
+    def _ready(self) -> None:
+        self.model.eval()
+        accepted = inspect.signature(self._forward_owner().forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._takes_logits_to_keep = "logits_to_keep" in accepted
+        self._cache = None
+
+    def _forward_owner(self) -> PreTrainedModel:
+        """The module whose `forward` names the arguments; an engine that wraps the model overrides `_call` only."""
+        return self.model
+
+    def _call(self, **inputs: object) -> Tensor:
+        """One forward pass; logits ``[B, n, V]``."""
+        logits: Tensor = self.model(**inputs).logits
+        return logits
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
+        self.release()
+        token_ids, mask = token_ids.to(self.device), attention_mask.to(self.device)
+        batch_size, length = token_ids.shape
+        self._cache = make_cache(self.model.config, length + reserve)
+        # Without padding every kernel can use plain causal attention, which needs no [B, 1, S, S] mask.
+        self._mask = None if bool(mask.all()) else torch.ones((batch_size, length + reserve), dtype=mask.dtype)
+        if self._mask is not None:
+            self._mask = self._mask.to(self.device)
+            self._mask[:, :length] = mask
+        self._length = length
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        self._next_position = positions[:, -1:] + 1
+        return self._step(token_ids, positions)
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor) -> Tensor:
+        if self._cache is None:
+            raise RuntimeError("decode() before prefill()")
+        self._length += 1
+        positions, self._next_position = self._next_position, self._next_position + 1
+        return self._step(token_ids[:, None], positions)
+
+    def _step(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        inputs: dict[str, object] = {
+            "input_ids": token_ids,
+            "attention_mask": None if self._mask is None else self._mask[:, : self._length],
+            "past_key_values": self._cache,
+            "use_cache": True,
+        }
+        if self._takes_positions:
+            inputs["position_ids"] = positions
+        if self._takes_logits_to_keep:
+            inputs["logits_to_keep"] = 1
+        return self._call(**inputs)[:, -1]
+
+    def release(self) -> None:
+        self._cache = None
+        self._mask = None
+
+    def close(self) -> None:
+        self.release()
+        if hasattr(self, "model"):
+            del self.model
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

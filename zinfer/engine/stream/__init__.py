@@ -1,0 +1,115 @@
+"""The `stream` engine: weights in pinned host memory, a few slots on the GPU, a link that never waits.
+
+Decode reads every layer once a step and a layer's copy takes far longer than its compute, so the step time is the bytes
+over the link bandwidth, provided that a copy is always under way. The ring runs ahead of compute across layers and
+across steps: while the head turns the last layer's output into a token, the first layers of the next step are coming.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zinfer.engine.arena import Block, HostArena, lay_out
+from zinfer.engine.base import Progress, silent
+from zinfer.engine.decoder import Decoder
+from zinfer.engine.stream.ring import Ring
+from zinfer.engine.weights import decoder_layers, empty_model, weights
+from zinfer.plan import Offload, Plan
+from zinfer.record import Effective
+
+
+class Stream(Decoder):
+    """All weights on the device (offload `none`), or the decoder layers streamed to it from host memory (`cpu`)."""
+
+    offloads: ClassVar[frozenset[Offload]] = frozenset({"none", "cpu"})
+    requires: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "safetensors")
+    options: ClassVar[dict[str, object]] = {"ring_depth": 2}
+
+    def __init__(self, plan: Plan, progress: Progress = silent) -> None:
+        super().__init__(plan, progress)
+        self._arena: HostArena | None = None
+        self._ring: Ring | None = None
+        self.model = empty_model(plan.model)
+        stack_name, self._layers = decoder_layers(self.model)
+        prefix = f"{stack_name}."
+        streamed = plan.case.offload == "cpu"
+        resident = {
+            name: torch.empty_like(parameter, device=self.device)
+            for name, parameter in self.model.named_parameters()
+            if not (streamed and name.startswith(prefix))
+        }
+        destination = dict(resident)
+        if streamed:
+            destination |= self._make_ring(prefix)
+        for name, tensor in weights(self.model, plan.model, plan.case.load_format, self.device, progress):
+            destination[name].copy_(tensor)
+        for name, tensor in resident.items():
+            set_parameter(self.model, name, tensor)
+        self.model.tie_weights()
+        for module in self.model.modules():
+            for leaf, buffer in module._buffers.items():
+                module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
+        if self._ring is not None:
+            self._ring.start()
+        self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
+        self._streamed_per_step = 0
+        self._ready()
+
+    def _make_ring(self, prefix: str) -> dict[str, Tensor]:
+        """The arena and the ring; returns the host tensors to fill, by parameter name."""
+        layouts: list[tuple[dict[str, Block], int]] = [lay_out(layer.named_parameters()) for layer in self._layers]
+        bases = [0]
+        for _, size in layouts:
+            bases.append(bases[-1] + size)
+        self._arena = HostArena(bases[-1], pin=self.device.type == "cuda", progress=self.progress)
+        depth = int(dict(self.plan.case.options).get("ring_depth", self.options["ring_depth"]))  # type: ignore[call-overload]
+        self._ring = Ring(self._arena.memory, bases, depth, self.device)
+        host: dict[str, Tensor] = {}
+        for index, (layer, (blocks, _)) in enumerate(zip(self._layers, layouts, strict=True)):
+            views = self._arena.views(blocks, bases[index])
+            host |= {f"{prefix}{index}.{name}": view for name, view in views.items()}
+            self._ring.attach(index, layer, blocks)
+        return host
+
+    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
+        if self._ring is not None:
+            self._ring.rewind()
+        return super().prefill(token_ids, attention_mask, reserve)
+
+    def decode(self, token_ids: Tensor) -> Tensor:
+        before = self._ring.bytes_copied if self._ring is not None else 0
+        logits = super().decode(token_ids)
+        self._streamed_per_step = self._ring.bytes_copied - before if self._ring is not None else 0
+        return logits
+
+    def effective(self) -> Effective:
+        if self._ring is None or self._arena is None:
+            return Effective(gpu_weight_bytes=self._resident_bytes)
+        return Effective(
+            gpu_weight_bytes=self._resident_bytes,
+            host_weight_bytes=self._arena.size,
+            streamed_bytes_per_step=self._streamed_per_step,
+            pinned_bytes=self._arena.size if self._arena.pinned else 0,
+            settings={
+                "ring_depth": self._ring.depth,
+                "slot_bytes": self._ring.slot_bytes,
+                "weight_codec": "none",
+                "attention": self.model.config._attn_implementation,
+            },
+        )
+
+    def close(self) -> None:
+        super().close()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+
+def set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put `tensor` in the place of the parameter `name`."""
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,161 @@
+"""Weights, one tensor at a time, for whoever keeps them: random ones made on the device, or a checkpoint's.
+
+A checkpoint's tensors pass through `transformers`' own conversion (names differ between versions, Mixtral's experts are
+stored one by one and used fused), a decoder layer at a time, so that the peak of host memory is one layer.
+"""
+
+import inspect
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from zinfer.checkpoint import Checkpoint, CheckpointError
+from zinfer.engine.base import Progress, silent
+from zinfer.model import LAYER_INDEX, ModelError, ModelSpec
+from zinfer.plan import LoadFormat
+
+logging.disable_progress_bar()
+
+
+def model_config(spec: ModelSpec) -> PreTrainedConfig:
+    """The `transformers` configuration of `spec`. Raises ModelError where transformers knows no such architecture."""
+    settings = {key: value for key, value in spec.config.items() if key not in {"model_type", "dtype", "torch_dtype"}}
+    try:
+        return AutoConfig.for_model(spec.architecture, **settings)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{spec.name}: transformers cannot build a {spec.architecture!r} model: {error}") from None
+
+
+def empty_model(spec: ModelSpec) -> PreTrainedModel:
+    """The model of `spec` with its parameters on the meta device and its buffers (rotary tables and the like) real, on
+    the CPU. Raises ModelError where transformers cannot build it as a causal language model."""
+    config = model_config(spec)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype), trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{spec.name}: transformers cannot build it for text generation: {error}") from None
+    model.tie_weights()
+    return model.requires_grad_(False).eval()
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The name and the list of the decoder layers: the model's largest list of `num_hidden_layers` blocks.
+
+    Raises ModelError where there is none (the model is not a stack of decoder layers).
+    """
+    depth = model.config.get_text_config().num_hidden_layers
+    stacks = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    if not stacks:
+        raise ModelError(f"{type(model).__name__} is not a stack of {depth} decoder layers: it cannot be streamed")
+    return max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack[1].parameters()))
+
+
+def weights(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    load_format: LoadFormat,
+    device: torch.device,
+    progress: Progress = silent,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of `model` (as `empty_model` makes it) once, by its name in `named_parameters`; tied ones once.
+
+    The tensor is a loan until the next one is asked for. Raises CheckpointError when the checkpoint lacks one.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    done = 0
+    tensors = dummy(model, device) if load_format == "dummy" else from_checkpoint(model, spec)
+    for name, tensor in tensors:
+        yield name, tensor
+        done += tensor.numel()
+        progress("loading weights", done / total)
+
+
+def dummy(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Normally distributed weights at the scale of a fresh initialisation, made on `device`.
+
+    Matrices and biases have the configuration's `initializer_range` as standard deviation, norm scales the same around
+    one. Seeded by name: every engine and every run gets the same model. Never constants, which compress, and multiply,
+    unlike real weights.
+    """
+    std = getattr(model.config.get_text_config(), "initializer_range", None) or 0.02
+    norms = {
+        f"{name}.weight" for name, module in model.named_modules() if "norm" in type(module).__name__.lower()
+    }
+    generator = torch.Generator(device)
+    for name, parameter in model.named_parameters():
+        generator.manual_seed(zlib.crc32(name.encode()))
+        tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        yield name, tensor.normal_(1.0 if name in norms else 0.0, std, generator=generator)
+
+
+def from_checkpoint(model: PreTrainedModel, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of `model` out of the safetensors under `spec.directory`, on the CPU, in the model's dtype."""
+    if spec.directory is None:
+        raise CheckpointError(f"{spec.name} has no local checkpoint; use --load-format dummy or give a folder")
+    checkpoint = Checkpoint.open(Path(spec.directory))
+    slots = [
+        (module, leaf, parameter)
+        for module in model.modules()
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    missing = set(names.values())
+    load_config = LoadStateDictConfig(
+        dtype=getattr(torch, spec.dtype),
+        device_map={"": torch.device("cpu")},
+        weight_mapping=get_model_conversion_mapping(model),
+    )
+    # transformers < 5.5 has a tensor-parallel plan as a required argument.
+    extra = {"tp_plan": None} if "tp_plan" in inspect.signature(convert_and_load_state_dict_in_model).parameters else {}
+    for group in _by_layer(checkpoint, spec.num_layers):
+        with ExitStack() as stack:
+            files = {checkpoint.tensors[key].file for key in group}
+            readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
+            info = convert_and_load_state_dict_in_model(
+                model=model,
+                state_dict={key: readers[checkpoint.tensors[key].file].get_slice(key) for key in group},
+                load_config=load_config,
+                **extra,
+            )[0]
+        trouble = [*info.conversion_errors.values(), *info.mismatched_keys]
+        if trouble:
+            raise CheckpointError(f"{spec.directory} does not fit a {spec.architecture} model: {trouble[0]}")
+        for module, leaf, parameter in slots:
+            value = module._parameters[leaf]
+            if value is None or value is parameter:
+                continue
+            module._parameters[leaf] = parameter
+            name = names[id(parameter)]
+            if name in missing:  # a tied weight may be stored under both of its names
+                missing.remove(name)
+                yield name, value.data
+    if missing:
+        raise CheckpointError(f"{spec.directory} lacks {len(missing)} tensors, {min(missing)} among them")
+
+
+def _by_layer(checkpoint: Checkpoint, num_layers: int) -> Iterator[list[str]]:
+    """Checkpoint names in groups that belong together: what lies outside the layers, then each layer wanted."""
+    groups: dict[int, list[str]] = defaultdict(list)
+    for name in checkpoint.tensors:
+        match = LAYER_INDEX.search(name)
+        groups[int(match[1]) if match else -1].append(name)
+    for index in sorted(groups):
+        if index < num_layers:
+            yield groups[index]

@@ -1,0 +1,257 @@
+"""What lives where, what fits, and how long a step takes at best.
+
+Decode reads every weight once a step, so a streamed model runs at link speed: seconds per step >= streamed bytes / link
+bandwidth, whatever the batch. A larger batch is therefore free until the KV cache fills the device, compute catches up
+with the link, or the KV reads do.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from zinfer.frozen import Frozen
+from zinfer.machine import Machine
+from zinfer.model import Dtype, ModelSpec
+from zinfer.units import gb, gib
+
+Offload = Literal["none", "cpu", "nvme"]
+LoadFormat = Literal["safetensors", "dummy"]
+Option = str | int | float | bool
+
+CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as the driver reports them
+PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
+HOST_SHARE = 0.97  # of host memory a load may take before it is refused
+COMPUTE_SHARE = 0.6  # of the matmul rate that prefill reaches in a transformers model
+
+
+class Workload(Frozen):
+    """A batch of `batch_size` prompts of `input_len` tokens, each continued by `output_len` tokens."""
+
+    batch_size: int = Field(ge=1)
+    input_len: int = Field(ge=1)
+    output_len: int = Field(ge=1)
+
+    @property
+    def total_len(self) -> int:
+        return self.input_len + self.output_len
+
+
+class Case(Frozen):
+    """What was asked for. Hashable by value: it is a record's key."""
+
+    model: str
+    engine: str
+    offload: Offload
+    workload: Workload
+    dtype: Dtype = "bfloat16"
+    load_format: LoadFormat = "dummy"
+    layers: int | None = None  # measure a slice of the model
+    options: tuple[tuple[str, Option], ...] = ()  # the engine's settings that differ from its defaults, sorted
+
+    @property
+    def load(self) -> "Case":
+        """The case without its batch size: cases with equal loads share one process and one copy of the weights."""
+        return self.with_batch(1)
+
+    def with_batch(self, batch_size: int) -> "Case":
+        workload = self.workload.model_copy(update={"batch_size": batch_size})
+        return self.model_copy(update={"workload": workload})
+
+    def label(self) -> str:
+        """Engine and offload in a few characters, for legends and progress lines."""
+        options = "".join(f" {key}={value}" for key, value in self.options)
+        return f"{self.engine} {self.offload}{options}"
+
+
+class Bytes(Frozen):
+    """Bytes on one tier, by what they are for."""
+
+    weights: int = 0
+    kv_cache: int = 0
+    buffers: int = 0  # slots the streamed layers land in
+    activations: int = 0
+    overhead: int = 0  # rounding of pinned blocks, contexts, the process itself
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.buffers + self.activations + self.overhead
+
+
+class Plan(Frozen):
+    """A case on a machine, before anything runs. Everything here is predicted."""
+
+    case: Case
+    model: ModelSpec
+    machine: Machine
+    gpu: Bytes
+    host: Bytes
+    nvme: Bytes
+    prefill_s: float | None = None
+    step_s: float | None = None
+    bound_by: str | None = None
+    max_batch_size: int = 0  # by memory; 0 when not even one sequence fits
+    why_not: str | None = None  # the reason, when nothing of this load can run here
+
+    @property
+    def fits(self) -> bool:
+        return self.why_not is None
+
+    @property
+    def output_tok_s(self) -> float | None:
+        if self.prefill_s is None or self.step_s is None:
+            return None
+        workload = self.case.workload
+        seconds = self.prefill_s + self.step_s * (workload.output_len - 1)
+        return workload.batch_size * workload.output_len / seconds
+
+
+def pinned_block(size: int) -> int:
+    """What torch's pinned-memory allocator takes for `size` bytes: the next power of two.
+
+    Source: CachingHostAllocator.h of torch 2.11 rounds every block up to ``PowerOf2Ceil(size)``.
+    """
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _activations(model: ModelSpec, batch_size: int, length: int) -> int:
+    """Peak of one layer's prefill: hidden states, the widest intermediate twice, and eager attention scores for ALiBi
+    models, whose implementation in transformers has no fused kernel (scores in the weights' type, softmax in float32)."""
+    tokens = batch_size * length
+    wide = 2 * max(model.ffn_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
+    flat = tokens * (4 * model.hidden_size + wide) * model.dtype_bytes
+    eager = model.architecture == "bloom"
+    scores = batch_size * model.num_heads * length**2 * (model.dtype_bytes * 2 + 4) if eager else 0
+    return flat + scores + batch_size * model.vocab_size * (model.dtype_bytes + 4)
+
+
+def _weights(case: Case, model: ModelSpec) -> tuple[Bytes, Bytes, Bytes]:
+    """Weight placement of an engine: bytes on the device, on the host and on NVMe, whatever the batch."""
+    streamed, other, layer = model.streamed_bytes, model.other_bytes, model.layer_bytes
+    if case.offload == "none":
+        return Bytes(weights=model.weight_bytes), Bytes(), Bytes()
+    if case.engine == "deepspeed":  # every weight is offloaded, each tensor a pinned block of its own
+        rounding = pinned_block(layer // 3) * 3 * model.num_layers - streamed if case.offload == "cpu" else 0
+        on_host = Bytes(weights=streamed + other, overhead=max(rounding, 0))
+        resident = Bytes(buffers=2 * layer + other)
+    elif case.engine == "accelerate":  # one layer at a time, no buffers ahead
+        on_host, resident = Bytes(weights=streamed + other), Bytes(buffers=layer + other)
+    else:
+        on_host, resident = Bytes(weights=streamed), Bytes(weights=other, buffers=2 * layer)
+    if case.offload == "nvme":
+        return resident, Bytes(buffers=2 * layer), on_host
+    return resident, on_host, Bytes()
+
+
+def make_plan(case: Case, model: ModelSpec, machine: Machine) -> Plan:
+    """Bytes by tier, the best step time the links allow, and whether the load can run on `machine` at all.
+
+    `model` is the spec already sliced to `case.layers`. Where there is no GPU, the host is the device and carries both.
+    """
+    workload = case.workload
+    gpu, host, nvme = _weights(case, model)
+    sequence = model.kv_bytes(1, workload.total_len)
+    activations = _activations(model, 1, workload.input_len)
+    host = host.model_copy(update={"overhead": host.overhead + PROCESS_BYTES})
+    overhead = CONTEXT_BYTES if machine.gpu_count else 0
+    fixed = gpu.total + overhead
+    free = machine.device_bytes - fixed - (0 if machine.gpu_count else host.total)
+    max_batch = max(0, free // (sequence + activations))
+    gpu = gpu.model_copy(
+        update={
+            "kv_cache": sequence * workload.batch_size,
+            "activations": activations * workload.batch_size,
+            "overhead": overhead,
+        }
+    )
+    prefill_s, step_s, bound_by = _times(case, model, machine)
+    return Plan(
+        case=case,
+        model=model,
+        machine=machine,
+        gpu=gpu,
+        host=host,
+        nvme=nvme,
+        prefill_s=prefill_s,
+        step_s=step_s,
+        bound_by=bound_by,
+        max_batch_size=max_batch,
+        why_not=_why_not(case, model, machine, fixed + sequence + activations, host.total, nvme.total),
+    )
+
+
+def _times(case: Case, model: ModelSpec, machine: Machine) -> tuple[float | None, float | None, str | None]:
+    """Seconds of a prefill and of a decode step at the physical limit, and which limit the step meets."""
+    workload = case.workload
+    link = machine.nvme_bandwidth if case.offload == "nvme" else machine.h2d_bandwidth
+    hbm, flops = machine.hbm_bandwidth, machine.matmul_flops
+    if hbm is None or flops is None or (case.offload != "none" and link is None):
+        return None, None, None
+    streamed = 0 if case.offload == "none" else model.streamed_bytes
+    context = workload.input_len + workload.output_len // 2
+    limits = {
+        "link": streamed / link if link else 0.0,
+        "hbm": (model.weight_bytes + model.kv_bytes(workload.batch_size, context)) / hbm,
+        "compute": model.decode_flops(workload.batch_size, context) / (COMPUTE_SHARE * flops),
+    }
+    bound_by = max(limits, key=lambda name: limits[name])
+    compute = model.prefill_flops(workload.batch_size, workload.input_len) / (COMPUTE_SHARE * flops)
+    return max(limits["link"], compute, model.weight_bytes / hbm), limits[bound_by], bound_by
+
+
+def _why_not(case: Case, model: ModelSpec, machine: Machine, device: int, host: int, nvme: int) -> str | None:
+    """One short message when the load cannot run here at batch 1: what is needed where, what there is, what would work."""
+    shortages = []
+    if not machine.gpu_count:
+        device, host = 0, host + device
+    elif device > machine.gpu_bytes:
+        shortages.append(f"{gb(device)} of GPU memory, {machine.name} has {gb(machine.gpu_bytes)}")
+    if machine.host_bytes is not None and host > HOST_SHARE * machine.host_bytes:
+        shortages.append(f"{gb(host)} of host memory, {machine.name} has {gb(machine.host_bytes)}")
+    if nvme and machine.nvme_bytes is not None and nvme > machine.nvme_bytes:
+        shortages.append(f"{gb(nvme)} of disk at --nvme-path, {gb(machine.nvme_bytes)} are free")
+    if not shortages:
+        return None
+    ways = []
+    if case.offload == "none":
+        ways.append("--offload cpu")
+    layers = _layers_that_fit(case, model, machine)
+    if layers:
+        ways.append(f"--layers {layers} (measures a slice of the {model.total_layers})")
+    if case.offload == "cpu" and machine.nvme_bytes is not None and machine.nvme_bytes > model.weight_bytes:
+        ways.append("--offload nvme --engine deepspeed or accelerate")
+    ways.append(f"`zinfer plan --model {case.model} --machine h200` to plan for another machine")
+    sliced = f" ({model.num_layers} of {model.total_layers} layers)" if model.num_layers < model.total_layers else ""
+    return (
+        f"{case.model}{sliced} with {case.engine}, offload {case.offload}, needs {' and '.join(shortages)}. "
+        f"What would work: {'; '.join(ways)}."
+    )
+
+
+def _layers_that_fit(case: Case, model: ModelSpec, machine: Machine) -> int:
+    """The largest slice of the model that this load could run on `machine`, 0 if none; bytes are linear in layers."""
+    host, device = machine.host_bytes or 0, machine.device_bytes
+    workload = case.workload
+    fixed = model.other_bytes + _activations(model, 1, workload.input_len) + CONTEXT_BYTES
+    kv = model.kv_bytes(1, workload.total_len) / model.num_layers
+    layer = model.layer_bytes
+    if not machine.gpu_count:
+        slots = 0 if case.offload == "none" else 2
+        room, each = HOST_SHARE * host - PROCESS_BYTES - fixed - slots * layer, layer + kv
+    elif case.offload == "none":
+        room, each = device - fixed, layer + kv
+    else:
+        pinned = 3 * pinned_block(layer // 3) if case.engine == "deepspeed" else layer
+        room, each = HOST_SHARE * host - PROCESS_BYTES, pinned
+        if fixed + 2 * layer > device:
+            return 0
+    return max(0, min(int(room // each), model.num_layers - 1))
+
+
+def describe(plan: Plan) -> str:
+    """One line for `--dry-run`: what lies where and the limit of the step."""
+    parts = [f"gpu {gib(plan.gpu.total)}", f"host {gib(plan.host.total)}"]
+    if plan.nvme.total:
+        parts.append(f"nvme {gib(plan.nvme.total)}")
+    if plan.step_s is not None:
+        parts.append(f"step >= {plan.step_s:.3g} s ({plan.bound_by})")
+    return " · ".join(parts)

@@ -1,0 +1,47 @@
+"""Bytes, rates and seconds to text and back.
+
+Files hold bytes, bytes per second and milliseconds; only the screen rounds them, and always says GB (1e9) or GiB (2^30).
+"""
+
+import re
+
+_SUFFIXES = {"": 1, "B": 1} | {
+    f"{prefix}{mark}B": base**power
+    for mark, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("KMGTP", start=1)
+}
+_BY_UPPER = {suffix.upper(): factor for suffix, factor in _SUFFIXES.items()}
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*(/s)?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as ``40GiB``, ``1.5 GB`` or ``4096``; also of a rate (``200GB/s``), in bytes per second.
+
+    Raises ValueError, with the accepted suffixes, for anything else.
+    """
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2].upper() not in _BY_UPPER:
+        raise ValueError(f"{text!r} is not a size: write a number with B, KB, MB, GB, TB or KiB, MiB, GiB, TiB")
+    return int(float(match[1]) * _BY_UPPER[match[2].upper()])
+
+
+def gb(size: float, digits: int = 1) -> str:
+    """``size`` bytes in decimal gigabytes, the unit of weights and links: ``352.5 GB``."""
+    return f"{size / 1e9:.{digits}f} GB" if size >= 1e8 else f"{size / 1e6:.{digits}f} MB"
+
+
+def gib(size: float, digits: int = 1) -> str:
+    """``size`` bytes in binary gigabytes, the unit memory is sold in: ``79.2 GiB``."""
+    return f"{size / 2**30:.{digits}f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that reads best: ``850 ms``, ``6.41 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

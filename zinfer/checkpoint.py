@@ -25,7 +25,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: `shape`, `dtype` in safetensors' words (``BF16``), and its bytes ``[start, end)`` in `file`."""
+    """Where a tensor lies: bytes ``[start, end)`` of `file`; `dtype` in safetensors' words (``BF16``)."""
 
     file: Path
     dtype: str
@@ -93,10 +93,10 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """The shard `name`, which must lie in `directory` itself. (A hub snapshot's files are links out of it: the link, not
-    its target, is what has to be inside.)"""
+    """The shard `name`, which must lie in `directory` itself. (A hub snapshot's files are links out of it: the link,
+    not its target, has to be inside.)"""
     if name != Path(name).name or name in {"", ".", ".."} or not name.endswith(".safetensors"):
-        raise CheckpointError(f"{directory / INDEX} points to {name!r}: shards must be .safetensors files of this folder")
+        raise CheckpointError(f"{directory / INDEX} points to {name!r}: shards are .safetensors files of this folder")
     if not (directory / name).is_file():
         raise CheckpointError(f"{directory / name} is missing: the checkpoint is not complete")
     return directory / name

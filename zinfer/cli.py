@@ -28,7 +28,7 @@ class Failure(click.ClickException):
 
     def __init__(self, message: str, code: int = USAGE) -> None:
         super().__init__(message)
-        self.exit_code = code
+        self.exit_code = code  # type: ignore[misc]
 
 
 class _Verbs(click.Group):

@@ -11,6 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from zinfer.frozen import Frozen
 
 Tier = Literal["gpu", "host", "nvme"]
@@ -43,7 +45,9 @@ class Machine(Frozen):
     matmul_flops: float | None = None  # dense bf16
     coherent: bool = False  # the link is cache-coherent (NVLink-C2C)
     note: str = ""  # where the figures come from
-    details: dict[str, Any] = {}  # what `probe` saw besides: driver, PCIe, NUMA, every block size
+    details: dict[str, Any] = Field(
+        default_factory=dict
+    )  # what `probe` saw besides: driver, PCIe, NUMA, every block size
 
     @property
     def device_bytes(self) -> int:

@@ -1,14 +1,15 @@
 """What a model costs: parameters, bytes and FLOPs from its shape alone.
 
-A decoder-only model is `num_layers` equal blocks between an embedding and a head. Decode reads every weight once a step,
-so bytes are the currency here, and they are exact: the catalogue's counts are those of the `transformers` model (a test
-compares them), a local checkpoint's are read from its safetensors headers.
+A decoder-only model is `num_layers` equal blocks between an embedding and a head. Decode reads every weight once a
+step, so bytes are the currency here, and they are exact: the catalogue's counts are those of the `transformers` model
+(a test compares them), a local checkpoint's are read from its safetensors headers.
 """
 
 import json
 import re
 import tomllib
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -33,6 +34,12 @@ _CONFIG_KEYS = {
     "experts_per_token": ("num_experts_per_tok",),
 }
 LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+# Families whose configuration, if it says nothing, ties the head to the embedding; checkpoints may hold both even so.
+_TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2"})
+_HEADS = ("lm_head.weight", "embed_out.weight")
+# Causal masks and rotary frequencies: older checkpoints hold them, the model computes them.
+_BUFFER = re.compile(r"(?:^|\.)(?:attention|attn)\.(?:masked_)?bias$|rotary_emb\.inv_freq$")
+_TENSOR_DTYPES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class ModelError(ValueError):
@@ -42,8 +49,8 @@ class ModelError(ValueError):
 class ModelSpec(Frozen):
     """A decoder-only model, whole or the first `num_layers` of `total_layers`.
 
-    `layer_parameters` counts the weights of each decoder layer in depth order, `other_parameters` everything outside the
-    layers (embeddings, head, final norm), `expert_parameters` the share of one layer that lies in its experts.
+    `layer_parameters` counts the weights of each decoder layer in depth order, `other_parameters` all that is outside
+    the layers (embeddings, head, final norm), `expert_parameters` the share of one layer that lies in its experts.
     """
 
     name: str
@@ -113,8 +120,8 @@ class ModelSpec(Frozen):
     def decode_flops(self, batch_size: int, context_len: int) -> int:
         """One decode step: two FLOPs a weight and token, and attention over `context_len` cached tokens.
 
-        Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1: 2N + 2 · n_layer · n_ctx · d_attn forward, the second
-        term once for the scores and once for the weighted sum of values.
+        Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1: 2N + 2 · n_layer · n_ctx · d_attn forward, the
+        second term once for the scores and once for the weighted sum of values.
         """
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * context_len
         return batch_size * (2 * self._matmul_parameters + attention)
@@ -129,7 +136,7 @@ class ModelSpec(Frozen):
 
     @property
     def _matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: the layers and the head, but not the embedding it is looked up in."""
+        """Weights that a token is multiplied with: the layers and the head, not the embedding it is looked up in."""
         layers = self.active_parameters - self.other_parameters
         return layers + self.vocab_size * self.hidden_size
 
@@ -159,8 +166,11 @@ def _config_key(config: Mapping[str, Any], field: str) -> str | None:
 def shape_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The shape fields of a ModelSpec out of a Hugging Face `config.json`, whatever names it uses.
 
-    Raises ModelError when the configuration is not that of a decoder-only model.
+    `num_kv_heads` are the heads that transformers caches. Raises ModelError when the configuration is not that of a
+    decoder-only model with plain weights.
     """
+    if config.get("quantization_config"):
+        raise ModelError("the weights are quantised, which zinfer does not read: use the unquantised checkpoint")
     shape: dict[str, Any] = {"architecture": config.get("model_type", "")}
     for field in _CONFIG_KEYS:
         key = _config_key(config, field)
@@ -172,9 +182,12 @@ def shape_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     shape["total_layers"] = shape["num_layers"]
     shape.setdefault("head_dim", shape["hidden_size"] // shape["num_heads"])
     shape.setdefault("ffn_size", 4 * shape["hidden_size"])
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+    if config.get("new_decoder_architecture"):
+        # Falcon 40B and 180B: transformers copies each key and value to all heads of its group before it caches them.
+        shape["num_kv_heads"] = shape["num_heads"]
+    elif config.get("multi_query", config.get("model_type") in {"falcon", "gpt_bigcode"}):
         shape["num_kv_heads"] = 1
-    elif config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
+    elif config.get("model_type") == "falcon":
         shape["num_kv_heads"] = shape["num_heads"]
     shape.setdefault("num_kv_heads", shape["num_heads"])
     if not shape.get("num_experts"):
@@ -204,7 +217,7 @@ def from_catalogue(name: str) -> ModelSpec:
         other_parameters=entry["other_parameters"],
         expert_parameters=entry.get("expert_parameters", 0),
         dtype=entry.get("dtype", "bfloat16"),
-        config=entry["config"],
+        config=deepcopy(entry["config"]),
         hub_id=entry.get("hub_id"),
     )
 
@@ -212,7 +225,10 @@ def from_catalogue(name: str) -> ModelSpec:
 def from_parameter_shapes(
     name: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], **fields: Any
 ) -> ModelSpec:
-    """A spec counted from parameter names and shapes, as a checkpoint or a meta-device model lists them."""
+    """A spec counted from parameter names and shapes, as a checkpoint or a meta-device model lists them.
+
+    Raises ModelError when `config` is not that of a decoder-only model, or a layer of it has no weights.
+    """
     shape = shape_from_config(config)
     layers = [0] * shape["num_layers"]
     other = experts = 0
@@ -226,13 +242,15 @@ def from_parameter_shapes(
         elif int(match[1]) < len(layers):
             layers[int(match[1])] += size
             experts += size if ".experts." in tensor else 0
+    if 0 in layers:
+        raise ModelError(f"{name}: no weights of decoder layer {layers.index(0)} of {len(layers)}")
     return ModelSpec(
         name=name,
         **shape,
         layer_parameters=tuple(layers),
         other_parameters=other,
         expert_parameters=experts // shape["num_layers"],
-        config=dict(config),
+        config=deepcopy(dict(config)),
         **fields,
     )
 
@@ -242,16 +260,24 @@ def from_directory(path: Path) -> ModelSpec:
 
     Raises ModelError when the folder holds no usable `config.json` and safetensors.
     """
-    from zinfer.checkpoint import Checkpoint
+    from zinfer.checkpoint import Checkpoint, CheckpointError
 
-    checkpoint = Checkpoint.open(path)
+    try:
+        checkpoint = Checkpoint.open(path)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from None
     config = checkpoint.config
-    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    if config.get("tie_word_embeddings", config.get("model_type") in {"bloom", "opt", "falcon"}):
-        shapes.pop("lm_head.weight", None)
-    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
+    tensors = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if not (_BUFFER.search(name) or (tied and name in _HEADS))
+    }
+    largest = max(tensors.values(), key=lambda tensor: tensor.end - tensor.start)
+    dtype = config.get("dtype") or config.get("torch_dtype") or _TENSOR_DTYPES.get(largest.dtype, largest.dtype)
     if dtype not in get_args(Dtype):
         raise ModelError(f"{path}: weights of type {dtype} are not supported; use one of {', '.join(get_args(Dtype))}")
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return from_parameter_shapes(str(path), config, shapes, dtype=dtype, directory=str(path))
 
 

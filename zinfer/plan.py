@@ -90,6 +90,7 @@ class Plan(Frozen):
     step_s: float | None = None
     bound_by: str | None = None
     max_batch_size: int = 0  # by memory; 0 when not even one sequence fits
+    nvme_path: str | None = None  # where offload `nvme` may put its files
     why_not: str | None = None  # the reason, when nothing of this load can run here
 
     @property
@@ -115,7 +116,7 @@ def pinned_block(size: int) -> int:
 
 def _activations(model: ModelSpec, batch_size: int, length: int) -> int:
     """Peak of one layer's prefill: hidden states, the widest intermediate twice, and eager attention scores for ALiBi
-    models, whose implementation in transformers has no fused kernel (scores in the weights' type, softmax in float32)."""
+    models, for which transformers has no fused kernel (scores in the weights' type, softmax in float32)."""
     tokens = batch_size * length
     wide = 2 * max(model.ffn_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
     flat = tokens * (4 * model.hidden_size + wide) * model.dtype_bytes
@@ -142,28 +143,32 @@ def _weights(case: Case, model: ModelSpec) -> tuple[Bytes, Bytes, Bytes]:
     return resident, on_host, Bytes()
 
 
-def make_plan(case: Case, model: ModelSpec, machine: Machine) -> Plan:
-    """Bytes by tier, the best step time the links allow, and whether the load can run on `machine` at all.
-
-    `model` is the spec already sliced to `case.layers`. Where there is no GPU, the host is the device and carries both.
-    """
+def _tiers(case: Case, model: ModelSpec, machine: Machine) -> tuple[Bytes, Bytes, Bytes]:
+    """Bytes on the device, the host and NVMe at the case's batch size. Without a GPU, the host has to carry the
+    device's bytes as well; they are listed apart all the same."""
     workload = case.workload
     gpu, host, nvme = _weights(case, model)
-    sequence = model.kv_bytes(1, workload.total_len)
-    activations = _activations(model, 1, workload.input_len)
-    host = host.model_copy(update={"overhead": host.overhead + PROCESS_BYTES})
-    overhead = CONTEXT_BYTES if machine.gpu_count else 0
-    fixed = gpu.total + overhead
-    free = machine.device_bytes - fixed - (0 if machine.gpu_count else host.total)
-    max_batch = max(0, free // (sequence + activations))
     gpu = gpu.model_copy(
         update={
-            "kv_cache": sequence * workload.batch_size,
-            "activations": activations * workload.batch_size,
-            "overhead": overhead,
+            "kv_cache": model.kv_bytes(workload.batch_size, workload.total_len),
+            "activations": _activations(model, workload.batch_size, workload.input_len),
+            "overhead": CONTEXT_BYTES if machine.gpu_count else 0,
         }
     )
+    return gpu, host.model_copy(update={"overhead": host.overhead + PROCESS_BYTES}), nvme
+
+
+def make_plan(case: Case, model: ModelSpec, machine: Machine, nvme_path: str | None = None) -> Plan:
+    """Bytes by tier, the best step time the links allow, and whether the load can run on `machine` at all.
+
+    `model` is the spec already sliced to `case.layers`.
+    """
+    gpu, host, nvme = _tiers(case, model, machine)
+    single, _, _ = _tiers(case.with_batch(1), model, machine)
+    sequence = single.kv_cache + single.activations
+    free = machine.device_bytes - (single.total - sequence) - (0 if machine.gpu_count else host.total)
     prefill_s, step_s, bound_by = _times(case, model, machine)
+    shortages = _shortages(case, model, machine)
     return Plan(
         case=case,
         model=model,
@@ -174,8 +179,9 @@ def make_plan(case: Case, model: ModelSpec, machine: Machine) -> Plan:
         prefill_s=prefill_s,
         step_s=step_s,
         bound_by=bound_by,
-        max_batch_size=max_batch,
-        why_not=_why_not(case, model, machine, fixed + sequence + activations, host.total, nvme.total),
+        max_batch_size=max(0, free // sequence),
+        nvme_path=nvme_path,
+        why_not=_why_not(case, model, machine, shortages) if shortages else None,
     )
 
 
@@ -198,28 +204,37 @@ def _times(case: Case, model: ModelSpec, machine: Machine) -> tuple[float | None
     return max(limits["link"], compute, model.weight_bytes / hbm), limits[bound_by], bound_by
 
 
-def _why_not(case: Case, model: ModelSpec, machine: Machine, device: int, host: int, nvme: int) -> str | None:
-    """One short message when the load cannot run here at batch 1: what is needed where, what there is, what would work."""
-    shortages = []
+def _shortages(case: Case, model: ModelSpec, machine: Machine) -> list[str]:
+    """What keeps the load from running even at batch 1: what is needed where, and how much there is."""
+    gpu, host, nvme = (tier.total for tier in _tiers(case.with_batch(1), model, machine))
+    short = []
     if not machine.gpu_count:
-        device, host = 0, host + device
-    elif device > machine.gpu_bytes:
-        shortages.append(f"{gb(device)} of GPU memory, {machine.name} has {gb(machine.gpu_bytes)}")
+        gpu, host = 0, host + gpu
+    elif gpu > machine.gpu_bytes:
+        short.append(f"{gb(gpu)} of GPU memory ({machine.name} has {gb(machine.gpu_bytes)})")
     if machine.host_bytes is not None and host > HOST_SHARE * machine.host_bytes:
-        shortages.append(f"{gb(host)} of host memory, {machine.name} has {gb(machine.host_bytes)}")
-    if nvme and machine.nvme_bytes is not None and nvme > machine.nvme_bytes:
-        shortages.append(f"{gb(nvme)} of disk at --nvme-path, {gb(machine.nvme_bytes)} are free")
-    if not shortages:
-        return None
+        short.append(f"{gb(host)} of host memory ({machine.name} has {gb(machine.host_bytes)})")
+    if machine.nvme_bytes is not None and nvme > machine.nvme_bytes:
+        short.append(f"{gb(nvme)} of disk at --nvme-path ({gb(machine.nvme_bytes)} are free)")
+    return short
+
+
+def _why_not(case: Case, model: ModelSpec, machine: Machine, shortages: list[str]) -> str:
+    """The refusal: what is short, and what would work instead."""
     ways = []
-    if case.offload == "none":
-        ways.append("--offload cpu")
-    layers = _layers_that_fit(case, model, machine)
-    if layers:
-        ways.append(f"--layers {layers} (measures a slice of the {model.total_layers})")
-    if case.offload == "cpu" and machine.nvme_bytes is not None and machine.nvme_bytes > model.weight_bytes:
-        ways.append("--offload nvme --engine deepspeed or accelerate")
-    ways.append(f"`zinfer plan --model {case.model} --machine h200` to plan for another machine")
+    offloads: list[Offload] = ["none", "cpu"]
+    for offload in sorted(offloads, key=lambda choice: choice != case.offload):
+        other = case.model_copy(update={"offload": offload})
+        flag = f"--offload {offload}"
+        if not _shortages(other, model, machine):
+            ways.append(flag)
+        elif layers := _layers_that_fit(other, model, machine):
+            ways.append(f"{flag} --layers {layers}, a slice of the {model.total_layers} layers")
+            break
+    disk = case.model_copy(update={"offload": "nvme", "engine": "accelerate"})
+    if case.offload != "nvme" and not _shortages(disk, model, machine):
+        ways.append(f"--engine accelerate --offload nvme --nvme-path DIR, with {gb(model.weight_bytes)} free there")
+    ways.append(f"`zinfer plan --model {case.model} --machine gh200-96gb` to see what another machine would do")
     sliced = f" ({model.num_layers} of {model.total_layers} layers)" if model.num_layers < model.total_layers else ""
     return (
         f"{case.model}{sliced} with {case.engine}, offload {case.offload}, needs {' and '.join(shortages)}. "
@@ -228,23 +243,12 @@ def _why_not(case: Case, model: ModelSpec, machine: Machine, device: int, host: 
 
 
 def _layers_that_fit(case: Case, model: ModelSpec, machine: Machine) -> int:
-    """The largest slice of the model that this load could run on `machine`, 0 if none; bytes are linear in layers."""
-    host, device = machine.host_bytes or 0, machine.device_bytes
-    workload = case.workload
-    fixed = model.other_bytes + _activations(model, 1, workload.input_len) + CONTEXT_BYTES
-    kv = model.kv_bytes(1, workload.total_len) / model.num_layers
-    layer = model.layer_bytes
-    if not machine.gpu_count:
-        slots = 0 if case.offload == "none" else 2
-        room, each = HOST_SHARE * host - PROCESS_BYTES - fixed - slots * layer, layer + kv
-    elif case.offload == "none":
-        room, each = device - fixed, layer + kv
-    else:
-        pinned = 3 * pinned_block(layer // 3) if case.engine == "deepspeed" else layer
-        room, each = HOST_SHARE * host - PROCESS_BYTES, pinned
-        if fixed + 2 * layer > device:
-            return 0
-    return max(0, min(int(room // each), model.num_layers - 1))
+    """The largest slice of the model that could run at batch 1, 0 if none; what a load needs grows with its layers."""
+    low, high = 0, model.num_layers
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if not _shortages(case, model.slice(middle), machine) else (low, middle)
+    return low
 
 
 def describe(plan: Plan) -> str:

@@ -53,7 +53,8 @@ class Measurement(Frozen):
     ttft_ms: tuple[float, ...] = ()
     step_ms: tuple[tuple[float, ...], ...] = ()
     load_s: float | None = None
-    gpu_peak_bytes: int | None = None
+    gpu_peak_bytes: int | None = None  # most bytes that tensors held at once
+    gpu_used_bytes: int | None = None  # of the device after the point: caches, context and other processes included
     host_peak_bytes: int | None = None
     effective: Effective | None = None
     link_bandwidth: float | None = None  # pinned H2D bytes/s, measured in the same process
@@ -63,7 +64,7 @@ class Measurement(Frozen):
     gpu: dict[str, Any] = Field(default_factory=dict)  # clocks, power, temperature, throttle reasons during the point
     versions: dict[str, str] = Field(default_factory=dict)
     started_at: str = ""  # ISO 8601, UTC
-    predicted: dict[str, float] = Field(default_factory=dict)  # what the plan said before
+    predicted: dict[str, float | None] = Field(default_factory=dict)  # what the plan said before
 
     @property
     def usable(self) -> bool:

@@ -1,6 +1,6 @@
 """Bytes, rates and seconds to text and back.
 
-Files hold bytes, bytes per second and milliseconds; only the screen rounds them, and always says GB (1e9) or GiB (2^30).
+Files hold bytes, bytes per second and milliseconds; only the screen rounds, and it always says GB (1e9) or GiB (2^30).
 """
 
 import re

@@ -24,6 +24,7 @@ class Engine(ABC):
     requires: ClassVar[tuple[str, ...]] = ()  # import names, checked before anything is loaded
     extra: ClassVar[str] = "engines"  # the pip extra that installs them
     options: ClassVar[dict[str, object]] = {}  # settings a case may change, with their defaults
+    env: ClassVar[dict[str, str]] = {}  # what its process needs in the environment before torch is imported
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         self.plan = plan
@@ -45,8 +46,8 @@ class Engine(ABC):
     def effective(self) -> Effective:
         """Where the weights are and what a step streams, as it really is, counted and not planned."""
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - an engine without state of its own has nothing to do
         """Forget the running batch and free its KV cache; weights stay."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free everything, page-locked memory included. Safe to call twice."""

@@ -67,6 +67,18 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack[1].parameters()))
 
 
+def slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where each parameter stands: by its name in `named_parameters`, the modules that hold it and what they call it.
+    Tied weights have several such places."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                found[names[id(parameter)]].append((module, leaf))
+    return found
+
+
 def weights(
     model: PreTrainedModel,
     spec: ModelSpec,
@@ -95,9 +107,7 @@ def dummy(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, T
     unlike real weights.
     """
     std = getattr(model.config.get_text_config(), "initializer_range", None) or 0.02
-    norms = {
-        f"{name}.weight" for name, module in model.named_modules() if "norm" in type(module).__name__.lower()
-    }
+    norms = {f"{name}.weight" for name, module in model.named_modules() if "norm" in type(module).__name__.lower()}
     generator = torch.Generator(device)
     for name, parameter in model.named_parameters():
         generator.manual_seed(zlib.crc32(name.encode()))

@@ -6,6 +6,7 @@ a copy into a slot waits until the layer that had it is computed (`free`), a lay
 """
 
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class Ring:
         if depth < 2:
             raise ValueError(f"ring_depth={depth}: a ring needs 2 slots or more, one in use and one being filled")
         self.depth = depth
-        self.slot_bytes = max(end - start for start, end in zip(bases, bases[1:], strict=False))
+        self.slot_bytes = max(end - start for start, end in pairwise(bases))
         self.bytes_copied = 0
         self._source, self._bases = source, bases
         self._num_layers = len(bases) - 1

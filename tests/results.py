@@ -1,0 +1,67 @@
+"""Fabricated measurements: the arithmetic of a link-bound model with plausible noise, and no machine."""
+
+import random
+from typing import Any
+
+from zinfer.plan import Case, Workload
+from zinfer.record import Effective, Measurement
+
+LAYERS_BYTES = 69_057_937_408  # 14 layers of BLOOM-176B in bf16
+LINK = 54.6e9
+
+
+def case(batch_size: int = 1, engine: str = "stream", offload: Any = "cpu", **fields: Any) -> Case:
+    workload = Workload(
+        batch_size=batch_size, input_len=fields.pop("input_len", 512), output_len=fields.pop("output_len", 32)
+    )
+    return Case(**{"model": "bloom-176b", "layers": 14, **fields}, engine=engine, offload=offload, workload=workload)
+
+
+def point(asked: Case, step_s: float = 1.3, repeats: int = 3, **fields: Any) -> Measurement:
+    """A usable point whose decode steps take about `step_s`; with a `status` other than ok, one without samples."""
+    noise = random.Random(str(asked))
+    workload = asked.workload
+    samples: dict[str, Any] = {}
+    if fields.get("status", "ok") == "ok":
+        prefill_s = max(step_s, workload.batch_size * workload.input_len / 9000)
+        streamed = 0 if asked.offload == "none" else LAYERS_BYTES
+        samples = {
+            "ttft_ms": [1e3 * prefill_s * noise.uniform(1, 1.04) for _ in range(repeats)],
+            "step_ms": [
+                [1e3 * step_s * noise.uniform(0.99, 1.03) for _ in range(workload.output_len - 1)]
+                for _ in range(repeats)
+            ],
+            "effective": Effective(
+                gpu_weight_bytes=76_000_000_000 - streamed, host_weight_bytes=streamed, streamed_bytes_per_step=streamed
+            ),
+            "link_bandwidth": LINK,
+            "gpu_peak_bytes": 20 << 30,
+            "load_s": 80.0,
+        }
+    known = {"machine": "h100", "status": "ok", "total_layers": 70, "num_layers": asked.layers or 70}
+    known["versions"] = {"zinfer": "0.1.0", "torch": "2.11.0"}
+    return Measurement.model_validate(known | samples | fields | {"case": asked})
+
+
+def sweep(**fields: Any) -> list[Measurement]:
+    """Three engines on one machine: without offload only small batches fit, with it the step hardly grows."""
+    found = []
+    for size in (1, 2, 4, 8, 16, 32, 64, 128):
+        if size <= 8:
+            found.append(point(case(size, offload="none", **fields), 0.031 + 0.0008 * size))
+        if size <= 64:
+            found.append(point(case(size, **fields), 1.36 + 0.0005 * size))
+            found.append(point(case(size, options=(("weight_codec", "lossless"),), **fields), 0.92 + 0.0006 * size))
+        if size <= 32:
+            found.append(point(case(size, "deepspeed", **fields), 1.56 + 0.004 * size))
+        if size <= 16:
+            found.append(point(case(size, "accelerate", **fields), 8.9 + 0.01 * size))
+    edges = (
+        case(16, offload="none", **fields),
+        case(128, **fields),
+        case(128, options=(("weight_codec", "lossless"),), **fields),
+        case(64, "deepspeed", **fields),
+    )
+    found += [point(asked, status="oom_gpu", error="CUDA out of memory", stage="prefill") for asked in edges]
+    found.append(point(case(32, "accelerate", **fields), status="timeout", stage="decode", error="no step for 600 s"))
+    return found

@@ -1,0 +1,228 @@
+"""Model costs: every catalogue entry against the real transformers model, and checkpoints against what was saved."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zinfer import model as models
+from zinfer.model import ModelError, ModelSpec, resolve, shape_from_config
+
+
+def build(spec: ModelSpec) -> torch.nn.Module:
+    """The transformers model of `spec`, without memory."""
+    config = AutoConfig.for_model(**copy.deepcopy(spec.config))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype))
+
+
+def cached_bytes_per_token(spec: ModelSpec, tokens: int = 3) -> int:
+    """KV bytes that transformers itself keeps for one token, from the shapes of its cache after a forward pass."""
+    with torch.device("meta"):
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        cache = build(spec)(input_ids=ids, use_cache=True).past_key_values
+    return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values)) // tokens
+
+
+@pytest.mark.parametrize("name", models.catalogue_names())
+def test_counts_are_those_of_the_transformers_model(name: str) -> None:
+    spec = models.from_catalogue(name)
+    real = build(spec)
+    stack = next(part for part in real.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == spec.num_layers)
+    layers = tuple(sum(weight.numel() for weight in layer.parameters()) for layer in stack)
+    total = sum(weight.numel() for weight in real.parameters())
+    assert spec.layer_parameters == layers
+    assert spec.parameters == total
+    assert spec.other_parameters == total - sum(layers)
+    assert spec.weight_bytes == sum(weight.nbytes for weight in real.parameters())
+    assert spec.layer_bytes == max(layers) * 2
+    assert spec.streamed_bytes + spec.other_bytes == spec.weight_bytes
+    experts = sum(weight.numel() for name, weight in stack[0].named_parameters() if "experts" in name)
+    assert spec.expert_parameters == experts
+
+
+@pytest.mark.parametrize("name", models.catalogue_names())
+def test_kv_bytes_are_those_of_the_transformers_cache(name: str) -> None:
+    spec = models.from_catalogue(name).slice(2)
+    assert spec.kv_bytes_per_token == cached_bytes_per_token(spec)
+
+
+@pytest.mark.parametrize("name", models.catalogue_names())
+def test_catalogue_is_sound(name: str) -> None:
+    spec = models.from_catalogue(name)
+    assert spec.architecture == spec.config["model_type"]
+    assert spec.num_heads % spec.num_kv_heads == 0
+    assert spec.max_position is not None
+    assert spec.hub_id is None or spec.hub_id.count("/") == 1
+    assert spec.slice(1).total_layers == spec.num_layers
+
+
+def test_golden_arithmetic_of_bloom_176b() -> None:
+    spec = models.from_catalogue("bloom-176b")
+    assert spec.parameters == 176_247_271_424
+    assert spec.weight_bytes / 1e9 == pytest.approx(352.5, abs=0.05)
+    assert spec.layer_bytes / 1e9 == pytest.approx(4.93, abs=0.005)
+    assert spec.vocab_size * spec.hidden_size * 2 / 1e9 == pytest.approx(7.2, abs=0.05)
+    assert spec.kv_bytes_per_token == 4_014_080
+    assert spec.kv_bytes(1, 512 + 32) / 1e9 == pytest.approx(2.18, abs=0.005)
+
+
+def test_published_totals() -> None:
+    published = {"opt-1.3b": 1.3157, "llama-2-70b": 68.977, "llama-3.1-8b": 8.030, "llama-3.1-405b": 405.85}
+    published |= {"mixtral-8x7b": 46.703, "mixtral-8x22b": 140.62, "qwen2.5-72b": 72.706, "bloom-7b1": 7.069}
+    for name, billions in published.items():
+        assert models.from_catalogue(name).parameters / 1e9 == pytest.approx(billions, rel=2e-4), name
+
+
+def test_active_parameters_of_experts() -> None:
+    assert models.from_catalogue("mixtral-8x7b").active_parameters / 1e9 == pytest.approx(12.9, abs=0.05)
+    assert models.from_catalogue("mixtral-8x22b").active_parameters / 1e9 == pytest.approx(39.2, abs=0.1)
+    dense = models.from_catalogue("bloom-7b1")
+    assert dense.active_parameters == dense.parameters
+
+
+def test_flops_are_two_a_weight_and_token() -> None:
+    spec = models.from_catalogue("llama-3.1-8b")
+    assert spec.decode_flops(1, 0) == 2 * (spec.parameters - spec.vocab_size * spec.hidden_size - spec.hidden_size)
+    assert spec.decode_flops(8, 100) == 8 * spec.decode_flops(1, 100)
+    assert spec.prefill_flops(1, 1) == pytest.approx(spec.decode_flops(1, 1), rel=1e-3)
+
+
+def test_slice_keeps_the_first_layers() -> None:
+    whole = models.from_catalogue("qwen2.5-72b")
+    part = whole.slice(3)
+    assert (part.num_layers, part.total_layers) == (3, 80)
+    assert part.other_parameters == whole.other_parameters
+    assert part.streamed_bytes == 3 * whole.layer_bytes
+    assert part.kv_bytes_per_token * 80 == whole.kv_bytes_per_token * 3
+    assert sum(weight.numel() for weight in build(part).parameters()) == part.parameters
+    assert whole.config["num_hidden_layers"] == 80
+
+
+def test_slice_cuts_lists_of_a_layer_each() -> None:
+    spec = resolve("bloom-tiny")
+    spec = spec.model_copy(update={"config": spec.config | {"layer_types": ["full_attention"] * 8}})
+    assert spec.slice(2).config["layer_types"] == ["full_attention"] * 2
+
+
+@pytest.mark.parametrize("layers", [0, 9, -1])
+def test_slice_outside_the_model_is_an_error(layers: int) -> None:
+    with pytest.raises(ModelError, match="bloom-tiny has 8 layers"):
+        resolve("bloom-tiny", layers=layers)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 256},
+        {"n_layer": 4, "n_embed": 64, "n_head": 8},
+        {"n_layer": 4, "n_embd": 64, "n_head": 8, "n_inner": None},
+        {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "ffn_dim": 256, "head_dim": None},
+    ],
+)
+def test_shape_has_one_name_for_each_thing(config: dict[str, object]) -> None:
+    shape = shape_from_config({"model_type": "x", "vocab_size": 100, **config})
+    expected = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "ffn_size": 256}
+    assert expected.items() <= shape.items()
+
+
+def test_shape_of_what_is_no_decoder_is_an_error() -> None:
+    with pytest.raises(ModelError, match="decoder-only"):
+        shape_from_config({"model_type": "clip", "text_config": {}})
+    with pytest.raises(ModelError, match="quantised"):
+        shape_from_config({"quantization_config": {"quant_method": "gptq"}})
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 320}
+GATED = SMALL | {"intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128}
+TINY = {
+    "bloom": SMALL,
+    "opt": SMALL | {"ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 128},
+    "opt-projected": SMALL | {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "llama": GATED,
+    "llama-tied": GATED | {"tie_word_embeddings": True},
+    "gpt_neox": SMALL | {"intermediate_size": 96, "max_position_embeddings": 128},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 320, "n_positions": 128},
+    "falcon": SMALL | {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon-multiquery": SMALL | {"multi_query": True, "new_decoder_architecture": False},
+    "falcon-alibi": SMALL | {"multi_query": False, "new_decoder_architecture": False, "alibi": True, "bias": True},
+    "qwen2": GATED,
+    "mixtral": GATED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.fixture
+def saved(request: pytest.FixtureRequest, tmp_path):
+    """A tiny random model saved as transformers saves it: (kind, the model, its folder)."""
+    kind = request.param
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.split("-")[0], **TINY[kind]), dtype=torch.float16)
+    model.save_pretrained(tmp_path, max_shard_size="200KB")
+    return kind, model, tmp_path
+
+
+@pytest.mark.parametrize("saved", TINY, indirect=True)
+def test_saved_checkpoints_are_counted_exactly(saved) -> None:
+    kind, model, folder = saved
+    spec = resolve(str(folder))
+    layers = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == 3)
+    assert spec.parameters == sum(weight.numel() for weight in model.parameters())
+    assert spec.layer_parameters == tuple(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
+    assert spec.expert_parameters == (3 * 4 * 64 * 96 if kind == "mixtral" else 0)
+    assert spec.architecture == kind.split("-")[0]
+    assert (spec.dtype, spec.directory, spec.total_layers) == ("float16", str(folder), 3)
+    assert spec.kv_bytes_per_token == cached_bytes_per_token(spec)
+    assert resolve(str(folder), dtype="float32", layers=1).weight_bytes < 4 * spec.parameters
+
+
+@pytest.mark.parametrize("saved", ["bloom", "gpt2", "gpt_neox", "llama"], indirect=True)
+def test_buffers_and_a_stored_tied_head_do_not_count(saved) -> None:
+    from safetensors.torch import load_file, save_file
+
+    kind, model, folder = saved
+    weights = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    extra = {
+        "bloom": {"lm_head.weight": (320, 64)},
+        "gpt2": {"transformer.h.0.attn.bias": (1, 1, 8, 8), "transformer.h.0.attn.masked_bias": (1,)},
+        "gpt_neox": {"gpt_neox.layers.1.attention.bias": (8, 8), "gpt_neox.layers.1.attention.rotary_emb.inv_freq": (8,)},
+        "llama": {"model.layers.2.self_attn.rotary_emb.inv_freq": (8,)},
+    }[kind]
+    save_file(weights | {name: torch.zeros(shape) for name, shape in extra.items()}, folder / "model.safetensors")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"tie_word_embeddings": true,', ""))  # as older configurations
+    assert resolve(str(folder)).parameters == sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("saved", ["llama"], indirect=True)
+def test_a_checkpoint_without_some_layer_is_an_error(saved) -> None:
+    _, _, folder = saved
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+    with pytest.raises(ModelError, match="no weights of decoder layer 3 of 4"):
+        resolve(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("reference", "says"),
+    [
+        ("bloom-178b", "did you mean bloom-"),
+        ("nonsense", "`zinfer models` lists the catalogue"),
+        (__file__, "is a file: --model takes the folder"),
+        ("tests", "config.json is missing"),
+    ],
+)
+def test_resolve_errors_are_one_line(reference: str, says: str, request: pytest.FixtureRequest) -> None:
+    path = str(request.config.rootpath / reference) if reference == "tests" else reference
+    with pytest.raises(ModelError) as error:
+        resolve(path)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_building_a_model_leaves_its_spec_as_it_was() -> None:
+    spec = resolve("llama-3.1-8b")
+    before = models.config_text(spec)
+    AutoConfig.for_model(**spec.config)  # transformers writes rope_theta into the rope_scaling it is given
+    assert models.config_text(resolve("llama-3.1-8b")) == before

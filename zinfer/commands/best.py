@@ -1,0 +1,150 @@
+"""`zinfer best`: which configuration to use, and the command that runs it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from zinfer.group import Group, Points
+    from zinfer.record import Measurement
+
+
+@click.command("best", short_help="Name the best configuration and the command that runs it.")
+@click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
+@click.option("-m", "--model", help="Only this model.")
+@click.option("--machine", help="Only this machine.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(results: Path, model: str | None, machine: str | None, as_json: bool) -> None:
+    """Name the fastest configuration in RESULTS (a file or a folder), what offload gains, and where memory ends.
+
+    Each model or slice, pair of lengths and machine is judged by itself. Throughput is output tokens a second, prefill
+    included; each engine and offload is taken at its own best batch size.
+    """
+    import json
+
+    from zinfer.cli import NOTHING, Failure
+    from zinfer.group import groups
+    from zinfer.store import StoreError, read_usable
+
+    try:
+        records = read_usable(results)
+    except StoreError as error:
+        raise Failure(str(error), NOTHING) from error
+    if records.warning:
+        click.echo(records.warning, err=True)
+    found = groups(records.points)
+    wanted = {
+        group: points
+        for group, points in found.items()
+        if model in (None, group.model, group.model_name) and machine in (None, group.machine)
+    }
+    if not any(point.usable for points in wanted.values() for point in points):
+        there = "; ".join(sorted({f"{group.model_name} on {group.machine}" for group in found}))
+        raise Failure(f"no usable point of that model and machine in {results}; there are {there}", NOTHING)
+    if as_json:
+        click.echo(json.dumps([_summary(group, points) for group, points in wanted.items()], indent=1))
+        return
+    for nth, (group, points) in enumerate(wanted.items()):
+        click.echo("\n" * (nth > 0) + f"{group.title}\n{group.conditions}\n")
+        _show(points)
+
+
+def _show(points: "Points") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from zinfer import analysis
+    from zinfer.units import duration, gib
+
+    winner = analysis.best(points)
+    if winner is None:
+        click.echo(f"Nothing succeeded: {analysis.statuses(points)}.")
+        return
+    edges = {edge.load: edge for edge in analysis.edges(points)}
+    table = Table(
+        "configuration", "best batch", "tok/s", "first token", "each after", "of the link", "GPU peak", "OOM at"
+    )
+    for point in analysis.best_by_load(points):
+        rate = analysis.spread(point.output_tok_s_samples)
+        cells = (
+            point.case.label(),
+            str(point.case.workload.batch_size),
+            f"{rate.mean:.3g}" + (f" ± {rate.half_width:.2g}" if rate.half_width else "") if rate else "",
+            duration(sum(point.ttft_ms) / len(point.ttft_ms) / 1e3),
+            duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
+            f"{point.link_share:.0%}" if point.link_share else "",
+            gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
+            str(edges[point.case.load].smallest_oom or ""),
+        )
+        table.add_row(*map(Text, cells))
+    console = Console()
+    # cells are cut to fit a terminal, never a file
+    (console if console.is_terminal else Console(width=160)).print(table)
+    for edge in edges.values():
+        if edge.largest_ok is None:
+            own = [point for point in points if point.case.load == edge.load]
+            click.echo(f"{edge.load.label()}: nothing succeeded ({analysis.statuses(own)}).")
+    for verdict in analysis.offload_verdicts(points):
+        click.echo(f"{verdict.engine or 'Any engine'}: {verdict.words}")
+    click.echo(
+        f"\nBest: {winner.case.label()}, batch {winner.case.workload.batch_size}\n{analysis.command(winner.case)}"
+    )
+
+
+def _summary(group: "Group", points: "Points") -> dict[str, Any]:
+    """One group as JSON: milliseconds, bytes, bytes a second; null is unknown."""
+    from zinfer import analysis
+
+    return {
+        **group.model_dump(),
+        "best": _point(analysis.best(points)),
+        "best_by_load": [_point(point) for point in analysis.best_by_load(points)],
+        "offload": [
+            {
+                "engine": verdict.engine,
+                "offload": verdict.offload,
+                "gain": verdict.comparison.gain,
+                "best": _point(verdict.comparison.best),
+                "baseline": _point(verdict.comparison.baseline),
+                "equal_batch": [{"batch_size": size, "ratio": ratio} for size, ratio in verdict.comparison.equal],
+                "words": verdict.words,
+            }
+            for verdict in analysis.offload_verdicts(points)
+        ],
+        "edges": [
+            {
+                "engine": edge.load.engine,
+                "offload": edge.load.offload,
+                "options": dict(edge.load.options),
+                "largest_ok": edge.largest_ok,
+                "smallest_oom": edge.smallest_oom,
+            }
+            for edge in analysis.edges(points)
+        ],
+    }
+
+
+def _point(point: "Measurement | None") -> dict[str, Any] | None:
+    from zinfer import analysis
+
+    if point is None:
+        return None
+    rate = analysis.spread(point.output_tok_s_samples)
+    return {
+        "engine": point.case.engine,
+        "offload": point.case.offload,
+        "options": dict(point.case.options),
+        "batch_size": point.case.workload.batch_size,
+        "output_tok_s": point.output_tok_s,
+        "output_tok_s_half_width": rate.half_width if rate else None,
+        "decode_tok_s": point.decode_tok_s,
+        "ttft_ms": sum(point.ttft_ms) / len(point.ttft_ms),
+        "tpot_ms": point.tpot_ms,
+        "h2d_bandwidth": point.h2d_bandwidth,
+        "link_share": point.link_share,
+        "gpu_peak_bytes": point.gpu_peak_bytes,
+        "host_peak_bytes": point.host_peak_bytes,
+        "command": analysis.command(point.case),
+    }

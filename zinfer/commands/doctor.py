@@ -1,0 +1,109 @@
+"""`zinfer doctor`: what is installed, what the machine offers, and which engines that is enough for."""
+
+from typing import Any, NamedTuple
+
+import click
+
+# distribution -> the pip extra that brings it; the empty extra is zinfer itself
+PACKAGES = {
+    "click": "",
+    "pydantic": "",
+    "rich": "",
+    "matplotlib": "",
+    "psutil": "",
+    "nvidia-ml-py": "",
+    "torch": "engines",
+    "transformers": "engines",
+    "accelerate": "engines",
+    "deepspeed": "engines",
+    "safetensors": "engines",
+    "huggingface_hub": "engines",
+    "tensorrt": "tensorrt",
+    "tensorrt-rtx": "tensorrt-rtx",
+}
+
+
+class Row(NamedTuple):
+    """One line of the report: what was looked at, what was found, and what to do if that is not enough."""
+
+    group: str
+    name: str
+    found: str
+    advice: str = ""
+
+
+@click.command("doctor", short_help="Check what is installed and what this machine can run.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(as_json: bool) -> None:
+    """Check what is installed and which engines can run here. The exit code is 5 when none can."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from zinfer.cli import ENVIRONMENT
+
+    engines = engine_rows()
+    rows = [*package_rows(), *machine_rows(), *engines]
+    if as_json:
+        click.echo(json.dumps([row._asdict() for row in rows], indent=1))
+    else:
+        table = Table("", "found", "what to do")
+        for index, row in enumerate(rows):
+            last = index + 1 == len(rows) or rows[index + 1].group != row.group
+            table.add_row(row.name, row.found, row.advice, end_section=last)
+        Console().print(table)
+    if all(row.advice for row in engines):
+        raise SystemExit(ENVIRONMENT)
+
+
+def package_rows() -> list[Row]:
+    """Python, zinfer and every package that some verb or engine uses, with its version."""
+    import platform
+
+    from zinfer.hardware import metadata_version
+
+    rows = [
+        Row("package", "python", platform.python_version()),
+        Row("package", "zinfer", metadata_version("zinfer") or "not installed", ""),
+    ]
+    for package, extra in PACKAGES.items():
+        version = metadata_version(package)
+        advice = "" if version else f"pip install 'zinfer[{extra}]'" if extra else "pip install zinfer"
+        rows.append(Row("package", package, version or "missing", advice))
+    return rows
+
+
+def machine_rows() -> list[Row]:
+    """The GPU, the memory that may be used and page-locked, and the disk here."""
+    import resource
+    import shutil
+
+    from zinfer.hardware import gpus, host_bytes, memory_limit
+    from zinfer.units import gib
+
+    devices: list[dict[str, Any]] = gpus()
+    gpu = "none" if not devices else f"{len(devices)} x {devices[0].get('name')}, driver {devices[0].get('driver', '?')}"
+    lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    why = "the control group's limit" if memory_limit() == host_bytes() else "all there is"
+    return [
+        Row("machine", "GPU", gpu, "" if devices else "the CPU stands in for it"),
+        Row("machine", "host memory", f"{gib(host_bytes())}, {why}"),
+        # CUDA page-locks through its driver, which this limit does not bind; io_uring and mlock are bound by it
+        Row("machine", "memlock limit", "none" if lock == resource.RLIM_INFINITY else gib(lock, 3)),
+        Row("machine", "free disk", gib(shutil.disk_usage(".").free)),
+    ]
+
+
+def engine_rows() -> list[Row]:
+    """Every engine: whether it can run here, and if not, why not."""
+    from zinfer.engine import ENGINES, EngineError, load
+
+    rows = []
+    for name in ENGINES:
+        try:
+            offloads = sorted(load(name).offloads)
+            rows.append(Row("engine", name, f"can run; offload {', '.join(offloads)}"))
+        except (EngineError, ImportError) as error:  # an installed package may still fail to import
+            rows.append(Row("engine", name, "cannot run", " ".join(str(error).split())[:200] or type(error).__name__))
+    return rows

@@ -1,0 +1,138 @@
+"""The options that several verbs share, under one name with one meaning, and what they stand for."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+DTYPES = ("bfloat16", "float16", "float32")
+OFFLOADS = ("none", "cpu", "nvme")
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+MODEL_HELP = "Catalogue name (see `zinfer models`), Hugging Face hub id, or checkpoint folder."
+
+
+class Words(click.ParamType[Any]):
+    """A comma list of words; with `known`, each must be one of them."""
+
+    name = "a,b,.."
+
+    def __init__(self, known: tuple[str, ...] = ()) -> None:
+        self.known = known
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = tuple(word.strip() for word in value.split(",") if word.strip())
+        unknown = [word for word in words if self.known and word not in self.known]
+        if unknown or not words:
+            self.fail(f"{', '.join(unknown) or 'nothing'!r}: choose from {', '.join(self.known)}", param, ctx)
+        return words
+
+
+class Numbers(click.ParamType[Any]):
+    """A comma list of positive whole numbers."""
+
+    name = "n,n,.."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(int(word) for word in value.split(","))
+        except ValueError:
+            numbers = ()
+        if not numbers or min(numbers) < 1:
+            self.fail(f"{value!r}: write positive whole numbers with commas between", param, ctx)
+        return numbers
+
+
+class Batches(click.ParamType[Any]):
+    """``auto``, ``1,2,4``, ``1-64*2`` or ``8-64+8``."""
+
+    name = "auto|n,n,..|n-n*n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str) or value == "auto":
+            return value
+        from zinfer.recipe import RecipeError, parse_batches
+
+        try:
+            return parse_batches(value)
+        except RecipeError as error:
+            self.fail(str(error).removeprefix("--batch-size "), param, ctx)
+
+
+class Dtype(click.ParamType[Any]):
+    """A weight type, long or short."""
+
+    name = "|".join(DTYPES)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        word = SHORT_DTYPES.get(value, value)
+        if word not in DTYPES:
+            self.fail(f"{value!r}: choose from {', '.join(DTYPES)}", param, ctx)
+        return str(word)
+
+
+def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
+    """``-O key=v1,v2`` as axes."""
+    from zinfer.recipe import parse_option
+
+    axes = {}
+    for value in values:
+        key, equals, text = value.partition("=")
+        if not equals or not key or not text:
+            raise click.BadParameter(f"{value!r}: write key=value, or key=value,value for an axis", ctx, param)
+        axes[key.strip()] = tuple(parse_option(word.strip()) for word in text.split(","))
+    return axes
+
+
+def load_options(function: Command) -> Command:
+    """What decides a load: weights, type, slice, NVMe folder, engine settings."""
+    for option in (
+        click.option(
+            "-O", "--option", "settings", multiple=True, callback=engine_options, metavar="KEY=VALUE[,VALUE..]",
+            help="A setting of the engine; a comma list is an axis. Repeatable.",
+        ),
+        click.option("--nvme-path", type=click.Path(file_okay=False), help="Folder for --offload nvme."),
+        click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only."),
+        click.option(
+            "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default=None,
+            help="Real weights or random ones of the same size.",
+        ),
+        click.option("--dtype", type=Dtype(), default=None, help="Weight type; the model's own by default."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def with_nvme(machine: Any, nvme_path: str | None) -> Any:
+    """`machine` with the space that is free at `nvme_path` right now."""
+    if nvme_path is None:
+        return machine
+    import shutil
+    from pathlib import Path
+
+    Path(nvme_path).mkdir(parents=True, exist_ok=True)
+    return machine.model_copy(update={"nvme_bytes": shutil.disk_usage(nvme_path).free})
+
+
+def locate(load: Any) -> Any:
+    """The engine of a load as a sweep wants it; None where it does not have that offload.
+
+    Raises EngineError for an engine that is not there and for options it does not know.
+    """
+    from zinfer import engine
+    from zinfer.sweep import Location
+
+    kind = engine.load(load.engine)
+    unknown = [key for key, _ in load.options if key not in kind.options]
+    if unknown:
+        known = ", ".join(kind.options) or "none"
+        raise engine.EngineError(f"engine {load.engine} has no option {unknown[0]!r}; its options: {known}")
+    if load.offload not in kind.offloads:
+        return None
+    return Location(engine.ENGINES.get(load.engine, load.engine), dict(kind.env))

@@ -1,0 +1,86 @@
+"""`zinfer probe`: measure this machine and keep the figures where sweeps and plans find them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from zinfer.machine import Machine
+
+
+@click.command("probe", short_help="Measure this machine's memory, links and compute.")
+@click.option("--nvme-path", type=click.Path(path_type=Path), help="Also measure reads of the disk under this folder.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/machine.json.")
+@click.option("--quick", is_flag=True, help="Fewer samples of smaller blocks.")
+@click.option("--json", "as_json", is_flag=True, help="Print the machine as JSON, besides writing it.")
+def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: bool) -> None:
+    """Measure the links between this machine's memories, its compute and, if asked, its disk; write machine.json."""
+    from rich.console import Console
+
+    from zinfer.probe import probe
+
+    machine = probe(nvme_path, quick, progress=lambda what: click.echo(f"measuring {what}", err=True))
+    path = output or Path("sweeps/results") / machine.name
+    if output is None or path.is_dir():
+        path = path / "machine.json"
+    text = machine.model_dump_json(indent=1) + "\n"
+    write(path, text)
+    if as_json:
+        click.echo(text, nl=False)
+    else:
+        Console().print(table(machine))
+    click.echo(f"wrote {path}", err=True)
+
+
+def write(path: Path, text: str) -> None:
+    """Replace `path` by `text` as a whole: a reader sees the old file or the new one, never half of it.
+
+    Raises Failure where the folder cannot be written to.
+    """
+    import os
+    import tempfile
+
+    from zinfer.cli import ENVIRONMENT, Failure
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(file.name, 0o644)  # temporary files are private, a result is not
+        os.replace(file.name, path)
+    except OSError as error:
+        raise Failure(f"cannot write {path}: {error.strerror}; choose another place with -o", ENVIRONMENT) from None
+
+
+def table(machine: "Machine") -> "Table":
+    """What was measured, a line a figure; what is unknown is left out."""
+    from rich.table import Table
+
+    from zinfer.units import gb, gib
+
+    link = "host to GPU" if machine.gpu_count else "copy within memory"
+    rows: list[tuple[str, float | None, str]] = [
+        (f"{link}, pinned" if machine.gpu_count else link, machine.h2d_bandwidth, "/s"),
+        (f"{link}, pageable", machine.pageable_bandwidth, "/s"),
+        ("GPU to host, pinned", machine.d2h_bandwidth if machine.gpu_count else None, "/s"),
+        ("both ways at once, each", machine.duplex_bandwidth, "/s"),
+        ("device memory, read and written", machine.hbm_bandwidth, "/s"),
+        ("host memory, read and written", machine.host_bandwidth, "/s"),
+        ("disk, direct reads", machine.nvme_bandwidth, "/s"),
+    ]
+    found = Table("", machine.name, title_justify="left")
+    if machine.gpu_count:
+        found.add_row("GPU", f"{machine.gpu_count} x {machine.gpu_name}, {gib(machine.gpu_bytes)}")
+    if machine.host_bytes is not None:
+        found.add_row("host memory", gib(machine.host_bytes))
+    for name, value, unit in rows:
+        if value is not None:
+            found.add_row(name, gb(value) + unit)
+    if machine.matmul_flops is not None:
+        found.add_row("matrix product", f"{machine.matmul_flops / 1e12:.3g} TFLOP/s")
+    return found

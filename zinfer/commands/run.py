@@ -1,0 +1,133 @@
+"""`zinfer run`: text from a model that does not fit the GPU."""
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from zinfer.cli import ENVIRONMENT, INTERNAL, Failure
+from zinfer.commands import options
+
+
+@click.command("run", short_help="Generate text.")
+@click.option("-m", "--model", required=True, help=options.MODEL_HELP)
+@click.option("--engine", default="stream", show_default=True, help="An engine, or a recipe of the folder engines/.")
+@click.option(
+    "--offload", type=click.Choice(options.OFFLOADS), help="Where the weights live.  [default: none if they fit]"
+)
+@click.option("-p", "--prompt", "prompts", multiple=True, help="A prompt. Repeatable; stdin, a line each, without one.")
+@click.option("--prompt-file", type=click.File("r"), help="A file with a prompt a line.")
+@click.option("--output-len", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens at most.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Prompts at once.  [default: all that fit]")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@click.option("--ignore-eos", is_flag=True, help="Go on to --output-len whatever comes.")
+@options.load_options
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=36000, help="Seconds at most."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list, an object a prompt.")
+@click.pass_obj
+def command(
+    debug: bool,
+    /,
+    model: str,
+    engine: str,
+    offload: Any,
+    prompts: tuple[str, ...],
+    prompt_file: Any,
+    output_len: int,
+    batch_size: int | None,
+    dtype: Any,
+    load_format: Any,
+    layers: int | None,
+    nvme_path: str | None,
+    settings: dict[str, tuple[Any, ...]],
+    timeout_s: float,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Continue prompts with a model of any size; greedy unless --temperature is set.
+
+    \b
+    zinfer run --model ./my-checkpoint --prompt "Once upon a time"
+    zinfer run --model bigscience/bloom-560m --offload cpu --prompt-file prompts.txt --json
+    """
+    from zinfer import here, recipe, sweep
+    from zinfer.commands.watch import Watch
+    from zinfer.model import ModelError
+    from zinfer.plan import make_plan
+    from zinfer.source import find
+    from zinfer.units import duration
+    from zinfer.worker import Worker, WorkerDied
+
+    texts = _prompts(prompts, prompt_file)
+    if offload == "nvme" and nvme_path is None:
+        raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
+    if any(len(values) > 1 for values in settings.values()):
+        raise click.UsageError("run takes one value for each option; axes belong to `zinfer sweep`")
+    source = find(model, dtype, layers, load_format or "auto", fetch=True)
+    if source.load_format == "dummy":
+        raise ModelError(f"{model}: text needs a tokenizer and real weights; dummy weights are for `zinfer sweep`")
+    machine = options.with_nvme(here.this_machine(), nvme_path)
+
+    def plan_with(choice: Any) -> Any:
+        wanted = recipe.Sweep(
+            model=(model,), engine=(engine,), offload=(choice,), batch_size=(1,), layers=(layers,),
+            input_len=(max(1, max(map(len, texts)) // 3),), output_len=(output_len,), options=settings,
+        )  # fmt: skip
+        load = next(wanted.loads())
+        case = wanted.case(load, source.load_format, source.spec.dtype, next(wanted.lengths()))
+        return load, make_plan(case, source.spec, machine, nvme_path)
+
+    choices = [offload] if offload else ["none", "cpu"]
+    load, plan = next((found for found in map(plan_with, choices) if found[1].fits), plan_with(choices[-1]))
+    if not plan.fits:
+        raise Failure(str(plan.why_not), ENVIRONMENT)
+    location = options.locate(load)
+    if location is None:
+        raise click.UsageError(f"engine {engine} has no offload {load.offload}")
+    size = batch_size or max(1, min(len(texts), plan.max_batch_size))
+    with Watch() as watch:
+        watch.loading(sweep.Job(plan, (plan.case,), location))
+        worker = Worker(
+            location.target, timeout_s=timeout_s, notice=watch.progress, env=location.env, debug=bool(debug)
+        )
+        try:
+            refused = worker.load(plan)
+            if refused is not None:
+                raise Failure(f"loading failed ({refused.status}): {refused.error}", ENVIRONMENT)
+            answer = worker.generate(texts, size, {"output_len": output_len, **sampling})
+        except WorkerDied as death:
+            raise Failure(f"{death.status}: {death}", ENVIRONMENT) from None
+        except KeyboardInterrupt:
+            worker.kill()
+            raise
+        finally:
+            worker.close()
+        if "texts" not in answer:
+            code = INTERNAL if answer["status"] == "crashed" else ENVIRONMENT
+            raise Failure(f"{answer['status']}: {answer['error']}", code)
+        tokens = sum(len(text["output_ids"]) for text in answer["texts"])
+        watch.say(f"{tokens} tokens in {duration(answer['seconds'])}: {tokens / answer['seconds']:.2f} tok/s")
+    if as_json:
+        click.echo(json.dumps(answer["texts"], indent=1, ensure_ascii=False))
+        return
+    for text in answer["texts"]:
+        click.echo(text["prompt"] + text["output_text"])
+
+
+def _prompts(prompts: tuple[str, ...], prompt_file: Any) -> list[str]:
+    """The prompts of the options, of the file, or of stdin. Raises UsageError when there is none."""
+    texts = list(prompts)
+    if prompt_file is not None:
+        texts += [line.rstrip("\n") for line in prompt_file if line.strip()]
+    if not prompts and prompt_file is None:
+        if sys.stdin.isatty():
+            raise click.UsageError("no prompt: --prompt TEXT, --prompt-file FILE, or text on stdin, a prompt a line")
+        texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not texts:
+        raise click.UsageError("no prompt: the input is empty")
+    return texts

@@ -1,0 +1,173 @@
+"""`zinfer sweep`: measure, and keep every point."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zinfer.cli import ENVIRONMENT, INTEGRITY, Failure
+from zinfer.commands import options
+
+
+@click.command("sweep", short_help="Measure batch sizes, offloads and engines; keep every point.")
+@click.argument("recipe", required=False)
+@click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
+@click.option("--engine", type=options.Words(), help="Engines, or recipes of the folder engines/.  [default: stream]")
+@click.option("--offload", type=options.Words(options.OFFLOADS), help="Where the weights live.  [default: none,cpu]")
+@click.option("--batch-size", type=options.Batches(), help="auto doubles to the edge of memory.  [default: auto]")
+@click.option("--input-len", type=options.Numbers(), help="Prompt tokens.  [default: 512]")
+@click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
+@options.load_options
+@click.option("--repeats", type=click.IntRange(min=1), help="Runs of a point, at most.  [default: 3]")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), help="Seconds a point or a load.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Result file (JSON lines).")
+@click.option("--resume", is_flag=True, help="Go on with a result file: measure only what it lacks.")
+@click.option("--force", is_flag=True, help="Resume although the recipe, the model or a version changed.")
+@click.option("--dry-run", is_flag=True, help="Print the plan of every point and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print the points as JSON on stdout.")
+@click.pass_obj
+def command(
+    debug: bool,
+    /,
+    recipe: str | None,
+    nvme_path: str | None,
+    output: Path | None,
+    resume: bool,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+    settings: dict[str, tuple[Any, ...]],
+    **given: Any,
+) -> None:
+    """Measure throughput over batch size, with offload on and off. Every point is on disk before the next one starts.
+
+    RECIPE is a file, or a name in the folder sweeps/; options given besides it take its place. Comma lists are axes.
+
+    \b
+    zinfer sweep --model bloom-176b --offload cpu
+    zinfer sweep --model opt-30b --engine stream,deepspeed --offload none,cpu --batch-size 1-64*2
+    zinfer sweep demo --resume
+    """
+    from functools import partial
+
+    from zinfer import here, sweep
+    from zinfer.commands.watch import Watch
+    from zinfer.recipe import RecipeError, make_sweep, read_toml
+    from zinfer.source import find
+    from zinfer.store import Header, Store, read
+    from zinfer.worker import Worker, now
+
+    fields = {}
+    if recipe is not None:
+        path = Path(recipe) if recipe.endswith(".toml") else Path("sweeps") / f"{recipe}.toml"
+        fields = read_toml(path)
+    fields |= {key: value for key, value in given.items() if value is not None}
+    if settings:
+        fields["options"] = fields.get("options", {}) | settings
+    if "model" not in fields:
+        raise click.UsageError("say what to measure: --model NAME, or a recipe (`zinfer models` lists the catalogue)")
+    plan = make_sweep(fields, recipe or "the command line")
+    if "nvme" in plan.offload and nvme_path is None:
+        raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
+    machine = options.with_nvme(here.this_machine(), nvme_path)
+    jobs = sweep.prepare(
+        plan,
+        machine,
+        lambda load: find(load.model, load.dtype, load.layers, plan.load_format),
+        options.locate,
+        nvme_path,
+    )
+    if not jobs:
+        raise RecipeError(f"none of the engines {', '.join(plan.engine)} has offload {', '.join(plan.offload)}")
+    if dry_run:
+        _print_plans(plan, jobs, as_json)
+        return
+    if not any(job.plan.fits for job in jobs):
+        raise Failure(str(jobs[0].plan.why_not), ENVIRONMENT)
+
+    output = output or here.results_folder() / f"{_name(recipe, plan)}.jsonl"
+    header = Header(
+        machine=machine.name,
+        recipe=plan.model_dump(mode="json", exclude={"description", "timeout_s"}),
+        model_revision=",".join(sorted({f"{job.plan.case.model}@{job.revision}" for job in jobs})),
+        versions=_versions(plan.engine),
+        started_at=now(),
+    )
+    done = read(output) if output.is_file() and output.stat().st_size else None
+    if done is not None and not resume:
+        raise Failure(f"{output} exists: --resume goes on with it, -o takes another file")
+    if done is not None and done.warning:
+        click.echo(done.warning, err=True)
+    if done is not None and done.headers and not force:
+        changes = _changes(done.headers[-1], header)
+        if changes:
+            raise Failure(
+                f"{output} was made with other settings; --force goes on all the same.\n" + changes, INTEGRITY
+            )
+
+    points = []
+    with Store.open(output) as store, Watch() as watch:
+        watch.say(f"results: {output}")
+        store.append_header(header)
+        try:
+            recorded = done.points if done is not None else ()
+            points = sweep.run(plan, jobs, store, recorded, watch.events(), partial(Worker, debug=bool(debug)))
+        except sweep.Interrupted as interrupt:
+            watch.say(f"interrupted; every finished point is in {output}, `--resume` goes on")
+            raise SystemExit(128 + interrupt.signal) from None
+    if as_json:
+        click.echo(json.dumps([_row(point) for point in points], indent=1))
+    raise SystemExit(sweep.exit_code(plan, points))
+
+
+def _name(recipe: str | None, plan: Any) -> str:
+    """The result file's stem: the recipe's, or the model's and the slice's."""
+    if recipe is not None:
+        return Path(recipe).stem
+    models = "-".join(Path(model).name for model in plan.model)
+    slices = [f"-{layers}-layers" for layers in plan.layers if layers is not None]
+    return models + "".join(slices)
+
+
+def _versions(engines: tuple[str, ...]) -> dict[str, str]:
+    from zinfer import engine
+    from zinfer.recipe import engine_recipe
+    from zinfer.worker import versions
+
+    kinds = [engine.load(engine_recipe(name).engine) for name in engines]
+    return versions(tuple(sorted({package for kind in kinds for package in kind.requires})))
+
+
+def _changes(before: Any, after: Any) -> str:
+    """What differs between two headers, a line each."""
+    old = {"model": before.model_revision, **before.versions, **{f"recipe.{k}": v for k, v in before.recipe.items()}}
+    new = {"model": after.model_revision, **after.versions, **{f"recipe.{k}": v for k, v in after.recipe.items()}}
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return "\n".join(f"  {key}: {old.get(key)} -> {new.get(key)}" for key in changed)
+
+
+def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
+    from zinfer.plan import describe, make_plan
+
+    rows = [
+        make_plan(case.with_batch(batch), job.plan.model, job.plan.machine, job.plan.nvme_path)
+        for job in jobs
+        for case in job.cases
+        for batch in ({1, max(1, job.plan.max_batch_size)} if plan.batch_size == "auto" else plan.batch_size)
+    ]
+    if as_json:
+        click.echo(json.dumps([row.model_dump(mode="json", exclude={"model", "machine"}) for row in rows], indent=1))
+        return
+    for row in rows:
+        workload = row.case.workload
+        lengths = f"{workload.input_len}/{workload.output_len}"
+        head = f"{row.case.model} {row.case.label()} {lengths} batch {workload.batch_size}"
+        room = "" if workload.batch_size <= row.max_batch_size else f" · more than the {row.max_batch_size} that fit"
+        click.echo(f"{head}: " + (row.why_not or describe(row) + room))
+
+
+def _row(point: Any) -> dict[str, Any]:
+    rates = ("output_tok_s", "decode_tok_s", "prefill_tok_s", "tpot_ms", "h2d_bandwidth", "link_share")
+    row: dict[str, Any] = point.model_dump(mode="json")
+    return row | {name: getattr(point, name) for name in rates}

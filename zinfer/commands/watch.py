@@ -1,0 +1,71 @@
+"""What a person sees while a sweep or a load runs, on stderr: a moving line on a terminal, plain lines elsewhere."""
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from zinfer.record import Measurement
+from zinfer.sweep import Events, Job
+from zinfer.units import duration, gb
+
+
+class Watch:
+    """Progress on stderr. Without a terminal only finished things are told, a line each."""
+
+    def __init__(self) -> None:
+        self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(24), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task("starting", total=1.0)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        self.console.print(text, markup=False)
+
+    def progress(self, what: str, share: float) -> None:
+        """What is going on right now, and the share of it that is done."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{self._prefix}{what}", completed=share)
+
+    _prefix = ""
+
+    def loading(self, job: Job) -> None:
+        plan = job.plan
+        self._prefix = f"{plan.case.label()}: "
+        weights = f"{gb(plan.model.weight_bytes)}, {plan.case.load_format}"
+        self.say(f"loading {plan.case.model} ({weights}) with {plan.case.label()}")
+
+    def point(self, point: Measurement, resumed: bool) -> None:
+        """A finished point, in one line."""
+        workload = point.case.workload
+        head = f"{point.case.label():24} {workload.input_len}/{workload.output_len}  batch {workload.batch_size:<6}"
+        if point.output_tok_s is not None and point.tpot_ms is not None:
+            ttft = sum(point.ttft_ms) / len(point.ttft_ms)
+            tail = (
+                f"{point.output_tok_s:10.2f} tok/s  ttft {duration(ttft / 1e3)}  tpot {duration(point.tpot_ms / 1e3)}"
+            )
+            if point.link_share is not None:
+                tail += f"  link {point.link_share:.0%}"
+            tail = tail if point.status == "ok" else f"{point.status}: {tail}"
+        else:
+            tail = point.status + (f" ({point.error})" if point.error else "")
+        self.say(head + tail + ("  [recorded]" if resumed else ""))
+
+    def events(self) -> Events:
+        return Events(point=self.point, loading=self.loading, progress=self.progress)

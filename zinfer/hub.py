@@ -1,0 +1,125 @@
+"""Models of the Hugging Face hub: their shape from `config.json` alone, their weights only when they are asked for.
+
+Nothing a repository holds is ever run: no pickled weights, no remote code. The hub library's own cache and switches
+(HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN) hold here as everywhere.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, get_args
+
+from zinfer.model import Dtype, ModelError, ModelSpec, from_parameter_shapes
+
+_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
+_NOT = ["*/*", "consolidated*"]  # folders and Mistral's second copy of the weights would double the download
+_WITHOUT = "use --load-format dummy with a catalogue model, or pass a local folder"
+
+
+@contextmanager
+def _explained(hub_id: str) -> Iterator[None]:
+    """Turn what goes wrong with the hub into one line that says what to do."""
+    try:
+        from huggingface_hub import errors
+    except ImportError:
+        raise ModelError(f"{hub_id}: the hub needs huggingface_hub: pip install 'zinfer[engines]'") from None
+    try:
+        yield
+    except errors.GatedRepoError:
+        message = "its access is restricted: accept its terms on the hub, then `hf auth login`"
+    except errors.RevisionNotFoundError:
+        message = "there is no such revision"
+    except errors.RepositoryNotFoundError:
+        message = "there is no such model on the hub, or it is private: check the name, or `hf auth login`"
+    except errors.LocalEntryNotFoundError:
+        message = f"it is not in the local cache and the hub cannot be reached; {_WITHOUT}"
+    except errors.EntryNotFoundError:
+        message = "the repository has no config.json, so it holds no transformers model"
+    except errors.HFValidationError as error:
+        message = " ".join(str(error).split())
+    except OSError as error:  # every network failure, the hub's 5xx and a full disk
+        message = f"the hub cannot be used ({' '.join(str(error).split())[:200]}); {_WITHOUT}"
+    else:
+        return
+    raise ModelError(f"{hub_id}: {message}")
+
+
+def spec_from_hub(hub_id: str) -> ModelSpec:
+    """The spec of the hub's model `hub_id` (``owner/name``): its config.json is fetched, its parameters are counted on
+    the `transformers` model built without memory.
+
+    Raises ModelError, in one line, when the configuration cannot be had or transformers does not know the model.
+    """
+    with _explained(hub_id):
+        from huggingface_hub import hf_hub_download
+
+        text = Path(hf_hub_download(hub_id, "config.json")).read_text()
+    try:
+        config = json.loads(text)
+        shapes = _shapes(config)
+    except ImportError:
+        raise ModelError(f"{hub_id}: a hub model needs transformers: pip install 'zinfer[engines]'") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{hub_id}: transformers cannot build it without code of the repository, which zinfer does not run "
+            f"({' '.join(str(error).split())[:120]})"
+        ) from None
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    known = dtype if dtype in get_args(Dtype) else "bfloat16"
+    return from_parameter_shapes(hub_id, config, shapes, dtype=known, hub_id=hub_id)
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Parameter names and shapes of the model `config` describes; tied weights appear once."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # transformers rewrites the rope settings it is given in place
+    settings = AutoConfig.for_model(**deepcopy(config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def download(hub_id: str, revision: str | None = None) -> Path:
+    """The folder of a complete local snapshot, of safetensors, tokenizer and configuration, fetched where missing.
+
+    Raises ModelError, in one line, when they cannot be had, or when the repository holds no safetensors.
+    """
+    with _explained(hub_id):
+        from huggingface_hub import HfApi, constants, snapshot_download
+
+        if constants.HF_HUB_OFFLINE:
+            folder = cached(hub_id, revision)
+            if folder is None:
+                raise ModelError(
+                    f"{hub_id}: HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}"
+                )
+            return folder
+        files = [file.rfilename for file in HfApi().model_info(hub_id, revision=revision).siblings or []]
+        if not any(name.endswith(".safetensors") for name in files):
+            raise ModelError(f"{hub_id}: it has no safetensors, and pickled weights are not read; {_WITHOUT}")
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_FILES, ignore_patterns=_NOT))
+
+
+def cached(hub_id: str, revision: str | None = None) -> Path | None:
+    """The folder of a complete local snapshot (configuration, every shard), if there is one; never uses the network."""
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError:
+        return None
+    try:
+        folder = Path(
+            snapshot_download(
+                hub_id, revision=revision, local_files_only=True, allow_patterns=_FILES, ignore_patterns=_NOT
+            )
+        )
+        index = folder / "model.safetensors.index.json"
+        shards = {"model.safetensors"}
+        if index.exists():
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError, ValueError, KeyError):
+        return None
+    return folder if all((folder / name).exists() for name in {"config.json", *shards}) else None

@@ -1,0 +1,167 @@
+"""Records to figures, one function a figure, each for the points of one group.
+
+Measured is solid with markers, a limit is dashed, out of memory is a ×, and what is not known is not drawn.
+"""
+
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zinfer.analysis import Spread, best, spread
+from zinfer.chart import GREY, Sheet, batch_axis, log_axis, looks, series, shortened
+from zinfer.group import Group, Points, by_load
+from zinfer.plan import Case
+from zinfer.record import Measurement
+from zinfer.units import gb
+
+_SAME_LIMIT = 1.1  # limits closer than this are drawn as one
+
+
+def draw(group: Group, points: Points) -> dict[str, Figure]:
+    """The figures of a group by name, without those that would have nothing to show."""
+    with looks():
+        figures = {figure.__name__: figure(group, points) for figure in (throughput, latency, link)}
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def throughput(group: Group, points: Points) -> Figure | None:
+    """Output tokens a second over batch size, with the batch sizes that failed in a strip below."""
+    top = best(points)
+    if top is None or top.output_tok_s is None:
+        return None
+    failed = by_load([point for point in points if not point.usable])
+    answer = f"Ringed, the fastest: {top.case.label()}, batch {_batch(top)}, {top.output_tok_s:.3g} tok/s."
+    notes = (answer, f"{group.conditions}{_bars(points)}")
+    sheet = Sheet(group, "which engine, at which batch?", notes, strip_rows=len(failed))
+    axes = sheet.panels[0]
+    values = _lines(axes, points, lambda point: spread(point.output_tok_s_samples))
+    values += _link_limits(axes, points)
+    axes.plot([_batch(top)], [top.output_tok_s], "o", markersize=15, color="none", markeredgecolor=GREY, zorder=1)
+    log_axis(axes, values)
+    axes.set_ylabel("output tokens a second")
+    batch_axis(axes, _sizes(points))
+    if sheet.strip is not None:
+        axes.tick_params(labelbottom=False, bottom=False)
+        axes.set_xlabel("")
+        _strip(sheet.strip, failed, list(by_load(points)))
+        batch_axis(sheet.strip, _sizes(points))
+    return sheet.finish()
+
+
+def latency(group: Group, points: Points) -> Figure | None:
+    """Time to the first token, and time per token after it, over batch size."""
+    usable = [point for point in points if point.usable]
+    if not usable:
+        return None
+    sheet = Sheet(group, "how long does a user wait?", (f"{group.conditions}{_bars(points)}",), panels=2)
+    first, after = sheet.panels
+    first.set_title("to the first token (TTFT)", loc="left", size=10)
+    after.set_title("for each token after it (TPOT)", loc="left", size=10)
+    waits = _lines(first, points, lambda point: spread([sample / 1e3 for sample in point.ttft_ms]))
+    steps = _lines(after, points, lambda point: spread([mean(own) / 1e3 for own in point.step_ms if own]))
+    for axes, values in ((first, waits), (after, steps)):
+        if values:
+            log_axis(axes, values)
+        batch_axis(axes, _sizes(usable))
+    first.set_ylabel("seconds")
+    return sheet.finish()
+
+
+def link(group: Group, points: Points) -> Figure | None:
+    """Weights delivered a second by decode steps, as a share of what the host-to-device link can copy."""
+    streamed = [point for point in points if point.usable and point.link_share]
+    if not streamed:
+        return None
+    full = median(point.link_bandwidth or 0 for point in streamed)
+    meaning = "Bytes of weights that a step uses, over the median step time; compressed weights can pass 100%."
+    sheet = Sheet(group, "how much of the link is used?", (meaning, group.conditions))
+    axes = sheet.panels[0]
+    values = _lines(axes, points, lambda point: spread([100 * share] if (share := point.link_share) else []))
+    axes.axhline(100, linestyle="--", color=GREY, linewidth=1.3, label=f"the link: {gb(full)}/s from pinned memory")
+    axes.set_ylim(0, 1.1 * max(100, *values))
+    axes.set_ylabel("% of the measured link")
+    batch_axis(axes, _sizes(streamed))
+    return sheet.finish()
+
+
+def _batch(point: Measurement) -> int:
+    return point.case.workload.batch_size
+
+
+def _sizes(points: Points) -> list[int]:
+    return [_batch(point) for point in points]
+
+
+def _bars(points: Points) -> str:
+    repeated = any(point.usable and len(point.ttft_ms) > 1 for point in points)
+    return " · means of the repeats, bars their 95% confidence" if repeated else ""
+
+
+def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | None]) -> list[float]:
+    """A line a load; points without a value are left out. Gives all that the y axis has to hold."""
+    held: list[float] = []
+    loads = by_load(points)
+    for load, look in series(loads).items():
+        known = [(_batch(point), found) for point in loads[load] if point.usable and (found := value(point))]
+        if not known:
+            continue
+        sizes, means = [size for size, _ in known], [found.mean for _, found in known]
+        # a bar never reaches zero, which a log axis does not have
+        below = [min(found.half_width or 0, 0.5 * found.mean) for _, found in known]
+        above = [found.half_width or 0 for _, found in known]
+        axes.plot(sizes, means, **look, zorder=3)
+        if any(above):
+            axes.errorbar(sizes, means, yerr=(below, above), fmt="none", ecolor=look["color"], capsize=3, zorder=2)
+        held += means + [a - b for a, b in zip(means, below, strict=True)]
+        held += [a + b for a, b in zip(means, above, strict=True)]
+    return held
+
+
+def _link_limits(axes: Axes, points: Points) -> list[float]:
+    """Dashed: batch · link / streamed bytes, over the batch sizes of the loads it holds for.
+
+    The prefill streams every weight once too, so n output tokens a row take at least n passes over the link.
+    """
+    limits: list[tuple[float, str, set[int]]] = []
+    for point in points:
+        effective, bandwidth = point.effective, point.link_bandwidth
+        if not point.usable or effective is None or not effective.streamed_bytes_per_step or not bandwidth:
+            continue
+        rate = bandwidth / effective.streamed_bytes_per_step
+        known = next((limit for limit in limits if max(rate / limit[0], limit[0] / rate) < _SAME_LIMIT), None)
+        if known is None:
+            text = f"link limit: {gb(effective.streamed_bytes_per_step)} a step, {gb(bandwidth)}/s, uncompressed"
+            limits.append(known := (rate, text, set()))
+        known[2].add(_batch(point))
+    held = []
+    for rate, text, sizes in limits:
+        ends = [min(sizes) / 2**0.25, max(sizes) * 2**0.25]
+        axes.plot(ends, [size * rate for size in ends], "--", color=GREY, linewidth=1.3, label=text, zorder=2)
+        held += [size * rate for size in ends]
+    return held
+
+
+def _strip(axes: Axes, failed: dict[Case, tuple[Measurement, ...]], loads: Sequence[Case]) -> None:
+    """A row a load: × where memory ran out, + where it failed for another reason, with the load's name beside it."""
+    look = series(loads)
+    everything = [size for own in failed.values() for size in _sizes(own)]
+    middle = (min(everything) * max(everything)) ** 0.5
+    for row, (load, own) in enumerate(failed.items()):
+        others = sorted({point.status for point in own if not point.status.startswith("oom")})
+        for mark, out in (("x", True), ("+", False)):
+            sizes = [_batch(point) for point in own if point.status.startswith("oom") is out]
+            axes.plot(sizes, [row] * len(sizes), mark, color=look[load]["color"], markersize=7, markeredgewidth=2)
+        on_left = min(_sizes(own)) >= middle
+        axes.annotate(
+            shortened(load.label(), 48) + (f" ({', '.join(others)})" if others else ""),
+            (min(_sizes(own)) if on_left else max(_sizes(own)), row),
+            xytext=(-9 if on_left else 9, 0), textcoords="offset points",
+            ha="right" if on_left else "left", va="center", size=8, color=look[load]["color"],
+        )  # fmt: skip
+    axes.set_ylim(len(failed) - 0.4, -0.6)
+    axes.set_yticks([])
+    kinds = {"× out of\nmemory" if p.status.startswith("oom") else "+ failed" for own in failed.values() for p in own}
+    axes.set_ylabel("\n".join(sorted(kinds, reverse=True)), rotation=0, ha="right", va="center", size=8.5)
+    axes.grid(axis="y", visible=False)

@@ -1,0 +1,24 @@
+"""How far a mean of few samples can be trusted."""
+
+from collections.abc import Sequence
+from math import sqrt
+from statistics import mean, stdev
+
+# Two-sided 95% quantiles of Student's t by degrees of freedom; NIST/SEMATECH e-Handbook, table 1.3.6.7.2.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+_T95_LIMIT = 1.96
+
+
+def half_width(samples: Sequence[float]) -> float | None:
+    """Half the 95% confidence interval of the mean, in the samples' unit; None for fewer than two samples."""
+    if len(samples) < 2:
+        return None
+    freedom = len(samples) - 1
+    quantile = _T95[freedom - 1] if freedom <= len(_T95) else _T95_LIMIT + 2.4 / freedom
+    return quantile * stdev(samples) / sqrt(len(samples))
+
+
+def relative_half_width(samples: Sequence[float]) -> float | None:
+    """`half_width` as a share of the mean."""
+    half = half_width(samples)
+    return None if half is None else half / mean(samples)

@@ -1,0 +1,280 @@
+"""The sweep: loads outside, batch sizes inside, every point on disk before the next one starts.
+
+With 352 GB of weights the load *is* the cost, so a process loads once and measures batch after batch, smallest first.
+Out of memory is a finding, not an accident: it is recorded, and no larger batch of the same load is tried.
+"""
+
+import signal
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from zinfer.machine import Machine
+from zinfer.plan import Case, Plan, make_plan
+from zinfer.recipe import Load, Sweep
+from zinfer.record import Measurement, Status
+from zinfer.source import Source
+from zinfer.store import Store
+from zinfer.worker import Worker, WorkerDied, now
+
+# A recorded point with one of these is not measured again by --resume; the others deserve another try.
+FINAL: frozenset[Status] = frozenset(
+    {"ok", "oom_gpu", "oom_host", "unsupported", "nan_output", "offload_not_effective"}
+)
+OUT_OF_MEMORY: frozenset[Status] = frozenset({"oom_gpu", "oom_host"})
+LARGEST_BATCH = 1 << 20
+
+Batches = Generator[int, Status, None]
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM; `signal` says which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = number
+
+
+@dataclass(frozen=True)
+class Location:
+    """An engine as ``module:Class``, and what has to stand in its process's environment before it starts."""
+
+    target: str
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One load, ready to run: its plan at batch 1, its cases, and where its engine is."""
+
+    plan: Plan
+    cases: tuple[Case, ...]  # at batch 1, a pair of lengths each
+    location: Location
+    revision: str = ""
+
+
+@dataclass
+class Events:
+    """What a sweep tells whoever watches it."""
+
+    point: Callable[[Measurement, bool], None] = lambda _point, _resumed: None  # the bool: from the record
+    loading: Callable[[Job], None] = lambda _job: None
+    progress: Callable[[str, float], None] = lambda _what, _share: None
+
+
+def doubling(limit: int) -> Batches:
+    """1, 2, 4, .. until memory runs out or `limit`, then bisection to the largest batch that runs.
+
+    A status is sent in for every batch yielded; anything but ``ok`` counts as not running.
+    """
+    good, bad, batch = 0, limit + 1, 1
+    while batch <= limit:
+        if (yield batch) == "ok":
+            good, batch = batch, batch * 2
+        else:
+            bad = batch
+            break
+    if not good:
+        return
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if (yield middle) == "ok":
+            good = middle
+        else:
+            bad = middle
+
+
+def listed(batches: Iterable[int]) -> Batches:
+    """The given batches in rising order, up to the first that runs out of memory."""
+    for batch in sorted(batches):
+        if (yield batch) in OUT_OF_MEMORY:
+            return
+
+
+def batches_of(sweep: Sweep, plan: Plan) -> Batches:
+    """The batches to try. Without a GPU an out-of-memory would be the whole machine's, so the plan sets the limit."""
+    if sweep.batch_size != "auto":
+        return listed(sweep.batch_size)
+    return doubling(LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size))
+
+
+def prepare(
+    sweep: Sweep,
+    machine: Machine,
+    resolve: Callable[[Load], Source],
+    locate: Callable[[Load], Location | None],
+    nvme_path: str | None = None,
+) -> list[Job]:
+    """The sweep's loads with their plans. `resolve` finds a load's model and weights; `locate` its engine, or None for
+    an engine that does not have that offload: such a combination is left out."""
+    jobs = []
+    for load in sweep.loads():
+        location = locate(load)
+        if location is None:
+            continue
+        source = resolve(load)
+        cases = tuple(sweep.case(load, source.load_format, source.spec.dtype, lengths) for lengths in sweep.lengths())
+        longest = max(cases, key=lambda case: case.workload.total_len)
+        plan = make_plan(longest, source.spec, machine, nvme_path)
+        jobs.append(Job(plan, cases, location, source.revision))
+    return jobs
+
+
+def run(
+    sweep: Sweep,
+    jobs: Iterable[Job],
+    store: Store,
+    done: Iterable[Measurement] = (),
+    events: Events | None = None,
+    make_worker: Callable[..., Any] = Worker,
+) -> list[Measurement]:
+    """Measure what `done` does not hold yet, appending every point to `store` at once; returns all points of the sweep.
+
+    Raises Interrupted on SIGINT and SIGTERM, after the point under way is recorded as `cancelled`, and StoreError when
+    a record cannot be written; no worker is left behind in either case.
+    """
+    known = {point.case: point for point in done if point.status in FINAL}
+    events = events or Events()
+    points: list[Measurement] = []
+    with _signals():
+        for job in jobs:
+            points += _Runner(sweep, job, store, known, events, make_worker).run()
+    return points
+
+
+class _Runner:
+    """One job: its worker, started when the first unmeasured point needs it."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        job: Job,
+        store: Store,
+        known: dict[Case, Measurement],
+        events: Events,
+        make_worker: Callable[..., Any],
+    ) -> None:
+        self._sweep, self._job, self._store, self._known, self._events = sweep, job, store, known, events
+        self._make_worker = make_worker
+        self._worker: Any = None
+        self._crashes = 0
+
+    def run(self) -> list[Measurement]:
+        points: list[Measurement] = []
+        try:
+            for case in self._job.cases:
+                plan = make_plan(case, self._job.plan.model, self._job.plan.machine)
+                batches = batches_of(self._sweep, plan)
+                status: Status | None = None
+                while (batch := _advance(batches, status)) is not None:
+                    point, resumed = self._point(case.with_batch(batch))
+                    status = point.status
+                    points.append(point)
+                    self._events.point(point, resumed)
+                    if point.stage == "load" or self._crashes > 1:
+                        return points  # nothing of this load can be measured
+        finally:
+            self._stop()
+        return points
+
+    def _point(self, case: Case) -> tuple[Measurement, bool]:
+        if case in self._known:
+            return self._known[case], True
+        point = self._measure(case)
+        predicted = make_plan(case, self._job.plan.model, self._job.plan.machine)
+        numbers: dict[str, float] = {"gpu_bytes": predicted.gpu.total, "host_bytes": predicted.host.total}
+        if predicted.step_s is not None and predicted.prefill_s is not None:
+            numbers |= {"step_ms": predicted.step_s * 1e3, "ttft_ms": predicted.prefill_s * 1e3}
+        point = point.model_copy(update={"predicted": numbers, "model_revision": self._job.revision})
+        self._store.append(point)
+        self._known[case] = point
+        return point, False
+
+    def _measure(self, case: Case) -> Measurement:
+        why_not = self._job.plan.why_not
+        if why_not is not None:
+            return self._failed(case, "unsupported", why_not, "load")
+        stage = "load"
+        try:
+            if self._worker is None:
+                self._events.loading(self._job)
+                self._worker = self._make_worker(
+                    self._job.location.target,
+                    timeout_s=self._sweep.timeout_s,
+                    notice=self._events.progress,
+                    env=self._job.location.env,
+                )
+                refused: Measurement | None = self._worker.load(self._job.plan)
+                if refused is not None:
+                    self._stop()
+                    return refused.model_copy(update={"case": case})
+            stage = "measure"
+            point: Measurement = self._worker.measure(case, self._sweep.repeats, self._sweep.tolerance)
+            if point.status == "crashed":  # a CUDA context that has seen an error is of no use for the next point
+                self._crashes += 1
+                self._stop()
+            return point
+        except WorkerDied as death:
+            self._crashes += 1
+            self._stop()
+            return self._failed(case, death.status, str(death), stage)
+        except Interrupted as interrupt:
+            self._stop(kill=True)
+            self._store.append(self._failed(case, "cancelled", signal.Signals(interrupt.signal).name, stage))
+            raise
+
+    def _failed(self, case: Case, status: Status, error: str, stage: str) -> Measurement:
+        model = self._job.plan.model
+        return Measurement(
+            case=case,
+            status=status,
+            machine=self._job.plan.machine.name,
+            error=error,
+            stage=stage,
+            num_layers=model.num_layers,
+            total_layers=model.total_layers,
+            started_at=now(),
+        )
+
+    def _stop(self, kill: bool = False) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            if kill:
+                worker.kill()
+            worker.close()
+
+
+def _advance(batches: Batches, status: Status | None) -> int | None:
+    try:
+        return next(batches) if status is None else batches.send(status)
+    except StopIteration:
+        return None
+
+
+class _signals:
+    """SIGINT and SIGTERM as the exception Interrupted, while a sweep runs."""
+
+    def __enter__(self) -> None:
+        def interrupt(number: int, _frame: FrameType | None) -> None:
+            raise Interrupted(number)
+
+        self._before = {}
+        with suppress(ValueError):  # not in the main thread: signals are somebody else's
+            self._before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *_exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:
+    """0 when every point is ok (with ``auto``, memory running out is how the edge is found, and fine), 3 when some are
+    not, 4 when none is."""
+    statuses = [point.status for point in points]
+    good = statuses.count("ok")
+    if not good:
+        return 4
+    fine = good + (sum(status in OUT_OF_MEMORY for status in statuses) if sweep.batch_size == "auto" else 0)
+    return 0 if fine == len(statuses) else 3

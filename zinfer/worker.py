@@ -1,0 +1,360 @@
+"""One process a load. CUDA, ZeRO and TensorRT keep global state, and an out-of-memory must not take the sweep down.
+
+Parent and worker exchange JSON lines over the worker's stdin and stdout, in lock-step: a point is asked for only when
+the one before it is on disk. The worker's own prints go to stderr. A worker ends with its parent, whatever kills that.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from zinfer.plan import Case, Plan
+from zinfer.record import Effective, Measurement, Status
+
+Notice = Callable[[str, float], None]
+BEAT_SECONDS = 0.2
+
+
+def now() -> str:
+    """The time, ISO 8601, UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class WorkerDied(RuntimeError):
+    """The worker ended, or was ended, without an answer."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status: Status = status
+
+
+class Worker:
+    """The parent's end: starts the process, loads one engine in it, measures cases, watches the time.
+
+    `target` is the engine as ``module:Class``. Raises WorkerDied from `load` and `measure` when the process crashes
+    (`crashed`, `oom_host`) or overruns `timeout_s` (`timeout`; it is killed then). A worker that answers with a failure
+    of its own returns a Measurement with that status.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float,
+        notice: Notice = lambda _what, _share: None,
+        env: Mapping[str, str] | None = None,
+        debug: bool = False,
+    ) -> None:
+        self._target, self._timeout, self._notice = target, timeout_s, notice
+        self._log: IO[bytes] | None = None if debug else tempfile.TemporaryFile()  # noqa: SIM115
+        self._oom_kills = _oom_kills()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "zinfer.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, **(env or {}), "ZINFER_PARENT": str(os.getpid())},
+            start_new_session=True,  # ctrl-C is the parent's to handle
+        )
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with suppress(ValueError):
+                self._answers.put(json.loads(line))
+        self._answers.put(None)
+
+    def load(self, plan: Plan) -> Measurement | None:
+        """Load `plan`'s engine; None when it is ready, else a Measurement that says why it is not."""
+        answer = self._ask({"do": "load", "target": self._target, "plan": plan.model_dump(mode="json")})
+        return Measurement.model_validate(answer["point"]) if "point" in answer else None
+
+    def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
+        """Measure one case of the loaded engine."""
+        case_json = case.model_dump(mode="json")
+        answer = self._ask({"do": "measure", "case": case_json, "repeats": repeats, "tolerance": tolerance})
+        return Measurement.model_validate(answer["point"])
+
+    def generate(self, prompts: list[str], batch_size: int, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Continue `prompts` as `zinfer.generate` does: ``{"texts": [..]}``, or ``{"status": .., "error": ..}``."""
+        return self._ask({"do": "generate", "prompts": prompts, "batch_size": batch_size, "sampling": sampling})
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                self.kill()
+                raise WorkerDied("timeout", f"no answer within {self._timeout:g} s") from None
+            if answer is None:
+                raise self._obituary()
+            if "progress" in answer:
+                self._notice(answer["progress"], answer["share"])
+            else:
+                return answer
+
+    def _obituary(self) -> WorkerDied:
+        code = self._process.wait()
+        if code == -signal.SIGKILL and _oom_kills() > self._oom_kills:
+            return WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        tail = self._tail()
+        return WorkerDied("crashed", f"the worker ended: {how}" + (f"; its last words: {tail}" if tail else ""))
+
+    def _tail(self) -> str:
+        """The last line the worker wrote to stderr, where errors end up."""
+        if self._log is None:
+            return ""
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:300] if lines else ""
+
+    def kill(self) -> None:
+        """End the worker and whatever it started, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        """Let the worker finish in order; kill it if it does not within half a minute."""
+        with suppress(BrokenPipeError, OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        if self._log is not None:
+            self._log.close()
+
+
+def _oom_kills() -> int:
+    """How often the kernel's out-of-memory killer has struck in this container so far; 0 where that is not told."""
+    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
+        with suppress(OSError, ValueError):
+            fields = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
+            if "oom_kill" in fields:
+                return int(fields["oom_kill"])
+    return 0
+
+
+class _Server:
+    """The worker's end."""
+
+    def __init__(self, answers: IO[str]) -> None:
+        self._answers = answers
+        self._lock = threading.Lock()
+        self._last_beat = 0.0
+        self._engine: Any = None
+        self._facts: dict[str, Any] = {}
+
+    def serve(self, requests: IO[str]) -> None:
+        for line in requests:
+            request = json.loads(line)
+            verb = request.pop("do")
+            self._say(getattr(self, f"_{verb}")(**request))
+        if self._engine is not None:
+            self._engine.close()
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            self._answers.write(json.dumps(message) + "\n")
+            self._answers.flush()
+
+    def _beat(self, what: str, share: float) -> None:
+        if share >= 1 or time.monotonic() - self._last_beat > BEAT_SECONDS:
+            self._last_beat = time.monotonic()
+            self._say({"progress": what, "share": share})
+
+    def _load(self, target: str, plan: dict[str, Any]) -> dict[str, Any]:
+        self._plan = Plan.model_validate(plan)
+        spec = self._plan.model
+        self._facts = {
+            "machine": self._plan.machine.name,
+            "num_layers": spec.num_layers,
+            "total_layers": spec.total_layers,
+            "started_at": now(),
+        }
+        try:
+            self._beat("starting", 0.0)
+            from zinfer.engine import load
+            from zinfer.probe import measure_link
+
+            engine_class = load(target)
+            import torch
+
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            self._facts |= {"versions": versions(engine_class.requires), "link_bandwidth": measure_link(device)}
+            started = time.monotonic()
+            self._engine = engine_class(self._plan, self._beat)
+            self._facts["load_s"] = round(time.monotonic() - started, 3)
+        except BaseException as error:
+            return self._failure(self._plan.case, error, "load")
+        return {"ready": True}
+
+    def _measure(self, case: dict[str, Any], repeats: int, tolerance: float) -> dict[str, Any]:
+        import resource
+
+        import torch
+
+        from zinfer.measure import Samples, measure
+        from zinfer.spread import relative_half_width
+
+        asked = Case.model_validate(case)
+        samples, engine, spec = Samples(), self._engine, self._plan.model
+        self._facts["started_at"] = now()
+        cuda = engine.device.type == "cuda"
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+        def enough(e2e_ms: Any) -> bool:
+            spread = relative_half_width(e2e_ms)
+            return spread is not None and spread <= tolerance
+
+        error: BaseException | None = None
+        try:
+            measure(engine, asked.workload, spec.vocab_size, samples, repeats=repeats, enough=enough, beat=self._beat)
+        except BaseException as caught:
+            error = caught
+        effective: Effective = engine.effective()
+        fields: dict[str, Any] = {
+            "ttft_ms": samples.ttft_ms,
+            "step_ms": samples.step_ms,
+            "gpu": samples.gpu,
+            "effective": effective,
+            "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        if cuda:
+            free, total = torch.cuda.mem_get_info()
+            fields |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_used_bytes": total - free}
+        if error is not None:
+            return self._failure(asked, error, samples.stage, fields)
+        status: Status = samples.status
+        if status == "ok" and asked.offload != "none" and effective.streamed_bytes_per_step == 0:
+            status = "offload_not_effective"
+        point = Measurement(case=asked, status=status, **(self._facts | fields))
+        return {"point": point.model_dump(mode="json")}
+
+    def _generate(self, prompts: list[str], batch_size: int, sampling: dict[str, Any]) -> dict[str, Any]:
+        from zinfer.generate import Sampling, generate
+
+        try:
+            choice = Sampling.model_validate(sampling)
+            started = time.monotonic()
+            texts = generate(self._engine, self._plan.model, prompts, choice, batch_size, self._beat)
+            return {"texts": texts, "seconds": time.monotonic() - started}
+        except Exception as error:
+            return {"status": status_of(error), "error": one_line(error)}
+
+    def _failure(
+        self, case: Case, error: BaseException, stage: str, fields: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        if os.environ.get("ZINFER_DEBUG") == "1":
+            import traceback
+
+            traceback.print_exception(error)
+        told = {"status": status_of(error), "stage": stage, "error": one_line(error)}
+        del error
+        _free_device_memory()
+        point = Measurement(case=case, **(self._facts | (fields or {}) | told))
+        return {"point": point.model_dump(mode="json")}
+
+
+def _free_device_memory() -> None:
+    import gc
+
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, in one line that names it when its message does not stand alone."""
+    text = " ".join(str(error).split())[:500]
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def status_of(error: BaseException) -> Status:
+    """The status that an exception of loading or measuring stands for."""
+    from zinfer.checkpoint import CheckpointError
+    from zinfer.engine import EngineError
+    from zinfer.model import ModelError
+
+    text = str(error).lower()
+    names = {base.__name__ for base in type(error).__mro__}
+    if "OutOfMemoryError" in names or ("cuda" in text and "out of memory" in text) or "alloc_failed" in text:
+        return "oom_gpu"
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
+        return "oom_host"
+    if isinstance(error, ModelError | EngineError | NotImplementedError):
+        return "unsupported"
+    if isinstance(error, CheckpointError | OSError):
+        return "io_error"
+    if isinstance(error, KeyboardInterrupt):
+        return "cancelled"
+    return "crashed"
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Versions of Python, zinfer, torch, CUDA, the driver, and the packages an engine names."""
+    import platform
+    from importlib import metadata
+
+    import torch
+
+    found = {"python": platform.python_version()}
+    for package in ("zinfer", "torch", *packages):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        with suppress(Exception):
+            import pynvml
+
+            pynvml.nvmlInit()
+            found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+    return found
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux), and to prefer it when host memory runs out."""
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(os.environ.get("ZINFER_PARENT", os.getppid())):
+        os._exit(1)  # the parent was gone before the request took effect
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def main() -> None:
+    """Serve a parent on stdin and stdout; anything else that is printed goes to stderr."""
+    _die_with_parent()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _Server(answers).serve(sys.stdin)
+
+
+if __name__ == "__main__":
+    main()

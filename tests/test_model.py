@@ -29,7 +29,9 @@ def cached_bytes_per_token(spec: ModelSpec, tokens: int = 3) -> int:
 def test_counts_are_those_of_the_transformers_model(name: str) -> None:
     spec = models.from_catalogue(name)
     real = build(spec)
-    stack = next(part for part in real.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == spec.num_layers)
+    stack = next(
+        part for part in real.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == spec.num_layers
+    )
     layers = tuple(sum(weight.numel() for weight in layer.parameters()) for layer in stack)
     total = sum(weight.numel() for weight in real.parameters())
     assert spec.layer_parameters == layers
@@ -156,7 +158,9 @@ TINY = {
 def saved(request: pytest.FixtureRequest, tmp_path):
     """A tiny random model saved as transformers saves it: (kind, the model, its folder)."""
     kind = request.param
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.split("-")[0], **TINY[kind]), dtype=torch.float16)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind.split("-")[0], **TINY[kind]), dtype=torch.bfloat16
+    )
     model.save_pretrained(tmp_path, max_shard_size="200KB")
     return kind, model, tmp_path
 
@@ -170,7 +174,7 @@ def test_saved_checkpoints_are_counted_exactly(saved) -> None:
     assert spec.layer_parameters == tuple(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
     assert spec.expert_parameters == (3 * 4 * 64 * 96 if kind == "mixtral" else 0)
     assert spec.architecture == kind.split("-")[0]
-    assert (spec.dtype, spec.directory, spec.total_layers) == ("float16", str(folder), 3)
+    assert (spec.dtype, spec.directory, spec.total_layers) == ("bfloat16", str(folder), 3)
     assert spec.kv_bytes_per_token == cached_bytes_per_token(spec)
     assert resolve(str(folder), dtype="float32", layers=1).weight_bytes < 4 * spec.parameters
 
@@ -186,7 +190,10 @@ def test_buffers_and_a_stored_tied_head_do_not_count(saved) -> None:
     extra = {
         "bloom": {"lm_head.weight": (320, 64)},
         "gpt2": {"transformer.h.0.attn.bias": (1, 1, 8, 8), "transformer.h.0.attn.masked_bias": (1,)},
-        "gpt_neox": {"gpt_neox.layers.1.attention.bias": (8, 8), "gpt_neox.layers.1.attention.rotary_emb.inv_freq": (8,)},
+        "gpt_neox": {
+            "gpt_neox.layers.1.attention.bias": (8, 8),
+            "gpt_neox.layers.1.attention.rotary_emb.inv_freq": (8,),
+        },
         "llama": {"model.layers.2.self_attn.rotary_emb.inv_freq": (8,)},
     }[kind]
     save_file(weights | {name: torch.zeros(shape) for name, shape in extra.items()}, folder / "model.safetensors")

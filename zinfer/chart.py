@@ -32,7 +32,7 @@ _ENGINES = {
     "tensorrt-rtx": ("#882255", "P"),
 }
 _OTHERS = (("#E69F00", "v"), ("#56B4E9", "X"), ("#000000", "p"), ("#999933", "h"))
-_VARIANTS = ("v", "d", "*", "p", "h", "<", ">", "8")  # markers of one engine's further options
+_VARIANTS = ("<", ">", "*", "d", "8", "H")  # markers of one engine's further options
 GREY, INK = "#666666", "#222222"
 
 _STYLE = {

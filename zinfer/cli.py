@@ -48,9 +48,9 @@ class _Verbs(click.Group):
 
 def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value:
-        from importlib.metadata import version
+        from zinfer import __version__
 
-        click.echo(f"zinfer {version('zinfer')}")
+        click.echo(f"zinfer {__version__}")
         ctx.exit()
 
 

@@ -43,6 +43,16 @@ class Group(Frozen):
         weights = "dummy weights" if self.load_format == "dummy" else "weights of the checkpoint"
         return f"{self.machine} · {whole} · {weights} · {self.dtype}"
 
+    @property
+    def caution(self) -> str | None:
+        """What a slice does not tell about its model."""
+        if self.layers is None:
+            return None
+        plan = f"`zinfer plan --model {self.model_name}`"
+        return (
+            f"A slice takes a slice's memory: what fits without offload, and up to which batch, is its own. See {plan}."
+        )
+
     def stem(self, sweep: str, alone: bool) -> str:
         """Where this group's figures go, as ``<machine>/<sweep>``, longer where it is not `alone` in its sweep."""
         part = "" if self.layers is None else f"-{self.layers}l"

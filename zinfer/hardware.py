@@ -52,7 +52,7 @@ def _gpu_facts(nvml: Any, handle: Any) -> dict[str, Any]:
     facts: dict[str, Callable[[], Any]] = {
         "name": lambda: nvml.nvmlDeviceGetName(handle),
         "memory_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
-        "driver": nvml.nvmlSystemGetDriverVersion,
+        "driver": lambda: nvml.nvmlSystemGetDriverVersion(),
         "compute_capability": lambda: ".".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(handle))),
         "pcie_generation": lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle),
         "pcie_generation_max": lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle),

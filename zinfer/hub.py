@@ -11,10 +11,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
-from zinfer.model import Dtype, ModelError, ModelSpec, from_parameter_shapes
+from zinfer.model import Dtype, ModelError, ModelSpec, from_parameter_shapes, shape_from_config
 
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 _NOT = ["*/*", "consolidated*"]  # folders and Mistral's second copy of the weights would double the download
+TIMEOUT_S = 10.0
 _WITHOUT = "use --load-format dummy with a catalogue model, or pass a local folder"
 
 
@@ -33,13 +34,19 @@ def _explained(hub_id: str) -> Iterator[None]:
         message = "there is no such revision"
     except errors.RepositoryNotFoundError:
         message = "there is no such model on the hub, or it is private: check the name, or `hf auth login`"
+    except errors.OfflineModeIsEnabled:
+        message = f"HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}"
     except errors.LocalEntryNotFoundError:
         message = f"it is not in the local cache and the hub cannot be reached; {_WITHOUT}"
     except errors.EntryNotFoundError:
         message = "the repository has no config.json, so it holds no transformers model"
     except errors.HFValidationError as error:
         message = " ".join(str(error).split())
-    except OSError as error:  # every network failure, the hub's 5xx and a full disk
+    except ModelError:
+        raise
+    except (
+        Exception
+    ) as error:  # a network failure (each HTTP client that the hub library has used has its own), 5xx, disk
         message = f"the hub cannot be used ({' '.join(str(error).split())[:200]}); {_WITHOUT}"
     else:
         return
@@ -53,12 +60,24 @@ def spec_from_hub(hub_id: str) -> ModelSpec:
     Raises ModelError, in one line, when the configuration cannot be had or transformers does not know the model.
     """
     with _explained(hub_id):
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
-        text = Path(hf_hub_download(hub_id, "config.json")).read_text()
+        path = try_to_load_from_cache(hub_id, "config.json")
+        if not isinstance(path, str):
+            HfApi().model_info(
+                hub_id, timeout=TIMEOUT_S
+            )  # without a network the download itself retries for half a minute
+            path = hf_hub_download(hub_id, "config.json")
+        text = Path(path).read_text()
     try:
         config = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{hub_id}: its config.json cannot be read: {error}") from None
+    try:
+        shape_from_config(config)  # says so, if this is no decoder with plain weights, before transformers is asked
         shapes = _shapes(config)
+    except ModelError as error:
+        raise ModelError(f"{hub_id}: {error}") from None
     except ImportError:
         raise ModelError(f"{hub_id}: a hub model needs transformers: pip install 'zinfer[engines]'") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -85,20 +104,18 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def download(hub_id: str, revision: str | None = None) -> Path:
     """The folder of a complete local snapshot, of safetensors, tokenizer and configuration, fetched where missing.
+    A copy that is complete is used as it is, and the network is not asked for a newer one.
 
     Raises ModelError, in one line, when they cannot be had, or when the repository holds no safetensors.
     """
+    folder = cached(hub_id, revision)
+    if folder is not None:
+        return folder
     with _explained(hub_id):
-        from huggingface_hub import HfApi, constants, snapshot_download
+        from huggingface_hub import HfApi, snapshot_download
 
-        if constants.HF_HUB_OFFLINE:
-            folder = cached(hub_id, revision)
-            if folder is None:
-                raise ModelError(
-                    f"{hub_id}: HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}"
-                )
-            return folder
-        files = [file.rfilename for file in HfApi().model_info(hub_id, revision=revision).siblings or []]
+        info = HfApi().model_info(hub_id, revision=revision, timeout=TIMEOUT_S)
+        files = [file.rfilename for file in info.siblings or []]
         if not any(name.endswith(".safetensors") for name in files):
             raise ModelError(f"{hub_id}: it has no safetensors, and pickled weights are not read; {_WITHOUT}")
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_FILES, ignore_patterns=_NOT))

@@ -229,7 +229,10 @@ def from_parameter_shapes(
 
     Raises ModelError when `config` is not that of a decoder-only model, or a layer of it has no weights.
     """
-    shape = shape_from_config(config)
+    try:
+        shape = shape_from_config(config)
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
     layers = [0] * shape["num_layers"]
     other = experts = 0
     for tensor, dims in shapes.items():

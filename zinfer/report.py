@@ -23,13 +23,15 @@ class Section(NamedTuple):
 
 
 def markdown(sections: Sequence[Section], damaged: Sequence[str] = ()) -> str:
-    """The whole report. Says what is missing instead of leaving it out; holds no date, so equal results give equal text.
+    """The whole report. Says what is missing, and holds no date of its own: equal results give equal text.
 
     `damaged` names the lines of result files that could not be used.
     """
     parts = ["# What was measured"]
     if sections:
-        parts.append("Throughput is output tokens a second, prefill included. Every number is measured.")
+        parts.append(
+            "Every number is measured. Tokens a second count prefill too; ± is the 95% confidence of the mean."
+        )
         parts.append(_table(("sweep", "machine", "workload", "answer"), map(_answer_row, sections)))
     else:
         parts.append("Nothing yet: measure with `zinfer sweep`, then write this report again.")
@@ -55,6 +57,8 @@ def _section(section: Section) -> list[str]:
         parts.append(f"**No point succeeded**: {cell(analysis.statuses(points))}.")
     else:
         parts += [f"**{cell(_answer(winner))}**", f"```sh\n{analysis.command(winner.case)}\n```"]
+    if group.caution:
+        parts.append(group.caution)
     verdicts = analysis.offload_verdicts(points)
     lines = [f"- {cell(verdict.engine or 'Any engine')}: {cell(verdict.words, 600)}" for verdict in verdicts]
     parts += ["### Does offload pay?", "\n".join(lines) or "No point with offload was measured."]

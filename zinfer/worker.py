@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from zinfer import __version__
 from zinfer.plan import Case, Plan
 from zinfer.record import Effective, Measurement, Status
 
@@ -322,8 +323,8 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 
     import torch
 
-    found = {"python": platform.python_version()}
-    for package in ("zinfer", "torch", *packages):
+    found = {"python": platform.python_version(), "zinfer": __version__}
+    for package in ("torch", *packages):
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     if torch.version.cuda:

@@ -48,6 +48,8 @@ def command(results: Path, model: str | None, machine: str | None, as_json: bool
     for nth, (group, points) in enumerate(wanted.items()):
         click.echo("\n" * (nth > 0) + f"{group.title}\n{group.conditions}\n")
         _show(points)
+        if group.caution:
+            click.echo(f"\n{group.caution}")
 
 
 def _show(points: "Points") -> None:

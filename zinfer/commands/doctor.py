@@ -39,6 +39,7 @@ def command(as_json: bool) -> None:
     import json
 
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from zinfer.cli import ENVIRONMENT
@@ -51,7 +52,7 @@ def command(as_json: bool) -> None:
         table = Table("", "found", "what to do")
         for index, row in enumerate(rows):
             last = index + 1 == len(rows) or rows[index + 1].group != row.group
-            table.add_row(row.name, row.found, row.advice, end_section=last)
+            table.add_row(row.name, escape(row.found), escape(row.advice), end_section=last)
         Console().print(table)
     if all(row.advice for row in engines):
         raise SystemExit(ENVIRONMENT)
@@ -65,7 +66,7 @@ def package_rows() -> list[Row]:
 
     rows = [
         Row("package", "python", platform.python_version()),
-        Row("package", "zinfer", metadata_version("zinfer") or "not installed", ""),
+        Row("package", "zinfer", metadata_version("zinfer") or "not installed"),
     ]
     for package, extra in PACKAGES.items():
         version = metadata_version(package)
@@ -78,16 +79,21 @@ def machine_rows() -> list[Row]:
     """The GPU, the memory that may be used and page-locked, and the disk here."""
     import resource
     import shutil
+    from pathlib import Path
 
     from zinfer.hardware import gpus, host_bytes, memory_limit
     from zinfer.units import gib
 
     devices: list[dict[str, Any]] = gpus()
-    gpu = "none" if not devices else f"{len(devices)} x {devices[0].get('name')}, driver {devices[0].get('driver', '?')}"
+    gpu, advice = "none", "the CPU stands in for it"
+    if devices:
+        gpu, advice = f"{len(devices)} x {devices[0].get('name')}, driver {devices[0].get('driver', 'unknown')}", ""
+    elif Path("/dev/nvidiactl").exists():
+        gpu, advice = "none for torch", "there is a driver: install a torch with CUDA, and see CUDA_VISIBLE_DEVICES"
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     why = "the control group's limit" if memory_limit() == host_bytes() else "all there is"
     return [
-        Row("machine", "GPU", gpu, "" if devices else "the CPU stands in for it"),
+        Row("machine", "GPU", gpu, advice),
         Row("machine", "host memory", f"{gib(host_bytes())}, {why}"),
         # CUDA page-locks through its driver, which this limit does not bind; io_uring and mlock are bound by it
         Row("machine", "memlock limit", "none" if lock == resource.RLIM_INFINITY else gib(lock, 3)),

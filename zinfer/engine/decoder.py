@@ -5,11 +5,14 @@ left-padded rows count from their own first token, as `generate` does it.
 """
 
 import inspect
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.cache import make_cache
 
@@ -21,6 +24,9 @@ class Decoder(Engine):
 
     def _ready(self) -> None:
         self.model.eval()
+        for module in self.model.modules():
+            for leaf, buffer in module._buffers.items():
+                module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
         accepted = inspect.signature(self._forward_owner().forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_logits_to_keep = "logits_to_keep" in accepted
@@ -82,3 +88,14 @@ class Decoder(Engine):
             del self.model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def scratch(nvme_path: str | None) -> TemporaryDirectory[str]:
+    """A folder for offloaded weights inside `nvme_path`, gone when it is cleaned up.
+
+    Raises EngineError unless `nvme_path` names a folder that exists.
+    """
+    if nvme_path is None or not Path(nvme_path).is_dir():
+        what = f"{nvme_path!r} is not a folder" if nvme_path else "it needs one"
+        raise EngineError(f"offload nvme puts the weights into the folder given by --nvme-path: {what}")
+    return TemporaryDirectory(prefix="zinfer-", dir=nvme_path)

@@ -7,7 +7,7 @@ stored one by one and used fused), a decoder layer at a time, so that the peak o
 import inspect
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -67,16 +67,13 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack[1].parameters()))
 
 
-def slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where each parameter stands: by its name in `named_parameters`, the modules that hold it and what they call it.
-    Tied weights have several such places."""
+def install(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Put `parameters`, by their names in `named_parameters`, in the place of the model's own; tied ones everywhere."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                found[names[id(parameter)]].append((module, leaf))
-    return found
+            if parameter is not None and names[id(parameter)] in parameters:
+                module._parameters[leaf] = parameters[names[id(parameter)]]
 
 
 def weights(
@@ -88,7 +85,8 @@ def weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of `model` (as `empty_model` makes it) once, by its name in `named_parameters`; tied ones once.
 
-    The tensor is a loan until the next one is asked for. Raises CheckpointError when the checkpoint lacks one.
+    The tensor is a loan until the next one is asked for, and the model has to stay as it is until the last. Raises
+    CheckpointError when the checkpoint lacks one.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     done = 0

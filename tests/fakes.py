@@ -1,0 +1,66 @@
+"""An engine without a model, which fails on demand, and a worker without a process: for tests of what stands around."""
+
+import os
+import signal
+import time
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from zinfer.engine.base import Engine, Progress, silent
+from zinfer.plan import Offload, Plan
+from zinfer.record import Effective
+
+VOCAB = 64  # as tests.inline.SPEC has it
+TARGET = "tests.fakes:FakeEngine"
+
+
+class FakeEngine(Engine):
+    """Answers with random logits. Option `fail` names an accident; it happens from batch `at_batch` on, in `stage`."""
+
+    offloads: ClassVar[frozenset[Offload]] = frozenset({"none", "cpu"})
+    options: ClassVar[dict[str, object]] = {"fail": "", "at_batch": 1, "stage": "decode", "step_ms": 0.0}
+
+    def __init__(self, plan: Plan, progress: Progress = silent) -> None:
+        super().__init__(plan, progress)
+        self._options = self.options | dict(plan.case.options)
+        progress("loading weights", 0.5)
+        self._accident("load", 1 << 30)
+
+    def _accident(self, stage: str, batch_size: int) -> None:
+        fail = self._options["fail"]
+        if not fail or stage != self._options["stage"] or batch_size < int(str(self._options["at_batch"])):
+            return
+        if fail == "oom_gpu":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if fail == "oom_host":
+            raise MemoryError("no host memory left")
+        if fail == "io_error":
+            raise OSError(5, "Input/output error")
+        if fail == "error":
+            raise RuntimeError("something\nbroke")
+        if fail == "exit":
+            os._exit(7)
+        if fail == "hang":
+            time.sleep(600)
+        os.kill(os.getpid(), getattr(signal, str(fail)))
+
+    def _logits(self, batch_size: int, stage: str) -> Tensor:
+        time.sleep(float(str(self._options["step_ms"])) / 1e3)
+        self._accident(stage, batch_size)
+        logits = torch.rand(batch_size, VOCAB)
+        if self._options["fail"] == "nan" and batch_size >= int(str(self._options["at_batch"])):
+            logits[0, 0] = float("nan")
+        return logits
+
+    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
+        return self._logits(len(token_ids), "prefill")
+
+    def decode(self, token_ids: Tensor) -> Tensor:
+        return self._logits(len(token_ids), "decode")
+
+    def effective(self) -> Effective:
+        idle = self.plan.case.offload == "none" or self._options["fail"] == "idle"
+        return Effective(gpu_weight_bytes=1000, streamed_bytes_per_step=0 if idle else 1000)
+

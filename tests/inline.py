@@ -1,0 +1,121 @@
+"""A sweep without processes: the parent's side for real, the worker's side in a few lines; and its slaughter."""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from zinfer.machine import Machine
+from zinfer.model import ModelSpec
+from zinfer.plan import Case, Plan
+from zinfer.recipe import Load, Sweep
+from zinfer.record import Effective, Measurement, Status
+from zinfer.source import Source
+from zinfer.store import Header, Store, read
+from zinfer.sweep import FINAL, Events, Location, prepare, run
+
+MACHINE = Machine(name="test", source="measured", gpu_name="fake", gpu_count=1, gpu_bytes=80 << 30, host_bytes=100 << 30)
+SPEC = ModelSpec(
+    name="fake", architecture="fake", num_layers=4, total_layers=4, hidden_size=8, num_heads=2, num_kv_heads=2,
+    head_dim=4, ffn_size=32, vocab_size=64, layer_parameters=(100,) * 4, other_parameters=100, config={},
+)  # fmt: skip
+
+
+class InlineWorker:
+    """Stands for the class Worker and for its instance: runs batches up to `edge`, fails where it is told to."""
+
+    def __init__(
+        self,
+        edge: int,
+        fails: dict[int, Status] | None = None,
+        refuse_offload: str | None = None,
+        signal_at: tuple[int, int] | None = None,
+        pause_s: float = 0.0,
+    ) -> None:
+        self.edge, self.fails, self.refuse_offload = edge, fails or {}, refuse_offload
+        self.signal_at, self.pause_s = signal_at, pause_s
+        self.loads, self.measured = 0, list[int]()
+
+    def __call__(self, _target: str, **_settings: Any) -> "InlineWorker":
+        return self
+
+    def load(self, plan: Plan) -> Measurement | None:
+        self.loads += 1
+        if plan.case.offload == self.refuse_offload:
+            return Measurement(case=plan.case, status="unsupported", machine="test", stage="load", error="no")
+        return None
+
+    def measure(self, case: Case, _repeats: int, _tolerance: float) -> Measurement:
+        batch = case.workload.batch_size
+        time.sleep(self.pause_s)
+        if self.signal_at is not None and batch == self.signal_at[0]:
+            os.kill(os.getpid(), self.signal_at[1])
+            time.sleep(5)
+        self.measured.append(batch)
+        status: Status = self.fails.get(batch, "ok" if batch <= self.edge else "oom_gpu")
+        samples: dict[str, Any] = {"ttft_ms": (1.0 + batch,), "step_ms": ((2.0, 2.5),)} if status == "ok" else {}
+        effective = Effective(gpu_weight_bytes=1, streamed_bytes_per_step=800)
+        return Measurement(case=case, status=status, machine="test", effective=effective, **samples)
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def run_inline(path: Path, sweep: Sweep, worker: InlineWorker, events: Events | None = None) -> list[Measurement]:
+    """Run or resume `sweep` with records in `path`."""
+    done = read(path).points if path.is_file() else ()
+
+    def resolve(_load: Load) -> Source:
+        return Source(SPEC, "dummy", "r1")
+
+    jobs = prepare(sweep, MACHINE, resolve, lambda load: Location(load.engine))
+    with Store.open(path) as store:
+        store.append_header(Header(machine="test"))
+        return run(sweep, jobs, store, done, events, worker)
+
+
+def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
+    """Fork a sweep and SIGKILL it at a random moment, `kills` times over; the number of sweeps that got through all
+    their points in the end, and of points that were found on disk. Exits with a message on any loss or doubling."""
+    dice = random.Random(seed)
+    sweep = Sweep(model=("fake",), engine=("stream",), batch_size=tuple(range(1, 33)))
+    finished = points = 0
+    told: set[Case] = set()
+    path = folder / "0.jsonl"
+    for _ in range(kills):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+
+            def report(point: Measurement, _resumed: bool, writer: int = writer) -> None:
+                os.write(writer, point.case.model_dump_json().encode() + b"\n")
+
+            run_inline(path, sweep, InlineWorker(edge=99, pause_s=0.0005), Events(point=report))
+            os._exit(0)
+        os.close(writer)
+        time.sleep(dice.uniform(0, 0.06))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with os.fdopen(reader, "rb") as pipe:
+            told |= {Case.model_validate_json(line) for line in pipe if line.endswith(b"\n")}
+        if not path.is_file():
+            continue
+        records = read(path)
+        stored = [point.case for point in records.points if point.status in FINAL]
+        if len(stored) != len(set(stored)):
+            sys.exit("a point was recorded twice")
+        if not told <= set(stored):
+            sys.exit(f"{len(told - set(stored))} points were lost")
+        if len(stored) == 64:
+            finished, points, told = finished + 1, points + 64, set()
+            path = folder / f"{finished}.jsonl"
+    return finished, points + len(told)
+
+
+if __name__ == "__main__":
+    print(int(sys.argv[2]), *_slaughter(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

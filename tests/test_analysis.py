@@ -1,0 +1,205 @@
+"""Decisions on fabricated points whose answers are known by arithmetic."""
+
+import shlex
+
+import pytest
+
+from tests.results import case, point, sweep
+from zinfer.analysis import (
+    best,
+    best_by_load,
+    command,
+    compare,
+    edges,
+    offload_verdicts,
+    pareto,
+    speedup,
+    spread,
+)
+from zinfer.group import by_load, groups
+from zinfer.record import Measurement
+
+
+def exact(
+    batch_size: int, step_s: float, engine: str = "stream", offload: str = "cpu", **fields: object
+) -> Measurement:
+    """A point whose prefill and every step take exactly `step_s`, so that its throughput is batch_size / step_s."""
+    asked = case(batch_size, engine, offload, output_len=4, **fields)
+    return point(asked).model_copy(update={"ttft_ms": (step_s * 1e3,), "step_ms": ((step_s * 1e3,) * 3,)})
+
+
+def failed(batch_size: int, status: str = "oom_gpu", engine: str = "stream", offload: str = "cpu") -> Measurement:
+    return point(case(batch_size, engine, offload, output_len=4), status=status)
+
+
+# the published shape: without offload batch 16 is the most that fits, with it batch 32 gives 1.5x
+PUBLISHED = (
+    *(exact(size, 0.1 + size / 160, offload="none") for size in (4, 8, 16)),
+    failed(32, offload="none"),
+    *(exact(size, 32 / 120 if size == 32 else 0.21) for size in (4, 8, 16, 32)),
+    failed(64),
+)
+
+
+def test_the_best_point_is_the_fastest_usable_one() -> None:
+    found = best(PUBLISHED)
+    assert found is not None
+    assert (found.case.offload, found.case.workload.batch_size) == ("cpu", 32)
+    assert found.output_tok_s == pytest.approx(120)
+    assert best(PUBLISHED, "decode_tok_s") is found
+    assert best([failed(1)]) is None
+    assert best([]) is None
+
+
+def test_of_equals_the_smaller_batch_is_better() -> None:
+    found = best([exact(16, 2.0), exact(8, 1.0), exact(32, 4.0)])
+    assert found is not None
+    assert found.case.workload.batch_size == 8
+
+
+def test_each_load_is_taken_at_its_own_best_batch() -> None:
+    found = [(point.case.offload, point.case.workload.batch_size) for point in best_by_load(PUBLISHED)]
+    assert found == [("cpu", 32), ("none", 16)]
+    assert [load.label() for load in by_load(sweep())] == [
+        "accelerate cpu",
+        "deepspeed cpu",
+        "stream none",
+        "stream cpu",
+        "stream cpu weight_codec=lossless",
+    ]
+
+
+def test_offload_is_judged_at_each_sides_best_and_at_equal_batch() -> None:
+    (verdict,) = offload_verdicts(PUBLISHED)
+    assert (verdict.engine, verdict.offload) == ("stream", "cpu")
+    assert verdict.comparison.gain == pytest.approx(1.5)
+    assert dict(verdict.comparison.equal) == pytest.approx({4: 0.125 / 0.21, 8: 0.15 / 0.21, 16: 0.2 / 0.21})
+    assert verdict.words == (
+        "Offload cpu gives 1.50x at each side's own best batch: "
+        "120 tok/s at batch 32, without it 80 tok/s at batch 16. "
+        "At equal batch (4 to 16) it runs at 60% to 95% of the speed without."
+    )
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        ([exact(8, 1.0)], "Offload cpu reaches 8 tok/s at batch 8; nothing was measured without it."),
+        (
+            [exact(8, 1.0), failed(2, offload="none"), failed(1, offload="none"), failed(4, "crashed", offload="none")],
+            "Offload cpu reaches 8 tok/s at batch 8; without it every point failed "
+            "(crashed from batch 4, oom_gpu from batch 1).",
+        ),
+        (
+            [exact(4, 1.0, offload="none"), failed(1, "offload_not_effective")],
+            "Nothing succeeded with offload cpu (offload_not_effective from batch 1); without it 4 tok/s at batch 4.",
+        ),
+        ([failed(1)], "Nothing succeeded with offload cpu (oom_gpu from batch 1); nothing was measured without it."),
+        (
+            [exact(8, 1.0), exact(4, 1.0, offload="none")],
+            "Offload cpu gives 2.00x at each side's own best batch: 8 tok/s at batch 8, without it 4 tok/s at batch 4. "
+            "No batch size was measured on both sides.",
+        ),
+    ],
+)
+def test_a_verdict_has_words_for_a_side_that_is_missing(points: list[Measurement], words: str) -> None:
+    (verdict,) = offload_verdicts(points)
+    assert verdict.words == words
+    assert (verdict.comparison.gain is None) == (" gives " not in words)
+
+
+def test_several_engines_are_judged_together_first() -> None:
+    points = [exact(4, 1.0, "accelerate", "none"), exact(8, 1.0, "stream", "cpu")]
+    assert [(v.engine, v.comparison.gain) for v in offload_verdicts(points)] == [(None, 2.0), ("stream", None)]
+    assert offload_verdicts([exact(4, 1.0, offload="none")]) == ()
+
+
+def test_edges_are_the_last_that_fits_and_the_first_that_does_not() -> None:
+    points = [*PUBLISHED, failed(1, "timeout", "accelerate"), failed(128, "oom_host")]
+    found = {edge.load.label(): (edge.largest_ok, edge.smallest_oom) for edge in edges(points)}
+    assert found == {"accelerate cpu": (None, None), "stream none": (16, 32), "stream cpu": (32, 64)}
+
+
+def test_speedup_compares_engines_at_best_and_at_equal_batch() -> None:
+    points = [exact(8, 1.0), exact(16, 1.0), exact(8, 2.0, "deepspeed"), failed(16, engine="deepspeed")]
+    found = speedup(points, "stream", "deepspeed")
+    assert found.gain == pytest.approx(4)
+    assert found.equal == ((8, pytest.approx(2)),)
+    assert speedup(points, "stream", "vendor").gain is None
+    assert compare([], []).equal == ()
+
+
+def test_pareto_keeps_what_nothing_beats_in_both() -> None:
+    fast, balanced, large = exact(1, 0.1), exact(8, 0.5), exact(32, 1.0)
+    beaten = exact(4, 0.5, "deepspeed")
+    assert pareto([beaten, large, fast, balanced, failed(64)]) == (fast, balanced, large)
+    assert pareto([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("samples", "half_width"),  # from tables of Student's t: 12.706, 4.303, 2.228, 2.086, 1.984
+    [
+        ([1, 3], 12.706),
+        ([1, 2, 3], 2.484),
+        (list(range(11)), 2.228),
+        (list(range(21)), 2.824),
+        (list(range(101)), 5.784),
+    ],
+)
+def test_spread_is_students_interval(samples: list[float], half_width: float) -> None:
+    found = spread(samples)
+    assert found is not None
+    assert found.mean == pytest.approx(sum(samples) / len(samples))
+    assert found.half_width == pytest.approx(half_width, rel=2e-3)
+
+
+def test_one_sample_has_no_spread() -> None:
+    found = spread([5.0])
+    assert found is not None
+    assert (found.mean, found.stdev, found.half_width) == (5.0, None, None)
+    assert spread([]) is None
+
+
+def test_groups_never_mix_what_cannot_be_compared() -> None:
+    asked = case(8)
+    points = [
+        point(asked),
+        point(asked, machine="h200"),
+        point(case(8, layers=None)),
+        point(case(8, model="opt-30b")),
+        point(case(8, dtype="float16")),
+        point(case(8, load_format="safetensors")),
+        point(case(8, input_len=128)),
+        point(case(8, output_len=64)),
+    ]
+    found = groups(points)
+    assert [len(own) for own in found.values()] == [1] * len(points)
+    assert len({group.stem("all", alone=False) for group in found}) == len(points)
+
+
+def test_of_a_repeated_case_the_last_counts() -> None:
+    ((_, own),) = groups([failed(8), exact(16, 1.0), exact(8, 1.0)]).items()
+    assert [(point.case.workload.batch_size, point.status) for point in own] == [(8, "ok"), (16, "ok")]
+
+
+def test_a_group_says_slice_weights_and_machine() -> None:
+    (group,) = groups(sweep())
+    assert group.title == "bloom-176b, 14 of 70 layers, 512 in / 32 out"
+    assert group.conditions == "h100 · a slice of the model · dummy weights · bfloat16"
+    assert group.stem("bloom", alone=True) == "h100/bloom"
+    (other,) = groups([point(case(1, model="/data/../my model", layers=None), machine="../x")])
+    assert other.title == "my model, 512 in / 32 out"
+    assert "the whole model" in other.conditions
+    assert other.stem("../s", alone=False) == "x/s-my-model-512-32-bfloat16-dummy"
+
+
+def test_the_command_is_quoted_and_complete() -> None:
+    asked = case(32, model="my model; rm", options=(("kv_offload", True), ("ring_depth", 3)))
+    words = shlex.split(command(asked))
+    assert words[:4] == ["zinfer", "run", "--model", "my model; rm"]
+    assert " ".join(words[4:]) == (
+        "--engine stream --offload cpu --batch-size 32 --dtype bfloat16 --layers 14 --load-format dummy "
+        "--option kv_offload=true --option ring_depth=3"
+    )
+    assert "--layers" not in command(case(1, layers=None))
+    assert "--load-format" not in command(case(1, load_format="safetensors"))

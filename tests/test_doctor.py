@@ -1,0 +1,63 @@
+"""The doctor says what is missing and what to do, and its exit code says whether anything can run."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from zinfer import hardware
+from zinfer.commands import doctor
+from zinfer.engine import ENGINES, EngineError
+
+
+class Runs:
+    offloads = frozenset({"cpu", "none"})
+
+
+def refuse(name: str) -> type:
+    raise EngineError(f"engine {name} needs torch: pip install 'zinfer[engines]'")
+
+
+def test_one_engine_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zinfer.engine.load", lambda name: Runs if name == "stream" else refuse(name))
+    result = CliRunner().invoke(doctor.command, ["--json"])
+    rows = {row["name"]: row for row in json.loads(result.stdout)}
+    assert result.exit_code == 0
+    assert rows["stream"]["found"] == "can run; offload cpu, none"
+    assert rows["deepspeed"]["found"] == "cannot run"
+    assert "pip install" in rows["deepspeed"]["advice"]
+    assert set(ENGINES) | set(doctor.PACKAGES) | {"python", "GPU", "host memory", "memlock limit", "free disk"} <= set(
+        rows
+    )
+
+
+def test_no_engine_is_an_error_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zinfer.engine.load", refuse)
+    result = CliRunner().invoke(doctor.command, [])
+    assert result.exit_code == 5
+    assert "cannot run" in result.stdout
+
+
+def test_an_engine_that_fails_to_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> type:
+        raise ImportError("libcudart.so.13: cannot open\nshared object file")
+
+    monkeypatch.setattr("zinfer.engine.load", broken)
+    assert all("libcudart.so.13: cannot open shared" in row.advice for row in doctor.engine_rows())
+
+
+def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "metadata_version", lambda package: "")
+    advice = {row.name: row.advice for row in doctor.package_rows()}
+    assert advice["deepspeed"] == "pip install 'zinfer[engines]'"
+    assert advice["click"] == "pip install zinfer"
+    monkeypatch.setattr("zinfer.engine.load", refuse)
+    assert "zinfer[tensorrt-rtx]" in "".join(CliRunner().invoke(doctor.command, []).stdout.split())
+
+
+def test_machine_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "gpus", lambda: [{"name": "NVIDIA H200", "driver": "580"}] * 2)
+    monkeypatch.setattr(hardware, "memory_limit", lambda: 2 << 30)
+    rows = {row.name: row.found for row in doctor.machine_rows()}
+    assert rows["GPU"] == "2 x NVIDIA H200, driver 580"
+    assert rows["host memory"] == "2.0 GiB, the control group's limit"

@@ -1,0 +1,177 @@
+"""The hub, as a server on the loopback device plays it, and as it is without a network."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+LLAMA = {
+    "model_type": "llama",
+    "torch_dtype": "float16",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+}
+REPOSITORIES = {
+    "owner/good": {
+        "config.json": json.dumps(LLAMA),
+        "tokenizer.json": "{}",
+        "model.safetensors": "weights",
+        "pytorch_model.bin": "pickle",
+        "modeling.py": "code",
+        "consolidated.safetensors": "weights once more",
+        "original/params.json": "{}",
+    },
+    "owner/pickled": {"config.json": json.dumps(LLAMA), "pytorch_model.bin": "pickle"},
+    "owner/empty": {"README.md": ""},
+    "owner/remote-code": {
+        "config.json": json.dumps(LLAMA | {"model_type": "novel", "auto_map": {"AutoConfig": "x.C"}})
+    },
+    "owner/quantised": {"config.json": json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}})},
+    "owner/broken": {"config.json": "{"},
+    "owner/vision": {"config.json": json.dumps({"model_type": "clip"})},
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's interface as a download needs."""
+
+    asked: list[str]
+
+    def do_GET(self, body: bool = True) -> None:
+        self.asked.append(self.path)
+        parts = self.path.split("?")[0].removeprefix("/api/models").strip("/").split("/")
+        name, rest = "/".join(parts[:2]), parts[2:]
+        files = REPOSITORIES.get(name)
+        if files is None:
+            code = "GatedRepo" if name == "owner/gated" else "RepoNotFound"
+            return self.answer(403 if code == "GatedRepo" else 404, b"", {"X-Error-Code": code}, body)
+        if rest[:1] == ["resolve"]:
+            content = files.get("/".join(rest[2:]))
+            if content is None:
+                return self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, body)
+            etag = f'"{abs(hash(content)):032x}"'
+            return self.answer(200, content.encode(), {"ETag": etag, "X-Repo-Commit": COMMIT}, body)
+        if rest[:1] == ["tree"]:
+            listing = [{"type": "file", "path": file, "size": len(text), "oid": COMMIT} for file, text in files.items()]
+            return self.answer(200, json.dumps(listing).encode(), {}, body)
+        siblings = [{"rfilename": file} for file in files]
+        return self.answer(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode(), {}, body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET(body=False)
+
+    def answer(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(content)), "Content-Type": "application/json"}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Silent."""
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    Hub.asked = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def ask(home: Path, *calls: str, **env: str) -> list[str]:
+    """What each call of a function of zinfer.hub gives, as text, in a fresh process (the hub library reads its settings
+    once, when it is imported)."""
+    code = """
+import json, sys
+from zinfer import hub, model
+answers = []
+for call in sys.argv[1:]:
+    try:
+        answers.append(str(eval(call, vars(hub) | vars(model))))
+    except model.ModelError as error:
+        answers.append(f"ModelError: {error}")
+print(json.dumps(answers))
+"""
+    settings = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    settings |= {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **env}
+    run = subprocess.run(
+        [sys.executable, "-c", code, *calls], env=settings, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    answers: list[str] = json.loads(run.stdout)
+    assert all("\n" not in answer and len(answer) < 400 for answer in answers)
+    return answers
+
+
+CALLS = ("spec_from_hub('owner/good')", "download('owner/good')", "cached('owner/good')")
+
+
+def test_offline_without_a_copy(tmp_path: Path) -> None:
+    spec, copy, folder = ask(tmp_path, *CALLS, HF_HUB_OFFLINE="1")
+    assert spec == copy
+    assert spec.startswith("ModelError: owner/good: HF_HUB_OFFLINE is set and no complete copy")
+    assert all("--load-format dummy" in answer and "local folder" in answer for answer in (spec, copy))
+    assert folder == "None"
+
+
+def test_hub_out_of_reach(tmp_path: Path) -> None:
+    spec, copy, folder = ask(tmp_path, *CALLS, HF_ENDPOINT="http://127.0.0.1:9")
+    assert spec.startswith("ModelError: owner/good: the hub cannot be used")
+    assert copy.startswith("ModelError: owner/good: the hub cannot be used")
+    assert all("--load-format dummy" in answer for answer in (spec, copy))
+    assert folder == "None"
+
+
+def test_what_cannot_be_had_is_one_line(tmp_path: Path, hub: str) -> None:
+    wrong = {
+        "spec_from_hub('owner/missing')": "there is no such model on the hub, or it is private",
+        "spec_from_hub('owner/gated')": "its access is restricted: accept its terms",
+        "spec_from_hub('owner/empty')": "no config.json",
+        "spec_from_hub('owner/remote-code')": "code of the repository, which zinfer does not run",
+        "spec_from_hub('owner/quantised')": "quantised",
+        "spec_from_hub('owner/broken')": "cannot be read",
+        "spec_from_hub('owner/vision')": "decoder-only language model",
+        "download('owner/missing')": "there is no such model",
+        "download('owner/pickled')": "it has no safetensors, and pickled weights are not read",
+        "spec_from_hub('owner/bad--name')": "owner/bad--name: ",
+        "cached('owner/bad--name')": "None",
+    }
+    for (call, says), answer in zip(wrong.items(), ask(tmp_path, *wrong, HF_ENDPOINT=hub), strict=True):
+        assert says in answer, call
+        assert answer.startswith("ModelError: ") or says == "None"
+
+
+def test_a_spec_needs_the_configuration_only(tmp_path: Path, hub: str) -> None:
+    fields = "(lambda s: (s.parameters, s.layer_parameters, s.dtype, s.hub_id, s.config['rope_scaling']))"
+    (answer,) = ask(tmp_path, f"{fields}(resolve('owner/good'))", HF_ENDPOINT=hub)
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 2 * 64
+    total = 2 * layer + 2 * 320 * 64 + 64
+    assert answer == str((total, (layer, layer), "float16", "owner/good", {"rope_type": "linear", "factor": 2.0}))
+    assert all("/resolve/" not in path or path.endswith("/config.json") for path in Hub.asked)
+
+
+def test_a_download_is_complete_and_holds_no_code(tmp_path: Path, hub: str) -> None:
+    before, folder, after = ask(tmp_path, CALLS[2], CALLS[1], CALLS[2], HF_ENDPOINT=hub)
+    assert before == "None"
+    assert folder == after
+    assert {path.name for path in Path(folder).iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+    offline = ask(tmp_path, CALLS[1], "spec_from_hub('owner/good').parameters", HF_HUB_OFFLINE="1")
+    assert offline[0] == folder
+    assert offline[1].isdigit()
+    (Path(folder) / "model.safetensors").unlink()
+    assert ask(tmp_path, CALLS[2], HF_HUB_OFFLINE="1") == ["None"]

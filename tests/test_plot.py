@@ -1,0 +1,225 @@
+"""Figures hold every point, nothing that is unknown, no overlaps, and the same bytes every time."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from tests.results import case, point, sweep
+from zinfer import chart, plot
+from zinfer.cli import cli
+from zinfer.group import groups
+from zinfer.record import Measurement
+from zinfer.store import Store
+
+CROWD = [
+    point(
+        case(size, engine, offload, options=options, model="meta-llama/Llama-3.3-70B-Instruct", layers=None),
+        1.3 + 0.01 * size,
+        status="oom_gpu" if size == 96 else "ok",
+    )
+    for engine in ("stream", "deepspeed", "accelerate", "tensorrt", "vendor")
+    for offload in ("none", "cpu")
+    for options in ((), (("gpu_weights", "40GiB"), ("kv_offload", True)))
+    for size in (1, 3, 24, 28, 64, 96)
+]
+TWELVE = [point(case(2**power), 1.3) for power in range(12)]
+DATA = {"sweep": sweep(), "crowd": CROWD, "twelve": TWELVE, "one": [point(case(24), repeats=1)]}
+
+
+def drawn(points: Sequence[Measurement]) -> dict[str, Figure]:
+    ((group, own),) = groups(points).items()
+    return plot.draw(group, own)
+
+
+def measured(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
+    """The solid lines by label."""
+    return {
+        str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in axes.lines
+        if line.get_linestyle() == "-" and not str(line.get_label()).startswith("_")
+    }
+
+
+def crosses(figure: Figure) -> set[float]:
+    return {x for axes in figure.axes for line in axes.lines if line.get_marker() == "x" for x in line.get_xdata()}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    for machine in ("h100", "h200"):
+        with Store.open(tmp_path / "results" / machine / "bloom.jsonl") as store:
+            for one in sweep():
+                store.append(one.model_copy(update={"machine": machine}))
+    return tmp_path / "results"
+
+
+def test_throughput_shows_every_usable_point() -> None:
+    lines = measured(drawn(sweep())["throughput"].axes[0])
+    shown = sorted((x, y) for xs, ys in lines.values() for x, y in zip(xs, ys, strict=True))
+    usable = [point for point in sweep() if point.usable]
+    assert shown == sorted((p.case.workload.batch_size, p.output_tok_s) for p in usable)
+
+
+def test_out_of_memory_is_a_cross_at_the_batch_that_failed() -> None:
+    figure = drawn(sweep())["throughput"]
+    assert crosses(figure) == {16, 64, 128}
+    texts = {text.get_text() for text in figure.axes[1].texts}
+    assert {"stream none", "deepspeed cpu", "accelerate cpu (timeout)"} <= texts
+    assert crosses(drawn(TWELVE)["throughput"]) == set()
+
+
+def test_what_is_not_known_is_not_drawn() -> None:
+    """A failed point, one without link bandwidth and one without decode steps leave no mark, not even at zero."""
+    points = [
+        point(case(1)),
+        point(case(2), link_bandwidth=None),
+        point(case(4), effective=None),
+        point(case(8), status="nan_output"),
+    ]
+    figures = drawn(points)
+    assert measured(figures["link"].axes[0])["stream cpu"][0] == [1]
+    assert measured(figures["throughput"].axes[0])["stream cpu"][0] == [1, 2, 4]
+    single = [point(case(1, output_len=1))]
+    assert [len(measured(axes)) for axes in drawn(single)["latency"].axes] == [1, 0]
+    assert "link" not in drawn([point(case(1, offload="none"))])
+    assert drawn([point(case(1), status="oom_gpu")]) == {}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_axes_hold_all_their_points(name: str) -> None:
+    for figure in drawn(DATA[name]).values():
+        for axes in figure.axes:
+            (left, right), (low, high) = axes.get_xlim(), sorted(axes.get_ylim())
+            for line in axes.lines:
+                if line.get_marker() != "None":
+                    assert all(left < x < right for x in line.get_xdata())
+                    assert all(low < y < high for y in line.get_ydata())
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_titles_legend_and_data_do_not_overlap(name: str) -> None:
+    for figure in drawn(DATA[name]).values():
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        legend = figure.legends[0].get_window_extent(renderer)
+        texts = [text.get_window_extent(renderer) for text in figure.texts]
+        panels = [axes.get_tightbbox(renderer) for axes in figure.axes]
+        for box in [legend, *texts, *panels]:
+            assert box.x0 >= 0
+            assert box.y0 >= 0
+            assert box.x1 <= figure.bbox.width
+            assert box.y1 <= figure.bbox.height
+        for nth, box in enumerate(texts):
+            assert not any(box.overlaps(other) for other in [legend, *texts[nth + 1 :], *panels])
+        assert not any(legend.overlaps(panel) for panel in panels)
+
+
+def test_limits_are_dashed_and_lie_above_what_is_not_compressed() -> None:
+    axes = drawn(sweep())["throughput"].axes[0]
+    (limit,) = [line for line in axes.lines if line.get_linestyle() == "--"]
+    assert limit.get_marker() == "None"
+    (x, _), (y, _) = limit.get_xdata(), limit.get_ydata()
+    rate = y / x
+    lines = measured(axes)
+    assert rate == pytest.approx(54.6e9 / 69_057_937_408)
+    assert all(y < rate * x for x, y in zip(*lines["stream cpu"], strict=True))
+    assert all(y > rate * x for x, y in list(zip(*lines["stream cpu weight_codec=lossless"], strict=True))[:4])
+
+
+def test_link_share_passes_a_hundred_percent_with_compression() -> None:
+    lines = measured(drawn(sweep())["link"].axes[0])
+    assert min(lines["stream cpu weight_codec=lossless"][1]) > 100 > max(lines["stream cpu"][1]) > 80
+
+
+def test_the_title_asks_and_the_notes_say_what_was_measured() -> None:
+    for figure in drawn(sweep()).values():
+        title, *notes = (text.get_text() for text in figure.texts)
+        assert title.startswith("bloom-176b, 14 of 70 layers, 512 in / 32 out: ")
+        assert title.endswith("?")
+        assert any("h100 · a slice of the model · dummy weights · bfloat16" in note for note in notes)
+
+
+def test_series_differ_without_colour_and_engines_keep_theirs() -> None:
+    loads = {one.case.load for one in CROWD}
+    looks = chart.series(sorted(loads, key=lambda load: (load.engine, load.offload, len(load.options))))
+    within: dict[str, set[tuple[str, bool]]] = {}
+    for load, look in looks.items():
+        within.setdefault(load.engine, set()).add((look["marker"], look["markerfacecolor"] == "white"))
+    assert all(len(shapes) == 4 for shapes in within.values())
+    alone = chart.series([case(1, "deepspeed")])
+    assert alone[case(1, "deepspeed")]["color"] == looks[CROWD[24 + 12].case.load]["color"]
+
+
+def digests(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> None:
+    found = []
+    for nth, style in enumerate(["", "font.size: 17\nlines.linewidth: 5\nsavefig.bbox: tight\nsvg.fonttype: none\n"]):
+        config = tmp_path / f"config{nth}"
+        config.mkdir()
+        (config / "matplotlibrc").write_text(style)
+        out = tmp_path / f"out{nth}"
+        command = [sys.executable, "-m", "zinfer.cli", "plot", str(results / "h100"), "-o", str(out)]
+        environment = os.environ | {"PYTHONHASHSEED": str(nth), "MPLCONFIGDIR": str(config), "TZ": f"UTC{nth}"}
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        found.append(digests(out, out.rglob("*.*")))
+    assert found[0] == found[1]
+    assert len(found[0]) == 6
+
+
+def test_the_command_prints_what_it_wrote(results: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["plot", str(results), "-o", str(tmp_path / "plots"), "--format", "svg"])
+    assert done.exit_code == 0, done.output
+    written = sorted(str(path) for path in (tmp_path / "plots").rglob("*.*"))
+    assert sorted(done.stdout.splitlines()) == written
+    assert f"{tmp_path}/plots/h200/bloom-throughput.svg" in written
+    assert len(written) == 6
+
+
+def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "two.jsonl") as store:
+        store.append(point(case(1)))
+        store.append(point(case(1, input_len=64)))
+    done = CliRunner().invoke(cli, ["plot", str(tmp_path), "-o", str(tmp_path / "plots"), "--format", "png"])
+    names = {Path(line).name for line in done.stdout.splitlines()}
+    assert {f"two-bloom-176b-14l-{length}-32-bfloat16-dummy-link.png" for length in (64, 512)} <= names
+    assert len(names) == 6
+
+
+@pytest.mark.parametrize("name", ["nowhere", "."])
+def test_without_results_there_is_one_message(tmp_path: Path, name: str) -> None:
+    done = CliRunner().invoke(cli, ["plot", str(tmp_path / name), "-o", str(tmp_path / "plots")])
+    assert done.exit_code == 4
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "zinfer sweep" in done.stderr
+    assert not (tmp_path / "plots").exists()
+
+
+def test_damage_is_told_and_the_rest_is_drawn(results: Path, tmp_path: Path) -> None:
+    file = results / "h100" / "bloom.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])
+    done = CliRunner().invoke(cli, ["plot", str(file), "-o", str(tmp_path / "plots"), "--format", "png"])
+    assert done.exit_code == 0
+    assert "left out" in done.stderr
+    assert len(done.stdout.splitlines()) == 3
+
+
+def test_errors_of_use_are_short(results: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["plot", str(results), "--format", "pdf"])
+    assert (done.exit_code, "write png, svg" in done.stderr) == (2, True)
+    (tmp_path / "occupied").write_text("")
+    done = CliRunner().invoke(cli, ["plot", str(results), "-o", str(tmp_path / "occupied")])
+    assert (done.exit_code, "cannot write" in done.stderr) == (5, True)

@@ -1,0 +1,215 @@
+"""The probe on whatever machine runs the tests: figures are sane, nothing is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from zinfer import hardware, probe
+from zinfer.commands.probe import command, write
+from zinfer.machine import MachineError, load
+
+H100 = {"name": "NVIDIA H100 80GB HBM3"}
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.fixture
+def swift(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    """The probe with blocks so small that it takes no time."""
+    monkeypatch.setattr(probe, "_host_copy", lambda size, repeats: [4e9, 5e9, 6e9])
+    monkeypatch.setattr(probe, "_matmul", lambda device, dtype, size, repeats: [3e9 if dtype == "bfloat16" else 2e9])
+
+
+def test_quick_probe_of_this_machine(no_gpu: None) -> None:
+    machine = probe.probe(quick=True)
+    assert machine.source == "measured"
+    assert machine.name.startswith("cpu-")
+    assert machine.gpu_count == 0
+    assert machine.device_bytes == machine.host_bytes == hardware.host_bytes()
+    assert machine.h2d_bandwidth is not None
+    assert 1e8 < machine.h2d_bandwidth < 1e12
+    assert machine.host_bandwidth == 2 * machine.h2d_bandwidth
+    assert machine.matmul_flops is not None
+    assert machine.matmul_flops > 1e8
+    assert {"bfloat16", "float32"} == set(machine.details["matmul"])
+
+
+def test_figures_are_medians_and_keep_their_spread(swift: None) -> None:
+    machine = probe.probe()
+    assert (machine.h2d_bandwidth, machine.host_bandwidth, machine.hbm_bandwidth) == (5e9, 1e10, 1e10)
+    assert machine.matmul_flops == 3e9  # the faster of the two types
+    assert machine.details["host_copy"] == {"median": 5e9, "spread": 0.4, "samples": 3, "of": "bytes"}
+    assert machine.nvme_bandwidth is None
+    assert "no GPU" in machine.note
+
+
+def test_disk_is_read_and_left_as_it_was(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "NVME_BLOCK", 1 << 20)
+    monkeypatch.setattr(probe, "BUDGET_S", 0.05)
+    machine = probe.probe(nvme_path=tmp_path, quick=True)
+    assert machine.nvme_bytes
+    assert machine.nvme_bandwidth is None or machine.nvme_bandwidth > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_direct_io_is_noted(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: str, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    machine = probe.probe(nvme_path=tmp_path, quick=True)
+    assert machine.nvme_bandwidth is None
+    assert "no direct I/O at the offload path (Invalid argument)" in machine.note
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="is not a folder"):
+        probe.probe(nvme_path=tmp_path / "missing")
+
+
+def test_link_of_the_cpu_is_a_copy_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_host_copy", lambda size, repeats: [1.0] * repeats if size == 256 << 20 else [])
+    assert probe.measure_link("cpu") == 1.0
+
+
+def test_sampling_stops_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "BUDGET_S", 0.0)
+    assert probe._rates(lambda: None, 10, lambda work: 2.0, repeats=9) == [5.0]
+    monkeypatch.setattr(probe, "BUDGET_S", 60.0)
+    assert probe._rates(lambda: None, 10, lambda work: 2.0, repeats=3) == [5.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "cpu", "name"),
+    [
+        ([H100], "", "nvidia-h100-80gb-hbm3"),
+        ([H100] * 4, "", "nvidia-h100-80gb-hbm3-x4"),
+        ([], "AMD EPYC", "cpu-amd-epyc-2-cores"),
+        ([], "Intel(R) Xeon(R) Platinum 8480C CPU @ 2.00GHz", "cpu-intel-xeon-platinum-8480c-2-cores"),
+        ([], "AMD EPYC 7763 64-Core Processor", "cpu-amd-epyc-7763-2-cores"),
+        ([], "aarch64", "cpu-aarch64-2-cores"),
+    ],
+)
+def test_names(devices: list[dict[str, str]], cpu: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "cpu_model", lambda: cpu)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert hardware.name_of(devices) == name
+
+
+def test_slug_needs_no_torch() -> None:
+    code = "import sys; from zinfer.probe import slug; slug(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+class FakeNvml(SimpleNamespace):
+    """Three GPUs of which only the name can be asked."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_NVLINK_MAX_LINKS = 2
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index >= 3:
+            raise self.NVMLError
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        if uuid != "GPU-b":
+            raise self.NVMLError
+        return 1
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return f"gpu {handle}"
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        if link:
+            raise self.NVMLError
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("visible", "handles"),
+    [(None, [0, 1, 2]), ("", []), ("2,0", [2, 0]), ("1,7,0", [1]), ("GPU-b", [1]), ("-1", [])],
+)
+def test_visible_devices(visible: str | None, handles: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hardware._visible(FakeNvml()) == handles
+
+
+def test_a_gpu_that_answers_little_is_still_described() -> None:
+    assert hardware._gpu_facts(FakeNvml(), 1) == {"name": "gpu 1", "nvlinks": 1}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a/memory.max": "5000", "a/b/memory.max": "max"}, 5000),
+        ("0::/a/b\n", {"memory.max": "4000", "a/b/memory.max": "6000"}, 4000),
+        ("0::/\n", {"memory.max": "max"}, None),
+        ("0::/gone\n", {}, None),
+        ("4:cpu,memory:/job\n2:pids:/x\n", {"memory/job/memory.limit_in_bytes": "700"}, 700),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("4:memory:/host/path\n0::/\n", {"memory/memory.limit_in_bytes": "800"}, 800),
+    ],
+)
+def test_memory_limit(groups: str, files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert hardware.memory_limit(tmp_path / "groups", tmp_path) == limit
+
+
+def test_command_writes_where_plans_look(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(command, [])
+    assert result.exit_code == 0, result.output
+    (written,) = tmp_path.rglob("*.json")
+    assert written == tmp_path / "sweeps/results" / load(written).name / "machine.json"
+    assert "copy within memory" in result.stdout
+    assert "measuring" not in result.stdout
+    assert "measuring host memory" in result.stderr
+
+
+def test_command_prints_json(swift: None, tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, ["--json", "--quick", "-o", str(tmp_path)])
+    assert json.loads(result.stdout) == json.loads((tmp_path / "machine.json").read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["machine.json"]
+
+
+def test_writing_where_one_may_not_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Exception, match=r"cannot write .*File exists.*-o") as error:
+        write(tmp_path / "file" / "machine.json", "{}")
+    assert error.value.exit_code == 5
+
+
+@pytest.mark.gpu
+def test_probe_of_a_gpu() -> None:
+    machine = probe.probe(quick=True)
+    assert machine.name == probe.slug()
+    assert machine.h2d_bandwidth is not None
+    assert machine.pageable_bandwidth is not None
+    assert machine.hbm_bandwidth is not None
+    assert machine.pageable_bandwidth < machine.h2d_bandwidth < machine.hbm_bandwidth
+    assert probe.measure_link("cuda") == pytest.approx(machine.h2d_bandwidth, rel=0.2)

@@ -1,0 +1,318 @@
+"""What must survive: kills, full disks, flipped bits, a second writer, and files of another version."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.results import case, point
+from zinfer.plan import Case, Workload
+from zinfer.record import Effective, Measurement
+from zinfer.store import Header, Store, StoreError, decode, encode, read, read_usable
+
+HEADER = Header(machine="h100", recipe={"engines": ["stream"], "batch_size": [1, 2]}, versions={"zinfer": "0.1.0"})
+POINTS = [point(case(size, output_len=3), repeats=2) for size in (1, 2, 4)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "h100" / "bloom.jsonl"
+    with Store.open(path) as store:
+        store.append_header(HEADER)
+        for measured in POINTS:
+            store.append(measured)
+    return path
+
+
+@pytest.fixture
+def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def reason(line: bytes) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        decode(line)
+    return str(caught.value)
+
+
+def resealed(**changes: object) -> bytes:
+    """A point's line with other fields and a right checksum, as a zinfer of another version would write it."""
+    from zinfer import store
+
+    fields = json.loads(encode(POINTS[0])) | changes
+    fields.pop("checksum")
+    return store._sealed(fields)
+
+
+def test_a_file_holds_what_was_appended(file: Path) -> None:
+    records = read(file)
+    assert records.points == tuple(POINTS)
+    assert records.headers == (HEADER,)
+    assert records.damaged == ()
+    with Store.open(file) as store:
+        assert (store.points(), store.headers(), store.damaged) == (tuple(POINTS), (HEADER,), ())
+
+
+def test_every_line_is_json_with_a_version_and_a_checksum(file: Path) -> None:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["sweep", "point", "point", "point"]
+    assert all(line["schema_version"] == 1 and len(line["checksum"]) == 16 for line in lines)
+
+
+@pytest.mark.usefixtures("no_sync")
+def test_a_record_torn_at_any_byte_is_cut_off_and_kept_aside(file: Path) -> None:
+    whole = file.read_bytes()
+    start = whole.rindex(b"\n", 0, -1) + 1
+    aside = file.with_name(file.name + ".damaged")
+    for end in range(start, len(whole)):
+        file.write_bytes(whole[:end])
+        aside.unlink(missing_ok=True)
+        kept = POINTS if end == len(whole) - 1 else POINTS[:2]  # only the newline is missing
+        assert len(read(file).points) == len(kept)
+        assert file.read_bytes() == whole[:end], "reading changes nothing"
+        with Store.open(file) as store:
+            assert len(store.points()) == len(kept)
+            store.append(POINTS[2])
+        assert read(file).points == (*kept, POINTS[2])
+        assert read(file).damaged == ()
+        assert not aside.exists() if end == start or kept is POINTS else aside.read_bytes() == whole[start:end] + b"\n"
+
+
+def test_every_flipped_bit_is_detected() -> None:
+    line = encode(POINTS[0])
+    assert decode(line) == POINTS[0]
+    for position in range(len(line)):
+        for bit in range(8):
+            flipped = bytearray(line)
+            flipped[position] ^= 1 << bit
+            for part in bytes(flipped).split(b"\n"):
+                assert reason(part)
+
+
+@pytest.mark.usefixtures("no_sync")
+def test_a_flipped_byte_in_the_middle_costs_that_line_only(file: Path) -> None:
+    whole = file.read_bytes()
+    lines = whole.split(b"\n")
+    start = len(lines[0]) + 1
+    for position in range(start, start + len(lines[1]) + 1, 7):
+        broken = bytearray(whole)
+        broken[position] ^= 0x40
+        file.write_bytes(broken)
+        found = read(file)
+        assert POINTS[0] not in found.points
+        assert POINTS[2] in found.points
+        assert found.headers == (HEADER,)
+        assert found.damaged[0].line == 2
+        assert "bloom.jsonl:2" in str(found.damaged[0])
+        for _ in range(2):  # a second opening does not copy the line again
+            with Store.open(file) as store:
+                assert store.damaged
+        assert file.read_bytes() == broken
+    aside = file.with_name(file.name + ".damaged").read_bytes().splitlines()
+    assert len(set(aside)) == len(aside)
+
+
+def test_a_garbled_last_line_is_cut_off_and_kept_aside(file: Path) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b'"batch_size":4', b'"batch_size":5'))
+    with Store.open(file) as store:
+        assert "checksum" in store.damaged[0].reason
+        assert store.points() == tuple(POINTS[:2])
+    assert file.read_bytes() == b"".join(whole.splitlines(keepends=True)[:3])
+    assert b'"batch_size":5' in file.with_name(file.name + ".damaged").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (resealed(schema_version=2), "schema version 2"),
+        (resealed(kind="energy"), "unknown kind of record 'energy'"),
+        (resealed(status="fine"), "status"),
+        (resealed(surprise=1), "surprise"),
+        (resealed().replace(b'"status":"ok"', b'"status":"no"'), "checksum"),
+        (resealed().replace(b",", b", ", 1), "checksum"),
+        (b'{"checksum":"0","ttft_ms":[NaN]}', "not a whole record"),
+        (b'{"checksum":"0","ttft_ms":[1e999]}', "not a whole record"),
+        (b"[1]", "not a whole record"),
+        (b"", "not a whole record"),
+        (b"[" * 100_000, "not a whole record"),
+    ],
+)
+def test_a_line_that_cannot_be_used_says_why(line: bytes, why: str) -> None:
+    assert why in reason(line)
+
+
+def test_lines_of_another_version_are_left_in_place(file: Path) -> None:
+    with file.open("ab") as stream:
+        stream.write(resealed(schema_version=2) + b"\n")
+    before = file.read_bytes()
+    with Store.open(file) as store:
+        assert [damage.line for damage in store.damaged] == [5]
+    assert file.read_bytes() == before
+    assert not file.with_name(file.name + ".damaged").exists()
+
+
+FILL = """
+import resource, sys
+from pathlib import Path
+from tests.results import case, point
+from zinfer.store import Store, StoreError
+path = Path(sys.argv[1])
+measured = point(case(8, output_len=3), repeats=2)
+with Store.open(path) as store:
+    for room in (0, 1, 100, 500):
+        size = path.stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))
+        try:
+            store.append(measured)
+        except StoreError as error:
+            print(error)
+        assert path.stat().st_size == size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    store.append(measured)
+"""
+
+
+def test_a_full_disk_leaves_the_whole_records(file: Path) -> None:
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", FILL, str(file)], cwd=root, capture_output=True, text=True, check=True)
+    messages = done.stdout.splitlines()
+    assert len(messages) == 4
+    assert all("cannot write" in message and "records in it are kept" in message for message in messages)
+    assert len(read(file).points) == 4
+    assert read(file).damaged == ()
+
+
+def test_a_failed_sync_takes_the_record_back(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    before = file.read_bytes()
+    with Store.open(file) as store:
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(StoreError, match="Input/output error"):
+            store.append(POINTS[0])
+    assert file.read_bytes() == before
+
+
+def test_a_second_writer_is_refused(file: Path) -> None:
+    script = "import sys; from pathlib import Path; from zinfer.store import Store; Store.open(Path(sys.argv[1]))"
+    with Store.open(file) as store:
+        store.points()  # closing a reader's descriptor must not release the lock
+        with pytest.raises(StoreError, match="another zinfer is writing"):
+            Store.open(file)
+        other = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, check=False)
+        assert "another zinfer is writing" in other.stderr
+    Store.open(file).close()
+
+
+def test_a_file_that_is_no_results_file_is_not_touched(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my\nnotes\n")
+    with pytest.raises(StoreError, match="not a results file"):
+        Store.open(notes)
+    assert notes.read_text() == "my\nnotes\n"
+    with pytest.raises(StoreError, match="cannot open"):
+        Store.open(tmp_path)
+    with pytest.raises(StoreError, match="not a regular file"):
+        Store.open(Path("/dev/null"))
+
+
+def test_empty_and_header_only_files(tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.touch()
+    assert read(path) == read(tmp_path) == ((), (), ())
+    with pytest.raises(StoreError, match="no results in"):
+        read_usable(path)
+    with Store.open(path) as store:
+        store.append_header(HEADER)
+        assert store.points() == ()
+    assert read(path).headers == (HEADER,)
+    with pytest.raises(StoreError, match="zinfer sweep"):
+        read_usable(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match="cannot read"):
+        read(tmp_path / "nowhere")
+
+
+def test_only_failures_are_nothing_usable(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "a.jsonl") as store:
+        store.append(point(case(1), status="oom_gpu"))
+    with pytest.raises(StoreError, match=r"none of the 1 points .* succeeded \(oom_gpu\)"):
+        read_usable(tmp_path)
+
+
+def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
+    for name, measured in (("h200/b.jsonl", POINTS[2]), ("h100/z.jsonl", POINTS[1]), ("h100/a.jsonl", POINTS[0])):
+        with Store.open(tmp_path / name) as store:
+            store.append(measured)
+    (tmp_path / "h100" / "machine.json").write_text("{}")
+    (tmp_path / "h100" / "a.jsonl.damaged").write_text("x")
+    records = read(tmp_path)
+    assert records.points == tuple(POINTS)
+    assert records.warning is None
+
+
+def test_repeated_cases_are_all_kept(file: Path) -> None:
+    with Store.open(file) as store:
+        store.append(POINTS[0])
+    assert read(file).points == (*POINTS, POINTS[0])
+
+
+def test_not_a_number_is_written_as_null() -> None:
+    nan, infinity = float("nan"), float("inf")
+    measured = POINTS[0].model_copy(
+        update={"predicted": {"step_s": nan}, "gpu": {"power": [infinity, 1.0], "path": Path("x")}, "load_s": nan}
+    )
+    found = decode(encode(measured))
+    assert isinstance(found, Measurement)
+    assert found.predicted == {"step_s": None}
+    assert found.gpu == {"power": [None, 1.0], "path": "x"}
+    assert found.load_s is None
+    with pytest.raises(StoreError, match=r"cannot be stored: ttft_ms\.0"):
+        encode(POINTS[0].model_copy(update={"ttft_ms": (nan, 1.0)}))
+
+
+number = st.floats(allow_nan=False, allow_infinity=False)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+anything = st.recursive(st.none() | st.booleans() | st.integers() | number | text, lambda inner: st.lists(inner) | (
+    st.dictionaries(text, inner, max_size=3)
+), max_leaves=5)  # fmt: skip
+counts = st.integers(1, 10**6)
+options = st.dictionaries(text, st.booleans() | st.integers() | number | text, max_size=3)
+cases = st.builds(
+    Case,
+    model=text,
+    engine=text,
+    offload=st.sampled_from(["none", "cpu", "nvme"]),
+    workload=st.builds(Workload, batch_size=counts, input_len=counts, output_len=counts),
+    layers=st.none() | counts,
+    options=options.map(lambda found: tuple(sorted(found.items()))),
+)
+measurements = st.builds(
+    Measurement,
+    case=cases,
+    status=st.sampled_from(["ok", "oom_gpu", "crashed"]),
+    machine=text,
+    error=st.none() | text,
+    ttft_ms=st.lists(number, max_size=3).map(tuple),
+    step_ms=st.lists(st.lists(number, max_size=4).map(tuple), max_size=3).map(tuple),
+    gpu_peak_bytes=st.none() | st.integers(0, 2**48),
+    effective=st.none()
+    | st.builds(Effective, gpu_weight_bytes=st.integers(0, 2**48), settings=st.dictionaries(text, anything)),
+    gpu=st.dictionaries(text, anything, max_size=3),
+    versions=st.dictionaries(text, text, max_size=3),
+    predicted=st.dictionaries(text, number | st.none(), max_size=3),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(measurements)
+def test_what_is_written_is_what_is_read(measured: Measurement) -> None:
+    line = encode(measured)
+    assert b"\n" not in line
+    assert decode(line) == measured

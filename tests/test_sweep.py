@@ -1,0 +1,155 @@
+"""The sweep's logic: which batches, what is measured again, what survives a kill."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.inline import InlineWorker, run_inline
+from zinfer.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
+from zinfer.record import Status
+from zinfer.store import read
+from zinfer.sweep import Batches, doubling, exit_code, listed
+
+
+def drive(batches: Batches, edge: int, failure: Status = "oom_gpu") -> list[int]:
+    """The batches tried on a machine where `edge` is the largest that runs."""
+    tried, status = [], None
+    while True:
+        try:
+            batch = next(batches) if status is None else batches.send(status)
+        except StopIteration:
+            return tried
+        tried.append(batch)
+        status = "ok" if batch <= edge else failure
+
+
+@given(st.integers(0, 3000), st.integers(1, 4000))
+def test_doubling_finds_the_exact_edge(edge: int, limit: int) -> None:
+    tried = drive(doubling(limit), edge)
+    assert len(tried) == len(set(tried))
+    assert all(1 <= batch <= limit for batch in tried)
+    reachable = min(edge, limit)
+    assert max((batch for batch in tried if batch <= edge), default=0) == reachable
+    if edge < limit:
+        assert edge + 1 in tried
+
+
+def test_listed_stops_at_out_of_memory_and_only_there() -> None:
+    assert drive(listed([8, 1, 4]), 4) == [1, 4, 8]
+    assert drive(listed([1, 2, 4, 8, 16]), 2) == [1, 2, 4]
+    assert drive(listed([1, 2, 4]), 1, "nan_output") == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "batches"),
+    [("1,2,4", (1, 2, 4)), ("1-64*2", (1, 2, 4, 8, 16, 32, 64)), ("8-32+8", (8, 16, 24, 32)), ("3,1-5*3", (1, 3))],
+)
+def test_batch_ranges(text: str, batches: tuple[int, ...]) -> None:
+    assert parse_batches(text) == batches
+
+
+@pytest.mark.parametrize("text", ["", "0", "a", "1-8", "1-8*1", "1-8+0", "0-8*2", "-1", "1;2"])
+def test_bad_batch_ranges_are_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match="--batch-size"):
+        parse_batches(text)
+
+
+def test_option_values_are_read_as_a_person_means_them() -> None:
+    assert [parse_option(text) for text in ("true", "3", "0.5", "fast")] == [True, 3, 0.5, "fast"]
+
+
+def test_unknown_recipe_keys_list_the_known_ones() -> None:
+    with pytest.raises(RecipeError, match=r"r\.toml: unknown key 'batchsize'; the keys are .*batch_size"):
+        make_sweep({"model": "bloom-tiny", "batchsize": 3}, "r.toml")
+    with pytest.raises(RecipeError, match="offload"):
+        make_sweep({"model": "bloom-tiny", "offload": "gpu"}, "r.toml")
+    with pytest.raises(RecipeError, match="no engine 'warp'"):
+        engine_recipe("warp")
+
+
+def test_axes_multiply_in_load_order() -> None:
+    sweep = Sweep(model=("a", "b"), engine=("stream",), offload=("none", "cpu"), options={"ring_depth": (2, 3)})
+    loads = [(load.model, load.offload, dict(load.options)["ring_depth"]) for load in sweep.loads()]
+    assert loads == [(m, o, r) for m in "ab" for o in ("none", "cpu") for r in (2, 3)]
+
+
+def test_out_of_memory_is_recorded_once_and_ends_the_load(tmp_path: Path) -> None:
+    worker = InlineWorker(edge=5)
+    points = run_inline(tmp_path / "r.jsonl", Sweep(model=("fake",), batch_size=(1, 4, 8, 16)), worker)
+    assert [(p.case.offload, p.case.workload.batch_size, p.status) for p in points] == [
+        (offload, batch, status)
+        for offload in ("none", "cpu")
+        for batch, status in ((1, "ok"), (4, "ok"), (8, "oom_gpu"))
+    ]
+    assert worker.loads == 2
+
+
+def test_auto_reports_the_edge(tmp_path: Path) -> None:
+    sweep = Sweep(model=("fake",), offload=("cpu",))
+    points = run_inline(tmp_path / "r.jsonl", sweep, InlineWorker(edge=37))
+    good = [p.case.workload.batch_size for p in points if p.status == "ok"]
+    bad = [p.case.workload.batch_size for p in points if p.status == "oom_gpu"]
+    assert (max(good), min(bad)) == (37, 38)
+    assert exit_code(sweep, points) == 0
+
+
+def test_resume_measures_only_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    sweep = Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 2, 4))
+    first = run_inline(path, sweep, InlineWorker(edge=100, fails={2: "crashed"}))
+    assert [p.status for p in first] == ["ok", "crashed", "ok"]
+    assert exit_code(sweep, first) == 3
+    again = InlineWorker(edge=100)
+    second = run_inline(path, sweep, again)
+    assert again.measured == [2]
+    assert [p.status for p in second] == ["ok", "ok", "ok"]
+    assert exit_code(sweep, second) == 0
+    third = InlineWorker(edge=100)
+    run_inline(path, sweep, third)
+    assert (third.loads, third.measured) == (0, [])
+
+
+def test_a_load_that_fails_is_told_once_and_the_next_goes_on(tmp_path: Path) -> None:
+    sweep = Sweep(model=("fake",), offload=("none", "cpu"), batch_size=(1, 2))
+    points = run_inline(tmp_path / "r.jsonl", sweep, InlineWorker(edge=9, refuse_offload="none"))
+    assert [(p.case.offload, p.status, p.stage) for p in points] == [
+        ("none", "unsupported", "load"),
+        ("cpu", "ok", None),
+        ("cpu", "ok", None),
+    ]
+    assert exit_code(sweep, points) == 3
+    assert exit_code(sweep, points[:1]) == 4
+
+
+def test_two_hundred_kills_lose_and_double_nothing(tmp_path: Path) -> None:
+    """SIGKILL at random moments of a sweep that is resumed each time; what was reported as stored must be there."""
+    command = [sys.executable, "-m", "tests.inline", str(tmp_path), "200", str(random.Random(7).randrange(1 << 30))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kills, finished, points = map(int, done.stdout.split())
+    assert kills == 200
+    assert finished >= 1
+    assert points > 200
+
+
+def test_sigint_records_the_point_as_cancelled(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            run_inline(path, Sweep(model=("fake",), batch_size=(1, 2)), InlineWorker(edge=9, signal_at=(2, signal.SIGINT)))
+        except KeyboardInterrupt:
+            code = 130
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    points = read(path).points
+    assert [(p.case.workload.batch_size, p.status) for p in points] == [(1, "ok"), (2, "cancelled")]

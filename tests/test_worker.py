@@ -1,0 +1,119 @@
+"""Real worker processes with an engine that has accidents: each becomes its status, and the next point goes on."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import TARGET
+from tests.inline import MACHINE, SPEC
+from zinfer.plan import Case, Option, Workload, make_plan
+from zinfer.record import Measurement
+from zinfer.worker import Worker, WorkerDied
+
+
+def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:
+    workload = Workload(batch_size=batch_size, input_len=4, output_len=3)
+    return Case(model="fake", engine=TARGET, offload=offload, workload=workload, options=tuple(sorted(options.items())))
+
+
+def start(asked: Case, timeout_s: float = 60) -> tuple[Worker, Measurement | None]:
+    worker = Worker(TARGET, timeout_s=timeout_s)
+    return worker, worker.load(make_plan(asked, SPEC, MACHINE))
+
+
+def test_a_point_holds_every_sample() -> None:
+    worker, refused = start(case())
+    assert refused is None
+    notices: list[str] = []
+    worker._notice = lambda what, _share: notices.append(what)
+    point = worker.measure(case(2), repeats=3, tolerance=1e-9)
+    worker.close()
+    assert point.status == "ok"
+    assert point.case == case(2)
+    assert len(point.ttft_ms) == len(point.step_ms) == 3
+    assert {len(steps) for steps in point.step_ms} == {2}
+    assert point.effective is not None
+    assert point.effective.streamed_bytes_per_step == 1000
+    assert point.link_bandwidth is not None
+    assert point.link_bandwidth > 1e8
+    assert {"python", "torch", "zinfer"} <= point.versions.keys()
+    assert point.host_peak_bytes is not None
+    assert point.host_peak_bytes > 1 << 27
+    assert notices
+
+
+def test_repeats_end_when_the_spread_is_small() -> None:
+    worker, _ = start(case(step_ms=5.0))
+    point = worker.measure(case(1, step_ms=5.0), repeats=50, tolerance=0.5)
+    worker.close()
+    assert 2 <= len(point.ttft_ms) < 50
+
+
+@pytest.mark.parametrize(
+    ("fail", "status"),
+    [("oom_gpu", "oom_gpu"), ("oom_host", "oom_host"), ("nan", "nan_output"), ("error", "crashed"), ("io_error", "io_error")],
+)
+def test_what_the_engine_raises_becomes_a_status_and_the_worker_lives(fail: str, status: str) -> None:
+    asked = case(4, fail=fail, at_batch=4)
+    worker, _ = start(asked)
+    failed = worker.measure(asked, repeats=2, tolerance=0.02)
+    assert failed.status == status
+    assert failed.error is None or "\n" not in failed.error
+    assert worker.measure(case(2, fail=fail, at_batch=4), repeats=1, tolerance=0.02).status == "ok"
+    worker.close()
+
+
+def test_offload_that_streams_nothing_is_not_ok() -> None:
+    worker, _ = start(case(fail="idle"))
+    assert worker.measure(case(fail="idle"), repeats=1, tolerance=0.02).status == "offload_not_effective"
+    worker.close()
+
+
+@pytest.mark.parametrize(("fail", "told"), [("SIGKILL", "SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "exit code 7")])
+@pytest.mark.parametrize("stage", ["load", "decode"])
+def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, stage: str) -> None:
+    asked = case(fail=fail, stage=stage)
+    worker = Worker(TARGET, timeout_s=60)
+    with pytest.raises(WorkerDied, match=told) as death:
+        worker.load(make_plan(asked, SPEC, MACHINE))
+        worker.measure(asked, repeats=1, tolerance=0.02)
+    worker.close()
+    assert death.value.status == "crashed"
+
+
+def test_a_hang_ends_at_the_timeout() -> None:
+    asked = case(fail="hang")
+    worker, _ = start(asked, timeout_s=20)
+    worker._timeout = 1.0
+    began = time.monotonic()
+    with pytest.raises(WorkerDied, match="no answer within 1 s") as death:
+        worker.measure(asked, repeats=1, tolerance=0.02)
+    assert death.value.status == "timeout"
+    assert time.monotonic() - began < 10
+    assert worker._process.poll() is not None
+    worker.close()
+
+
+def test_loading_failures_are_points_of_their_own() -> None:
+    worker, refused = start(case(fail="oom_gpu", stage="load"))
+    worker.close()
+    assert refused is not None
+    assert (refused.status, refused.stage) == ("oom_gpu", "load")
+
+
+def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    pid = os.fork()
+    if pid == 0:
+        worker, _ = start(case())
+        told.write_text(str(worker._process.pid))
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    orphan = Path("/proc") / told.read_text()
+    deadline = time.monotonic() + 10
+    while orphan.exists() and "zombie" not in (orphan / "status").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not orphan.exists() or "zombie" in (orphan / "status").read_text()

@@ -1,0 +1,135 @@
+"""Hugging Face Accelerate: hooks that fetch a module's weights before it runs and drop them after it.
+
+A fetch is a blocking copy on the stream that computes, one weight at a time, and frees the device's cached memory after
+it (`set_module_tensor_to_device`), so nothing overlaps: a step takes the copies, the allocations and the compute together.
+Page-locked memory is what a user can add, and it is worth a factor of six on PCIe; Accelerate pins nothing by itself.
+What stands outside the decoder layers stays on the device, as a user's device map would have it.
+"""
+
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+from accelerate.hooks import attach_align_device_hook_on_blocks
+from accelerate.utils import OffloadedWeightsLoader, offload_weight, save_offload_index
+from torch import Tensor, nn
+
+from zinfer.engine.arena import HostArena, lay_out
+from zinfer.engine.base import Progress, silent
+from zinfer.engine.decoder import Decoder, scratch
+from zinfer.engine.weights import decoder_layers, empty_model, install, weights
+from zinfer.plan import Offload, Plan
+from zinfer.record import Effective
+
+
+class Accelerate(Decoder):
+    """The model whole on the device (`none`), or its layers in host memory (`cpu`) or in files (`nvme`).
+
+    Files are read through the page cache, as Accelerate does it: what fits into free host memory is read from there.
+    """
+
+    offloads: ClassVar[frozenset[Offload]] = frozenset({"none", "cpu", "nvme"})
+    requires: ClassVar[tuple[str, ...]] = ("accelerate", "transformers", "safetensors")
+    options: ClassVar[dict[str, object]] = {"pin_memory": True}
+
+    def __init__(self, plan: Plan, progress: Progress = silent) -> None:
+        super().__init__(plan, progress)
+        self._options = self.options | dict(plan.case.options)
+        self._arena: HostArena | None = None
+        self._folder: TemporaryDirectory[str] | None = None
+        self._offloaded: _Weights | None = None
+        self._streamed_per_step = 0
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> None:
+        case = self.plan.case
+        self.model = empty_model(self.plan.model)
+        stack, layers = decoder_layers(self.model)
+        streamed = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if case.offload != "none" and name.startswith(f"{stack}.")
+        }
+        host: dict[str, Tensor] = {}
+        index: dict[str, dict[str, Any]] = {}
+        if case.offload == "cpu":
+            blocks, size = lay_out(streamed.items())
+            pin = bool(self._options["pin_memory"]) and self.device.type == "cuda"
+            self._arena = HostArena(size, pin, self.progress)
+            host = self._arena.views(blocks)
+        elif case.offload == "nvme":
+            self._folder = scratch(self.plan.nvme_path)
+        resident: dict[str, nn.Parameter] = {}
+        for name, tensor in weights(self.model, self.plan.model, case.load_format, self.device, self.progress):
+            if name in host:
+                host[name].copy_(tensor)
+            elif name in streamed and self._folder is not None:
+                offload_weight(tensor, name, self._folder.name, index)
+            else:
+                resident[name] = nn.Parameter(tensor.to(self.device, copy=True), requires_grad=False)
+        install(self.model, resident)
+        if streamed:
+            if self._folder is not None:
+                save_offload_index(index, self._folder.name)
+            self._offloaded = _Weights(host, self._folder.name if self._folder else None)
+            self._attach([f"{stack}.{number}" for number in range(len(layers))])
+        self._ready()
+
+    def _attach(self, layers: list[str]) -> None:
+        """Accelerate's own hooks on `layers`, as `dispatch_model` sets them for a device map that offloads these."""
+        attach_align_device_hook_on_blocks(
+            self.model,
+            execution_device=dict.fromkeys(["", *layers], self.device),
+            offload=dict.fromkeys(layers, True),
+            weights_map=self._offloaded,
+            skip_keys=list(self.model._skip_keys_device_placement or ["past_key_values"]),
+        )
+
+    def decode(self, token_ids: Tensor) -> Tensor:
+        before = self._offloaded.bytes_read if self._offloaded is not None else 0
+        logits = super().decode(token_ids)
+        self._streamed_per_step = self._offloaded.bytes_read - before if self._offloaded is not None else 0
+        return logits
+
+    def effective(self) -> Effective:
+        parameters = dict(self.model.named_parameters())
+        away = {name: parameter.nbytes for name, parameter in parameters.items() if parameter.is_meta}
+        on_disk = {name for name in away if self._offloaded is not None and name in self._offloaded.index}
+        pinned = self._arena is not None and self._arena.pinned
+        return Effective(
+            gpu_weight_bytes=sum(parameter.nbytes for parameter in parameters.values() if not parameter.is_meta),
+            host_weight_bytes=sum(size for name, size in away.items() if name not in on_disk),
+            nvme_weight_bytes=sum(away[name] for name in on_disk),
+            streamed_bytes_per_step=self._streamed_per_step,
+            pinned_bytes=self._arena.size if self._arena is not None and pinned else 0,
+            settings={
+                "pin_memory": pinned,
+                "attention": self.model.config._attn_implementation,
+            },
+        )
+
+    def close(self) -> None:
+        super().close()
+        self._offloaded = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+class _Weights(OffloadedWeightsLoader):  # type: ignore[misc]
+    """Accelerate's map from names to offloaded weights, in memory or in files, which counts what is taken from it."""
+
+    def __init__(self, host: dict[str, Tensor], folder: str | None) -> None:
+        super().__init__(state_dict=host, save_folder=folder)
+        self.bytes_read = 0
+
+    def __getitem__(self, key: str) -> Tensor:
+        tensor: Tensor = super().__getitem__(key)
+        self.bytes_read += tensor.nbytes
+        return tensor

@@ -1,0 +1,336 @@
+"""DeepSpeed's ZeRO-Inference: ZeRO stage 3 at world size 1, every weight a block of its own in pinned memory or on NVMe.
+
+At world size 1 a fetch is `ds_tensor.to(device, non_blocking=True)` on a stream of its own. Before a module runs, the host
+waits for that whole stream, prefetches included, then issues the next bucket: the link idles from each wait until the
+next copy is issued, so few large fetches beat many small ones. What the tuned settings do about it, all by DeepSpeed's
+public means, for decode:
+
+* a decoder layer is one ZeRO leaf module: one fetch, one wait and one release a layer, not one for each linear;
+* the prefetch bucket is a layer, and the live parameters allow for it beside the layer that computes;
+* vectors (norms, biases) persist on the device;
+* embeddings and head are partitioned without offload. Offloaded they cross the link every step, tied ones twice: a
+  tensor so much larger than `stage3_max_reuse_distance` is dropped between its two uses.
+
+Source: DeepSpeed 0.19, `runtime/zero/partitioned_param_coordinator.py` and `partition_parameters.py` (NoGatherHandle).
+"""
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout, suppress
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zinfer.engine import EngineError
+from zinfer.engine.base import Progress, silent
+from zinfer.engine.decoder import Decoder, scratch
+from zinfer.engine.weights import decoder_layers, empty_model, install, weights
+from zinfer.plan import Offload, Plan
+from zinfer.record import Effective
+
+# Settings of torch's pinned allocator that make large blocks cheap, the best first; torch refuses keys it does not know.
+PINNED_ALLOCATOR = (
+    "pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_max_round_threshold_mb:1",
+    "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
+)
+
+
+class DeepSpeed(Decoder):
+    """Every weight on the device (`none`), or partitioned to host memory (`cpu`) or to files under `nvme_path` (`nvme`).
+
+    `tuned=False` takes the settings of DeepSpeed's own example (run_model.py of its zero_inference) instead of those
+    above. `prefetch_layers` is the size of the prefetch bucket, in decoder layers. Raises EngineError where the system
+    lacks what offload `nvme` is built with, or DeepSpeed refuses the model.
+    """
+
+    offloads: ClassVar[frozenset[Offload]] = frozenset({"none", "cpu", "nvme"})
+    requires: ClassVar[tuple[str, ...]] = ("deepspeed", "transformers", "accelerate", "safetensors")
+    options: ClassVar[dict[str, object]] = {"pin_memory": True, "tuned": True, "prefetch_layers": 1}
+
+    def __init__(self, plan: Plan, progress: Progress = silent) -> None:
+        super().__init__(plan, progress)
+        self._options: dict[str, Any] = self.options | dict(plan.case.options)
+        self._folder: TemporaryDirectory[str] | None = None
+        self._engine: Any = None
+        self._parameters: dict[str, Any] = {}
+        self._fetched = self._streamed_per_step = 0
+        self._allocator = _set_pinned_allocator() if self.device.type == "cuda" else ""
+        self._pinned_before = _pinned_bytes()
+        self._world = _World(self.device)
+        try:
+            with redirect_stdout(sys.stderr):
+                self._load()
+        except (AssertionError, NotImplementedError) as error:
+            self.close()
+            raise EngineError(f"DeepSpeed cannot run {plan.model.name}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> None:
+        import deepspeed
+
+        case = self.plan.case
+        self.model = empty_model(self.plan.model)
+        stack, layers = decoder_layers(self.model)
+        self._offloaded = {
+            name
+            for name, _ in self.model.named_parameters()
+            if case.offload != "none" and (name.startswith(f"{stack}.") or not self._options["tuned"])
+        }
+        if case.offload == "nvme":
+            _check_async_io()
+            self._folder = scratch(self.plan.nvme_path)
+        config = self._config(layers)
+        zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
+        partition = {True: _Partition(config), False: _Partition(config | {"zero_optimization": zero})}
+        for name, tensor in weights(self.model, self.plan.model, case.load_format, self.device, self.progress):
+            self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+            partition[name in self._offloaded](self._parameters[name])
+        install(self.model, self._parameters)
+        self._count_fetches()
+        if self._options["tuned"]:
+            deepspeed.utils.set_z3_leaf_modules(self.model, list({type(layer) for layer in layers}))
+        buffers = dict(self.model.named_buffers())
+        self._engine = deepspeed.initialize(model=self.model, config=config)[0]
+        for name, buffer in buffers.items():  # DeepSpeed before 0.19 casts them to the weights' type
+            owner, _, leaf = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[leaf] = buffer
+        self._settings = _settings(config)
+        self._ready()
+
+    def _config(self, layers: nn.ModuleList) -> dict[str, Any]:
+        """DeepSpeed's configuration. Sizes in elements; the untuned ones by the formulas of the example."""
+        spec, offload = self.plan.model, self.plan.case.offload
+        layer = max(spec.layer_parameters)
+        if self._options["tuned"]:
+            bucket = round(layer * float(self._options["prefetch_layers"]))
+            live, persistent = spec.other_parameters + layer + bucket, _largest_vector(self.model)
+        else:
+            bucket = live = 2 * spec.hidden_size**2
+            persistent = spec.hidden_size
+        zero: dict[str, Any] = {
+            "stage": 3,
+            "overlap_comm": True,
+            "memory_efficient_linear": False,  # saves memory in training, and replaces torch's linear for good
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": live,
+            "stage3_param_persistence_threshold": persistent,
+        }
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "fp16": {"enabled": spec.dtype == "float16"},
+            "bf16": {"enabled": spec.dtype == "bfloat16"},
+            "zero_optimization": zero,
+        }
+        if offload == "cpu":
+            zero["offload_param"] = {"device": "cpu", "pin_memory": bool(self._options["pin_memory"])}
+        elif offload == "nvme" and self._folder is not None:
+            sizes = [parameter.numel() for name, parameter in self.model.named_parameters() if name in self._offloaded]
+            matrices = max(sum(parameter.dim() > 1 for parameter in layer.parameters()) for layer in layers)
+            zero["offload_param"] = {
+                "device": "nvme",
+                "nvme_path": self._folder.name,
+                "pin_memory": bool(self._options["pin_memory"]),
+                "buffer_size": max(sizes),
+                "buffer_count": 2 * matrices + 1 if self._options["tuned"] else 5,
+            }
+            config["aio"] = {
+                "block_size": 1 << 20,
+                "queue_depth": 32 if self._options["tuned"] else 8,
+                "intra_op_parallelism": min(8, len(os.sched_getaffinity(0))) if self._options["tuned"] else 1,
+                "single_submit": False,
+                "overlap_events": True,
+            }
+        return config
+
+    def _count_fetches(self) -> None:
+        """Count the bytes that cross the link, where DeepSpeed asks a group of parameters to come to the device."""
+        offloaded = {id(self._parameters[name]) for name in self._offloaded}
+
+        def counted(gather: Callable[..., Any]) -> Callable[..., Any]:
+            def all_gather_coalesced(parameters: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+                parameters = list(parameters)
+                self._fetched += sum(_bytes(each) for each in parameters if id(each) in offloaded)
+                return gather(parameters, *args, **kwargs)
+
+            return all_gather_coalesced
+
+        for parameter in self._parameters.values():
+            parameter.all_gather_coalesced = counted(parameter.all_gather_coalesced)
+
+    def decode(self, token_ids: Tensor) -> Tensor:
+        before = self._fetched
+        logits = super().decode(token_ids)
+        self._streamed_per_step = self._fetched - before
+        return logits
+
+    def _call(self, **inputs: object) -> Tensor:
+        try:
+            return super()._call(**inputs)
+        except BaseException:
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """Release what an interrupted forward pass (out of memory, ctrl-C) left fetched, so that the next one can run."""
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+        del FWD_MODULE_STACK[1:]
+        with suppress(Exception):
+            self._engine.empty_partition_cache()
+
+    def effective(self) -> Effective:
+        gpu = host = nvme = 0
+        for name, parameter in self._parameters.items():
+            size = _bytes(parameter)
+            away = name in self._offloaded and parameter.ds_tensor.device.type == "cpu"
+            if away and parameter.ds_tensor.final_location is not None:
+                nvme += size
+            elif away:
+                host += size
+            if not away or parameter.ds_persist:
+                gpu += size
+        return Effective(
+            gpu_weight_bytes=gpu,
+            host_weight_bytes=host,
+            nvme_weight_bytes=nvme,
+            streamed_bytes_per_step=self._streamed_per_step,
+            pinned_bytes=_pinned_bytes() - self._pinned_before,
+            settings={
+                **self._settings,
+                "leaf_layers": bool(self._options["tuned"]),
+                "pinned_allocator": self._allocator,
+                "attention": self.model.config._attn_implementation,
+            },
+        )
+
+    def close(self) -> None:
+        for parameter in self._parameters.values():  # DeepSpeed's caches may outlive it: free what they point to
+            parameter.data = parameter.data.new_empty(0)
+            if getattr(parameter, "ds_tensor", None) is not None:
+                parameter.ds_tensor.data = parameter.data
+        swappers = {id(s): s for p in self._parameters.values() if (s := getattr(p, "nvme_swapper", None)) is not None}
+        for swapper in swappers.values():
+            swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
+        self._parameters = {}
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None
+        super().close()
+        self._world.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch._C._accelerator_emptyHostCache()
+
+
+class _World:
+    """What DeepSpeed wants of a process: a process group, of one, and a launcher's environment. `close` puts it back."""
+
+    def __init__(self, device: torch.device) -> None:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # it builds its ops with ninja
+        wanted = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": device.type, "PATH": path}
+        self._kept = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        with redirect_stdout(sys.stderr):
+            import deepspeed
+
+            for handler in logging.getLogger("DeepSpeed").handlers:
+                if isinstance(handler, logging.StreamHandler):
+                    handler.setStream(sys.stderr)
+            if device.type == "cpu":  # all-reduce through shared memory: a minute to compile, and nobody to reduce with
+                vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+            self._backend = "nccl" if device.type == "cuda" else "gloo"
+            self._owner = not dist.is_initialized()
+            if self._owner:
+                dist.init_process_group(self._backend, store=dist.HashStore(), rank=0, world_size=1)
+            deepspeed.init_distributed(self._backend, auto_mpi_discovery=False)
+
+    def close(self) -> None:
+        with suppress(ImportError, AttributeError):
+            from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+            FWD_MODULE_STACK.clear()
+        if self._owner and dist.is_initialized():
+            import deepspeed
+
+            deepspeed.comm.destroy_process_group()
+        self._owner = False
+        for name, value in self._kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._kept = {}
+
+
+class _Partition:
+    """`zero.Init` for weights that come one at a time, none of which may be on the device longer than it takes."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+        self._first: Any = None
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        """Make `parameter` a ZeRO parameter: its data goes where the configuration says."""
+        if self._first is not None:
+            self._first.convert_to_zero_parameters([parameter])
+            return
+        import deepspeed
+
+        deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=deepcopy(self._config))
+        self._first = parameter
+
+
+def _bytes(parameter: Any) -> int:
+    """Bytes of a ZeRO parameter, wherever its data is."""
+    return int(parameter.ds_numel) * int(parameter.element_size())
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration as it is recorded: what matters for speed, and no path of this machine."""
+    zero = dict(config["zero_optimization"])
+    offload = {key: value for key, value in zero.pop("offload_param", {}).items() if key != "nvme_path"}
+    return zero | {f"offload_param.{key}": value for key, value in offload.items()} | config.get("aio", {})
+
+
+def _largest_vector(model: nn.Module) -> int:
+    return max((parameter.numel() for parameter in model.parameters() if parameter.dim() == 1), default=0)
+
+
+def _set_pinned_allocator() -> str:
+    """Let torch pin by registering memory that many threads have touched, and without rounding where it can; the
+    settings in force."""
+    inherited = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    for wanted in PINNED_ALLOCATOR:
+        settings = f"{inherited},{wanted}".strip(",")
+        with suppress(RuntimeError, ValueError):
+            torch.cuda.memory._set_allocator_settings(settings)
+            return settings
+    return inherited
+
+
+def _pinned_bytes() -> int:
+    """Bytes torch's allocator holds page-locked, its rounding included."""
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+
+
+def _check_async_io() -> None:
+    """Raise EngineError unless DeepSpeed's asynchronous file I/O can be built here."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise EngineError("DeepSpeed's offload nvme needs libaio: apt install libaio-dev, and a C++ compiler")

@@ -150,7 +150,7 @@ def test_spread_is_students_interval(samples: list[float], half_width: float) ->
     found = spread(samples)
     assert found is not None
     assert found.mean == pytest.approx(sum(samples) / len(samples))
-    assert found.half_width == pytest.approx(half_width, rel=2e-3)
+    assert found.half_width == pytest.approx(half_width, rel=4e-3)
 
 
 def test_one_sample_has_no_spread() -> None:
@@ -198,8 +198,8 @@ def test_the_command_is_quoted_and_complete() -> None:
     words = shlex.split(command(asked))
     assert words[:4] == ["zinfer", "run", "--model", "my model; rm"]
     assert " ".join(words[4:]) == (
-        "--engine stream --offload cpu --batch-size 32 --dtype bfloat16 --layers 14 --load-format dummy "
+        "--engine stream --offload cpu --batch-size 32 --dtype bfloat16 --layers 14 "
         "--option kv_offload=true --option ring_depth=3"
     )
     assert "--layers" not in command(case(1, layers=None))
-    assert "--load-format" not in command(case(1, load_format="safetensors"))
+    assert "--load-format" not in command(case(1)), "run has no use for dummy weights"

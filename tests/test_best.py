@@ -37,7 +37,7 @@ def test_the_table_answers_with_a_command(results: Path) -> None:
     assert "slice" in lines[1]
     assert "dummy weights" in lines[1]
     command = "zinfer run --model bloom-176b --engine stream --offload none --batch-size 8 --dtype bfloat16 --layers 14"
-    assert f"{command} --load-format dummy" in lines
+    assert command in lines
     assert "Best: stream none, batch 8" in lines
     assert sum("A slice takes a slice's memory" in line for line in lines) == 1
     assert "deepspeed: Offload cpu reaches 18.7 tok/s at batch 32; nothing was measured without it." in lines

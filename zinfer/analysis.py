@@ -7,20 +7,17 @@ them; nothing here compares across groups.
 
 import shlex
 from collections.abc import Sequence
-from math import sqrt
-from statistics import NormalDist, mean, stdev
+from statistics import mean, stdev
 from typing import Literal
 
 from zinfer.frozen import Frozen
 from zinfer.group import Points, by_load
 from zinfer.plan import Case, Offload
 from zinfer.record import Measurement
+from zinfer.spread import half_width
 
 Objective = Literal["output_tok_s", "decode_tok_s"]
 OFFLOADS: tuple[Offload, ...] = ("cpu", "nvme")  # those that are judged against none
-
-# Student's t, 97.5%, for 1 to 10 degrees of freedom
-_T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 class Spread(Frozen):
@@ -129,11 +126,10 @@ def pareto(points: Points) -> tuple[Measurement, ...]:
 
 def spread(samples: Sequence[float]) -> Spread | None:
     """Mean, sample standard deviation, and half the 95% confidence interval by Student's t; None without samples."""
-    if len(samples) < 2:
-        return Spread(mean=samples[0]) if samples else None
-    deviation = stdev(samples)
-    half_width = _t975(len(samples) - 1) * deviation / sqrt(len(samples))
-    return Spread(mean=mean(samples), stdev=deviation, half_width=half_width, count=len(samples))
+    if not samples:
+        return None
+    deviation = stdev(samples) if len(samples) > 1 else None
+    return Spread(mean=mean(samples), stdev=deviation, half_width=half_width(samples), count=len(samples))
 
 
 def statuses(points: Points) -> str:
@@ -145,24 +141,14 @@ def statuses(points: Points) -> str:
 
 
 def command(case: Case) -> str:
-    """The shell command that runs `case`, quoted."""
+    """The shell command that runs `case`, quoted; with the model's real weights, which text needs."""
     words = ["zinfer", "run", "--model", case.model, "--engine", case.engine, "--offload", case.offload]
     words += ["--batch-size", str(case.workload.batch_size), "--dtype", case.dtype]
     if case.layers is not None:
         words += ["--layers", str(case.layers)]
-    if case.load_format == "dummy":
-        words += ["--load-format", "dummy"]
     for key, value in case.options:
         words += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
     return shlex.join(words)
-
-
-def _t975(freedom: int) -> float:
-    """Student's t at 97.5%: a table, then Abramowitz & Stegun 26.7.5, good to 4 digits there."""
-    if freedom <= len(_T975):
-        return _T975[freedom - 1]
-    z = NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def _by_batch(points: Points) -> dict[int, Measurement]:

@@ -30,7 +30,7 @@ class FakeEngine(Engine):
 
     def _accident(self, stage: str, batch_size: int) -> None:
         fail = self._options["fail"]
-        if not fail or stage != self._options["stage"] or batch_size < int(str(self._options["at_batch"])):
+        if fail in {"", "nan", "idle"} or stage != self._options["stage"] or batch_size < int(str(self._options["at_batch"])):
             return
         if fail == "oom_gpu":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

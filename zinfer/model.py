@@ -289,6 +289,8 @@ def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = Non
 
     Raises ModelError, in one line, for anything else.
     """
+    if not reference:
+        raise ModelError("--model is empty; `zinfer models` lists the catalogue")
     path = Path(reference).expanduser()
     if reference in _catalogue():
         spec = from_catalogue(reference)

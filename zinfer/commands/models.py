@@ -11,7 +11,7 @@ def command(name: str | None, as_json: bool) -> None:
     import json
 
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from zinfer import model
     from zinfer.units import gb
@@ -24,7 +24,7 @@ def command(name: str | None, as_json: bool) -> None:
         ]
         click.echo(json.dumps(rows, indent=1))
         return
-    table = Table("model", "parameters", "weights", "layers", "a layer", "outside", "KV a token", "architecture")
+    table = Table(Column("model", no_wrap=True), "parameters", "weights", "layers", "a layer", "outside", "KV a token", "architecture")
     for spec in specs:
         table.add_row(
             spec.name,

@@ -9,6 +9,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -31,7 +32,10 @@ logging.disable_progress_bar()
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
     """The `transformers` configuration of `spec`. Raises ModelError where transformers knows no such architecture."""
-    settings = {key: value for key, value in spec.config.items() if key not in {"model_type", "dtype", "torch_dtype"}}
+    # A copy: transformers writes into nested settings (rotary scaling) that it is given.
+    settings = deepcopy(spec.config)
+    for key in ("model_type", "dtype", "torch_dtype"):
+        settings.pop(key, None)
     try:
         return AutoConfig.for_model(spec.architecture, **settings)
     except (ValueError, KeyError, TypeError) as error:

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,11 @@ class FakeEngine(Engine):
 
     def _accident(self, stage: str, batch_size: int) -> None:
         fail = self._options["fail"]
-        if fail in {"", "nan", "idle"} or stage != self._options["stage"] or batch_size < int(str(self._options["at_batch"])):
+        if (
+            fail in {"", "nan", "idle"}
+            or stage != self._options["stage"]
+            or batch_size < int(str(self._options["at_batch"]))
+        ):
             return
         if fail == "oom_gpu":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -63,4 +67,3 @@ class FakeEngine(Engine):
     def effective(self) -> Effective:
         idle = self.plan.case.offload == "none" or self._options["fail"] == "idle"
         return Effective(gpu_weight_bytes=1000, streamed_bytes_per_step=0 if idle else 1000)
-

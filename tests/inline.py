@@ -17,7 +17,9 @@ from zinfer.source import Source
 from zinfer.store import Header, Store, read
 from zinfer.sweep import FINAL, Events, Location, prepare, run
 
-MACHINE = Machine(name="test", source="measured", gpu_name="fake", gpu_count=1, gpu_bytes=80 << 30, host_bytes=100 << 30)
+MACHINE = Machine(
+    name="test", source="measured", gpu_name="fake", gpu_count=1, gpu_bytes=80 << 30, host_bytes=100 << 30
+)
 SPEC = ModelSpec(
     name="fake", architecture="fake", num_layers=4, total_layers=4, hidden_size=8, num_heads=2, num_kv_heads=2,
     head_dim=4, ffn_size=32, vocab_size=64, layer_parameters=(100,) * 4, other_parameters=100, config={},
@@ -48,7 +50,7 @@ class InlineWorker:
             return Measurement(case=plan.case, status="unsupported", machine="test", stage="load", error="no")
         return None
 
-    def measure(self, case: Case, _repeats: int, _tolerance: float) -> Measurement:
+    def measure(self, case: Case, repeats: int, _tolerance: float) -> Measurement:
         batch = case.workload.batch_size
         time.sleep(self.pause_s)
         if self.signal_at is not None and batch == self.signal_at[0]:
@@ -56,7 +58,9 @@ class InlineWorker:
             time.sleep(5)
         self.measured.append(batch)
         status: Status = self.fails.get(batch, "ok" if batch <= self.edge else "oom_gpu")
-        samples: dict[str, Any] = {"ttft_ms": (1.0 + batch,), "step_ms": ((2.0, 2.5),)} if status == "ok" else {}
+        samples: dict[str, Any] = (
+            {"ttft_ms": (1.0 + batch,), "step_ms": ((2.0, 2.5),)} if status == "ok" and repeats else {}
+        )
         effective = Effective(gpu_weight_bytes=1, streamed_bytes_per_step=800)
         return Measurement(case=case, status=status, machine="test", effective=effective, **samples)
 

@@ -15,36 +15,37 @@ from tests.inline import InlineWorker, run_inline
 from zinfer.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
 from zinfer.record import Status
 from zinfer.store import read
-from zinfer.sweep import Batches, doubling, exit_code, listed
+from zinfer.sweep import Batches, Try, exit_code, listed, to_the_edge
 
 
-def drive(batches: Batches, edge: int, failure: Status = "oom_gpu") -> list[int]:
+def drive(batches: Batches, edge: int, failure: Status = "oom_gpu") -> list[Try]:
     """The batches tried on a machine where `edge` is the largest that runs."""
     tried, status = [], None
     while True:
         try:
-            batch = next(batches) if status is None else batches.send(status)
+            attempt = next(batches) if status is None else batches.send(status)
         except StopIteration:
             return tried
-        tried.append(batch)
-        status = "ok" if batch <= edge else failure
+        tried.append(attempt)
+        status = "ok" if attempt.batch_size <= edge else failure
 
 
-@given(st.integers(0, 3000), st.integers(1, 4000))
-def test_doubling_finds_the_exact_edge(edge: int, limit: int) -> None:
-    tried = drive(doubling(limit), edge)
+@given(st.integers(0, 3000), st.integers(1, 4000), st.integers(2, 5))
+def test_auto_finds_and_times_the_exact_edge(edge: int, limit: int, factor: int) -> None:
+    tried = drive(to_the_edge(limit, factor), edge)
+    batches = [attempt.batch_size for attempt in tried]
     assert len(tried) == len(set(tried))
-    assert all(1 <= batch <= limit for batch in tried)
-    reachable = min(edge, limit)
-    assert max((batch for batch in tried if batch <= edge), default=0) == reachable
+    assert all(1 <= batch <= limit for batch in batches)
+    timed = [attempt.batch_size for attempt in tried if attempt.timed and attempt.batch_size <= edge]
+    assert max(timed, default=0) == min(edge, limit)
     if edge < limit:
-        assert edge + 1 in tried
+        assert edge + 1 in batches
 
 
 def test_listed_stops_at_out_of_memory_and_only_there() -> None:
-    assert drive(listed([8, 1, 4]), 4) == [1, 4, 8]
-    assert drive(listed([1, 2, 4, 8, 16]), 2) == [1, 2, 4]
-    assert drive(listed([1, 2, 4]), 1, "nan_output") == [1, 2, 4]
+    assert drive(listed([8, 1, 4]), 4) == [Try(1), Try(4), Try(8)]
+    assert drive(listed([1, 2, 4, 8, 16]), 2) == [Try(1), Try(2), Try(4)]
+    assert drive(listed([1, 2, 4]), 1, "nan_output") == [Try(1), Try(2), Try(4)]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_batch_ranges(text: str, batches: tuple[int, ...]) -> None:
     assert parse_batches(text) == batches
 
 
-@pytest.mark.parametrize("text", ["", "0", "a", "1-8", "1-8*1", "1-8+0", "0-8*2", "-1", "1;2"])
+@pytest.mark.parametrize("text", ["", "autos", "auto*1", "0", "a", "1-8", "1-8*1", "1-8+0", "0-8*2", "-1", "1;2"])
 def test_bad_batch_ranges_are_refused(text: str) -> None:
     with pytest.raises(RecipeError, match="--batch-size"):
         parse_batches(text)
@@ -97,6 +98,7 @@ def test_auto_reports_the_edge(tmp_path: Path) -> None:
     good = [p.case.workload.batch_size for p in points if p.status == "ok"]
     bad = [p.case.workload.batch_size for p in points if p.status == "oom_gpu"]
     assert (max(good), min(bad)) == (37, 38)
+    assert [p.case.workload.batch_size for p in points if p.usable] == [1, 2, 4, 8, 16, 32, 37]
     assert exit_code(sweep, points) == 0
 
 
@@ -145,7 +147,9 @@ def test_sigint_records_the_point_as_cancelled(tmp_path: Path) -> None:
     if pid == 0:
         code = 1
         try:
-            run_inline(path, Sweep(model=("fake",), batch_size=(1, 2)), InlineWorker(edge=9, signal_at=(2, signal.SIGINT)))
+            run_inline(
+                path, Sweep(model=("fake",), batch_size=(1, 2)), InlineWorker(edge=9, signal_at=(2, signal.SIGINT))
+            )
         except KeyboardInterrupt:
             code = 130
         finally:

@@ -53,7 +53,13 @@ def test_repeats_end_when_the_spread_is_small() -> None:
 
 @pytest.mark.parametrize(
     ("fail", "status"),
-    [("oom_gpu", "oom_gpu"), ("oom_host", "oom_host"), ("nan", "nan_output"), ("error", "crashed"), ("io_error", "io_error")],
+    [
+        ("oom_gpu", "oom_gpu"),
+        ("oom_host", "oom_host"),
+        ("nan", "nan_output"),
+        ("error", "crashed"),
+        ("io_error", "io_error"),
+    ],
 )
 def test_what_the_engine_raises_becomes_a_status_and_the_worker_lives(fail: str, status: str) -> None:
     asked = case(4, fail=fail, at_batch=4)
@@ -76,9 +82,14 @@ def test_offload_that_streams_nothing_is_not_ok() -> None:
 def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, stage: str) -> None:
     asked = case(fail=fail, stage=stage)
     worker = Worker(TARGET, timeout_s=60)
-    with pytest.raises(WorkerDied, match=told) as death:
+
+
+    def load_and_measure() -> None:
         worker.load(make_plan(asked, SPEC, MACHINE))
         worker.measure(asked, repeats=1, tolerance=0.02)
+
+    with pytest.raises(WorkerDied, match=told) as death:
+        load_and_measure()
     worker.close()
     assert death.value.status == "crashed"
 

@@ -103,11 +103,11 @@ def offload_verdicts(points: Points) -> tuple[Verdict, ...]:
 
 
 def edges(points: Points) -> tuple[Edge, ...]:
-    """For each load the largest batch size that ran and the smallest that ran out of memory."""
+    """For each load the largest batch size that ran (timed, or tried for fit) and the smallest that ran out of memory."""
     return tuple(
         Edge(
             load=load,
-            largest_ok=max((p.case.workload.batch_size for p in own if p.usable), default=None),
+            largest_ok=max((p.case.workload.batch_size for p in own if p.status == "ok"), default=None),
             smallest_oom=min((p.case.workload.batch_size for p in own if p.status.startswith("oom")), default=None),
         )
         for load, own in by_load(points).items()

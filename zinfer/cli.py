@@ -87,11 +87,13 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        code = USAGE if isinstance(error, ValueError) and type(error).__module__.startswith("zinfer.") else INTERNAL
-        text = " ".join(str(error).split()) or type(error).__name__
-        prefix = "Error" if code == USAGE else f"Internal error ({type(error).__name__})"
-        click.echo(f"{prefix}: {text[:600]}" + ("" if code == USAGE else "; run with --debug for details"), err=True)
-        sys.exit(code)
+        ours = isinstance(error, ValueError) and type(error).__module__.startswith("zinfer.")
+        if ours:
+            click.echo(f"Error: {error}", err=True)
+            sys.exit(getattr(error, "exit_code", USAGE))
+        text = " ".join(str(error).split())[:600]
+        click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)
+        sys.exit(INTERNAL)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def measure(
 ) -> None:
     """Fill `samples` with up to `repeats` whole runs of `workload`, fewer once `enough` says so of their times (ms).
 
+    With no repeats only the warm-up runs, which tells whether the batch fits: the KV cache is taken whole in prefill.
     Samples are left in place whatever the engine raises. Logits that are not finite end it with status ``nan_output``.
     """
     token_ids = prompts(workload, vocab_size).to(engine.device)

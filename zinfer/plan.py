@@ -221,16 +221,15 @@ def _shortages(case: Case, model: ModelSpec, machine: Machine) -> list[str]:
 
 def _why_not(case: Case, model: ModelSpec, machine: Machine, shortages: list[str]) -> str:
     """The refusal: what is short, and what would work instead."""
-    ways = []
-    offloads: list[Offload] = ["none", "cpu"]
-    for offload in sorted(offloads, key=lambda choice: choice != case.offload):
-        other = case.model_copy(update={"offload": offload})
-        flag = f"--offload {offload}"
-        if not _shortages(other, model, machine):
-            ways.append(flag)
-        elif layers := _layers_that_fit(other, model, machine):
-            ways.append(f"{flag} --layers {layers}, a slice of the {model.total_layers} layers")
-            break
+    choices: list[Offload] = ["none", "cpu"]
+    others = {offload: case.model_copy(update={"offload": offload}) for offload in choices}
+    ways = [f"--offload {offload}" for offload, other in others.items() if not _shortages(other, model, machine)]
+    if not ways:
+        for offload in sorted(choices, key=lambda choice: choice != case.offload):
+            layers = _layers_that_fit(others[offload], model, machine)
+            if layers:
+                ways.append(f"--offload {offload} --layers {layers}, a slice of the {model.total_layers} layers")
+                break
     disk = case.model_copy(update={"offload": "nvme", "engine": "accelerate"})
     if case.offload != "nvme" and not _shortages(disk, model, machine):
         ways.append(f"--engine accelerate --offload nvme --nvme-path DIR, with {gb(model.weight_bytes)} free there")

@@ -68,8 +68,9 @@ class Measurement(Frozen):
 
     @property
     def usable(self) -> bool:
-        """Whether the samples are those of the case asked for."""
-        return self.status == "ok" and bool(self.ttft_ms)
+        """Whether there are samples, and they are those of the case asked for. A point without samples but ``ok`` was
+        only tried for whether it fits."""
+        return self.status == "ok" and 0 < len(self.ttft_ms) == len(self.step_ms)
 
     @property
     def is_slice(self) -> bool:

@@ -31,6 +31,8 @@ from zinfer.record import SCHEMA_VERSION, Measurement
 class StoreError(ValueError):
     """A results file that cannot be read or written; the message says what to do next."""
 
+    exit_code = 5  # the environment's fault: disk, permissions, a second writer
+
 
 class _Garbled(ValueError):
     """A line whose bytes are not those that were written."""

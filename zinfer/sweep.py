@@ -13,7 +13,7 @@ from typing import Any
 
 from zinfer.machine import Machine
 from zinfer.plan import Case, Plan, make_plan
-from zinfer.recipe import Load, Sweep
+from zinfer.recipe import Load, Sweep, auto_factor
 from zinfer.record import Measurement, Status
 from zinfer.source import Source
 from zinfer.store import Store
@@ -26,7 +26,16 @@ FINAL: frozenset[Status] = frozenset(
 OUT_OF_MEMORY: frozenset[Status] = frozenset({"oom_gpu", "oom_host"})
 LARGEST_BATCH = 1 << 20
 
-Batches = Generator[int, Status, None]
+
+@dataclass(frozen=True)
+class Try:
+    """A batch to run: timed, or only to see whether it fits (prefill and two steps, no samples)."""
+
+    batch_size: int
+    timed: bool = True
+
+
+Batches = Generator[Try, Status, None]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -64,40 +73,42 @@ class Events:
     progress: Callable[[str, float], None] = lambda _what, _share: None
 
 
-def doubling(limit: int) -> Batches:
-    """1, 2, 4, .. until memory runs out or `limit`, then bisection to the largest batch that runs.
+def to_the_edge(limit: int, factor: int = 2) -> Batches:
+    """1, 2, 4, .. until memory runs out or `limit`, then bisection to the largest batch that runs, timed in the end.
 
     A status is sent in for every batch yielded; anything but ``ok`` counts as not running.
     """
     good, bad, batch = 0, limit + 1, 1
     while batch <= limit:
-        if (yield batch) == "ok":
-            good, batch = batch, batch * 2
+        if (yield Try(batch)) == "ok":
+            good, batch = batch, batch * factor
         else:
             bad = batch
             break
-    if not good:
-        return
-    while bad - good > 1:
+    largest_timed = good
+    while good and bad - good > 1:
         middle = (good + bad) // 2
-        if (yield middle) == "ok":
+        if (yield Try(middle, timed=False)) == "ok":
             good = middle
         else:
             bad = middle
+    if good > largest_timed:
+        yield Try(good)
 
 
 def listed(batches: Iterable[int]) -> Batches:
     """The given batches in rising order, up to the first that runs out of memory."""
     for batch in sorted(batches):
-        if (yield batch) in OUT_OF_MEMORY:
+        if (yield Try(batch)) in OUT_OF_MEMORY:
             return
 
 
 def batches_of(sweep: Sweep, plan: Plan) -> Batches:
     """The batches to try. Without a GPU an out-of-memory would be the whole machine's, so the plan sets the limit."""
-    if sweep.batch_size != "auto":
+    if not isinstance(sweep.batch_size, str):
         return listed(sweep.batch_size)
-    return doubling(LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size))
+    limit = LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size)
+    return to_the_edge(limit, auto_factor(sweep.batch_size))
 
 
 def prepare(
@@ -168,8 +179,9 @@ class _Runner:
                 plan = make_plan(case, self._job.plan.model, self._job.plan.machine)
                 batches = batches_of(self._sweep, plan)
                 status: Status | None = None
-                while (batch := _advance(batches, status)) is not None:
-                    point, resumed = self._point(case.with_batch(batch))
+                while (attempt := _advance(batches, status)) is not None:
+                    repeats = self._sweep.repeats if attempt.timed else 0
+                    point, resumed = self._point(case.with_batch(attempt.batch_size), repeats)
                     status = point.status
                     points.append(point)
                     self._events.point(point, resumed)
@@ -179,10 +191,11 @@ class _Runner:
             self._stop()
         return points
 
-    def _point(self, case: Case) -> tuple[Measurement, bool]:
-        if case in self._known:
-            return self._known[case], True
-        point = self._measure(case)
+    def _point(self, case: Case, repeats: int) -> tuple[Measurement, bool]:
+        known = self._known.get(case)
+        if known is not None and (known.usable or known.status != "ok" or not repeats):
+            return known, True
+        point = self._measure(case, repeats)
         predicted = make_plan(case, self._job.plan.model, self._job.plan.machine)
         numbers: dict[str, float] = {"gpu_bytes": predicted.gpu.total, "host_bytes": predicted.host.total}
         if predicted.step_s is not None and predicted.prefill_s is not None:
@@ -192,7 +205,7 @@ class _Runner:
         self._known[case] = point
         return point, False
 
-    def _measure(self, case: Case) -> Measurement:
+    def _measure(self, case: Case, repeats: int) -> Measurement:
         why_not = self._job.plan.why_not
         if why_not is not None:
             return self._failed(case, "unsupported", why_not, "load")
@@ -211,7 +224,7 @@ class _Runner:
                     self._stop()
                     return refused.model_copy(update={"case": case})
             stage = "measure"
-            point: Measurement = self._worker.measure(case, self._sweep.repeats, self._sweep.tolerance)
+            point: Measurement = self._worker.measure(case, repeats, self._sweep.tolerance)
             if point.status == "crashed":  # a CUDA context that has seen an error is of no use for the next point
                 self._crashes += 1
                 self._stop()
@@ -246,7 +259,7 @@ class _Runner:
             worker.close()
 
 
-def _advance(batches: Batches, status: Status | None) -> int | None:
+def _advance(batches: Batches, status: Status | None) -> Try | None:
     try:
         return next(batches) if status is None else batches.send(status)
     except StopIteration:
@@ -276,5 +289,5 @@ def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:
     good = statuses.count("ok")
     if not good:
         return 4
-    fine = good + (sum(status in OUT_OF_MEMORY for status in statuses) if sweep.batch_size == "auto" else 0)
+    fine = good + (sum(status in OUT_OF_MEMORY for status in statuses) if isinstance(sweep.batch_size, str) else 0)
     return 0 if fine == len(statuses) else 3

@@ -24,7 +24,8 @@ def command(name: str | None, as_json: bool) -> None:
         ]
         click.echo(json.dumps(rows, indent=1))
         return
-    table = Table(Column("model", no_wrap=True), "parameters", "weights", "layers", "a layer", "outside", "KV a token", "architecture")
+    name_column = Column("model", no_wrap=True)
+    table = Table(name_column, "parameters", "weights", "layers", "a layer", "outside", "KV a token", "architecture")
     for spec in specs:
         table.add_row(
             spec.name,

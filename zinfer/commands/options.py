@@ -50,12 +50,12 @@ class Numbers(click.ParamType[Any]):
 
 
 class Batches(click.ParamType[Any]):
-    """``auto``, ``1,2,4``, ``1-64*2`` or ``8-64+8``."""
+    """``auto``, ``auto*4``, ``1,2,4``, ``1-64*2`` or ``8-64+8``."""
 
     name = "auto|n,n,..|n-n*n"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str) or value == "auto":
+        if not isinstance(value, str):
             return value
         from zinfer.recipe import RecipeError, parse_batches
 

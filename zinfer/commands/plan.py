@@ -66,7 +66,7 @@ def command(
             for lengths in wanted.lengths():
                 case = wanted.case(load, "dummy", spec.dtype, lengths)
                 largest = max(1, make_plan(case, spec, place).max_batch_size)
-                batches = (largest,) if wanted.batch_size == "auto" else wanted.batch_size
+                batches = (largest,) if isinstance(wanted.batch_size, str) else wanted.batch_size
                 plans += [make_plan(case.with_batch(batch), spec, place) for batch in batches]
     if as_json:
         rows = [plan.model_dump(mode="json", exclude={"model": {"layer_parameters"}}) for plan in plans]

@@ -25,7 +25,7 @@ from zinfer.commands import options
 @click.option("--resume", is_flag=True, help="Go on with a result file: measure only what it lacks.")
 @click.option("--force", is_flag=True, help="Resume although the recipe, the model or a version changed.")
 @click.option("--dry-run", is_flag=True, help="Print the plan of every point and stop.")
-@click.option("--json", "as_json", is_flag=True, help="Print the points as JSON on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the points as JSON, not the result file's path.")
 @click.pass_obj
 def command(
     debug: bool,
@@ -116,8 +116,7 @@ def command(
         except sweep.Interrupted as interrupt:
             watch.say(f"interrupted; every finished point is in {output}, `--resume` goes on")
             raise SystemExit(128 + interrupt.signal) from None
-    if as_json:
-        click.echo(json.dumps([_row(point) for point in points], indent=1))
+    click.echo(json.dumps([_row(point) for point in points], indent=1) if as_json else output)
     raise SystemExit(sweep.exit_code(plan, points))
 
 
@@ -154,7 +153,7 @@ def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
         make_plan(case.with_batch(batch), job.plan.model, job.plan.machine, job.plan.nvme_path)
         for job in jobs
         for case in job.cases
-        for batch in ({1, max(1, job.plan.max_batch_size)} if plan.batch_size == "auto" else plan.batch_size)
+        for batch in ({1, max(1, job.plan.max_batch_size)} if isinstance(plan.batch_size, str) else plan.batch_size)
     ]
     if as_json:
         click.echo(json.dumps([row.model_dump(mode="json", exclude={"model", "machine"}) for row in rows], indent=1))

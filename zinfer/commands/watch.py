@@ -64,7 +64,8 @@ class Watch:
                 tail += f"  link {point.link_share:.0%}"
             tail = tail if point.status == "ok" else f"{point.status}: {tail}"
         else:
-            tail = point.status + (f" ({point.error})" if point.error else "")
+            fits = "fits" if point.status == "ok" else point.status
+            tail = fits + (f" ({point.error})" if point.error else "")
         self.say(head + tail + ("  [recorded]" if resumed else ""))
 
     def events(self) -> Events:

@@ -109,20 +109,17 @@ class DeepSpeed(Decoder):
 
     def _config(self, layers: nn.ModuleList) -> dict[str, Any]:
         """DeepSpeed's configuration. Sizes in elements; the untuned ones by the formulas of the example."""
-        spec, offload = self.plan.model, self.plan.case.offload
-        layer = max(spec.layer_parameters)
-        if self._options["tuned"]:
-            bucket = round(layer * float(self._options["prefetch_layers"]))
-            live, persistent = spec.other_parameters + layer + bucket, _largest_vector(self.model)
-        else:
-            bucket = live = 2 * spec.hidden_size**2
-            persistent = spec.hidden_size
+        spec, tuned = self.plan.model, bool(self._options["tuned"])
+        persistent = _largest_vector(self.model) if tuned else spec.hidden_size
+        fetched = [[p.numel() for p in layer.parameters() if p.numel() > persistent] for layer in layers]
+        layer = max(map(sum, fetched))
+        bucket = round(layer * float(self._options["prefetch_layers"])) if tuned else 2 * spec.hidden_size**2
         zero: dict[str, Any] = {
             "stage": 3,
             "overlap_comm": True,
             "memory_efficient_linear": False,  # saves memory in training, and replaces torch's linear for good
             "stage3_prefetch_bucket_size": bucket,
-            "stage3_max_live_parameters": live,
+            "stage3_max_live_parameters": layer + bucket if tuned else bucket,
             "stage3_param_persistence_threshold": persistent,
         }
         config: dict[str, Any] = {
@@ -131,22 +128,19 @@ class DeepSpeed(Decoder):
             "bf16": {"enabled": spec.dtype == "bfloat16"},
             "zero_optimization": zero,
         }
-        if offload == "cpu":
-            zero["offload_param"] = {"device": "cpu", "pin_memory": bool(self._options["pin_memory"])}
-        elif offload == "nvme" and self._folder is not None:
-            sizes = [parameter.numel() for name, parameter in self.model.named_parameters() if name in self._offloaded]
-            matrices = max(sum(parameter.dim() > 1 for parameter in layer.parameters()) for layer in layers)
-            zero["offload_param"] = {
-                "device": "nvme",
+        if self.plan.case.offload != "none":
+            pin = bool(self._options["pin_memory"])
+            zero["offload_param"] = {"device": self.plan.case.offload, "pin_memory": pin}
+        if self._folder is not None:
+            zero["offload_param"] |= {
                 "nvme_path": self._folder.name,
-                "pin_memory": bool(self._options["pin_memory"]),
-                "buffer_size": max(sizes),
-                "buffer_count": 2 * matrices + 1 if self._options["tuned"] else 5,
+                "buffer_size": max(self.model.get_parameter(name).numel() for name in self._offloaded),
+                "buffer_count": 2 * max(map(len, fetched)) + 1 if tuned else 5,
             }
             config["aio"] = {
                 "block_size": 1 << 20,
-                "queue_depth": 32 if self._options["tuned"] else 8,
-                "intra_op_parallelism": min(8, len(os.sched_getaffinity(0))) if self._options["tuned"] else 1,
+                "queue_depth": 32 if tuned else 8,
+                "intra_op_parallelism": min(8, len(os.sched_getaffinity(0))) if tuned else 1,
                 "single_submit": False,
                 "overlap_events": True,
             }

@@ -1,0 +1,33 @@
+# `make demo` and `make test` need Python 3.11+ and make; everything else is installed into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: setup demo test lint plots report
+
+setup: .venv/installed
+
+# torch first and without build isolation: DeepSpeed's set-up imports it, and an isolated build would fetch another one.
+.venv/installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("zinfer needs Python 3.11 or newer; PYTHON=python3.12 make ..") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv .venv
+	$(PIP) 'setuptools>=77' wheel ninja torch
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -e '.[engines,dev]'
+	@touch $@
+
+demo: setup
+	@results=$$($(BIN)/zinfer sweep demo --resume) && $(BIN)/zinfer plot "$$results" && $(BIN)/zinfer best "$$results"
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+plots: setup
+	$(BIN)/zinfer plot
+
+report: setup
+	$(BIN)/zinfer report

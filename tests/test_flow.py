@@ -1,0 +1,116 @@
+"""The one direction of imports, and what the command line may cost to start."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "zinfer").rglob("*.py"))
+}
+
+# What a module may import of ours, at its top or anywhere inside: the arrows of the design, never backwards.
+VALUES = {"zinfer.frozen", "zinfer.units", "zinfer.spread", "zinfer"}
+SHAPES = VALUES | {"zinfer.model", "zinfer.machine", "zinfer.checkpoint", "zinfer.hub"}
+TYPES = SHAPES | {"zinfer.plan", "zinfer.record"}
+READERS = TYPES | {"zinfer.store", "zinfer.analysis", "zinfer.group", "zinfer.chart", "zinfer.plot", "zinfer.report"}
+ALLOWED = {
+    "zinfer.frozen": set(),
+    "zinfer.units": set(),
+    "zinfer.spread": set(),
+    "zinfer.model": SHAPES,
+    "zinfer.checkpoint": VALUES,
+    "zinfer.machine": VALUES,
+    "zinfer.plan": SHAPES,
+    "zinfer.record": TYPES,
+    "zinfer.store": TYPES,
+    "zinfer.analysis": READERS,
+    "zinfer.group": READERS,
+    "zinfer.chart": READERS,
+    "zinfer.plot": READERS,
+    "zinfer.report": READERS,
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ours that `path` imports, wherever the import stands, and packages of others, for their names."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {
+                name if (name := f"{node.module}.{alias.name}") in MODULES else node.module for alias in node.names
+            }
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(ALLOWED))
+def test_values_and_readers_look_only_upstream(module: str) -> None:
+    ours = {name for name in imports(MODULES[module]) if name.split(".")[0] == "zinfer"}
+    assert ours <= ALLOWED[module], f"{module} imports {sorted(ours - ALLOWED[module])}"
+
+
+def test_engines_know_neither_the_store_nor_the_sweep_nor_each_other() -> None:
+    for module, path in MODULES.items():
+        if not module.startswith("zinfer.engine."):
+            continue
+        ours = {name for name in imports(path) if name.split(".")[0] == "zinfer"}
+        assert not ours & {"zinfer.store", "zinfer.sweep", "zinfer.analysis", "zinfer.measure", "zinfer.worker"}, module
+
+
+def test_the_clock_stands_in_one_place() -> None:
+    clocks = {module for module, path in MODULES.items() if "perf_counter" in path.read_text()}
+    assert clocks <= {"zinfer.measure", "zinfer.probe"}
+
+
+def test_torch_is_never_imported_by_what_the_core_install_runs() -> None:
+    core = ["plan", "plot", "report", "best", "models"]
+    script = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "import zinfer.sweep, zinfer.here, zinfer.source\n"
+        + "".join(f"import zinfer.commands.{verb}\n" for verb in core)
+        + "from click.testing import CliRunner\n"
+        "from zinfer.cli import cli\n"
+        "result = CliRunner().invoke(cli, ['plan', '-m', 'bloom-176b', '--machine', 'h100-80gb,gh200-96gb'])\n"
+        "assert result.exit_code == 0, result.output\n"
+        "result = CliRunner().invoke(cli, ['models'])\n"
+        "assert result.exit_code == 0, result.output\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60)
+
+
+def test_help_starts_light() -> None:
+    script = (
+        "import sys\nfrom click.testing import CliRunner\nfrom zinfer.cli import cli\n"
+        "assert 'sweep' in CliRunner().invoke(cli, ['--help']).output\n"
+        "heavy = {'torch', 'pydantic', 'matplotlib', 'numpy', 'rich', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.slow
+def test_help_costs_little_more_than_click() -> None:
+    def seconds(*command: str) -> float:
+        times = []
+        for _ in range(15):
+            began = time.perf_counter()
+            subprocess.run([sys.executable, *command], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+            times.append(time.perf_counter() - began)
+        return median(times)
+
+    assert seconds("-m", "zinfer.cli", "--help") <= 3.5 * seconds("-c", "import click")
+
+
+def test_modules_stay_readable() -> None:
+    lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    assert {module: lines for module, lines in lengths.items() if lines > 400} == {}
+    assert median(lengths.values()) < 150

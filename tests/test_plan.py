@@ -1,0 +1,90 @@
+"""The arithmetic of a plan, against figures known from elsewhere."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zinfer import machine, model
+from zinfer.machine import Machine
+from zinfer.plan import Case, Workload, make_plan, pinned_block
+
+BIG = machine.load("h100-80gb").model_copy(update={"host_bytes": 512 << 30})
+
+
+def case(name: str, offload: Any = "cpu", batch_size: int = 1, engine: str = "stream", **more: Any) -> Case:
+    workload = Workload(batch_size=batch_size, input_len=512, output_len=32)
+    return Case(model=name, engine=engine, offload=offload, workload=workload, **more)
+
+
+def planned(name: str, place: Machine = BIG, **fields: Any) -> Any:
+    asked = case(name, **fields)
+    return make_plan(asked, model.resolve(name, layers=asked.layers), place)
+
+
+@pytest.mark.parametrize(("bandwidth", "seconds"), [(25e9, 13.8), (55e9, 6.28), (375e9, 0.921)])
+def test_a_streamed_step_takes_the_layers_over_the_link(bandwidth: float, seconds: float) -> None:
+    plan = planned("bloom-176b", BIG.model_copy(update={"h2d_bandwidth": bandwidth}))
+    assert plan.step_s == pytest.approx(seconds, rel=0.005)
+    assert plan.bound_by == "link"
+    assert plan.fits
+
+
+def test_kv_cache_of_a_published_workload() -> None:
+    assert planned("bloom-176b").gpu.kv_cache == pytest.approx(2.18e9, rel=0.01)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_a_way_out() -> None:
+    plan = planned("bloom-176b", offload="none")
+    assert "GPU memory" in plan.why_not
+    assert "--offload cpu" in plan.why_not
+    small = BIG.model_copy(update={"host_bytes": 128 << 30})
+    plan = planned("bloom-176b", small)
+    assert "host memory (h100-80gb has 137.4 GB)" in plan.why_not
+    layers = int(plan.why_not.split("--layers ")[1].split(",")[0])
+    assert planned("bloom-176b", small, layers=layers).fits
+    assert not planned("bloom-176b", small, layers=layers + 1).fits
+    assert "\n" not in plan.why_not
+
+
+def test_deepspeed_needs_what_torch_rounds_up() -> None:
+    assert pinned_block(3 << 30) == 4 << 30
+    assert planned("bloom-176b", engine="deepspeed").host.total > planned("bloom-176b").host.total + 100e9
+
+
+def test_without_a_gpu_the_host_carries_both() -> None:
+    laptop = Machine(name="laptop", source="measured", host_bytes=16 << 30, h2d_bandwidth=1e10)
+    assert planned("opt-1.3b", laptop, offload="none").fits
+    assert not planned("opt-13b", laptop, offload="none").fits
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["bloom-7b1", "opt-30b", "llama-2-70b", "mixtral-8x7b"]),
+    st.sampled_from(["none", "cpu", "nvme"]),
+    st.sampled_from(["stream", "deepspeed", "accelerate"]),
+    st.integers(1, 256),
+    st.floats(1.0, 20.0),
+)
+def test_more_never_hurts(name: str, offload: Any, engine: str, batch: int, factor: float) -> None:
+    place = BIG.model_copy(update={"nvme_bandwidth": 3e9, "nvme_bytes": 4 << 40})
+    plan = planned(name, place, offload=offload, engine=engine, batch_size=batch)
+    larger = planned(name, place, offload=offload, engine=engine, batch_size=batch + 1)
+    assert larger.gpu.total >= plan.gpu.total
+    assert larger.step_s >= plan.step_s
+    assert larger.max_batch_size == plan.max_batch_size
+    faster = place.model_copy(
+        update={name: getattr(place, name) * factor for name in ("h2d_bandwidth", "nvme_bandwidth", "hbm_bandwidth")}
+    )
+    quick = planned(name, faster, offload=offload, engine=engine, batch_size=batch)
+    assert quick.step_s <= plan.step_s
+    assert quick.prefill_s <= plan.prefill_s
+    assert plan.gpu.total == sum(getattr(plan.gpu, part) for part in type(plan.gpu).model_fields)
+
+
+def test_the_largest_batch_is_the_largest_that_fits() -> None:
+    plan = planned("opt-30b", offload="none")
+    edge = plan.max_batch_size
+    assert planned("opt-30b", offload="none", batch_size=edge).gpu.total <= BIG.gpu_bytes
+    assert planned("opt-30b", offload="none", batch_size=edge + 1).gpu.total > BIG.gpu_bytes

@@ -1,0 +1,53 @@
+"""Every recipe in the repository is loaded as a command would load it, and every folder holds what its README says."""
+
+from pathlib import Path
+
+import pytest
+
+from zinfer import engine, model
+from zinfer.machine import load as load_machine
+from zinfer.recipe import engine_recipe, make_sweep, read_toml
+from zinfer.store import read
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.toml")), ids=lambda path: path.stem)
+def test_sweep_recipes_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    sweep = make_sweep(read_toml(path), str(path))
+    loads = list(sweep.loads())
+    assert loads
+    assert sweep.description
+    for load in loads:
+        spec = model.resolve(load.model, load.dtype, load.layers)
+        assert sweep.case(load, "dummy", spec.dtype, next(sweep.lengths())).model == load.model
+        assert load.offload in engine.load(load.engine).offloads
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "engines").glob("*.toml")), ids=lambda path: path.stem)
+def test_engine_recipes_load_and_differ_from_the_defaults(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe = engine_recipe(path.stem)
+    defaults = engine.load(recipe.engine).options
+    assert recipe.description
+    assert recipe.options
+    for key, value in recipe.options.items():
+        assert key in defaults
+        assert value != defaults[key]
+
+
+@pytest.mark.parametrize("folder", ["engines", "sweeps", "plots"])
+def test_folders_say_what_they_hold(folder: str) -> None:
+    assert (ROOT / folder / "README.md").stat().st_size > 200
+    assert len(list((ROOT / folder).iterdir())) > 1
+
+
+def test_committed_records_are_whole_and_their_machines_are_described() -> None:
+    files = sorted((ROOT / "sweeps" / "results").rglob("*.jsonl"))
+    for path in files:
+        records = read(path)
+        assert not records.damaged
+        assert records.points
+        assert load_machine(path.parent / "machine.json").source == "measured"
+        assert all(point.machine == load_machine(path.parent).name for point in records.points)

@@ -12,9 +12,11 @@ from typing import Literal
 
 from zinfer.frozen import Frozen
 from zinfer.group import Points, by_load
+from zinfer.model import catalogue_names, from_catalogue
 from zinfer.plan import Case, Offload
 from zinfer.record import Measurement
 from zinfer.spread import half_width
+from zinfer.units import figures
 
 Objective = Literal["output_tok_s", "decode_tok_s"]
 OFFLOADS: tuple[Offload, ...] = ("cpu", "nvme")  # those that are judged against none
@@ -103,7 +105,7 @@ def offload_verdicts(points: Points) -> tuple[Verdict, ...]:
 
 
 def edges(points: Points) -> tuple[Edge, ...]:
-    """For each load the largest batch size that ran (timed, or tried for fit) and the smallest that ran out of memory."""
+    """For each load the largest batch size that ran, timed or only tried, and the smallest that ran out of memory."""
     return tuple(
         Edge(
             load=load,
@@ -141,14 +143,18 @@ def statuses(points: Points) -> str:
 
 
 def command(case: Case) -> str:
-    """The shell command that runs `case`, quoted; with the model's real weights, which text needs."""
+    """The shell command that runs `case`, quoted: with the model's real weights, or with random ones for a model that
+    has no others."""
     words = ["zinfer", "run", "--model", case.model, "--engine", case.engine, "--offload", case.offload]
     words += ["--batch-size", str(case.workload.batch_size), "--dtype", case.dtype]
+    words += ["--output-len", str(case.workload.output_len)]
+    if case.model in catalogue_names() and from_catalogue(case.model).hub_id is None:
+        words += ["--load-format", "dummy"]
     if case.layers is not None:
         words += ["--layers", str(case.layers)]
     for key, value in case.options:
         words += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
-    return shlex.join(words)
+    return shlex.join([*words, "--prompt", "Once upon a time"])
 
 
 def _by_batch(points: Points) -> dict[int, Measurement]:
@@ -186,4 +192,4 @@ def _range(values: Sequence[float], form: str) -> str:
 
 
 def _rate(point: Measurement) -> str:
-    return f"{point.output_tok_s:.3g} tok/s at batch {point.case.workload.batch_size}"
+    return f"{figures(point.output_tok_s or 0)} tok/s at batch {point.case.workload.batch_size}"

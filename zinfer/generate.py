@@ -1,10 +1,12 @@
 """Text out of an engine: tokenise, pad left, prefill, decode until every row has ended, turn back into text."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from zinfer.engine.base import Engine, Progress
 from zinfer.frozen import Frozen
@@ -22,9 +24,9 @@ class Sampling(Frozen):
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """The checkpoint's own tokenizer. Raises ModelError where there is none."""
+    """The checkpoint's own tokenizer, or bytes as tokens for dummy weights. Raises ModelError where there is none."""
     if spec.directory is None:
-        raise ModelError(f"{spec.name}: dummy weights have no tokenizer; text needs a checkpoint, give its folder")
+        return byte_tokenizer()
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec.directory, padding_side="left", trust_remote_code=False)
     except (OSError, ValueError, TypeError) as error:
@@ -35,12 +37,23 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """A token for each byte: for dummy weights, whose text means nothing but has to have some length."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0} | {letter: index for index, letter in enumerate(alphabet, start=1)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", padding_side="left")
+
+
 def eos_token_ids(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end a row: of the checkpoint's generation settings, else configuration, else tokenizer."""
     found: Any = None
-    try:
-        found = GenerationConfig.from_pretrained(str(spec.directory)).eos_token_id
-    except OSError:
+    if spec.directory is not None:
+        with suppress(OSError):
+            found = GenerationConfig.from_pretrained(spec.directory).eos_token_id
+    if found is None:
         found = spec.config.get("eos_token_id")
     if found is None:
         found = tokenizer.eos_token_id

@@ -12,7 +12,7 @@ from pydantic import Field
 from zinfer.frozen import Frozen
 from zinfer.machine import Machine
 from zinfer.model import Dtype, ModelSpec
-from zinfer.units import gb, gib
+from zinfer.units import duration, gb, gib
 
 Offload = Literal["none", "cpu", "nvme"]
 LoadFormat = Literal["safetensors", "dummy"]
@@ -256,5 +256,5 @@ def describe(plan: Plan) -> str:
     if plan.nvme.total:
         parts.append(f"nvme {gib(plan.nvme.total)}")
     if plan.step_s is not None:
-        parts.append(f"step >= {plan.step_s:.3g} s ({plan.bound_by})")
+        parts.append(f"step >= {duration(plan.step_s)} ({plan.bound_by})")
     return " · ".join(parts)

@@ -14,7 +14,7 @@ from zinfer.chart import GREY, Sheet, batch_axis, log_axis, looks, series, short
 from zinfer.group import Group, Points, by_load
 from zinfer.plan import Case
 from zinfer.record import Measurement
-from zinfer.units import gb
+from zinfer.units import figures, gb
 
 _SAME_LIMIT = 1.1  # limits closer than this are drawn as one
 
@@ -22,8 +22,8 @@ _SAME_LIMIT = 1.1  # limits closer than this are drawn as one
 def draw(group: Group, points: Points) -> dict[str, Figure]:
     """The figures of a group by name, without those that would have nothing to show."""
     with looks():
-        figures = {figure.__name__: figure(group, points) for figure in (throughput, latency, link)}
-    return {name: figure for name, figure in figures.items() if figure is not None}
+        drawn = {figure.__name__: figure(group, points) for figure in (throughput, latency, link)}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def throughput(group: Group, points: Points) -> Figure | None:
@@ -31,8 +31,8 @@ def throughput(group: Group, points: Points) -> Figure | None:
     top = best(points)
     if top is None or top.output_tok_s is None:
         return None
-    failed = by_load([point for point in points if not point.usable])
-    answer = f"Ringed, the fastest: {top.case.label()}, batch {_batch(top)}, {top.output_tok_s:.3g} tok/s."
+    failed = by_load([point for point in points if point.status != "ok"])
+    answer = f"Ringed, the fastest: {top.case.label()}, batch {_batch(top)}, {figures(top.output_tok_s or 0)} tok/s."
     notes = (answer, f"{group.conditions}{_bars(points)}")
     sheet = Sheet(group, "which engine, at which batch?", notes, strip_rows=len(failed))
     axes = sheet.panels[0]

@@ -9,7 +9,7 @@ from zinfer import analysis
 from zinfer.group import Group, Points
 from zinfer.machine import Machine
 from zinfer.record import Measurement
-from zinfer.units import duration, gb, gib
+from zinfer.units import duration, figures, gb, gib
 
 
 class Section(NamedTuple):
@@ -95,7 +95,7 @@ def _rate(point: Measurement) -> str:
     rate = analysis.spread(point.output_tok_s_samples) if point.usable else None
     if rate is None:
         return ""
-    return f"{rate.mean:.3g}" + (f" ± {rate.half_width:.2g}" if rate.half_width else "")
+    return figures(rate.mean) + (f" ± {figures(rate.half_width, 2)}" if rate.half_width else "")
 
 
 def _point_row(point: Measurement) -> tuple[str, ...]:
@@ -103,7 +103,8 @@ def _point_row(point: Measurement) -> tuple[str, ...]:
     return (
         point.case.label(),
         str(point.case.workload.batch_size),
-        point.status + (f" in {point.stage}" if point.stage else ""),
+        ("fits, not timed" if point.status == "ok" and not ok else point.status)
+        + (f" in {point.stage}" if point.stage else ""),
         _rate(point),
         duration(sum(point.ttft_ms) / len(point.ttft_ms) / 1e3) if ok else "",
         duration(point.tpot_ms / 1e3) if ok and point.tpot_ms else "",

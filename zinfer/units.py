@@ -4,6 +4,7 @@ Files hold bytes, bytes per second and milliseconds; only the screen rounds, and
 """
 
 import re
+from math import floor, log10
 
 _SUFFIXES = {"": 1, "B": 1} | {
     f"{prefix}{mark}B": base**power
@@ -35,12 +36,20 @@ def gib(size: float, digits: int = 1) -> str:
     return f"{size / 2**30:.{digits}f} GiB"
 
 
+def figures(value: float, digits: int = 3) -> str:
+    """A number with `digits` significant digits and never an exponent: ``0.0123``, ``56.7``, ``1,480``."""
+    if value == 0:
+        return "0"
+    places = digits - 1 - floor(log10(abs(value)))
+    return f"{round(value, places):,.{max(places, 0)}f}"
+
+
 def duration(seconds: float) -> str:
     """Seconds in the unit that reads best: ``850 ms``, ``6.41 s``, ``3 min 20 s``, ``2 h 05 min``."""
     if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
+        return f"{figures(seconds * 1e3)} ms"
     if seconds < 60:
-        return f"{seconds:.3g} s"
+        return f"{figures(seconds)} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"

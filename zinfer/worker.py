@@ -25,6 +25,9 @@ from zinfer.record import Effective, Measurement, Status
 
 Notice = Callable[[str, float], None]
 BEAT_SECONDS = 0.2
+# OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
+# as long. Sleeping costs next to nothing.
+_CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def now() -> str:
@@ -65,7 +68,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**os.environ, **(env or {}), "ZINFER_PARENT": str(os.getpid())},
+            env={**_CALM, **os.environ, **(env or {}), "ZINFER_PARENT": str(os.getpid())},
             start_new_session=True,  # ctrl-C is the parent's to handle
         )
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()

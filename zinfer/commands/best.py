@@ -58,7 +58,7 @@ def _show(points: "Points") -> None:
     from rich.text import Text
 
     from zinfer import analysis
-    from zinfer.units import duration, gib
+    from zinfer.units import duration, figures, gib
 
     winner = analysis.best(points)
     if winner is None:
@@ -73,7 +73,7 @@ def _show(points: "Points") -> None:
         cells = (
             point.case.label(),
             str(point.case.workload.batch_size),
-            f"{rate.mean:.3g}" + (f" ± {rate.half_width:.2g}" if rate.half_width else "") if rate else "",
+            figures(rate.mean) + (f" ± {figures(rate.half_width, 2)}" if rate.half_width else "") if rate else "",
             duration(sum(point.ttft_ms) / len(point.ttft_ms) / 1e3),
             duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
             f"{point.link_share:.0%}" if point.link_share else "",

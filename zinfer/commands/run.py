@@ -69,8 +69,8 @@ def command(
     if any(len(values) > 1 for values in settings.values()):
         raise click.UsageError("run takes one value for each option; axes belong to `zinfer sweep`")
     source = find(model, dtype, layers, load_format or "auto", fetch=True)
-    if source.load_format == "dummy":
-        raise ModelError(f"{model}: text needs a tokenizer and real weights; dummy weights are for `zinfer sweep`")
+    if source.load_format == "dummy" and load_format != "dummy":
+        raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
     machine = options.with_nvme(here.this_machine(), nvme_path)
 
     def plan_with(choice: Any) -> Any:

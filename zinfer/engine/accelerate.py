@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: hooks that fetch a module's weights before it runs and drop them after it.
 
-A fetch is a blocking copy on the stream that computes, one weight at a time, and frees the device's cached memory after
-it (`set_module_tensor_to_device`), so nothing overlaps: a step takes the copies, the allocations and the compute together.
+A fetch is a blocking copy, one weight at a time, on the stream that computes, and ends with freeing the device's cached
+memory (`set_module_tensor_to_device`). Nothing overlaps: a step takes copies, allocations and compute together.
 Page-locked memory is what a user can add, and it is worth a factor of six on PCIe; Accelerate pins nothing by itself.
 What stands outside the decoder layers stays on the device, as a user's device map would have it.
 """

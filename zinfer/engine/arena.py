@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
@@ -21,6 +22,13 @@ from zinfer.units import gb
 ALIGNMENT = 256  # bytes; what cuBLAS wants of an operand, and a multiple of every dtype
 PAGE = 4096
 CHUNK = 256 << 20  # bytes one thread touches at a time
+
+# Settings of torch's own pinned allocator for an engine that cannot use an arena: memory is touched by several threads
+# and then registered, without rounding. The best first; a torch that does not know a key refuses the line.
+PINNED_ALLOCATOR = (
+    "pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_max_round_threshold_mb:1",
+    "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
+)
 
 
 @dataclass(frozen=True)
@@ -100,3 +108,29 @@ class HostArena:
             self.pinned = False
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._map = None  # unmapped with its last view; closing it under a live view would raise
+
+
+def set_pinned_allocator() -> str:
+    """Make large blocks of torch's pinned allocator as cheap as this torch can; the settings then in force."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if not torch.cuda.is_available():
+        return settings
+    for wanted in PINNED_ALLOCATOR:
+        with suppress(RuntimeError, ValueError):
+            torch.cuda.memory._set_allocator_settings(f"{settings},{wanted}".strip(","))
+            return f"{settings},{wanted}".strip(",")
+    return settings
+
+
+def pinned_bytes() -> int:
+    """Bytes that torch's pinned allocator holds, its rounding included."""
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+
+
+def empty_pinned_cache() -> None:
+    """Unlock and free the blocks that torch's pinned allocator keeps for reuse."""
+    with suppress(AttributeError, RuntimeError):
+        if torch.cuda.is_available():
+            torch._C._accelerator_emptyHostCache()

@@ -1,12 +1,13 @@
-"""DeepSpeed's ZeRO-Inference: ZeRO stage 3 at world size 1, every weight a block of its own in pinned memory or on NVMe.
+"""DeepSpeed's ZeRO-Inference: ZeRO stage 3 at world size 1, each weight a block of pinned memory or a file on NVMe.
 
-At world size 1 a fetch is `ds_tensor.to(device, non_blocking=True)` on a stream of its own. Before a module runs, the host
-waits for that whole stream, prefetches included, then issues the next bucket: the link idles from each wait until the
-next copy is issued, so few large fetches beat many small ones. What the tuned settings do about it, all by DeepSpeed's
-public means, for decode:
+A fetch is then `ds_tensor.to(device, non_blocking=True)` on a stream of its own. Before a module runs, the host waits
+for that whole stream, prefetches included, and then issues the next bucket: the link idles from each wait until the
+next copy is issued, so few large fetches beat many small ones. What the tuned settings do for decode, all of it by
+DeepSpeed's public means:
 
 * a decoder layer is one ZeRO leaf module: one fetch, one wait and one release a layer, not one for each linear;
-* the prefetch bucket is a layer, and the live parameters allow for it beside the layer that computes;
+* the prefetch bucket is a layer's matrices, and as many live parameters are allowed beside the layer that computes (the
+  example's `stage3_max_live_parameters` is less than one matrix: hardly anything is prefetched);
 * vectors (norms, biases) persist on the device;
 * embeddings and head are partitioned without offload. Offloaded they cross the link every step, tied ones twice: a
   tensor so much larger than `stage3_max_reuse_distance` is dropped between its two uses.
@@ -15,36 +16,28 @@ Source: DeepSpeed 0.19, `runtime/zero/partitioned_param_coordinator.py` and `par
 """
 
 import gc
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stdout, suppress
-from copy import deepcopy
-from pathlib import Path
+from contextlib import redirect_stdout
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zinfer.engine import EngineError
+from zinfer.engine.arena import empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.base import Progress, silent
 from zinfer.engine.decoder import Decoder, scratch
+from zinfer.engine.deepspeed.world import Partition, World, check_async_io
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
 from zinfer.plan import Offload, Plan
 from zinfer.record import Effective
 
-# Settings of torch's pinned allocator that make large blocks cheap, the best first; torch refuses keys it does not know.
-PINNED_ALLOCATOR = (
-    "pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_max_round_threshold_mb:1",
-    "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
-)
-
 
 class DeepSpeed(Decoder):
-    """Every weight on the device (`none`), or partitioned to host memory (`cpu`) or to files under `nvme_path` (`nvme`).
+    """Every weight on the device (`none`), or partitioned to host memory (`cpu`) or to files (`nvme`).
 
     `tuned=False` takes the settings of DeepSpeed's own example (run_model.py of its zero_inference) instead of those
     above. `prefetch_layers` is the size of the prefetch bucket, in decoder layers. Raises EngineError where the system
@@ -62,15 +55,12 @@ class DeepSpeed(Decoder):
         self._engine: Any = None
         self._parameters: dict[str, Any] = {}
         self._fetched = self._streamed_per_step = 0
-        self._allocator = _set_pinned_allocator() if self.device.type == "cuda" else ""
-        self._pinned_before = _pinned_bytes()
-        self._world = _World(self.device)
+        self._allocator = set_pinned_allocator()
+        self._pinned_before = pinned_bytes()
+        self._world = World(self.device)
         try:
             with redirect_stdout(sys.stderr):
                 self._load()
-        except (AssertionError, NotImplementedError) as error:
-            self.close()
-            raise EngineError(f"DeepSpeed cannot run {plan.model.name}: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -87,11 +77,11 @@ class DeepSpeed(Decoder):
             if case.offload != "none" and (name.startswith(f"{stack}.") or not self._options["tuned"])
         }
         if case.offload == "nvme":
-            _check_async_io()
+            check_async_io()
             self._folder = scratch(self.plan.nvme_path)
         config = self._config(layers)
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
-        partition = {True: _Partition(config), False: _Partition(config | {"zero_optimization": zero})}
+        partition = {True: Partition(config), False: Partition(config | {"zero_optimization": zero})}
         for name, tensor in weights(self.model, self.plan.model, case.load_format, self.device, self.progress):
             self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
             partition[name in self._offloaded](self._parameters[name])
@@ -100,7 +90,10 @@ class DeepSpeed(Decoder):
         if self._options["tuned"]:
             deepspeed.utils.set_z3_leaf_modules(self.model, list({type(layer) for layer in layers}))
         buffers = dict(self.model.named_buffers())
-        self._engine = deepspeed.initialize(model=self.model, config=config)[0]
+        try:
+            self._engine = deepspeed.initialize(model=self.model, config=config)[0]
+        except (AssertionError, NotImplementedError, ValueError) as error:
+            raise EngineError(f"DeepSpeed cannot run {self.plan.model.name}: {error}") from error
         for name, buffer in buffers.items():  # DeepSpeed before 0.19 casts them to the weights' type
             owner, _, leaf = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[leaf] = buffer
@@ -175,12 +168,19 @@ class DeepSpeed(Decoder):
             raise
 
     def _recover(self) -> None:
-        """Release what an interrupted forward pass (out of memory, ctrl-C) left fetched, so that the next one can run."""
+        """Release what an interrupted forward pass (out of memory, ctrl-C) left fetched or half fetched, so that the
+        next one can run. DeepSpeed records its trace anew by itself when a forward pass does not match it."""
         from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         del FWD_MODULE_STACK[1:]
-        with suppress(Exception):
-            self._engine.empty_partition_cache()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.model.ds_inflight_param_registry.clear()
+        for parameter in self._parameters.values():
+            if parameter.ds_status == ZeroParamStatus.INFLIGHT:
+                parameter.ds_status = ZeroParamStatus.AVAILABLE
+        self._engine.empty_partition_cache()
 
     def effective(self) -> Effective:
         gpu = host = nvme = 0
@@ -198,7 +198,7 @@ class DeepSpeed(Decoder):
             host_weight_bytes=host,
             nvme_weight_bytes=nvme,
             streamed_bytes_per_step=self._streamed_per_step,
-            pinned_bytes=_pinned_bytes() - self._pinned_before,
+            pinned_bytes=pinned_bytes() - self._pinned_before,
             settings={
                 **self._settings,
                 "leaf_layers": bool(self._options["tuned"]),
@@ -225,66 +225,7 @@ class DeepSpeed(Decoder):
             self._folder.cleanup()
             self._folder = None
         gc.collect()
-        if self.device.type == "cuda":
-            torch._C._accelerator_emptyHostCache()
-
-
-class _World:
-    """What DeepSpeed wants of a process: a process group, of one, and a launcher's environment. `close` puts it back."""
-
-    def __init__(self, device: torch.device) -> None:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # it builds its ops with ninja
-        wanted = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": device.type, "PATH": path}
-        self._kept = {name: os.environ.get(name) for name in wanted}
-        os.environ.update(wanted)
-        with redirect_stdout(sys.stderr):
-            import deepspeed
-
-            for handler in logging.getLogger("DeepSpeed").handlers:
-                if isinstance(handler, logging.StreamHandler):
-                    handler.setStream(sys.stderr)
-            if device.type == "cpu":  # all-reduce through shared memory: a minute to compile, and nobody to reduce with
-                vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
-            self._backend = "nccl" if device.type == "cuda" else "gloo"
-            self._owner = not dist.is_initialized()
-            if self._owner:
-                dist.init_process_group(self._backend, store=dist.HashStore(), rank=0, world_size=1)
-            deepspeed.init_distributed(self._backend, auto_mpi_discovery=False)
-
-    def close(self) -> None:
-        with suppress(ImportError, AttributeError):
-            from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-
-            FWD_MODULE_STACK.clear()
-        if self._owner and dist.is_initialized():
-            import deepspeed
-
-            deepspeed.comm.destroy_process_group()
-        self._owner = False
-        for name, value in self._kept.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        self._kept = {}
-
-
-class _Partition:
-    """`zero.Init` for weights that come one at a time, none of which may be on the device longer than it takes."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._config = config
-        self._first: Any = None
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        """Make `parameter` a ZeRO parameter: its data goes where the configuration says."""
-        if self._first is not None:
-            self._first.convert_to_zero_parameters([parameter])
-            return
-        import deepspeed
-
-        deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=deepcopy(self._config))
-        self._first = parameter
+        empty_pinned_cache()
 
 
 def _bytes(parameter: Any) -> int:
@@ -294,37 +235,11 @@ def _bytes(parameter: Any) -> int:
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration as it is recorded: what matters for speed, and no path of this machine."""
-    zero = dict(config["zero_optimization"])
-    offload = {key: value for key, value in zero.pop("offload_param", {}).items() if key != "nvme_path"}
-    return zero | {f"offload_param.{key}": value for key, value in offload.items()} | config.get("aio", {})
+    zero: dict[str, Any] = dict(config["zero_optimization"])
+    offload = {f"offload_param.{key}": value for key, value in zero.pop("offload_param", {}).items()}
+    offload.pop("offload_param.nvme_path", None)
+    return zero | offload | dict(config.get("aio", {}))
 
 
 def _largest_vector(model: nn.Module) -> int:
     return max((parameter.numel() for parameter in model.parameters() if parameter.dim() == 1), default=0)
-
-
-def _set_pinned_allocator() -> str:
-    """Let torch pin by registering memory that many threads have touched, and without rounding where it can; the
-    settings in force."""
-    inherited = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    for wanted in PINNED_ALLOCATOR:
-        settings = f"{inherited},{wanted}".strip(",")
-        with suppress(RuntimeError, ValueError):
-            torch.cuda.memory._set_allocator_settings(settings)
-            return settings
-    return inherited
-
-
-def _pinned_bytes() -> int:
-    """Bytes torch's allocator holds page-locked, its rounding included."""
-    if not torch.cuda.is_available():
-        return 0
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
-
-
-def _check_async_io() -> None:
-    """Raise EngineError unless DeepSpeed's asynchronous file I/O can be built here."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise EngineError("DeepSpeed's offload nvme needs libaio: apt install libaio-dev, and a C++ compiler")

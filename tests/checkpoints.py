@@ -1,0 +1,55 @@
+"""Tiny random checkpoints in float32, saved as their makers would save them: sharded safetensors and a tokenizer.
+
+Weights are drawn twenty times wider than a fresh model's, so that greedy tokens vary and depend on the prompt.
+"""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 128
+_SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+_SHAPE: dict[str, object] = {"num_hidden_layers": 3, "num_attention_heads": 4}
+_FALCON = _SHAPE | {"alibi": False, "bias": False}
+
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "bloom": {"n_layer": 3, "n_head": 4},
+    "opt": _SHAPE | {"ffn_dim": 128, "max_position_embeddings": 64},
+    "llama": _SHAPE | {"num_key_value_heads": 2, "intermediate_size": 96},
+    "gpt_neox": _SHAPE | {"intermediate_size": 96},
+    "falcon": _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-old": _FALCON | {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True},
+    "qwen2": _SHAPE | {"num_key_value_heads": 2, "intermediate_size": 96, "tie_word_embeddings": True},
+    "mixtral": _SHAPE | {"num_key_value_heads": 2, "intermediate_size": 96, "num_local_experts": 4},
+}
+
+
+def save_checkpoint(architecture: str, directory: Path, hidden_size: int = 64) -> Path:
+    """Make the checkpoint of one of `ARCHITECTURES` in `directory`; the same weights every time."""
+    settings = ARCHITECTURES[architecture] | {"vocab_size": VOCAB_SIZE, "hidden_size": hidden_size}
+    if architecture == "opt":
+        settings["word_embed_proj_dim"] = hidden_size
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(architecture.removesuffix("-old"), **settings, **ids, initializer_range=0.4)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # a token must not be its own successor, as tied embeddings would have it
+        model.get_input_embeddings().weight.mul_(0.1)
+    model.save_pretrained(directory, max_shard_size=model.num_parameters() * 4 // 3)
+    _tokenizer().save_pretrained(directory)
+    return directory
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character: the special ones, printable ASCII, and names for the ids that remain."""
+    words = [*_SPECIAL, *(chr(code) for code in range(32, 127))]
+    words += [f"<{index}>" for index in range(len(words), VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    pad, bos, eos, unk = _SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk, padding_side="left"
+    )

@@ -1,0 +1,177 @@
+"""The commands as a user meets them: each mistake is one message and an exit code, never a traceback."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zinfer.machine import Machine
+from zinfer.probe import slug
+from zinfer.store import read
+
+ROOT = Path(__file__).parents[1]
+TINY = ["-m", "bloom-tiny", "--engine", "stream", "--input-len", "8", "--output-len", "4", "--repeats", "1"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder of a user whose machine was probed already."""
+    machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
+    path = tmp_path / "sweeps" / "results" / slug() / "machine.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(machine.model_dump_json())
+    return tmp_path
+
+
+def zinfer(folder: Path, *words: str, timeout: float = 120, **settings: Any) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "zinfer.cli", *words]
+    settings = {"stdin": subprocess.DEVNULL} | settings
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, check=False, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["sweep"], 2, "say what to measure"),
+        (["sweep", "-m", "bloom-177b"], 2, "did you mean"),
+        (["sweep", "-m", ""], 2, "nothing"),
+        (["sweep", "-m", "someone/some-model"], 2, "someone/some-model"),
+        (["sweep", "-m", "bloom-tiny", "--engine", "warp"], 2, "there are stream, deepspeed, accelerate"),
+        (["sweep", "-m", "bloom-tiny", "--offload", "gpu"], 2, "choose from none, cpu, nvme"),
+        (["sweep", "-m", "bloom-tiny", "--batch-size", "0"], 2, "--batch-size"),
+        (["sweep", "-m", "bloom-tiny", "--batchsize", "1"], 2, "Did you mean '--batch-size'"),
+        (["sweep", "-m", "bloom-tiny", "-O", "ring=3"], 2, "its options: ring_depth"),
+        (["sweep", "-m", "bloom-tiny", "--offload", "nvme"], 2, "--nvme-path"),
+        (["sweep", "-m", "bloom-tiny", "--layers", "99"], 2, "has 8 layers"),
+        (["sweep", "no-such-recipe"], 2, "no recipe sweeps/no-such-recipe.toml"),
+        (["sweep", "-m", "bloom-176b", "--offload", "cpu"], 5, "needs 367.1 GB of host memory"),
+        (["run", "-m", "bloom-tiny"], 2, "no prompt"),
+        (["run", "-m", "bloom-tiny", "-p", "x"], 2, "--load-format dummy"),
+        (["run", "-m", "no/such", "-p", "x"], 2, "no/such"),
+        (["plan", "-m", "bloom-176b", "--machine", "cray-1"], 2, "h100-80gb"),
+        (["best"], 4, "sweeps/results"),
+        (["plot"], 4, "sweeps/results"),
+        (["frobnicate"], 2, "No such command"),
+    ],
+)
+def test_mistakes_get_one_message_and_a_code(folder: Path, words: list[str], code: int, message: str) -> None:
+    result = zinfer(folder, *words)
+    assert result.returncode == code, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) <= 4
+    assert result.stdout == ""
+
+
+def test_debug_shows_the_traceback(folder: Path) -> None:
+    result = zinfer(folder, "--debug", "sweep", "-m", "bloom-177b")
+    assert "Traceback" in result.stderr
+
+
+def test_sweep_to_best_and_back(folder: Path) -> None:
+    """Measure, refuse to overwrite, resume for nothing, show the change, draw and decide."""
+    words = ["sweep", *TINY, "--offload", "none,cpu", "--batch-size", "1,2"]
+    first = zinfer(folder, *words)
+    assert first.returncode == 0, first.stderr
+    path = folder / first.stdout.strip()
+    assert path == folder / "sweeps" / "results" / slug() / "bloom-tiny.jsonl"
+    assert [p.status for p in read(path).points] == ["ok"] * 4
+    assert len(read(path).headers) == 1
+
+    again = zinfer(folder, *words)
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+    resumed = zinfer(folder, *words, "--resume")
+    assert resumed.returncode == 0
+    assert resumed.stderr.count("[recorded]") == 4
+    assert len(read(path).points) == 4
+
+    changed = zinfer(folder, *words[:-1], "1,2,4", "--resume")
+    assert changed.returncode == 6
+    assert "recipe.batch_size: [1, 2] -> [1, 2, 4]" in changed.stderr
+    forced = zinfer(folder, *words[:-1], "1,2,4", "--resume", "--force")
+    assert forced.returncode == 0
+    assert len(read(path).points) == 6
+
+    best = json.loads(zinfer(folder, "best", "--json").stdout)
+    command = best[0]["best"]["command"].split()
+    assert command[:4] == ["zinfer", "run", "--model", "bloom-tiny"]
+    drawn = zinfer(folder, "plot")
+    assert drawn.returncode == 0
+    assert all((folder / line).is_file() for line in drawn.stdout.split())
+    assert len(drawn.stdout.split()) == 6
+    told = zinfer(folder, "report")
+    assert told.returncode == 0, told.stderr
+
+
+def test_the_best_command_runs(folder: Path) -> None:
+    words = ["--engine", "stream", "--offload", "cpu", "--batch-size", "2", "--output-len", "4", "--json"]
+    result = zinfer(folder, "run", "-m", "bloom-tiny", *words, "--load-format", "dummy", "-p", "one", "-p", "another")
+    assert result.returncode == 0, result.stderr
+    texts = json.loads(result.stdout)
+    assert [text["prompt"] for text in texts] == ["one", "another"]
+    assert [len(text["output_ids"]) for text in texts] == [4, 4]
+
+
+def test_dry_run_loads_nothing(folder: Path) -> None:
+    result = zinfer(folder, "sweep", *TINY, "--batch-size", "1,8", "--dry-run")
+    assert result.returncode == 0
+    assert len(result.stdout.splitlines()) == 4
+    assert not list(folder.rglob("*.jsonl"))
+
+
+def test_a_full_disk_keeps_what_was_measured(folder: Path) -> None:
+    words = ["sweep", *TINY, "--offload", "none", "--batch-size", "1,2,4,8", "-o", "r.jsonl"]
+    limit = 2500
+
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    result = zinfer(folder, *words, preexec_fn=lower)
+    assert result.returncode == 5, result.stderr
+    assert "Traceback" not in result.stderr
+    kept = read(folder / "r.jsonl")
+    assert not kept.damaged
+    assert 0 < len(kept.points) < 4
+    resumed = zinfer(folder, *words, "--resume")
+    assert resumed.returncode == 0
+    assert [p.case.workload.batch_size for p in read(folder / "r.jsonl").points] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_keeps_everything_and_says_how_to_go_on(folder: Path, number: int, code: int) -> None:
+    words = ["sweep", *TINY, "--offload", "none", "--batch-size", "1-4096*2", "-o", "r.jsonl"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "zinfer.cli", *words]
+    process = subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    path = folder / "r.jsonl"
+    while time.monotonic() < deadline and not (path.is_file() and read(path).points):
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, stderr
+    assert "--resume" in stderr
+    assert "Traceback" not in stderr
+    statuses = [point.status for point in read(path).points]
+    assert statuses[-1] == "cancelled"
+    assert set(statuses[:-1]) == {"ok"}
+
+
+def test_a_second_sweep_on_the_same_file_waits_for_nobody(folder: Path) -> None:
+    from zinfer.store import Store
+
+    with Store.open(folder / "r.jsonl"):
+        result = zinfer(folder, "sweep", *TINY, "--offload", "none", "--batch-size", "1", "-o", "r.jsonl")
+    assert result.returncode == 5
+    assert len(result.stderr.strip().splitlines()) <= 2

@@ -1,0 +1,105 @@
+"""The clock, with an engine whose steps take a known time."""
+
+import time
+
+import pytest
+import torch
+
+from tests.inline import MACHINE, SPEC
+from zinfer.engine.base import Engine
+from zinfer.measure import WARM_UP_STEPS, Samples, measure, prompts
+from zinfer.plan import Case, Workload, make_plan
+from zinfer.record import Effective, Measurement
+
+WORKLOAD = Workload(batch_size=3, input_len=5, output_len=4)
+CASE = Case(model="fake", engine="stream", offload="none", workload=WORKLOAD)
+
+
+class Metronome(Engine):
+    """Prefill takes 20 ms, a decode step 5; counts what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(make_plan(CASE, SPEC, MACHINE))
+        self.calls: list[str] = []
+        self.released = 0
+        self.raise_at = 0
+
+    def _logits(self, name: str, seconds: float, rows: int) -> torch.Tensor:
+        self.calls.append(name)
+        if len(self.calls) == self.raise_at:
+            raise torch.OutOfMemoryError("out of memory")
+        time.sleep(seconds)
+        return torch.zeros(rows, 64)
+
+    def prefill(self, token_ids: torch.Tensor, attention_mask: torch.Tensor, reserve: int = 0) -> torch.Tensor:
+        assert token_ids.shape == attention_mask.shape == (3, 5)
+        assert reserve == 4
+        return self._logits("prefill", 0.02, len(token_ids))
+
+    def decode(self, token_ids: torch.Tensor) -> torch.Tensor:
+        assert token_ids.shape == (3,)
+        return self._logits("decode", 0.005, len(token_ids))
+
+    def effective(self) -> Effective:
+        return Effective(gpu_weight_bytes=0)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_warm_up_is_not_timed_and_every_step_is() -> None:
+    engine, samples = Metronome(), Samples()
+    measure(engine, WORKLOAD, 64, samples, repeats=2)
+    assert engine.calls == ["prefill", *["decode"] * WARM_UP_STEPS] + ["prefill", *["decode"] * 3] * 2
+    assert engine.released == 1
+    assert len(samples.ttft_ms) == len(samples.step_ms) == 2
+    for first, steps in zip(samples.ttft_ms, samples.step_ms, strict=True):
+        assert first >= 20
+        assert len(steps) == 3
+        assert min(steps) >= 5
+
+
+def test_no_repeats_only_try_whether_it_fits() -> None:
+    engine, samples = Metronome(), Samples()
+    measure(engine, WORKLOAD, 64, samples, repeats=0)
+    assert (samples.status, samples.ttft_ms) == ("ok", [])
+    assert engine.calls == ["prefill", "decode", "decode"]
+
+
+@pytest.mark.parametrize(("raise_at", "stage", "kept"), [(1, "warm-up", 0), (4, "prefill", 0), (9, "decode", 1)])
+def test_what_was_measured_before_an_error_stays(raise_at: int, stage: str, kept: int) -> None:
+    engine, samples = Metronome(), Samples()
+    engine.raise_at = raise_at
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(engine, WORKLOAD, 64, samples, repeats=3)
+    assert samples.stage == stage
+    assert len(samples.ttft_ms) == len(samples.step_ms) == kept
+    assert engine.released == 1
+
+
+def test_repeats_stop_when_enough() -> None:
+    engine, samples = Metronome(), Samples()
+    measure(engine, WORKLOAD, 64, samples, repeats=9, enough=lambda e2e: len(e2e) >= 2)
+    assert len(samples.ttft_ms) == 2
+
+
+def test_prompts_are_the_same_for_everyone_and_within_the_vocabulary() -> None:
+    first, second = prompts(WORKLOAD, 64), prompts(WORKLOAD, 64)
+    assert torch.equal(first, second)
+    assert first.shape == (3, 5)
+    assert 8 <= int(first.min()) <= int(first.max()) < 64
+
+
+def test_rates_are_derived_from_the_samples() -> None:
+    effective = Effective(gpu_weight_bytes=0, streamed_bytes_per_step=10_000_000)
+    point = Measurement(
+        case=CASE, status="ok", machine="m", ttft_ms=(100.0, 300.0), step_ms=((10.0, 10.0, 40.0), (10.0, 10.0, 10.0)),
+        effective=effective, link_bandwidth=2e9,
+    )  # fmt: skip
+    assert point.e2e_ms == (160.0, 330.0)
+    assert point.output_tok_s_samples == (12 / 0.160, 12 / 0.330)
+    assert point.tpot_ms == pytest.approx(15.0)
+    assert point.decode_tok_s == pytest.approx(3 / 0.015)
+    assert point.prefill_tok_s == pytest.approx(15 / 0.2)
+    assert point.h2d_bandwidth == pytest.approx(1e9)
+    assert point.link_share == pytest.approx(0.5)

@@ -1,0 +1,134 @@
+"""Every engine gives exactly the greedy tokens of `transformers.generate`, wherever the weights are."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE
+from zinfer import engine, model
+from zinfer.engine.base import Engine
+from zinfer.machine import Machine
+from zinfer.model import Dtype
+from zinfer.plan import Case, Offload, Option, Workload, make_plan
+
+OUTPUT_LEN = 12
+BATCHES = ((9, 5, 7), (4, 6))  # prompt lengths of two batches, which one engine runs after the other
+MACHINE = Machine(name="test", source="measured", host_bytes=8 << 30, nvme_bytes=8 << 30)
+COMPARED: tuple[tuple[str, Offload], ...] = (
+    ("stream", "none"),
+    ("stream", "cpu"),
+    ("accelerate", "none"),
+    ("accelerate", "cpu"),
+    ("accelerate", "nvme"),
+    ("deepspeed", "none"),
+    ("deepspeed", "cpu"),
+)
+
+
+def prompts(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Random prompts of these lengths, left-padded: token ids and mask, ``[B, max length]`` each."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    token_ids = torch.randint(4, VOCAB_SIZE, (len(lengths), max(lengths)), generator=generator)
+    mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - length for length in lengths]).long()
+    return token_ids * mask, mask
+
+
+@cache
+def reference(directory: Path) -> list[Tensor]:
+    """What `transformers.generate` continues each batch with, ``[B, OUTPUT_LEN]``."""
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    outputs = []
+    for token_ids, mask in map(prompts, BATCHES):
+        whole.generation_config.eos_token_id = None
+        output = whole.generate(token_ids, attention_mask=mask, max_new_tokens=OUTPUT_LEN, do_sample=False)
+        outputs.append(output[:, token_ids.shape[1] :])
+    return outputs
+
+
+def load(
+    name: str, directory: Path, offload: Offload, nvme_path: Path, dtype: Dtype = "float32", **options: Option
+) -> Engine:
+    """The engine `name`, ready, with the checkpoint in `directory`."""
+    case = Case(
+        model=str(directory),
+        engine=name,
+        offload=offload,
+        workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN),
+        dtype=dtype,
+        load_format="safetensors",
+        options=tuple(sorted(options.items())),
+    )
+    plan = make_plan(case, model.from_directory(directory).with_dtype(dtype), MACHINE, str(nvme_path))
+    return engine.load(name)(plan)
+
+
+def greedy(loaded: Engine, lengths: tuple[int, ...]) -> Tensor:
+    """Greedy tokens of one batch, ``[B, OUTPUT_LEN]``."""
+    token_ids, mask = prompts(lengths)
+    tokens = [loaded.prefill(token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
+    while len(tokens) < OUTPUT_LEN:
+        tokens.append(loaded.decode(tokens[-1]).argmax(-1))
+    return torch.stack(tokens, dim=1)
+
+
+def check(loaded: Engine, directory: Path, offload: Offload) -> None:
+    """Two batches give the reference's tokens, and what was streamed is what `offload` promises."""
+    for lengths, expected in zip(BATCHES, reference(directory), strict=True):
+        assert torch.equal(greedy(loaded, lengths), expected)
+        loaded.release()
+    spec, effective = loaded.plan.model, loaded.effective()
+    tiers = effective.gpu_weight_bytes, effective.host_weight_bytes, effective.nvme_weight_bytes
+    assert sum(tiers) >= spec.weight_bytes
+    assert (effective.streamed_bytes_per_step > 0) == (offload != "none")
+    assert (tiers[1] > 0, tiers[2] > 0) == (offload == "cpu", offload == "nvme")
+    if offload != "none":
+        assert 0.95 * spec.streamed_bytes <= effective.streamed_bytes_per_step <= spec.weight_bytes
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_reference_is_worth_comparing_with(architecture: str, checkpoint: Callable[..., Path]) -> None:
+    for output in reference(checkpoint(architecture)):
+        assert len(output.unique()) >= 6
+        assert len({tuple(row.tolist()) for row in output}) == len(output)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "offload"), COMPARED)
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, offload: Offload, architecture: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = checkpoint(architecture)
+    loaded = load(name, directory, offload, tmp_path)
+    try:
+        check(loaded, directory, offload)
+    finally:
+        loaded.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow  # it compiles DeepSpeed's file I/O first
+@pytest.mark.parametrize("architecture", ["bloom", "mixtral"])
+def test_deepspeed_from_files(architecture: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("async_io cannot be built here: libaio-dev is missing")
+    directory = checkpoint(architecture, hidden_size=512)  # smaller tensors stay in host memory
+    loaded = load("deepspeed", directory, "nvme", tmp_path)
+    for lengths, expected in zip(BATCHES, reference(directory), strict=True):
+        assert torch.equal(greedy(loaded, lengths), expected)
+    effective = loaded.effective()
+    loaded.close()
+    assert 0 < effective.nvme_weight_bytes <= effective.streamed_bytes_per_step
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_offload_is_compared() -> None:
+    names = {name for name, _ in COMPARED}
+    claimed = {(name, offload) for name in names for offload in engine.load(name).offloads}
+    assert claimed == {*COMPARED, ("deepspeed", "nvme")}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zinfer.engine.base import Engine, Progress, silent
-from zinfer.plan import Offload, Plan
+from zinfer.plan import Plan
 from zinfer.record import Effective
 
 VOCAB = 64  # as tests.inline.SPEC has it
@@ -19,12 +19,11 @@ TARGET = "tests.fakes:FakeEngine"
 class FakeEngine(Engine):
     """Answers with random logits. Option `fail` names an accident; it happens from batch `at_batch` on, in `stage`."""
 
-    offloads: ClassVar[frozenset[Offload]] = frozenset({"none", "cpu"})
-    options: ClassVar[dict[str, object]] = {"fail": "", "at_batch": 1, "stage": "decode", "step_ms": 0.0}
+    DEFAULTS: ClassVar[dict[str, object]] = {"fail": "", "at_batch": 1, "stage": "decode", "step_ms": 0.0}
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
-        self._options = self.options | dict(plan.case.options)
+        self._options = self.DEFAULTS | self.options
         progress("loading weights", 0.5)
         self._accident("load", 1 << 30)
 

@@ -15,7 +15,7 @@ from zinfer.recipe import Load, Sweep
 from zinfer.record import Effective, Measurement, Status
 from zinfer.source import Source
 from zinfer.store import Header, Store, read
-from zinfer.sweep import FINAL, Events, Location, prepare, run
+from zinfer.sweep import FINAL, Events, prepare, run
 
 MACHINE = Machine(
     name="test", source="measured", gpu_name="fake", gpu_count=1, gpu_bytes=80 << 30, host_bytes=100 << 30
@@ -76,7 +76,7 @@ def run_inline(path: Path, sweep: Sweep, worker: InlineWorker, events: Events | 
     def resolve(_load: Load) -> Source:
         return Source(SPEC, "dummy", "r1")
 
-    jobs = prepare(sweep, MACHINE, resolve, lambda load: Location(load.engine))
+    jobs = prepare(sweep, MACHINE, resolve, lambda load: load.engine)
     with Store.open(path) as store:
         store.append_header(Header(machine="test"))
         return run(sweep, jobs, store, done, events, worker)

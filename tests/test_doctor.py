@@ -7,19 +7,15 @@ from click.testing import CliRunner
 
 from zinfer import hardware
 from zinfer.commands import doctor
-from zinfer.engine import ENGINES, EngineError
+from zinfer.engine import ENGINES, EngineError, Kind
 
 
-class Runs:
-    offloads = frozenset({"cpu", "none"})
-
-
-def refuse(name: str) -> type:
+def refuse(name: str) -> Kind:
     raise EngineError(f"engine {name} needs torch: pip install 'zinfer[engines]'")
 
 
 def test_one_engine_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zinfer.engine.load", lambda name: Runs if name == "stream" else refuse(name))
+    monkeypatch.setattr("zinfer.engine.kind", lambda name: ENGINES[name] if name == "stream" else refuse(name))
     result = CliRunner().invoke(doctor.command, ["--json"])
     rows = {row["name"]: row for row in json.loads(result.stdout)}
     assert result.exit_code == 0
@@ -32,14 +28,14 @@ def test_one_engine_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_engine_is_an_error_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zinfer.engine.load", refuse)
+    monkeypatch.setattr("zinfer.engine.kind", refuse)
     result = CliRunner().invoke(doctor.command, [])
     assert result.exit_code == 5
     assert "cannot run" in result.stdout
 
 
 def test_an_engine_that_fails_to_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> type:
+    def broken(target: str) -> type:
         raise ImportError("libcudart.so.13: cannot open\nshared object file")
 
     monkeypatch.setattr("zinfer.engine.load", broken)
@@ -51,7 +47,7 @@ def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> N
     advice = {row.name: row.advice for row in doctor.package_rows()}
     assert advice["deepspeed"] == "pip install 'zinfer[engines]'"
     assert advice["click"] == "pip install zinfer"
-    monkeypatch.setattr("zinfer.engine.load", refuse)
+    monkeypatch.setattr("zinfer.engine.kind", refuse)
     assert "zinfer[tensorrt-rtx]" in "".join(CliRunner().invoke(doctor.command, []).stdout.split())
 
 

@@ -64,7 +64,7 @@ def load(
         options=tuple(sorted(options.items())),
     )
     plan = make_plan(case, model.from_directory(directory).with_dtype(dtype), MACHINE, str(nvme_path))
-    return engine.load(name)(plan)
+    return engine.load(engine.kind(name).target)(plan)
 
 
 def greedy(loaded: Engine, lengths: tuple[int, ...]) -> Tensor:
@@ -130,5 +130,5 @@ def test_deepspeed_from_files(architecture: str, checkpoint: Callable[..., Path]
 
 def test_every_offload_is_compared() -> None:
     names = {name for name, _ in COMPARED}
-    claimed = {(name, offload) for name in names for offload in engine.load(name).offloads}
+    claimed = {(name, offload) for name in names for offload in engine.kind(name).offloads}
     assert claimed == {*COMPARED, ("deepspeed", "nvme")}

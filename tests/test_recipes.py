@@ -22,14 +22,14 @@ def test_sweep_recipes_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for load in loads:
         spec = model.resolve(load.model, load.dtype, load.layers)
         assert sweep.case(load, "dummy", spec.dtype, next(sweep.lengths())).model == load.model
-        assert load.offload in engine.load(load.engine).offloads
+        assert load.offload in engine.kind(load.engine).offloads
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "engines").glob("*.toml")), ids=lambda path: path.stem)
 def test_engine_recipes_load_and_differ_from_the_defaults(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     recipe = engine_recipe(path.stem)
-    defaults = engine.load(recipe.engine).options
+    defaults = engine.kind(recipe.engine).options
     assert recipe.description
     assert recipe.options
     for key, value in recipe.options.items():

@@ -83,7 +83,6 @@ def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, sta
     asked = case(fail=fail, stage=stage)
     worker = Worker(TARGET, timeout_s=60)
 
-
     def load_and_measure() -> None:
         worker.load(make_plan(asked, SPEC, MACHINE))
         worker.measure(asked, repeats=1, tolerance=0.02)

@@ -130,14 +130,13 @@ def _weights(case: Case, model: ModelSpec) -> tuple[Bytes, Bytes, Bytes]:
     streamed, other, layer = model.streamed_bytes, model.other_bytes, model.layer_bytes
     if case.offload == "none":
         return Bytes(weights=model.weight_bytes), Bytes(), Bytes()
-    if case.engine == "deepspeed":  # every weight is offloaded, each tensor a pinned block of its own
-        rounding = pinned_block(layer // 3) * 3 * model.num_layers - streamed if case.offload == "cpu" else 0
-        on_host = Bytes(weights=streamed + other, overhead=max(rounding, 0))
-        resident = Bytes(buffers=2 * layer + other)
-    elif case.engine == "accelerate":  # one layer at a time, no buffers ahead
-        on_host, resident = Bytes(weights=streamed + other), Bytes(buffers=layer + other)
-    else:
-        on_host, resident = Bytes(weights=streamed), Bytes(weights=other, buffers=2 * layer)
+    # Every engine keeps what stands outside the layers on the device.
+    on_host, resident = Bytes(weights=streamed), Bytes(weights=other, buffers=2 * layer)
+    if case.engine == "deepspeed" and case.offload == "cpu":  # each tensor is a pinned block of its own
+        rounding = pinned_block(layer // 3) * 3 * model.num_layers - streamed
+        on_host = on_host.model_copy(update={"overhead": max(rounding, 0)})
+    elif case.engine == "accelerate":  # one layer at a time, nothing ahead
+        resident = Bytes(weights=other, buffers=layer)
     if case.offload == "nvme":
         return resident, Bytes(buffers=2 * layer), on_host
     return resident, on_host, Bytes()

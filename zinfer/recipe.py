@@ -206,7 +206,7 @@ def engine_recipe(name: str) -> EngineRecipe:
             return EngineRecipe.model_validate(read_toml(path))
         except ValidationError as error:
             raise RecipeError(f"{path}: {_first_problem(error, EngineRecipe)}") from None
-    if name in ENGINES or ":" in name:
+    if name in ENGINES:
         return EngineRecipe(engine=name)
     recipes = [path.stem for path in sorted(ENGINE_RECIPES.glob("*.toml"))]
     raise RecipeError(f"no engine {name!r}; there are {', '.join([*ENGINES, *recipes])}")

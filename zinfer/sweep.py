@@ -7,7 +7,7 @@ Out of memory is a finding, not an accident: it is recorded, and no larger batch
 import signal
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -47,20 +47,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 @dataclass(frozen=True)
-class Location:
-    """An engine as ``module:Class``, and what has to stand in its process's environment before it starts."""
-
-    target: str
-    env: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Job:
     """One load, ready to run: its plan at batch 1, its cases, and where its engine is."""
 
     plan: Plan
     cases: tuple[Case, ...]  # at batch 1, a pair of lengths each
-    location: Location
+    target: str  # the engine, module:Class
     revision: str = ""
 
 
@@ -115,21 +107,21 @@ def prepare(
     sweep: Sweep,
     machine: Machine,
     resolve: Callable[[Load], Source],
-    locate: Callable[[Load], Location | None],
+    locate: Callable[[Load], str | None],
     nvme_path: str | None = None,
 ) -> list[Job]:
     """The sweep's loads with their plans. `resolve` finds a load's model and weights; `locate` its engine, or None for
     an engine that does not have that offload: such a combination is left out."""
     jobs = []
     for load in sweep.loads():
-        location = locate(load)
-        if location is None:
+        target = locate(load)
+        if target is None:
             continue
         source = resolve(load)
         cases = tuple(sweep.case(load, source.load_format, source.spec.dtype, lengths) for lengths in sweep.lengths())
         longest = max(cases, key=lambda case: case.workload.total_len)
         plan = make_plan(longest, source.spec, machine, nvme_path)
-        jobs.append(Job(plan, cases, location, source.revision))
+        jobs.append(Job(plan, cases, target, source.revision))
     return jobs
 
 
@@ -214,10 +206,9 @@ class _Runner:
             if self._worker is None:
                 self._events.loading(self._job)
                 self._worker = self._make_worker(
-                    self._job.location.target,
+                    self._job.target,
                     timeout_s=self._sweep.timeout_s,
                     notice=self._events.progress,
-                    env=self._job.location.env,
                 )
                 refused: Measurement | None = self._worker.load(self._job.plan)
                 if refused is not None:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,7 +57,6 @@ class Worker:
         *,
         timeout_s: float,
         notice: Notice = lambda _what, _share: None,
-        env: Mapping[str, str] | None = None,
         debug: bool = False,
     ) -> None:
         self._target, self._timeout, self._notice = target, timeout_s, notice
@@ -68,7 +67,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**_CALM, **os.environ, **(env or {}), "ZINFER_PARENT": str(os.getpid())},
+            env={**_CALM, **os.environ, "ZINFER_PARENT": str(os.getpid())},
             start_new_session=True,  # ctrl-C is the parent's to handle
         )
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -199,14 +198,14 @@ class _Server:
         }
         try:
             self._beat("starting", 0.0)
-            from zinfer.engine import load
+            from zinfer import engine
             from zinfer.probe import measure_link
 
-            engine_class = load(target)
+            engine_class = engine.load(target)
             import torch
 
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self._facts |= {"versions": versions(engine_class.requires), "link_bandwidth": measure_link(device)}
+            self._facts |= {"versions": versions(self._plan.case.engine), "link_bandwidth": measure_link(device)}
             started = time.monotonic()
             self._engine = engine_class(self._plan, self._beat)
             self._facts["load_s"] = round(time.monotonic() - started, 3)
@@ -319,24 +318,22 @@ def status_of(error: BaseException) -> Status:
     return "crashed"
 
 
-def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Versions of Python, zinfer, torch, CUDA, the driver, and the packages an engine names."""
+def versions(engine_name: str) -> dict[str, str]:
+    """Versions of Python, zinfer, the driver, and the packages that the engine requires."""
     import platform
     from importlib import metadata
 
-    import torch
+    from zinfer.engine import ENGINES
 
     found = {"python": platform.python_version(), "zinfer": __version__}
-    for package in ("torch", *packages):
+    for package in ENGINES[engine_name].requires if engine_name in ENGINES else ("torch",):
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-        with suppress(Exception):
-            import pynvml
+    with suppress(Exception):
+        import pynvml
 
-            pynvml.nvmlInit()
-            found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlInit()
+        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
     return found
 
 

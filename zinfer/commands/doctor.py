@@ -103,13 +103,14 @@ def machine_rows() -> list[Row]:
 
 def engine_rows() -> list[Row]:
     """Every engine: whether it can run here, and if not, why not."""
-    from zinfer.engine import ENGINES, EngineError, load
+    from zinfer.engine import ENGINES, EngineError, kind, load
 
     rows = []
     for name in ENGINES:
         try:
-            offloads = sorted(load(name).offloads)
+            offloads = sorted(kind(name).offloads)
+            load(ENGINES[name].target)  # an installed package may still fail to import
             rows.append(Row("engine", name, f"can run; offload {', '.join(offloads)}"))
-        except (EngineError, ImportError) as error:  # an installed package may still fail to import
+        except (EngineError, ImportError) as error:
             rows.append(Row("engine", name, "cannot run", " ".join(str(error).split())[:200] or type(error).__name__))
     return rows

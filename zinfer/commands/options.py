@@ -126,13 +126,12 @@ def locate(load: Any) -> Any:
     Raises EngineError for an engine that is not there and for options it does not know.
     """
     from zinfer import engine
-    from zinfer.sweep import Location
 
-    kind = engine.load(load.engine)
+    kind = engine.kind(load.engine)
     unknown = [key for key, _ in load.options if key not in kind.options]
     if unknown:
         known = ", ".join(kind.options) or "none"
         raise engine.EngineError(f"engine {load.engine} has no option {unknown[0]!r}; its options: {known}")
     if load.offload not in kind.offloads:
         return None
-    return Location(engine.ENGINES.get(load.engine, load.engine), dict(kind.env))
+    return kind.target

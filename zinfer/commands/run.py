@@ -86,15 +86,13 @@ def command(
     load, plan = next((found for found in map(plan_with, choices) if found[1].fits), plan_with(choices[-1]))
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)
-    location = options.locate(load)
-    if location is None:
+    target = options.locate(load)
+    if target is None:
         raise click.UsageError(f"engine {engine} has no offload {load.offload}")
     size = batch_size or max(1, min(len(texts), plan.max_batch_size))
     with Watch() as watch:
-        watch.loading(sweep.Job(plan, (plan.case,), location))
-        worker = Worker(
-            location.target, timeout_s=timeout_s, notice=watch.progress, env=location.env, debug=bool(debug)
-        )
+        watch.loading(sweep.Job(plan, (plan.case,), target))
+        worker = Worker(target, timeout_s=timeout_s, notice=watch.progress, debug=bool(debug))
         try:
             refused = worker.load(plan)
             if refused is not None:

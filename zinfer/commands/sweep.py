@@ -130,12 +130,13 @@ def _name(recipe: str | None, plan: Any) -> str:
 
 
 def _versions(engines: tuple[str, ...]) -> dict[str, str]:
-    from zinfer import engine
     from zinfer.recipe import engine_recipe
     from zinfer.worker import versions
 
-    kinds = [engine.load(engine_recipe(name).engine) for name in engines]
-    return versions(tuple(sorted({package for kind in kinds for package in kind.requires})))
+    found: dict[str, str] = {}
+    for name in engines:
+        found |= versions(engine_recipe(name).engine)
+    return found
 
 
 def _changes(before: Any, after: Any) -> str:

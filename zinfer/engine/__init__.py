@@ -1,15 +1,52 @@
-"""The ways to run a model. A name stands for an import that happens only when the engine is used."""
+"""The ways to run a model: what each can do, and where its code is.
 
+The table is all that planning and checking need; the code behind it is imported in the process that runs it, because
+that costs seconds and gigabytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module, util
 from typing import TYPE_CHECKING
+
+from zinfer.plan import Offload, Option
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
 
-ENGINES: dict[str, str] = {
-    "stream": "zinfer.engine.stream:Stream",
-    "deepspeed": "zinfer.engine.deepspeed:DeepSpeed",
-    "accelerate": "zinfer.engine.accelerate:Accelerate",
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine as the rest of zinfer knows it."""
+
+    target: str  # module:Class
+    offloads: frozenset[Offload]
+    requires: tuple[str, ...]  # import names, checked before anything is loaded
+    options: Mapping[str, Option] = field(default_factory=dict)  # settings a case may change, with their defaults
+    extra: str = "engines"  # the pip extra that installs what it requires
+
+
+_TRANSFORMERS = ("torch", "transformers", "accelerate", "safetensors")
+
+ENGINES: dict[str, Kind] = {
+    "stream": Kind(
+        "zinfer.engine.stream:Stream",
+        offloads=frozenset({"none", "cpu"}),
+        requires=_TRANSFORMERS,
+        options={"ring_depth": 2},
+    ),
+    "deepspeed": Kind(
+        "zinfer.engine.deepspeed:DeepSpeed",
+        offloads=frozenset({"none", "cpu", "nvme"}),
+        requires=(*_TRANSFORMERS, "deepspeed"),
+        options={"pin_memory": True, "tuned": True, "prefetch_layers": 1},
+    ),
+    "accelerate": Kind(
+        "zinfer.engine.accelerate:Accelerate",
+        offloads=frozenset({"none", "cpu", "nvme"}),
+        requires=_TRANSFORMERS,
+        options={"pin_memory": True},
+    ),
 }
 
 
@@ -17,19 +54,22 @@ class EngineError(ValueError):
     """An engine that cannot be used for what was asked; the message says what to do next."""
 
 
-def load(target: str) -> "type[Engine]":
-    """The engine class behind a name of `ENGINES`, or behind ``module:Class``.
+def kind(name: str) -> Kind:
+    """What is known of the engine `name`, of which everything it requires is installed.
 
-    Raises EngineError when there is no such engine, or when a package it needs is not installed.
+    Raises EngineError when there is no such engine, or when a package is missing.
     """
-    location = ENGINES.get(target, target)
-    module, _, name = location.partition(":")
-    if not name:
-        raise EngineError(f"no engine {target!r}; there are {', '.join(ENGINES)}")
-    if util.find_spec("torch") is None:
-        raise EngineError("no engine can run without torch: pip install 'zinfer[engines]'")
-    engine: type[Engine] = getattr(import_module(module), name)
-    missing = [package for package in engine.requires if util.find_spec(package) is None]
+    if name not in ENGINES:
+        raise EngineError(f"no engine {name!r}; there are {', '.join(ENGINES)}")
+    found = ENGINES[name]
+    missing = [package for package in found.requires if util.find_spec(package) is None]
     if missing:
-        raise EngineError(f"engine {target} needs {', '.join(missing)}: pip install 'zinfer[{engine.extra}]'")
+        raise EngineError(f"engine {name} needs {', '.join(missing)}: pip install 'zinfer[{found.extra}]'")
+    return found
+
+
+def load(target: str) -> "type[Engine]":
+    """The engine class at ``module:Class``, imported now."""
+    module, _, name = target.partition(":")
+    engine: type[Engine] = getattr(import_module(module), name)
     return engine

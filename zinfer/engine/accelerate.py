@@ -7,7 +7,7 @@ What stands outside the decoder layers stays on the device, as a user's device m
 """
 
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any
 
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from accelerate.utils import OffloadedWeightsLoader, offload_weight, save_offload_index
@@ -17,7 +17,7 @@ from zinfer.engine.arena import HostArena, lay_out
 from zinfer.engine.base import Progress, silent
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
-from zinfer.plan import Offload, Plan
+from zinfer.plan import Plan
 from zinfer.record import Effective
 
 
@@ -27,13 +27,8 @@ class Accelerate(Decoder):
     Files are read through the page cache, as Accelerate does it: what fits into free host memory is read from there.
     """
 
-    offloads: ClassVar[frozenset[Offload]] = frozenset({"none", "cpu", "nvme"})
-    requires: ClassVar[tuple[str, ...]] = ("accelerate", "transformers", "safetensors")
-    options: ClassVar[dict[str, object]] = {"pin_memory": True}
-
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
-        self._options = self.options | dict(plan.case.options)
         self._arena: HostArena | None = None
         self._folder: TemporaryDirectory[str] | None = None
         self._offloaded: _Weights | None = None
@@ -57,7 +52,7 @@ class Accelerate(Decoder):
         index: dict[str, dict[str, Any]] = {}
         if case.offload == "cpu":
             blocks, size = lay_out(streamed.items())
-            pin = bool(self._options["pin_memory"]) and self.device.type == "cuda"
+            pin = bool(self.options["pin_memory"]) and self.device.type == "cuda"
             self._arena = HostArena(size, pin, self.progress)
             host = self._arena.views(blocks)
         elif case.offload == "nvme":

@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zinfer.plan import Offload, Plan
+from zinfer.engine import ENGINES
+from zinfer.plan import Plan
 from zinfer.record import Effective
 
 Progress = Callable[[str, float], None]  # what is being done, and the share of it that is done (0 to 1)
@@ -20,14 +21,10 @@ def silent(_what: str, _share: float) -> None:
 class Engine(ABC):
     """A model ready to run. Constructed means loaded; every error of loading is raised by the constructor."""
 
-    offloads: ClassVar[frozenset[Offload]]
-    requires: ClassVar[tuple[str, ...]] = ()  # import names, checked before anything is loaded
-    extra: ClassVar[str] = "engines"  # the pip extra that installs them
-    options: ClassVar[dict[str, object]] = {}  # settings a case may change, with their defaults
-    env: ClassVar[dict[str, str]] = {}  # what its process needs in the environment before torch is imported
-
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         self.plan = plan
+        defaults = ENGINES[plan.case.engine].options if plan.case.engine in ENGINES else {}
+        self.options: dict[str, Any] = {**defaults, **dict(plan.case.options)}
         self.progress = progress
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

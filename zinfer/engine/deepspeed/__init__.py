@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from zinfer.engine.base import Progress, silent
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
-from zinfer.plan import Offload, Plan
+from zinfer.plan import Plan
 from zinfer.record import Effective
 
 
@@ -44,13 +44,8 @@ class DeepSpeed(Decoder):
     lacks what offload `nvme` is built with, or DeepSpeed refuses the model.
     """
 
-    offloads: ClassVar[frozenset[Offload]] = frozenset({"none", "cpu", "nvme"})
-    requires: ClassVar[tuple[str, ...]] = ("deepspeed", "transformers", "accelerate", "safetensors")
-    options: ClassVar[dict[str, object]] = {"pin_memory": True, "tuned": True, "prefetch_layers": 1}
-
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
-        self._options: dict[str, Any] = self.options | dict(plan.case.options)
         self._folder: TemporaryDirectory[str] | None = None
         self._engine: Any = None
         self._parameters: dict[str, Any] = {}
@@ -74,7 +69,7 @@ class DeepSpeed(Decoder):
         self._offloaded = {
             name
             for name, _ in self.model.named_parameters()
-            if case.offload != "none" and (name.startswith(f"{stack}.") or not self._options["tuned"])
+            if case.offload != "none" and (name.startswith(f"{stack}.") or not self.options["tuned"])
         }
         if case.offload == "nvme":
             check_async_io()
@@ -87,7 +82,7 @@ class DeepSpeed(Decoder):
             partition[name in self._offloaded](self._parameters[name])
         install(self.model, self._parameters)
         self._count_fetches()
-        if self._options["tuned"]:
+        if self.options["tuned"]:
             deepspeed.utils.set_z3_leaf_modules(self.model, list({type(layer) for layer in layers}))
         buffers = dict(self.model.named_buffers())
         try:
@@ -102,11 +97,11 @@ class DeepSpeed(Decoder):
 
     def _config(self, layers: nn.ModuleList) -> dict[str, Any]:
         """DeepSpeed's configuration. Sizes in elements; the untuned ones by the formulas of the example."""
-        spec, tuned = self.plan.model, bool(self._options["tuned"])
+        spec, tuned = self.plan.model, bool(self.options["tuned"])
         persistent = _largest_vector(self.model) if tuned else spec.hidden_size
         fetched = [[p.numel() for p in layer.parameters() if p.numel() > persistent] for layer in layers]
         layer = max(map(sum, fetched))
-        bucket = round(layer * float(self._options["prefetch_layers"])) if tuned else 2 * spec.hidden_size**2
+        bucket = round(layer * float(self.options["prefetch_layers"])) if tuned else 2 * spec.hidden_size**2
         zero: dict[str, Any] = {
             "stage": 3,
             "overlap_comm": True,
@@ -122,7 +117,7 @@ class DeepSpeed(Decoder):
             "zero_optimization": zero,
         }
         if self.plan.case.offload != "none":
-            pin = bool(self._options["pin_memory"])
+            pin = bool(self.options["pin_memory"])
             zero["offload_param"] = {"device": self.plan.case.offload, "pin_memory": pin}
         if self._folder is not None:
             zero["offload_param"] |= {
@@ -201,7 +196,7 @@ class DeepSpeed(Decoder):
             pinned_bytes=pinned_bytes() - self._pinned_before,
             settings={
                 **self._settings,
-                "leaf_layers": bool(self._options["tuned"]),
+                "leaf_layers": bool(self.options["tuned"]),
                 "pinned_allocator": self._allocator,
                 "attention": self.model.config._attn_implementation,
             },

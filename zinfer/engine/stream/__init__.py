@@ -5,8 +5,6 @@ over the link bandwidth, provided that a copy is always under way. The ring runs
 across steps: while the head turns the last layer's output into a token, the first layers of the next step are coming.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -14,17 +12,13 @@ from zinfer.engine.arena import Block, HostArena, lay_out
 from zinfer.engine.base import Progress, silent
 from zinfer.engine.decoder import Decoder
 from zinfer.engine.stream.ring import Ring
-from zinfer.engine.weights import decoder_layers, empty_model, weights
-from zinfer.plan import Offload, Plan
+from zinfer.engine.weights import decoder_layers, empty_model, install, weights
+from zinfer.plan import Plan
 from zinfer.record import Effective
 
 
 class Stream(Decoder):
     """All weights on the device (offload `none`), or the decoder layers streamed to it from host memory (`cpu`)."""
-
-    offloads: ClassVar[frozenset[Offload]] = frozenset({"none", "cpu"})
-    requires: ClassVar[tuple[str, ...]] = ("transformers", "accelerate", "safetensors")
-    options: ClassVar[dict[str, object]] = {"ring_depth": 2}
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
@@ -35,21 +29,16 @@ class Stream(Decoder):
         prefix = f"{stack_name}."
         streamed = plan.case.offload == "cpu"
         resident = {
-            name: torch.empty_like(parameter, device=self.device)
+            name: nn.Parameter(torch.empty_like(parameter, device=self.device), requires_grad=False)
             for name, parameter in self.model.named_parameters()
             if not (streamed and name.startswith(prefix))
         }
-        destination = dict(resident)
+        destination: dict[str, Tensor] = dict(resident)
         if streamed:
             destination |= self._make_ring(prefix)
         for name, tensor in weights(self.model, plan.model, plan.case.load_format, self.device, progress):
-            destination[name].copy_(tensor)
-        for name, tensor in resident.items():
-            set_parameter(self.model, name, tensor)
-        self.model.tie_weights()
-        for module in self.model.modules():
-            for leaf, buffer in module._buffers.items():
-                module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
+            destination[name].data.copy_(tensor)
+        install(self.model, resident)
         if self._ring is not None:
             self._ring.start()
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
@@ -63,8 +52,7 @@ class Stream(Decoder):
         for _, size in layouts:
             bases.append(bases[-1] + size)
         self._arena = HostArena(bases[-1], pin=self.device.type == "cuda", progress=self.progress)
-        depth = int(dict(self.plan.case.options).get("ring_depth", self.options["ring_depth"]))  # type: ignore[call-overload]
-        self._ring = Ring(self._arena.memory, bases, depth, self.device)
+        self._ring = Ring(self._arena.memory, bases, int(self.options["ring_depth"]), self.device)
         host: dict[str, Tensor] = {}
         for index, (layer, (blocks, _)) in enumerate(zip(self._layers, layouts, strict=True)):
             views = self._arena.views(blocks, bases[index])
@@ -107,9 +95,3 @@ class Stream(Decoder):
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-
-
-def set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put `tensor` in the place of the parameter `name`."""
-    owner, _, leaf = name.rpartition(".")
-    model.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)

@@ -198,8 +198,8 @@ def test_the_command_is_quoted_and_complete() -> None:
     words = shlex.split(command(asked))
     assert words[:4] == ["zinfer", "run", "--model", "my model; rm"]
     assert " ".join(words[4:]) == (
-        "--engine stream --offload cpu --batch-size 32 --dtype bfloat16 --layers 14 "
-        "--option kv_offload=true --option ring_depth=3"
+        "--engine stream --offload cpu --batch-size 32 --dtype bfloat16 --output-len 32 --layers 14 "
+        "--option kv_offload=true --option ring_depth=3 --prompt Once upon a time"
     )
     assert "--layers" not in command(case(1, layers=None))
     assert "--load-format" not in command(case(1)), "run has no use for dummy weights"

@@ -19,8 +19,13 @@ LoadFormat = Literal["safetensors", "dummy"]
 Option = str | int | float | bool
 
 CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as the driver reports them
+LARGEST_BATCH = 1 << 20  # nobody asks for more
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 HOST_SHARE = 0.97  # of host memory a load may take before it is refused
+# Prompt tokens in one forward pass. A pass streams every weight (2 bytes a parameter) and computes 2 FLOPs a parameter
+# and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
+# model. More than that at once only takes memory, which the KV cache of a larger batch has better use for.
+PREFILL_TOKENS = 8192
 COMPUTE_SHARE = 0.6  # of the matmul rate that prefill reaches in a transformers model
 
 
@@ -114,14 +119,20 @@ def pinned_block(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def prefill_rows(batch_size: int, input_len: int) -> int:
+    """How many sequences of a batch are prefilled in one forward pass."""
+    return min(batch_size, max(1, PREFILL_TOKENS // input_len))
+
+
 def _activations(model: ModelSpec, batch_size: int, length: int) -> int:
     """Peak of one layer's prefill: hidden states, the widest intermediate twice, and eager attention scores for ALiBi
     models, for which transformers has no fused kernel (scores in the weights' type, softmax in float32)."""
-    tokens = batch_size * length
+    rows = prefill_rows(batch_size, length)
+    tokens = rows * length
     wide = 2 * max(model.ffn_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
     flat = tokens * (4 * model.hidden_size + wide) * model.dtype_bytes
     eager = model.architecture == "bloom"
-    scores = batch_size * model.num_heads * length**2 * (model.dtype_bytes * 2 + 4) if eager else 0
+    scores = rows * model.num_heads * length**2 * (model.dtype_bytes * 2 + 4) if eager else 0
     return flat + scores + batch_size * model.vocab_size * (model.dtype_bytes + 4)
 
 
@@ -163,9 +174,6 @@ def make_plan(case: Case, model: ModelSpec, machine: Machine, nvme_path: str | N
     `model` is the spec already sliced to `case.layers`.
     """
     gpu, host, nvme = _tiers(case, model, machine)
-    single, _, _ = _tiers(case.with_batch(1), model, machine)
-    sequence = single.kv_cache + single.activations
-    free = machine.device_bytes - (single.total - sequence) - (0 if machine.gpu_count else host.total)
     prefill_s, step_s, bound_by = _times(case, model, machine)
     shortages = _shortages(case, model, machine)
     return Plan(
@@ -178,10 +186,26 @@ def make_plan(case: Case, model: ModelSpec, machine: Machine, nvme_path: str | N
         prefill_s=prefill_s,
         step_s=step_s,
         bound_by=bound_by,
-        max_batch_size=max(0, free // sequence),
+        max_batch_size=_largest_batch(case, model, machine),
         nvme_path=nvme_path,
         why_not=_why_not(case, model, machine, shortages) if shortages else None,
     )
+
+
+def _largest_batch(case: Case, model: ModelSpec, machine: Machine) -> int:
+    """The largest batch whose bytes the device holds, 0 if none."""
+
+    def fits(batch_size: int) -> bool:
+        gpu, host, _ = _tiers(case.with_batch(batch_size), model, machine)
+        return gpu.total + (0 if machine.gpu_count else host.total) <= machine.device_bytes
+
+    low, high = 0, 1
+    while fits(high) and high < LARGEST_BATCH:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _times(case: Case, model: ModelSpec, machine: Machine) -> tuple[float | None, float | None, str | None]:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from zinfer.machine import Machine
-from zinfer.plan import Case, Plan, make_plan
+from zinfer.plan import LARGEST_BATCH, Case, Plan, make_plan
 from zinfer.recipe import Load, Sweep, auto_factor
 from zinfer.record import Measurement, Status
 from zinfer.source import Source
@@ -24,7 +24,6 @@ FINAL: frozenset[Status] = frozenset(
     {"ok", "oom_gpu", "oom_host", "unsupported", "nan_output", "offload_not_effective"}
 )
 OUT_OF_MEMORY: frozenset[Status] = frozenset({"oom_gpu", "oom_host"})
-LARGEST_BATCH = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def figures(value: float, digits: int = 3) -> str:
     if value == 0:
         return "0"
     places = digits - 1 - floor(log10(abs(value)))
-    return f"{round(value, places):,.{max(places, 0)}f}"
+    text = f"{round(value, places):,.{max(places, 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def duration(seconds: float) -> str:

@@ -28,6 +28,8 @@ BEAT_SECONDS = 0.2
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
 # as long. Sleeping costs next to nothing.
 _CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Batches of many sizes in one process leave gaps that a larger one cannot use, unless blocks may grow.
+_GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def now() -> str:
@@ -67,7 +69,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**_CALM, **os.environ, "ZINFER_PARENT": str(os.getpid())},
+            env={**_CALM, **_GROWING, **os.environ, "ZINFER_PARENT": str(os.getpid())},
             start_new_session=True,  # ctrl-C is the parent's to handle
         )
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()

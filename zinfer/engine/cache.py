@@ -14,39 +14,62 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one decoder layer, ``[B, kv_heads, capacity, head_dim]`` each, filled from the front."""
+    """Keys and values of one decoder layer, ``[B, kv_heads, capacity, head_dim]`` each, filled from the front.
 
-    def __init__(self, capacity: int) -> None:
+    `window` limits what is written and seen to some of the rows, so that a batch can be prefilled a few rows at a time.
+    """
+
+    def __init__(self, batch_size: int, capacity: int) -> None:
         super().__init__()
-        self.capacity = capacity
+        self.batch_size, self.capacity = batch_size, capacity
+        self.rows, self.length = slice(0, batch_size), 0
+
+    def window(self, rows: slice, length: int) -> None:
+        """Go on at position `length` of `rows` only."""
+        self.rows, self.length = rows, length
+        if self.is_initialized:
+            self._show()
+
+    def _show(self) -> None:
+        self.keys, self.values = self._keys[self.rows, :, : self.length], self._values[self.rows, :, : self.length]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
         self._keys, self._values = (
-            torch.empty((*states.shape[:2], self.capacity, states.shape[3]), dtype=self.dtype, device=self.device)
+            torch.empty(
+                (self.batch_size, states.shape[1], self.capacity, states.shape[3]), dtype=self.dtype, device=self.device
+            )
             for states in (key_states, value_states)
         )
-        self.keys, self.values = self._keys[:, :, :0], self._values[:, :, :0]
         self.is_initialized = True
+        self._show()
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self.keys.shape[2]
-        end = start + key_states.shape[2]
-        if end > self.capacity:
-            raise IndexError(f"the KV cache has room for {self.capacity} tokens a sequence, token {end} was decoded")
-        self._keys[:, :, start:end] = key_states
-        self._values[:, :, start:end] = value_states
-        self.keys, self.values = self._keys[:, :, :end], self._values[:, :, :end]
+        start, self.length = self.length, self.length + key_states.shape[2]
+        if self.length > self.capacity:
+            raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
+        self._keys[self.rows, :, start : self.length] = key_states
+        self._values[self.rows, :, start : self.length] = value_states
+        self._show()
         return self.keys, self.values
 
 
-def make_cache(config: PreTrainedConfig, capacity: int) -> Cache:
-    """A cache for `capacity` tokens a sequence. Models whose layers keep another state than keys and values (recurrent,
-    convolutional) get the cache that `transformers` makes for them."""
+def make_cache(config: PreTrainedConfig, batch_size: int, capacity: int) -> Cache:
+    """A cache for `batch_size` sequences of up to `capacity` tokens. Models whose layers keep another state than keys
+    and values (recurrent, convolutional) get the cache that `transformers` makes for them."""
     default = DynamicCache(config=config)
     if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in default.layers):
         return default
-    return Cache(layers=[FixedLayer(capacity) for _ in range(config.get_text_config().num_hidden_layers)])
+    return Cache(layers=[FixedLayer(batch_size, capacity) for _ in range(config.get_text_config().num_hidden_layers)])
+
+
+def show_rows(cache: Cache, rows: slice, length: int) -> bool:
+    """Narrow every layer of `cache` to `rows`, at position `length`; False where the cache is not of our making."""
+    if not all(isinstance(layer, FixedLayer) for layer in cache.layers):
+        return False
+    for layer in cache.layers:
+        layer.window(rows, length)
+    return True

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
-from zinfer.engine.cache import make_cache
+from zinfer.engine.cache import make_cache, show_rows
+from zinfer.plan import prefill_rows
 
 
 class Decoder(Engine):
@@ -46,7 +47,7 @@ class Decoder(Engine):
         self.release()
         token_ids, mask = token_ids.to(self.device), attention_mask.to(self.device)
         batch_size, length = token_ids.shape
-        self._cache = make_cache(self.model.config, length + reserve)
+        self._cache = make_cache(self.model.config, batch_size, length + reserve)
         # Without padding every kernel can use plain causal attention, which needs no [B, 1, S, S] mask.
         self._mask = None if bool(mask.all()) else torch.ones((batch_size, length + reserve), dtype=mask.dtype)
         if self._mask is not None:
@@ -55,7 +56,16 @@ class Decoder(Engine):
         self._length = length
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self._next_position = positions[:, -1:] + 1
-        return self._step(token_ids, positions)
+        at_once = prefill_rows(batch_size, length)
+        if at_once >= batch_size or not show_rows(self._cache, slice(0, at_once), 0):
+            return self._step(token_ids, positions, slice(None))
+        logits = []
+        for start in range(0, batch_size, at_once):
+            rows = slice(start, min(start + at_once, batch_size))
+            show_rows(self._cache, rows, 0)
+            logits.append(self._step(token_ids[rows], positions[rows], rows))
+        show_rows(self._cache, slice(0, batch_size), length)
+        return torch.cat(logits)
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
@@ -63,12 +73,13 @@ class Decoder(Engine):
             raise RuntimeError("decode() before prefill()")
         self._length += 1
         positions, self._next_position = self._next_position, self._next_position + 1
-        return self._step(token_ids[:, None], positions)
+        return self._step(token_ids[:, None], positions, slice(None))
 
-    def _step(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def _step(self, token_ids: Tensor, positions: Tensor, rows: slice) -> Tensor:
+        """One forward pass of `rows`, whose tokens and positions these are; the last position's logits."""
         inputs: dict[str, object] = {
             "input_ids": token_ids,
-            "attention_mask": None if self._mask is None else self._mask[:, : self._length],
+            "attention_mask": None if self._mask is None else self._mask[rows, : self._length],
             "past_key_values": self._cache,
             "use_cache": True,
         }

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zinfer.analysis import Spread, best, spread
+from zinfer.analysis import edges as find_edges
 from zinfer.chart import GREY, Sheet, batch_axis, log_axis, looks, series, shortened
 from zinfer.group import Group, Points, by_load
 from zinfer.plan import Case
@@ -31,6 +32,7 @@ def throughput(group: Group, points: Points) -> Figure | None:
     top = best(points)
     if top is None or top.output_tok_s is None:
         return None
+    points = _shown(points)
     failed = by_load([point for point in points if point.status != "ok"])
     answer = f"Ringed, the fastest: {top.case.label()}, batch {_batch(top)}, {figures(top.output_tok_s or 0)} tok/s."
     notes = (answer, f"{group.conditions}{_bars(points)}")
@@ -45,7 +47,7 @@ def throughput(group: Group, points: Points) -> Figure | None:
     if sheet.strip is not None:
         axes.tick_params(labelbottom=False, bottom=False)
         axes.set_xlabel("")
-        _strip(sheet.strip, failed, list(by_load(points)))
+        _strip(sheet.strip, failed, list(by_load(points)), _sizes(points))
         batch_axis(sheet.strip, _sizes(points))
     return sheet.finish()
 
@@ -143,11 +145,23 @@ def _link_limits(axes: Axes, points: Points) -> list[float]:
     return held
 
 
-def _strip(axes: Axes, failed: dict[Case, tuple[Measurement, ...]], loads: Sequence[Case]) -> None:
+def _shown(points: Points) -> Points:
+    """Without batches that were only tried for fit, and without those that ran out of memory beyond a load's edge."""
+    edges = {edge.load: edge.smallest_oom for edge in find_edges(points)}
+    return tuple(
+        point
+        for point in points
+        if point.usable
+        or (_batch(point) == edges[point.case.load] if point.status.startswith("oom") else point.status != "ok")
+    )
+
+
+def _strip(
+    axes: Axes, failed: dict[Case, tuple[Measurement, ...]], loads: Sequence[Case], sizes_shown: Sequence[int]
+) -> None:
     """A row a load: × where memory ran out, + where it failed for another reason, with the load's name beside it."""
     look = series(loads)
-    everything = [size for own in failed.values() for size in _sizes(own)]
-    middle = (min(everything) * max(everything)) ** 0.5
+    middle = (min(sizes_shown) * max(sizes_shown)) ** 0.5
     for row, (load, own) in enumerate(failed.items()):
         others = sorted({point.status for point in own if not point.status.startswith("oom")})
         for mark, out in (("x", True), ("+", False)):

@@ -3,10 +3,12 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +177,60 @@ def test_a_second_sweep_on_the_same_file_waits_for_nobody(folder: Path) -> None:
         result = zinfer(folder, "sweep", *TINY, "--offload", "none", "--batch-size", "1", "-o", "r.jsonl")
     assert result.returncode == 5
     assert len(result.stderr.strip().splitlines()) <= 2
+
+
+def _spoil(directory: Path, how: str) -> None:
+    shard = sorted(directory.glob("*.safetensors"))[0]
+    index = directory / "model.safetensors.index.json"
+    if how == "missing":
+        shard.unlink()
+    elif how == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    elif how == "oversized":
+        shard.write_bytes(shard.read_bytes() + b"\0" * 100)
+    elif how == "header":
+        shard.write_bytes(b"\xff" * 8 + shard.read_bytes()[8:])
+    elif how == "outside":
+        shard.rename(directory.parent / shard.name)
+        index.write_text(index.read_text().replace(shard.name, f"../{shard.name}"))
+    elif how == "pickled":
+        for path in [*directory.glob("*.safetensors"), index]:
+            path.unlink()
+        (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "is missing"),
+        ("truncated", "is cut off"),
+        ("oversized", "longer than its header says"),
+        ("header", "is not a safetensors file"),
+        ("outside", "shards are .safetensors files of this folder"),
+        ("pickled", "is pickled and is not read"),
+    ],
+)
+def test_spoilt_checkpoints_are_refused_before_loading(
+    folder: Path, checkpoint: Callable[..., Path], how: str, message: str
+) -> None:
+    directory = Path(shutil.copytree(checkpoint("llama"), folder / "model"))
+    _spoil(directory, how)
+    for words in (["sweep", "-m", "model"], ["run", "-m", "model", "-p", "x"]):
+        result = zinfer(folder, *words)
+        assert result.returncode == 2, result.stderr
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_prompts_come_from_options_files_and_stdin(folder: Path, checkpoint: Callable[..., Path]) -> None:
+    (folder / "prompts.txt").write_text("second\n\nthird\n")
+    words = ["run", "-m", str(checkpoint("llama")), "--offload", "cpu", "--output-len", "3", "--json"]
+    result = zinfer(folder, *words, "-p", "first", "--prompt-file", "prompts.txt")
+    assert result.returncode == 0, result.stderr
+    assert [text["prompt"] for text in json.loads(result.stdout)] == ["first", "second", "third"]
+    assert "tok/s" in result.stderr
+    (folder / "stdin.txt").write_text("fourth\n")
+    with (folder / "stdin.txt").open() as stdin:
+        piped = zinfer(folder, *words, stdin=stdin)
+    assert [text["prompt"] for text in json.loads(piped.stdout)] == ["fourth"]
+    assert json.loads(piped.stdout)[0].keys() == {"prompt", "output_ids", "output_text", "finish_reason"}

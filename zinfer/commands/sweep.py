@@ -141,8 +141,11 @@ def _versions(engines: tuple[str, ...]) -> dict[str, str]:
 
 def _changes(before: Any, after: Any) -> str:
     """What differs between two headers, a line each."""
-    old = {"model": before.model_revision, **before.versions, **{f"recipe.{k}": v for k, v in before.recipe.items()}}
-    new = {"model": after.model_revision, **after.versions, **{f"recipe.{k}": v for k, v in after.recipe.items()}}
+    old, new = (
+        {"machine": header.machine, "model": header.model_revision, **header.versions}
+        | {f"recipe.{key}": value for key, value in header.recipe.items()}
+        for header in (before, after)
+    )
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     return "\n".join(f"  {key}: {old.get(key)} -> {new.get(key)}" for key in changed)
 

@@ -1,17 +1,21 @@
 """Real worker processes with an engine that has accidents: each becomes its status, and the next point goes on."""
 
+import gc
+import io
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.fakes import TARGET
+from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from zinfer.plan import Case, Option, Workload, make_plan
 from zinfer.record import Measurement
-from zinfer.worker import Worker, WorkerDied
+from zinfer.worker import Worker, WorkerDied, _Server
 
 
 def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:
@@ -126,3 +130,34 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
     while orphan.exists() and "zombie" not in (orphan / "status").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not orphan.exists() or "zombie" in (orphan / "status").read_text()
+
+
+def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
+    """Else the next batch of a bisection would run out of memory too early."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    class Hungry(FakeEngine):
+        def prefill(self, token_ids: torch.Tensor, attention_mask: torch.Tensor, reserve: int = 0) -> torch.Tensor:
+            scores = torch.zeros(8)
+            held.append(weakref.ref(scores))
+            raise torch.OutOfMemoryError("out of memory")
+
+    server = _Server(io.StringIO())
+    server._plan = make_plan(case(), SPEC, MACHINE)
+    server._engine = Hungry(server._plan)
+    server._facts = {"machine": "test"}
+    gc.disable()
+    try:
+        answer = server._measure(case().model_dump(mode="json"), repeats=1, tolerance=0.02)
+        assert held[0]() is None
+    finally:
+        gc.enable()
+    assert answer["point"]["status"] == "oom_gpu"
+
+
+def test_one_output_token_still_shows_what_a_step_streams() -> None:
+    asked = case().model_copy(update={"workload": Workload(batch_size=1, input_len=4, output_len=1)})
+    worker, _ = start(asked)
+    point = worker.measure(asked, repeats=1, tolerance=0.02)
+    worker.close()
+    assert (point.status, point.step_ms) == ("ok", ((),))

@@ -66,13 +66,12 @@ def measure(
     """
     token_ids = prompts(workload, vocab_size).to(engine.device)
     mask = torch.ones_like(token_ids)
-    steps = workload.output_len - 1
-    total = repeats * (steps + 1)
+    total = repeats * workload.output_len
     with Telemetry(engine.device) as telemetry:
         try:
             beat("warm-up", 0.0)
-            logits = engine.prefill(token_ids, mask, reserve=workload.output_len)
-            for _ in range(min(WARM_UP_STEPS, steps)):
+            logits = engine.prefill(token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
+            for _ in range(WARM_UP_STEPS):  # also where no step is timed: they show what a step streams
                 logits = engine.decode(logits.argmax(-1))
             synchronize(engine.device)
             telemetry.start()

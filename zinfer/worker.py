@@ -212,10 +212,14 @@ class _Server:
             self._engine = engine_class(self._plan, self._beat)
             self._facts["load_s"] = round(time.monotonic() - started, 3)
         except BaseException as error:
-            return self._failure(self._plan.case, error, "load")
+            return self._answer(self._plan.case, _told(error, "load"))
         return {"ready": True}
 
+    def _answer(self, case: Case, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"point": Measurement(case=case, **(self._facts | fields)).model_dump(mode="json")}
+
     def _measure(self, case: dict[str, Any], repeats: int, tolerance: float) -> dict[str, Any]:
+        import gc
         import resource
 
         import torch
@@ -227,6 +231,7 @@ class _Server:
         samples, engine, spec = Samples(), self._engine, self._plan.model
         self._facts["started_at"] = now()
         cuda = engine.device.type == "cuda"
+        gc.collect()
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -235,11 +240,11 @@ class _Server:
             spread = relative_half_width(e2e_ms)
             return spread is not None and spread <= tolerance
 
-        error: BaseException | None = None
+        told: dict[str, Any] = {}
         try:
             measure(engine, asked.workload, spec.vocab_size, samples, repeats=repeats, enough=enough, beat=self._beat)
-        except BaseException as caught:
-            error = caught
+        except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
+            told = _told(error, samples.stage)
         effective: Effective = engine.effective()
         fields: dict[str, Any] = {
             "ttft_ms": samples.ttft_ms,
@@ -251,13 +256,10 @@ class _Server:
         if cuda:
             free, total = torch.cuda.mem_get_info()
             fields |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_used_bytes": total - free}
-        if error is not None:
-            return self._failure(asked, error, samples.stage, fields)
         status: Status = samples.status
         if status == "ok" and asked.offload != "none" and effective.streamed_bytes_per_step == 0:
             status = "offload_not_effective"
-        point = Measurement(case=asked, status=status, **(self._facts | fields))
-        return {"point": point.model_dump(mode="json")}
+        return self._answer(asked, {"status": status} | fields | told)
 
     def _generate(self, prompts: list[str], batch_size: int, sampling: dict[str, Any]) -> dict[str, Any]:
         from zinfer.generate import Sampling, generate
@@ -270,27 +272,14 @@ class _Server:
         except Exception as error:
             return {"status": status_of(error), "error": one_line(error)}
 
-    def _failure(
-        self, case: Case, error: BaseException, stage: str, fields: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        if os.environ.get("ZINFER_DEBUG") == "1":
-            import traceback
 
-            traceback.print_exception(error)
-        told = {"status": status_of(error), "stage": stage, "error": one_line(error)}
-        del error
-        _free_device_memory()
-        point = Measurement(case=case, **(self._facts | (fields or {}) | told))
-        return {"point": point.model_dump(mode="json")}
+def _told(error: BaseException, stage: str) -> dict[str, Any]:
+    """What a record says of an exception; with --debug, stderr gets its traceback."""
+    if os.environ.get("ZINFER_DEBUG") == "1":
+        import traceback
 
-
-def _free_device_memory() -> None:
-    import gc
-
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        traceback.print_exception(error)
+    return {"status": status_of(error), "stage": stage, "error": one_line(error)}
 
 
 def one_line(error: BaseException) -> str:

@@ -14,10 +14,8 @@ from accelerate.utils import OffloadedWeightsLoader, offload_weight, save_offloa
 from torch import Tensor, nn
 
 from zinfer.engine.arena import HostArena, lay_out
-from zinfer.engine.base import Progress, silent
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
-from zinfer.plan import Plan
 from zinfer.record import Effective
 
 
@@ -27,17 +25,10 @@ class Accelerate(Decoder):
     Files are read through the page cache, as Accelerate does it: what fits into free host memory is read from there.
     """
 
-    def __init__(self, plan: Plan, progress: Progress = silent) -> None:
-        super().__init__(plan, progress)
-        self._arena: HostArena | None = None
-        self._folder: TemporaryDirectory[str] | None = None
-        self._offloaded: _Weights | None = None
-        self._streamed_per_step = 0
-        try:
-            self._load()
-        except BaseException:
-            self.close()
-            raise
+    _arena: HostArena | None = None
+    _folder: TemporaryDirectory[str] | None = None
+    _offloaded: "_Weights | None" = None
+    _streamed_per_step = 0
 
     def _load(self) -> None:
         case = self.plan.case

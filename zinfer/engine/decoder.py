@@ -5,6 +5,7 @@ left-padded rows count from their own first token, as `generate` does it.
 """
 
 import inspect
+from abc import abstractmethod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,15 +14,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine
+from zinfer.engine.base import Engine, Progress, silent
 from zinfer.engine.cache import make_cache, show_rows
-from zinfer.plan import prefill_rows
+from zinfer.plan import Plan, prefill_rows
 
 
 class Decoder(Engine):
-    """An engine whose `model` is a `transformers` causal language model. Subclasses set it and call `_ready`."""
+    """An engine whose `model` is a `transformers` causal language model. Subclasses say in `_load` where its weights
+    go, and end it with `_ready`; what `close` frees has a default in the class, as it may be called half-way."""
 
     model: PreTrainedModel
+
+    def __init__(self, plan: Plan, progress: Progress = silent) -> None:
+        super().__init__(plan, progress)
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _load(self) -> None:
+        """Make `model`, with its weights in place."""
 
     def _ready(self) -> None:
         self.model.eval()

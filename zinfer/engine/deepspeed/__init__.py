@@ -28,11 +28,9 @@ from torch import Tensor, nn
 
 from zinfer.engine import EngineError
 from zinfer.engine.arena import empty_pinned_cache, pinned_bytes, set_pinned_allocator
-from zinfer.engine.base import Progress, silent
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
-from zinfer.plan import Plan
 from zinfer.record import Effective
 
 
@@ -44,23 +42,20 @@ class DeepSpeed(Decoder):
     lacks what offload `nvme` is built with, or DeepSpeed refuses the model.
     """
 
-    def __init__(self, plan: Plan, progress: Progress = silent) -> None:
-        super().__init__(plan, progress)
-        self._folder: TemporaryDirectory[str] | None = None
-        self._engine: Any = None
+    _folder: TemporaryDirectory[str] | None = None
+    _world: World | None = None
+    _engine: Any = None
+    _fetched = _streamed_per_step = 0
+
+    def _load(self) -> None:
         self._parameters: dict[str, Any] = {}
-        self._fetched = self._streamed_per_step = 0
         self._allocator = set_pinned_allocator()
         self._pinned_before = pinned_bytes()
         self._world = World(self.device)
-        try:
-            with redirect_stdout(sys.stderr):
-                self._load()
-        except BaseException:
-            self.close()
-            raise
+        with redirect_stdout(sys.stderr):
+            self._initialize()
 
-    def _load(self) -> None:
+    def _initialize(self) -> None:
         import deepspeed
 
         case = self.plan.case
@@ -215,7 +210,8 @@ class DeepSpeed(Decoder):
             self._engine.destroy()
             self._engine = None
         super().close()
-        self._world.close()
+        if self._world is not None:
+            self._world.close()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from zinfer.engine.arena import Block, HostArena, lay_out
-from zinfer.engine.base import Progress, silent
 from zinfer.engine.decoder import Decoder
 from zinfer.engine.stream.ring import Ring
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
-from zinfer.plan import Plan
 from zinfer.record import Effective
 
 
 class Stream(Decoder):
     """All weights on the device (offload `none`), or the decoder layers streamed to it from host memory (`cpu`)."""
 
-    def __init__(self, plan: Plan, progress: Progress = silent) -> None:
-        super().__init__(plan, progress)
-        self._arena: HostArena | None = None
-        self._ring: Ring | None = None
+    _arena: HostArena | None = None
+    _ring: Ring | None = None
+    _streamed_per_step = 0
+
+    def _load(self) -> None:
+        plan = self.plan
         self.model = empty_model(plan.model)
         stack_name, self._layers = decoder_layers(self.model)
         prefix = f"{stack_name}."
@@ -36,13 +36,12 @@ class Stream(Decoder):
         destination: dict[str, Tensor] = dict(resident)
         if streamed:
             destination |= self._make_ring(prefix)
-        for name, tensor in weights(self.model, plan.model, plan.case.load_format, self.device, progress):
+        for name, tensor in weights(self.model, plan.model, plan.case.load_format, self.device, self.progress):
             destination[name].data.copy_(tensor)
         install(self.model, resident)
         if self._ring is not None:
             self._ring.start()
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
-        self._streamed_per_step = 0
         self._ready()
 
     def _make_ring(self, prefix: str) -> dict[str, Tensor]:

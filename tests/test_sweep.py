@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.inline import InlineWorker, run_inline
 from zinfer.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
-from zinfer.record import Status
-from zinfer.store import read
-from zinfer.sweep import Batches, Try, exit_code, listed, to_the_edge
+from zinfer.record import Measurement, Status
+from zinfer.store import Store, read
+from zinfer.sweep import Batches, Interrupted, Try, exit_code, listed, to_the_edge
 
 
 def drive(batches: Batches, edge: int, failure: Status = "oom_gpu") -> list[Try]:
@@ -139,6 +139,29 @@ def test_two_hundred_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     assert kills == 200
     assert finished >= 1
     assert points > 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_points_is_held_back_until_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    append = Store.append
+
+    def interrupted(store: Store, point: Measurement) -> None:
+        if point.case.workload.batch_size == 2:
+            os.kill(os.getpid(), number)
+        append(store, point)
+
+    monkeypatch.setattr(Store, "append", interrupted)
+    worker = InlineWorker(edge=9)
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted) as interrupt:
+        run_inline(tmp_path / "r.jsonl", Sweep(model=("fake",), batch_size=(1, 2, 4, 8)), worker)
+    assert interrupt.value.signal == number
+    points = read(tmp_path / "r.jsonl").points
+    assert [(p.case.workload.batch_size, p.status) for p in points] == [(1, "ok"), (2, "ok"), (4, "cancelled")]
+    assert worker.measured == [1, 2]
+    assert signal.getsignal(number) is before
 
 
 def test_sigint_records_the_point_as_cancelled(tmp_path: Path) -> None:

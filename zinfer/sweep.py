@@ -5,8 +5,8 @@ Out of memory is a finding, not an accident: it is recorded, and no larger batch
 """
 
 import signal
-from collections.abc import Callable, Generator, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -140,9 +140,9 @@ def run(
     known = {point.case: point for point in done if point.status in FINAL}
     events = events or Events()
     points: list[Measurement] = []
-    with _signals():
+    with _Signals() as signals:
         for job in jobs:
-            points += _Runner(sweep, job, store, known, events, make_worker).run()
+            points += _Runner(sweep, job, store, known, events, make_worker, signals).run()
     return points
 
 
@@ -157,9 +157,10 @@ class _Runner:
         known: dict[Case, Measurement],
         events: Events,
         make_worker: Callable[..., Any],
+        signals: "_Signals",
     ) -> None:
         self._sweep, self._job, self._store, self._known, self._events = sweep, job, store, known, events
-        self._make_worker = make_worker
+        self._make_worker, self._signals = make_worker, signals
         self._worker: Any = None
         self._crashes = 0
 
@@ -209,12 +210,14 @@ class _Runner:
                     timeout_s=self._sweep.timeout_s,
                     notice=self._events.progress,
                 )
-                refused: Measurement | None = self._worker.load(self._job.plan)
+                with self._signals.raised():
+                    refused: Measurement | None = self._worker.load(self._job.plan)
                 if refused is not None:
                     self._stop()
                     return refused.model_copy(update={"case": case})
             stage = "measure"
-            point: Measurement = self._worker.measure(case, repeats, self._sweep.tolerance)
+            with self._signals.raised():
+                point: Measurement = self._worker.measure(case, repeats, self._sweep.tolerance)
             if point.status == "crashed":  # a CUDA context that has seen an error is of no use for the next point
                 self._crashes += 1
                 self._stop()
@@ -256,20 +259,39 @@ def _advance(batches: Batches, status: Status | None) -> Try | None:
         return None
 
 
-class _signals:
-    """SIGINT and SIGTERM as the exception Interrupted, while a sweep runs."""
+class _Signals:
+    """SIGINT and SIGTERM while a sweep runs: the exception Interrupted while a worker is waited for, held back until
+    the next such wait everywhere else, so that no record is lost between its measurement and the disk."""
 
-    def __enter__(self) -> None:
-        def interrupt(number: int, _frame: FrameType | None) -> None:
-            raise Interrupted(number)
+    def __init__(self) -> None:
+        self._pending: int | None = None
+        self._waiting = False
 
+    def __enter__(self) -> "_Signals":
         self._before = {}
         with suppress(ValueError):  # not in the main thread: signals are somebody else's
-            self._before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {number: signal.signal(number, self._arrived) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
     def __exit__(self, *_exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        self._waiting = True
+        try:
+            if self._pending is not None:
+                raise Interrupted(self._pending)
+            yield
+        finally:
+            self._waiting = False
+
+    def _arrived(self, number: int, _frame: FrameType | None) -> None:
+        self._pending = number
+        if self._waiting:
+            self._waiting = False  # a second signal does not cut off the record of the first
+            raise Interrupted(number)
 
 
 def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:

@@ -35,6 +35,8 @@ ALLOWED = {
     "zinfer.chart": READERS,
     "zinfer.plot": READERS,
     "zinfer.report": READERS,
+    "zinfer.compare": READERS,
+    "zinfer.export": READERS,
 }
 
 
@@ -71,7 +73,7 @@ def test_the_clock_stands_in_one_place() -> None:
 
 
 def test_torch_is_never_imported_by_what_the_core_install_runs() -> None:
-    core = ["plan", "plot", "report", "best", "models"]
+    core = ["plan", "plot", "report", "best", "models", "compare", "export"]
     script = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['transformers'] = None\n"

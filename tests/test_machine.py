@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from zinfer import machine as machines
-from zinfer.machine import Machine, MachineError, load
+from zinfer.cli import cli
+from zinfer.machine import FIGURES, Machine, MachineError, load, override
 
 
 @pytest.mark.parametrize("name", machines.catalogue_names())
@@ -16,7 +18,7 @@ def test_catalogue_is_sound(name: str) -> None:
     assert machine.note
     assert machine.gpu_count >= 1
     assert machine.gpu_name
-    assert machine.device_bytes == machine.gpu_bytes > 20e9
+    assert machine.device_bytes == machine.gpu_bytes > 15e9
     assert machine.hbm_bandwidth is not None
     assert machine.h2d_bandwidth is not None
     assert machine.matmul_flops is not None
@@ -25,13 +27,36 @@ def test_catalogue_is_sound(name: str) -> None:
     assert 1e14 < machine.matmul_flops < 3e15
     assert (machine.duplex_bandwidth or 0) <= machine.h2d_bandwidth
     assert (machine.pageable_bandwidth or 0) < machine.h2d_bandwidth
-    assert machine.coherent == (machine.h2d_bandwidth > 1e11)
+    assert machine.coherent == (machine.h2d_bandwidth > 1.5e11)
+    assert machine.coherent == (machine.host_bytes is not None), "memory that is sold with the GPU"
+
+
+@pytest.mark.parametrize("name", machines.catalogue_names())
+def test_every_figure_of_the_catalogue_has_a_source(name: str) -> None:
+    machine = load(name)
+    figures = {field for field in FIGURES if getattr(machine, field)}
+    assert set(machine.sources) == figures
+    words = {source.split()[0].rstrip(":") for source in machine.sources.values()}
+    assert words <= {"measured", "datasheet"}
+    assert (machine.source == "measured") == all("zinfer probe" in source for source in machine.sources.values())
+    assert not machine.overridden
+
+
+def test_the_catalogue_holds_what_people_plan_for() -> None:
+    assert {
+        *("v100-16gb", "v100-32gb", "v100-pcie-16gb", "v100-pcie-32gb", "a100-40gb", "a100-80gb", "a100-pcie-40gb"),
+        *("a100-pcie-80gb", "rtx-a6000", "l40s", "rtx-4090", "rtx-5090", "h100-80gb", "h100-pcie-80gb", "h200"),
+        *("gh200-96gb", "gh200-144gb", "b200", "b200-pcie6", "gb200", "mi300x"),
+    } <= set(machines.catalogue_names())
+    assert load("a100-80gb").told("h2d_bandwidth") == "25.2 GB/s (measured by others, PCIe4 x16)"
+    assert load("a100-80gb").told("matmul_flops") == "312 TFLOP/s (datasheet of the A100, dense)"
+    assert load("a100-80gb").told("host_bytes") == "unknown"
 
 
 def test_generations_are_in_order() -> None:
-    names = ("v100-32gb", "a100-40gb", "a100-80gb", "h100-80gb", "h200")
+    names = ("v100-32gb", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "b200")
     bandwidths = [load(name).hbm_bandwidth or 0 for name in names]
-    links = [load(name).h2d_bandwidth or 0 for name in (*names, "gh200-96gb")]
+    links = [load(name).h2d_bandwidth or 0 for name in ("v100-16gb", "l40s", "h100-80gb", "b200-pcie6", "gh200-144gb")]
     assert bandwidths == sorted(bandwidths)
     assert links == sorted(links)
 
@@ -69,3 +94,77 @@ def test_an_unknown_machine_is_refused_with_the_known_ones(tmp_path: Path) -> No
         load("h300")
     with pytest.raises(MachineError, match=r"not a machine\.json"):
         load(tmp_path)
+
+
+def test_a_description_from_before_sources_is_still_read(tmp_path: Path) -> None:
+    old = Machine(name="old", source="measured", gpu_count=1, gpu_bytes=80 << 30, h2d_bandwidth=55e9)
+    (tmp_path / "machine.json").write_text(old.model_dump_json(exclude={"sources"}))
+    assert load(tmp_path) == old
+    assert load(tmp_path).told("h2d_bandwidth") == "55.0 GB/s (measured)"
+
+
+@pytest.mark.parametrize(
+    ("setting", "field", "value"),
+    [
+        ("h2d_bandwidth=200GB/s", "h2d_bandwidth", 200e9),
+        (" h2d_bandwidth = 200 gb ", "h2d_bandwidth", 200e9),
+        ("gpu_bytes=24GiB", "gpu_bytes", 24 << 30),
+        ("host_bytes=1TB", "host_bytes", 1e12),
+        ("matmul_flops=400TFLOP/s", "matmul_flops", 400e12),
+        ("matmul_flops=1.5PFLOPS", "matmul_flops", 1.5e15),
+        ("matmul_flops=4e14", "matmul_flops", 4e14),
+    ],
+)
+def test_a_figure_can_be_replaced_and_says_so(setting: str, field: str, value: float) -> None:
+    before = load("a100-80gb")
+    after = override(before, setting)
+    assert getattr(after, field) == value
+    assert after.overridden == (field,)
+    assert after.told(field).split("(")[1].startswith("set by hand")
+    assert after.model_copy(update={field: getattr(before, field), "sources": before.sources}) == before
+    assert Machine.model_validate_json(after.model_dump_json()) == after
+
+
+def test_a_replaced_figure_keeps_what_stood_there() -> None:
+    told = override(load("a100-80gb"), "h2d_bandwidth=50GB/s").told("h2d_bandwidth")
+    assert told == "50.0 GB/s (set by hand, in place of 25.2 GB/s (measured by others, PCIe4 x16))"
+    assert override(load("a100-80gb"), "host_bytes=1TB").told("host_bytes") == "1000.0 GB (set by hand)"
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("h2d=200GB/s", "one of gpu_bytes, .*matmul_flops"),
+        ("name=x", "one of gpu_bytes"),
+        ("gpu_count=2", "one of gpu_bytes"),
+        ("", "one of gpu_bytes"),
+        ("h2d_bandwidth", "write it as 200GB/s"),
+        ("h2d_bandwidth=fast", "write it as 200GB/s"),
+        ("h2d_bandwidth=-1GB/s", "write it as 200GB/s"),
+        ("h2d_bandwidth=0", "write it as 200GB/s"),
+        ("h2d_bandwidth=1e999", "write it as 200GB/s"),
+        ("h2d_bandwidth=3TFLOP/s", "write it as 200GB/s"),
+        ("gpu_bytes=80GB/s", "write it as 80GB or 24GiB"),
+        ("matmul_flops=400GB/s", "write it as 400TFLOP/s"),
+        ("matmul_flops=nan", "write it as 400TFLOP/s"),
+    ],
+)
+def test_what_is_no_figure_is_refused_in_one_line(setting: str, says: str) -> None:
+    with pytest.raises(MachineError, match=says) as error:
+        override(load("h200"), setting)
+    assert "\n" not in str(error.value)
+
+
+def test_a_plan_is_made_with_what_was_set_and_shows_it() -> None:
+    words = ["plan", "-m", "bloom-176b", "--machine", "a100-80gb", "--offload", "cpu", "--batch-size", "8"]
+    plain = CliRunner().invoke(cli, words)
+    assert plain.exit_code == 0, plain.output
+    assert "a100-80gb: h2d_bandwidth 25.2 GB/s (measured by others, PCIe4 x16)" in plain.stdout
+    words += ["--set", "h2d_bandwidth=50.4GB/s", "--set", "host_bytes=1TB"]
+    changed = CliRunner().invoke(cli, words)
+    assert "a100-80gb*" in changed.stdout
+    assert "h2d_bandwidth 50.4 GB/s (set by hand, in place of 25.2 GB/s" in changed.stdout
+    assert "host_bytes 1000.0 GB (set by hand)" in changed.stdout
+    steps = [json.loads(CliRunner().invoke(cli, [*part, "--json"]).stdout)[0] for part in (words[:-4], words)]
+    assert steps[0]["step_s"] == pytest.approx(2 * steps[1]["step_s"])
+    assert steps[1]["machine"]["sources"]["h2d_bandwidth"].startswith("set by hand")

@@ -16,11 +16,13 @@ VERBS = {
     "best": "Name the best configuration and the command that runs it.",
     "plot": "Draw the figures of a result file.",
     "report": "Write what was measured as a Markdown document.",
+    "compare": "Set two result files side by side; fail on a regression.",
+    "export": "Write result files as CSV, Parquet, Markdown or JSON, a row a point.",
     "doctor": "Check what is installed and what this machine can run.",
 }
 
 # Exit codes; click itself uses 2 for usage errors.
-INTERNAL, USAGE, PARTIAL, NOTHING, ENVIRONMENT, INTEGRITY = 1, 2, 3, 4, 5, 6
+INTERNAL, USAGE, PARTIAL, NOTHING, ENVIRONMENT, INTEGRITY, REGRESSION = 1, 2, 3, 4, 5, 6, 7
 
 
 class Failure(click.ClickException):

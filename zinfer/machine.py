@@ -1,10 +1,14 @@
 """What a machine offers: memory by tier and the bandwidth of the links between the tiers.
 
 Weight streaming lives and dies by one number, host-to-device bandwidth. A datasheet's value is 10-15% above what a copy
-reaches, so a measured machine (`zinfer probe`) always stands before a catalogue entry.
+reaches, so a measured machine (`zinfer probe`) always stands before a catalogue entry, every figure of the catalogue
+says where it is from, and `override` asks "what if the link were ..."::
+
+    override(load("h100-80gb"), "h2d_bandwidth=200GB/s").told("h2d_bandwidth")
 """
 
 import json
+import re
 import tomllib
 from functools import cache
 from importlib.resources import files
@@ -14,6 +18,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from zinfer.frozen import Frozen
+from zinfer.units import figures, gb, parse_bytes
 
 Tier = Literal["gpu", "host", "nvme"]
 
@@ -44,7 +49,8 @@ class Machine(Frozen):
     nvme_bandwidth: float | None = None  # direct-I/O read
     matmul_flops: float | None = None  # dense bf16
     coherent: bool = False  # the link is cache-coherent (NVLink-C2C)
-    note: str = ""  # where the figures come from
+    note: str = ""  # what kind of machine, or what `probe` could not find out
+    sources: dict[str, str] = Field(default_factory=dict)  # figure -> source: "measured ..", "datasheet ..", "set .."
     details: dict[str, Any] = Field(
         default_factory=dict
     )  # what `probe` saw besides: driver, PCIe, NUMA, every block size
@@ -53,6 +59,56 @@ class Machine(Frozen):
     def device_bytes(self) -> int:
         """Memory the weights in use, the KV cache and the activations have to fit into."""
         return self.gpu_bytes if self.gpu_count else (self.host_bytes or 0)
+
+    @property
+    def overridden(self) -> tuple[str, ...]:
+        """The figures that `override` changed."""
+        return tuple(field for field, source in self.sources.items() if source.startswith("set"))
+
+    def told(self, field: str) -> str:
+        """One of `FIGURES` with its unit and where it is from: ``25.2 GB/s (measured by others, PCIe4 x16)``."""
+        value = getattr(self, field)
+        return "unknown" if not value else f"{_text(field, value)} ({self.sources.get(field, self.source)})"
+
+
+FIGURES = tuple(name for name in Machine.model_fields if name.endswith(("_bytes", "_bandwidth", "_flops")))
+
+
+def _text(field: str, value: float) -> str:
+    if field.endswith("_flops"):
+        return f"{figures(value / 1e12, 4)} TFLOP/s"
+    return gb(value) + "/s" * field.endswith("_bandwidth")
+
+
+def override(machine: Machine, setting: str) -> Machine:
+    """`machine` with one figure replaced, as ``h2d_bandwidth=200GB/s``, ``host_bytes=1TiB`` or
+    ``matmul_flops=400TFLOP/s``; its source then says so.
+
+    Raises MachineError for a field that is none of `FIGURES` and for what is no positive quantity of its unit.
+    """
+    field, _, text = (part.strip() for part in setting.partition("="))
+    if field not in FIGURES:
+        raise MachineError(
+            f"{setting!r} sets no figure of a machine: write FIELD=VALUE with one of {', '.join(FIGURES)}"
+        )
+    try:
+        value = _flops(text) if field.endswith("_flops") else parse_bytes(text)
+    except (ValueError, OverflowError):
+        value = 0
+    if value <= 0 or ("/s" in text and field.endswith("_bytes")):
+        unit = {"_bytes": "80GB or 24GiB", "_flops": "400TFLOP/s"}.get(field[field.rindex("_") :], "200GB/s")
+        raise MachineError(f"{setting!r}: {text!r} is no value for {field}: write it as {unit}")
+    known = getattr(machine, field)
+    source = f"set by hand, in place of {machine.told(field)}" if known else "set by hand"
+    return machine.model_copy(update={field: value, "sources": machine.sources | {field: source}})
+
+
+def _flops(text: str) -> int:
+    """FLOP/s of ``400TFLOP/s``, ``400 TFLOPS`` or ``4e14``; the prefixes are those of bytes."""
+    bare = re.sub(r"FLOP(S|/s)?$", "B", text.strip(), flags=re.IGNORECASE)
+    if bare == text.strip() and not re.fullmatch(r"[\d.e]+", bare, re.IGNORECASE):
+        raise ValueError(f"{text!r} is not a rate of operations")
+    return parse_bytes(bare)
 
 
 @cache

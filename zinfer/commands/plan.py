@@ -13,6 +13,10 @@ from zinfer.commands import options
 @click.option(
     "--machine", "machines", type=options.Words(), help="Catalogue names or machine.json files.  [default: this]"
 )
+@click.option(
+    "--set", "settings", multiple=True, metavar="FIELD=VALUE",
+    help="Replace a figure of every machine, as h2d_bandwidth=200GB/s. Repeatable.",
+)  # fmt: skip
 @click.option("--engine", type=options.Words(), default="stream", show_default=True)
 @click.option("--offload", type=options.Words(options.OFFLOADS), default="none,cpu", show_default=True)
 @click.option("--batch-size", type=options.Batches(), default="1,8,32", show_default=True, help="auto: the largest.")
@@ -24,6 +28,7 @@ from zinfer.commands import options
 def command(
     model: tuple[str, ...],
     machines: tuple[str, ...] | None,
+    settings: tuple[str, ...],
     engine: tuple[str, ...],
     offload: tuple[str, ...],
     batch_size: Any,
@@ -38,7 +43,10 @@ def command(
 
     \b
     zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu
+    zinfer plan --model bloom-176b --machine h100-80gb --set h2d_bandwidth=200GB/s --set host_bytes=1TB
     """
+    from functools import reduce
+
     from rich.console import Console
     from rich.table import Table
 
@@ -60,7 +68,9 @@ def command(
         }
     )
     plans: list[Plan] = []
-    for place in [machine.load(name) for name in machines] if machines else [here.this_machine()]:
+    named = [machine.load(name) for name in machines] if machines else [here.this_machine()]
+    places = [reduce(machine.override, settings, place) for place in named]
+    for place in places:
         for load in wanted.loads():
             spec = resolve(load.model, dtype, layers)
             for lengths in wanted.lengths():
@@ -84,7 +94,7 @@ def command(
         times = (plan.prefill_s, plan.step_s, plan.output_tok_s)
         known = fits and None not in times
         table.add_row(
-            plan.machine.name,
+            plan.machine.name + "*" * bool(plan.machine.overridden),
             plan.case.model + (f" ({layers} layers)" if layers else ""),
             plan.case.label(),
             str(plan.case.workload.batch_size),
@@ -96,6 +106,11 @@ def command(
             (plan.bound_by or "-") if fits else "does not fit",
             f"{plan.output_tok_s:.2f}" if known and plan.output_tok_s else "-",
         )
-    Console().print(table)
+    console = Console()
+    # cells are cut to fit a terminal, never a file
+    (console if console.is_terminal else Console(width=160)).print(table)
+    for place in places:
+        told = dict.fromkeys(("h2d_bandwidth", *place.overridden))
+        click.echo(f"{place.name}: " + "; ".join(f"{field} {place.told(field)}" for field in told))
     for reason in dict.fromkeys(plan.why_not for plan in plans if plan.why_not):
         click.echo(reason, err=True)

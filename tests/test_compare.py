@@ -1,0 +1,273 @@
+"""Comparisons whose outcome is known by arithmetic, and the gate that exits 7."""
+
+import json
+from collections.abc import Callable
+from math import sqrt
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.results import case, point
+from zinfer.cli import cli
+from zinfer.commands.compare import AXES, METRICS
+from zinfer.compare import HIGHER_IS_BETTER, CompareError, Metric, compare, value
+from zinfer.plan import Case
+from zinfer.record import Measurement
+from zinfer.store import Store
+
+Files = Callable[..., list[Path]]  # writes a.jsonl and b.jsonl
+
+
+def timed(step_ms: tuple[float, ...], batch_size: int = 1, engine: str = "stream", **fields: object) -> Measurement:
+    """A point whose repeats each take one of `step_ms` a step and for prefill, for 4 tokens."""
+    asked = case(batch_size, engine, output_len=4, **fields)
+    samples = {"ttft_ms": step_ms, "step_ms": tuple((step,) * 3 for step in step_ms)}
+    return point(asked).model_copy(update=samples)
+
+
+def failed(status: str = "oom_gpu", batch_size: int = 1, engine: str = "stream") -> Measurement:
+    return point(case(batch_size, engine, output_len=4), status=status)
+
+
+STEADY, SLOWER, NEARLY = (100.0, 101.0, 99.0), (120.0, 121.0, 119.0), (101.0, 102.0, 100.0)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    def write(*sides: list[Measurement]) -> list[Path]:
+        paths = [tmp_path / f"{letter}.jsonl" for letter in "ab"]
+        for path, points in zip(paths, sides, strict=True):
+            with Store.open(path) as store:
+                for one in points:
+                    store.append(one)
+        return paths
+
+    return write
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(cli, ["compare", *map(str, words)])
+
+
+def test_every_metric_knows_its_sense_and_every_axis_is_a_field() -> None:
+    assert set(METRICS) == set(get_args(Metric)) == set(HIGHER_IS_BETTER)
+    assert set(AXES) == set(Case.model_fields) - {"model", "workload", "layers"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "mean", "noise"),
+    [
+        # three repeats 99, 100, 101 have deviation 1; Student's t for 2 degrees of freedom is 4.303
+        ("ttft_ms", 100, 4.303 / sqrt(3)),
+        ("tpot_ms", 100, 4.303 / sqrt(3)),
+        ("output_tok_s", 80.0027, 80 * 0.04303 / sqrt(3)),
+        ("decode_tok_s", 80, 80 * 0.04303 / sqrt(3)),
+        ("gpu_peak_bytes", 20 << 30, None),
+    ],
+)
+def test_a_value_has_the_confidence_of_its_own_repeats(metric: Metric, mean: float, noise: float | None) -> None:
+    found = value(timed(STEADY, batch_size=8), metric)
+    assert found.mean == pytest.approx(mean, rel=1e-4)
+    assert found.noise == (None if noise is None else pytest.approx(noise, rel=1e-3))
+    assert value(timed((100.0,), batch_size=8), metric).noise is None
+    assert value(failed(), metric).mean is None
+
+
+def test_noise_of_both_sides_adds_in_quadrature() -> None:
+    (change,) = compare([timed(STEADY)], [timed(NEARLY)], "tpot_ms").changes
+    assert change.delta == pytest.approx(1)
+    assert change.relative == pytest.approx(0.01)
+    assert change.noise == pytest.approx(4.303 / sqrt(3) * sqrt(2))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        (timed(STEADY), timed(STEADY), "same"),
+        (timed(STEADY), timed(NEARLY), "noise"),
+        (timed(STEADY), timed(SLOWER), "worse"),
+        (timed(SLOWER), timed(STEADY), "better"),
+        (timed(STEADY), timed((120.0,)), "unknown"),
+        (timed((100.0,)), timed(SLOWER), "unknown"),
+        (timed(STEADY), failed(), "broken"),
+        (timed(STEADY), failed("offload_not_effective"), "broken"),
+        (failed(), timed(STEADY), "fixed"),
+        (failed(), failed("timeout"), "failed"),
+        (timed(STEADY), timed(()), "untimed"),
+        (timed(()), failed(), "broken"),
+    ],
+)
+@pytest.mark.parametrize("metric", ["output_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms"])
+def test_verdicts(before: Measurement, after: Measurement, verdict: str, metric: Metric) -> None:
+    (change,) = compare([before], [after], metric).changes
+    assert change.verdict == verdict
+    assert change.regressed(0.05) == (verdict in ("worse", "unknown", "broken"))
+    assert change.regressed(0.5) == (verdict == "broken")
+
+
+def test_less_memory_is_better_and_its_noise_is_unknown() -> None:
+    more = point(case(1), gpu_peak_bytes=25 << 30)
+    (change,) = compare([point(case(1))], [more], "gpu_peak_bytes").changes
+    assert (change.verdict, change.loss) == ("unknown", 0.25)
+    assert change.regressed(0.2)
+    (change,) = compare([more], [point(case(1))], "gpu_peak_bytes").changes
+    assert change.loss == 0
+
+
+def test_one_generated_token_has_no_decode_to_compare() -> None:
+    one = point(case(1, output_len=1)).model_copy(update={"ttft_ms": (5.0, 6.0), "step_ms": ((), ())})
+    assert compare([one], [one], "tpot_ms").changes[0].verdict == "untimed"
+    assert compare([one], [one]).changes[0].verdict == "same"
+
+
+def test_points_are_matched_by_case_and_the_rest_is_listed() -> None:
+    before = [timed(STEADY, 16), timed(STEADY, 2), timed(STEADY, 4), failed("cancelled", 8)]
+    after = [failed("crashed", 2), timed(STEADY, 2), timed(STEADY, 16), failed(batch_size=64), timed(STEADY, 8)]
+    found = compare(before, after)
+    assert [change.before_case.workload.batch_size for change in found.changes] == [2, 16]
+    assert [change.verdict for change in found.changes] == ["same", "same"], "of equal cases the last one counts"
+    assert [one.case.workload.batch_size for one in found.only_before] == [4]
+    assert [one.case.workload.batch_size for one in found.only_after] == [8, 64]
+
+
+def test_machines_and_versions_that_differ_are_told() -> None:
+    newer = timed(STEADY).model_copy(
+        update={"machine": "h200", "versions": {"zinfer": "0.1.0", "torch": "2.13.0", "cuda": "13"}}
+    )
+    found = compare([timed(STEADY)], [newer])
+    assert found.changes[0].verdict == "same"
+    assert found.differences == (
+        ("machine", "h100", "h200"),
+        ("cuda", "", "13"),
+        ("torch", "2.11.0", "2.13.0"),
+    )
+
+
+def test_engines_are_compared_across_the_axis() -> None:
+    ours, theirs = [timed(STEADY)], [timed(SLOWER, engine="deepspeed")]
+    assert compare(ours, theirs).changes == ()
+    (change,) = compare(ours, theirs, across=("engine",)).changes
+    assert change.label == "stream cpu → deepspeed cpu"
+    assert change.verdict == "worse"
+    with pytest.raises(CompareError, match="stream cpu and deepspeed cpu, which are one case without engine"):
+        compare([*ours, *theirs], ours, across=("engine",))
+
+
+def test_two_machines_on_one_side_are_refused() -> None:
+    other = timed(STEADY, 2).model_copy(update={"machine": "h200"})
+    with pytest.raises(CompareError, match="h100 and h200"):
+        compare([timed(STEADY), other], [])
+
+
+def test_the_table_says_what_is_noise_and_what_is_unknown(files: Files) -> None:
+    a, b = files(
+        [timed(STEADY, 1), timed(STEADY, 2), timed((100.0,), 4), timed(STEADY, 8), timed(STEADY, 32)],
+        [timed(NEARLY, 1), timed(SLOWER, 2), timed(STEADY, 4), failed(batch_size=8), failed(batch_size=64)],
+    )
+    done = run(a, b)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [f"A: {a}", f"B: {b}"]
+    assert "bloom-176b, 14 layers, 512 in / 4 out · dummy weights · bfloat16" in lines
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert [row[1] for row in rows] == ["1", "2", "4", "8"]
+    assert [row[-1] for row in rows] == ["~", "worse", "?", "broken"]
+    assert rows[1][4] == "-16.7%"
+    assert rows[3][2:4] == ["80 tok/s", "oom_gpu"]
+    assert "only in A: stream cpu, batch 32" in lines
+    assert "only in B: stream cpu, batch 64 (oom_gpu)" in lines
+    assert sum(line.startswith(("? one side has a single repeat", "~ within the noise")) for line in lines) == 2
+
+
+def test_versions_stand_in_the_header(files: Files) -> None:
+    older = timed(STEADY).model_copy(update={"versions": {"torch": "2.9.0"}})
+    done = run(*files([older], [timed(STEADY)]))
+    assert "torch: 2.9.0 → 2.11.0" in done.stdout.splitlines()
+    assert "zinfer: unknown → 0.1.0" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("after", "allowed", "code"),
+    [
+        (timed(SLOWER), "5%", 7),
+        (timed(SLOWER), "16%", 7),
+        (timed(SLOWER), "17%", 0),  # 120 ms in place of 100 is a sixth fewer tokens a second
+        (timed(NEARLY), "0%", 0),
+        (timed((102.0,)), "1%", 7),  # of one repeat the noise counts as none
+        (timed((102.0,)), "2.5%", 0),
+        (failed(), "100%", 7),
+        (timed((50.0,)), "0%", 0),
+    ],
+)
+def test_a_regression_exits_seven(files: Files, after: Measurement, allowed: str, code: int) -> None:
+    a, b = files([timed(STEADY)], [after])
+    done = run(a, b, "--fail-on-regression", allowed)
+    assert done.exit_code == code, done.output
+    assert ("1 of 1 points regressed: stream cpu batch 1" in done.stderr) == (code == 7)
+    assert "stream cpu" in done.stdout, "the table comes all the same"
+    assert run(a, b).exit_code == 0
+
+
+def test_json_has_values_noise_and_verdicts(files: Files) -> None:
+    a, b = files([timed(STEADY), timed(STEADY, 4)], [timed(SLOWER), failed(batch_size=2)])
+    done = run(a, b, "--json", "--metric", "tpot_ms", "--fail-on-regression", "5%")
+    assert done.exit_code == 7
+    told = json.loads(done.stdout)
+    (only,) = told.pop("points")
+    assert only["case"]["workload"] == {"batch_size": 1, "input_len": 512, "output_len": 4}
+    assert (only["a"], only["b"], only["change"]) == (100, 120, pytest.approx(0.2))
+    assert (only["verdict"], only["regressed"], only["status_b"]) == ("worse", True, "ok")
+    assert only["noise"] == pytest.approx(sqrt(2) * only["half_width_a"])
+    assert [one["case"]["workload"]["batch_size"] for one in told["only_in_a"] + told["only_in_b"]] == [4, 2]
+    assert (told["metric"], told["higher_is_better"]) == ("tpot_ms", False)
+    assert (told["allowed"], told["regressions"]) == (0.05, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["no.jsonl", "b.jsonl"], 4, "no results in no.jsonl: measure first"),
+        (["empty.jsonl", "b.jsonl"], 4, "no results in empty.jsonl"),
+        (["torn.jsonl", "b.jsonl"], 4, "torn.jsonl:1: not a whole record"),
+        (["a.jsonl", "."], 2, ". is not a results file: name a .jsonl"),
+        (["a.jsonl", "machine.json"], 2, "is not a results file"),
+        (["a.jsonl", "c.jsonl"], 2, "engine is stream in a.jsonl, deepspeed in c.jsonl; try --across engine"),
+        (["a.jsonl", "d.jsonl"], 2, "batch sizes, lengths or combinations of settings differ"),
+        (["two.jsonl", "b.jsonl"], 2, "two.jsonl holds points of h100 and h200"),
+        (["a.jsonl", "b.jsonl", "--fail-on-regression", "5"], 2, "'5' is not a percentage: write 5%"),
+        (["a.jsonl", "b.jsonl", "--fail-on-regression", "-5%"], 2, "is not a percentage"),
+        (["a.jsonl", "b.jsonl", "--metric", "speed"], 2, "output_tok_s"),
+        (["a.jsonl", "b.jsonl", "--across", "model"], 2, "choose from engine, offload"),
+    ],
+)
+def test_mistakes_are_one_message(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files([timed(STEADY)], [timed(STEADY)])
+    with Store.open(Path("c.jsonl")) as store:
+        store.append(timed(STEADY, engine="deepspeed"))
+    with Store.open(Path("d.jsonl")) as store:
+        store.append(timed(STEADY, 2))
+    with Store.open(Path("two.jsonl")) as store:
+        store.append(timed(STEADY))
+        store.append(timed(STEADY, 2).model_copy(update={"machine": "h200"}))
+    Path("empty.jsonl").touch()
+    Path("torn.jsonl").write_text('{"case"')
+    Path("machine.json").write_text("{}")
+    done = run(*words)
+    assert done.exit_code == code, done.output
+    assert says in done.stderr
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) <= 4
+
+
+def test_damaged_lines_are_warned_about_and_the_rest_is_compared(files: Files) -> None:
+    a, b = files([timed(STEADY)], [timed(STEADY)])
+    with b.open("a") as file:
+        file.write("half a rec\n")
+    done = run(a, b)
+    assert done.exit_code == 0
+    assert "left out" in done.stderr

@@ -1,0 +1,233 @@
+"""The flat table: every point a row, every field a column, unknown empty, and nothing that runs in a spreadsheet."""
+
+import csv
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.results import case, point, sweep
+from zinfer.cli import cli
+from zinfer.export import COLUMNS, WRITERS, Table, to_csv, to_json, to_md
+from zinfer.plan import Case, Workload
+from zinfer.record import Effective, Measurement
+from zinfer.store import Store
+
+HAS_PYARROW = importlib.util.find_spec("pyarrow") is not None
+ERROR = "CUDA out of memory | tried\n<b>2 GiB</b>"
+POINTS = [
+    (
+        "a.jsonl",
+        point(case(8, options=(("weight_codec", "lossless"),)), predicted={"step_ms": 1200.5, "ttft_ms": None}),
+    ),
+    ("a.jsonl", point(case(64), status="oom_gpu", stage="prefill", error=ERROR, versions={"zinfer": "0.1.0"})),
+]
+
+
+def export(*words: object) -> Result:
+    return CliRunner().invoke(cli, ["export", *map(str, words)])
+
+
+def read_csv(content: bytes) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(content.decode(), newline="")))
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    with Store.open(tmp_path / "results" / "h100" / "bloom.jsonl") as store:
+        for one in sweep():
+            store.append(one)
+    return tmp_path / "results"
+
+
+def test_every_field_has_a_column() -> None:
+    assert {*Case.model_fields, *Workload.model_fields} - {"workload"} <= set(COLUMNS)
+    assert {f"effective_{name}" for name in Effective.model_fields} <= set(COLUMNS)
+    elsewhere = {"case", "ttft_ms", "step_ms", "effective", "link_bandwidth", "gpu", "versions", "predicted"}
+    assert set(Measurement.model_fields) - elsewhere <= set(COLUMNS)
+    table = Table.of(POINTS)
+    assert tuple(table.columns) == (
+        *COLUMNS, "predicted_step_ms", "predicted_ttft_ms", "version_torch", "version_zinfer",
+    )  # fmt: skip
+
+
+def test_values_are_those_of_the_record() -> None:
+    ours = POINTS[0][1]
+    row, _ = json.loads(to_json(Table.of(POINTS)))
+    assert row["output_tok_s"] == ours.output_tok_s
+    assert row["decode_tok_s"] == ours.decode_tok_s
+    assert row["prefill_tok_s"] == ours.prefill_tok_s
+    assert row["ttft_ms"] == pytest.approx(sum(ours.ttft_ms) / 3)
+    assert row["tpot_ms"] == ours.tpot_ms
+    assert row["e2e_ms"] == pytest.approx(8 * 32 / ours.output_tok_s * 1e3, rel=1e-3)
+    assert row["h2d_bandwidth_bytes_s"] == ours.h2d_bandwidth
+    assert row["link_share"] == ours.link_share
+    assert 0 < row["output_tok_s_half_width"] < row["output_tok_s"]
+    assert 0 < row["tpot_ms_half_width"] < row["tpot_ms"]
+    assert row["options"] == '{"weight_codec": "lossless"}'
+    assert (row["batch_size"], row["input_len"], row["layers"], row["repeats"]) == (8, 512, 14, 3)
+    assert row["effective_streamed_bytes_per_step"] == ours.effective.streamed_bytes_per_step
+    assert (row["predicted_step_ms"], row["predicted_ttft_ms"], row["version_torch"]) == (1200.5, None, "2.11.0")
+
+
+def test_a_failure_is_a_row_of_empty_cells_never_of_zeros() -> None:
+    for rows in (read_csv(to_csv(Table.of(POINTS))), json.loads(to_json(Table.of(POINTS)))):
+        failed = rows[1]
+        assert (failed["status"], failed["stage"], failed["error"]) == ("oom_gpu", "prefill", ERROR)
+        for column in ("output_tok_s", "ttft_ms", "tpot_ms_half_width", "gpu_peak_bytes", "repeats", "options",
+                       "effective_gpu_weight_bytes", "version_torch", "predicted_step_ms"):  # fmt: skip
+            assert failed[column] in ("", None), column
+
+
+def test_rates_of_an_unusable_point_are_left_out() -> None:
+    idle = point(case(8)).model_copy(update={"status": "offload_not_effective"})
+    (row,) = json.loads(to_json(Table.of([("a", idle)])))
+    assert (row["status"], row["output_tok_s"], row["ttft_ms"], row["repeats"]) == (idle.status, None, None, 3)
+
+
+def test_of_equal_cases_the_last_one_counts() -> None:
+    once, again = point(case(8), status="crashed"), point(case(8))
+    table = Table.of([("a", once), ("a", again), ("b", once)])
+    assert [(row[0], row[list(table.columns).index("status")]) for row in table.rows] == [("a", "ok"), ("b", "crashed")]
+
+
+def test_numbers_in_csv_are_exact() -> None:
+    row = read_csv(to_csv(Table.of(POINTS)))[0]
+    assert float(row["output_tok_s"]) == POINTS[0][1].output_tok_s
+    assert row["gpu_peak_bytes"] == str(20 << 30)
+    assert to_csv(Table.of(POINTS)).count(b"\r") == 0
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "  =HYPERLINK(1)", "＝1", "\n=1"])
+def test_no_cell_of_csv_starts_a_formula(text: str) -> None:
+    nasty = point(case(1, model=text), status="crashed", error=text, machine=text, versions={text: text})
+    row = read_csv(to_csv(Table.of([(text, nasty)])))[0]
+    for column in ("file", "model", "error", "machine"):
+        assert row[column] == "'" + text.replace("\r", "\n")
+    assert row["version_" + text.replace("\r", "\n")].startswith("'")
+    assert json.loads(to_json(Table.of([(text, nasty)])))[0]["error"] == text, "JSON runs nowhere and stays as it is"
+
+
+def test_numbers_are_not_touched_by_it() -> None:
+    below = point(case(1)).model_copy(update={"load_s": -1.5})
+    assert read_csv(to_csv(Table.of([("a", below)])))[0]["load_s"] == "-1.5"
+
+
+def test_markdown_has_one_line_a_point_and_no_markup() -> None:
+    nasty = point(case(1, model="a|b`c\\d_e[x](y)"), status="crashed", error="one\n| two\x1b[31m<img src=x>&")
+    lines = to_md(Table.of([*POINTS, ("a.jsonl", nasty)])).decode().splitlines()
+    assert len(lines) == 2 + 3
+    widths = {line.replace("\\\\", "").replace("\\|", "").count("|") for line in lines}
+    assert len(widths) == 1
+    assert "a\\|b\\`c\\\\d\\_e\\[x\\](y)" in lines[4]
+    assert "one \\| two \\[31m&lt;img src=x&gt;&amp;" in lines[4]
+    assert "effective\\_nvme\\_weight\\_bytes" in lines[0]
+    assert "gpu\\_used\\_bytes" not in lines[0], "a column in which nothing stands is left out"
+
+
+def test_the_command_writes_all_points_of_a_folder(results: Path) -> None:
+    done = export(results)
+    assert done.exit_code == 0, done.output
+    rows = read_csv(done.stdout_bytes)
+    assert len(rows) == len(sweep())
+    assert {row["status"] for row in rows} == {"ok", "oom_gpu", "timeout"}
+    assert {row["file"] for row in rows} == {str(results / "h100" / "bloom.jsonl")}
+
+
+def test_the_ending_of_the_output_names_the_format(results: Path, tmp_path: Path) -> None:
+    for ending, start in (
+        ("csv", b"file,machine,"),
+        ("md", b"| file |"),
+        ("json", b"[\n {"),
+        ("txt", b"file,machine,"),
+    ):
+        output = tmp_path / "new" / f"all.{ending}"
+        done = export(results, "-o", output)
+        assert (done.exit_code, done.stdout) == (0, f"{output}\n"), done.output
+        assert output.read_bytes().startswith(start)
+    done = export(results, "-o", tmp_path / "all.csv", "--format", "json")
+    assert len(json.loads((tmp_path / "all.csv").read_bytes())) == len(sweep())
+
+
+def test_files_named_twice_count_once(results: Path) -> None:
+    file = results / "h100" / "bloom.jsonl"
+    done = export(file, file, "--format", "json")
+    assert len(json.loads(done.stdout)) == len(sweep())
+
+
+def test_results_are_never_overwritten(results: Path) -> None:
+    file = results / "h100" / "bloom.jsonl"
+    before = file.read_bytes()
+    done = export(results, "-o", file)
+    assert done.exit_code == 2
+    assert "is one of the result files" in done.stderr
+    assert file.read_bytes() == before
+
+
+def test_damaged_lines_are_warned_about(results: Path) -> None:
+    with (results / "h100" / "bloom.jsonl").open("a") as file:
+        file.write("half a rec\n")
+    done = export(results)
+    assert done.exit_code == 0
+    assert "left out" in done.stderr
+    assert len(read_csv(done.stdout_bytes)) == len(sweep())
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "empty"])
+def test_nothing_to_export_is_one_message(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    done = export(tmp_path / name)
+    assert done.exit_code == 4
+    assert "measure first" in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_output_that_cannot_be_written_is_one_message(results: Path, tmp_path: Path) -> None:
+    done = export(results, "-o", tmp_path)
+    assert done.exit_code == 5
+    assert f"cannot write {tmp_path}" in done.stderr
+
+
+def test_parquet_to_a_terminal_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("zinfer.commands.export.sys", terminal)
+    done = export(results, "--format", "parquet")
+    assert done.exit_code == 2
+    assert "name a file with -o" in done.stderr
+
+
+def test_parquet_without_pyarrow_says_what_to_install(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    done = export(results, "-o", tmp_path / "all.parquet")
+    assert done.exit_code == 5
+    assert "pip install 'pyarrow>=17'" in done.stderr
+    assert not (tmp_path / "all.parquet").exists()
+
+
+@pytest.mark.skipif(not HAS_PYARROW, reason="pyarrow is not installed: pip install 'zinfer[export]'")
+def test_parquet_keeps_types_values_and_nulls(results: Path) -> None:
+    import pyarrow.parquet
+
+    done = export(results, "--format", "parquet")
+    assert done.exit_code == 0, done.output
+    found = pyarrow.parquet.read_table(io.BytesIO(done.stdout_bytes))
+    assert found.to_pylist() == json.loads(export(results, "--format", "json").stdout)
+    types = {name: str(found.schema.field(name).type) for name in ("model", "batch_size", "tpot_ms", "gpu_used_bytes")}
+    assert types == {"model": "string", "batch_size": "int64", "tpot_ms": "double", "gpu_used_bytes": "int64"}
+
+
+@pytest.mark.skipif(not HAS_PYARROW, reason="pyarrow is not installed: pip install 'zinfer[export]'")
+def test_failures_alone_have_the_same_types_in_parquet() -> None:
+    import pyarrow.parquet
+
+    tables = [pyarrow.parquet.read_table(io.BytesIO(WRITERS["parquet"](Table.of([one])))) for one in POINTS]
+    shared = set(tables[0].column_names) & set(tables[1].column_names)
+    assert shared >= set(COLUMNS)
+    assert all(tables[0].schema.field(name) == tables[1].schema.field(name) for name in shared)

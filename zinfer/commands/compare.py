@@ -1,0 +1,213 @@
+"""`zinfer compare`: two result files side by side, and whether the second is worse than the first beyond noise."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zinfer.commands import options
+
+if TYPE_CHECKING:
+    from zinfer.compare import Change, Comparison, Metric, Verdict
+    from zinfer.record import Measurement
+
+METRICS = ("output_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes")
+AXES = ("engine", "offload", "gpu_weights", "options", "dtype", "load_format")
+
+
+class Share(click.ParamType[float]):
+    """A percentage, as a share."""
+
+    name = "PERCENT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", str(value))
+        if match is None:
+            self.fail(f"{value!r} is not a percentage: write 5%", param, ctx)
+        return float(match[1]) / 100
+
+
+@click.command("compare", short_help="Set two result files side by side; fail on a regression.")
+@click.argument("before", metavar="A", type=click.Path(path_type=Path))
+@click.argument("after", metavar="B", type=click.Path(path_type=Path))
+@click.option(
+    "--metric", type=click.Choice(METRICS), default="output_tok_s", show_default=True, help="What to compare."
+)
+@click.option("--across", type=options.Words(AXES), help="Match cases that differ in these: engine,offload,options,..")
+@click.option(
+    "--fail-on-regression", "allowed", type=Share(), metavar="PERCENT",
+    help="Exit 7 if a point is worse by more than this, as 5%, and by more than noise, or fails in B only.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    before: Path, after: Path, metric: "Metric", across: tuple[str, ...] | None, allowed: float | None, as_json: bool
+) -> None:
+    """Compare result file B with A, case by case. The machine is no part of a case: files of different machines or
+    versions can be compared, and what differs is said first.
+
+    A change is noise (~) if it lies within the 95% confidence of both sides' repeats. From a single repeat the noise is
+    unknown (?): such a change is called neither better nor worse, but --fail-on-regression counts its noise as zero.
+
+    \b
+    zinfer compare main.jsonl branch.jsonl --fail-on-regression 5%
+    zinfer compare stream.jsonl deepspeed.jsonl --across engine --metric tpot_ms
+    """
+    import json
+
+    from zinfer.cli import REGRESSION, Failure
+    from zinfer.compare import CompareError, compare
+
+    ours, theirs, axes = _points(before), _points(after), across or ()
+    for path, side in ((before, ours), (after, theirs)):
+        try:
+            compare(side, (), metric, axes)
+        except CompareError as error:
+            raise Failure(f"{path} {error}") from error
+    found = compare(ours, theirs, metric, axes)
+    if not found.changes:
+        raise Failure(_nothing_common(before, after, found))
+    worse = [] if allowed is None else [change for change in found.changes if change.regressed(allowed)]
+    if as_json:
+        click.echo(json.dumps(_summary(before, after, metric, found, allowed, worse), indent=1))
+    else:
+        _show(before, after, metric, found)
+    if worse:
+        which = ", ".join(f"{change.label} batch {change.after_case.workload.batch_size}" for change in worse[:3])
+        more = f" and {len(worse) - 3} more" if len(worse) > 3 else ""
+        raise Failure(f"{len(worse)} of {len(found.changes)} points regressed: {which}{more}", REGRESSION)
+
+
+def _points(path: Path) -> "tuple[Measurement, ...]":
+    from zinfer.cli import ENVIRONMENT, NOTHING, Failure
+    from zinfer.store import Records, StoreError, read
+
+    if path.is_dir() or path.suffix != ".jsonl":
+        raise Failure(f"{path} is not a results file: name a .jsonl, such as sweeps/results/<machine>/<sweep>.jsonl")
+    try:
+        records = read(path) if path.exists() else Records()
+    except StoreError as error:
+        raise Failure(str(error), ENVIRONMENT) from error
+    if not records.points:
+        lost = f" ({records.warning})" if records.warning else ""
+        raise Failure(f"no results in {path}{lost}: measure first, with `zinfer sweep`", NOTHING)
+    if records.warning:
+        click.echo(records.warning, err=True)
+    return records.points
+
+
+def _nothing_common(before: Path, after: Path, found: "Comparison") -> str:
+    """The refusal, with the first field in which the sides have no value in common."""
+    from zinfer.plan import Case
+
+    sides = [[point.case for point in points] for points in (found.only_before, found.only_after)]
+    for field in (name for name in Case.model_fields if name != "workload"):
+        ours, theirs = ({str(getattr(case, field) or "none") for case in side} for side in sides)
+        if not ours & theirs:
+            across = f"; try --across {field}" if field in AXES else ""
+            there = [" or ".join(sorted(values)[:4]) or "no finished point" for values in (ours, theirs)]
+            return f"no case is in both files: {field} is {there[0]} in {before}, {there[1]} in {after}{across}"
+    return f"no case is in both {before} and {after}: their batch sizes, lengths or combinations of settings differ"
+
+
+def _show(before: Path, after: Path, metric: "Metric", found: "Comparison") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from zinfer.compare import HIGHER_IS_BETTER
+
+    click.echo(f"A: {before}\nB: {after}")
+    for name, ours, theirs in found.differences:
+        click.echo(f"{name}: {ours or 'unknown'} → {theirs or 'unknown'}")
+    console = Console()
+    console = console if console.is_terminal else Console(width=160)  # cells are cut to fit a terminal, never a file
+    sense = "higher" if HIGHER_IS_BETTER[metric] else "lower"
+    sections: dict[str, list[Change]] = {}
+    for change in found.changes:
+        sections.setdefault(_title(change), []).append(change)
+    for title, changes in sections.items():
+        click.echo(f"\n{title}\n{metric}, {sense} is better")
+        table = Table("configuration", "batch", "A", "B", "change", "noise", "")
+        for change in changes:
+            cells = (change.label, str(change.after_case.workload.batch_size), *_cells(change, metric))
+            table.add_row(*map(Text, cells))
+        console.print(table)
+    verdicts = {change.verdict for change in found.changes}
+    if "unknown" in verdicts:
+        click.echo("? one side has a single repeat, so its noise is unknown: measure with --repeats 3 or more")
+    if "noise" in verdicts:
+        click.echo("~ within the noise of the repeats (95% confidence)")
+    for letter, points in (("A", found.only_before), ("B", found.only_after)):
+        for point in points:
+            status = "" if point.status == "ok" else f" ({point.status})"
+            click.echo(f"only in {letter}: {point.case.label()}, batch {point.case.workload.batch_size}{status}")
+
+
+def _title(change: "Change") -> str:
+    case = change.after_case
+    part = "" if case.layers is None else f", {case.layers} layers"
+    weights = "dummy weights" if case.load_format == "dummy" else "weights of the checkpoint"
+    lengths = f"{case.workload.input_len} in / {case.workload.output_len} out"
+    return f"{case.model}{part}, {lengths} · {weights} · {case.dtype}"
+
+
+def _cells(change: "Change", metric: "Metric") -> tuple[str, ...]:
+    """Before, after, change, noise and a word for it."""
+    marks: dict[Verdict, str] = {"noise": "~", "unknown": "?", "same": "=", "untimed": "not timed"}
+    mark = marks.get(change.verdict, change.verdict)
+    sides = [
+        status if status != "ok" else "" if value.mean is None else _amount(value.mean, metric)
+        for status, value in ((change.before_status, change.before), (change.after_status, change.after))
+    ]
+    relative = "" if change.relative is None else f"{change.relative:+.1%}"
+    noise = "" if change.noise is None or not change.before.mean else f"± {change.noise / change.before.mean:.1%}"
+    return *sides, relative, noise, mark
+
+
+def _amount(value: float, metric: "Metric") -> str:
+    from zinfer.units import duration, figures, gib
+
+    if metric == "gpu_peak_bytes":
+        return gib(value, 2)
+    return duration(value / 1e3) if metric.endswith("_ms") else f"{figures(value)} tok/s"
+
+
+def _summary(
+    before: Path, after: Path, metric: "Metric", found: "Comparison", allowed: float | None, worse: "list[Change]"
+) -> dict[str, Any]:
+    """The comparison as JSON: values in the metric's own unit, shares of A; null is unknown."""
+    from zinfer.compare import HIGHER_IS_BETTER
+
+    return {
+        "a": str(before),
+        "b": str(after),
+        "metric": metric,
+        "higher_is_better": HIGHER_IS_BETTER[metric],
+        "differences": [difference._asdict() for difference in found.differences],
+        "points": [
+            {
+                "case": change.before_case.model_dump(mode="json"),
+                "case_b": change.after_case.model_dump(mode="json"),
+                "status_a": change.before_status,
+                "status_b": change.after_status,
+                "a": change.before.mean,
+                "b": change.after.mean,
+                "half_width_a": change.before.noise,
+                "half_width_b": change.after.noise,
+                "change": change.relative,
+                "noise": change.noise,
+                "verdict": change.verdict,
+                "regressed": None if allowed is None else change in worse,
+            }
+            for change in found.changes
+        ],
+        "only_in_a": [_lonely(point) for point in found.only_before],
+        "only_in_b": [_lonely(point) for point in found.only_after],
+        "allowed": allowed,
+        "regressions": len(worse) if allowed is not None else None,
+    }
+
+
+def _lonely(point: "Measurement") -> dict[str, Any]:
+    return {"case": point.case.model_dump(mode="json"), "status": point.status}

@@ -1,0 +1,58 @@
+"""`zinfer export`: the records as a flat table, for other tools."""
+
+import sys
+from pathlib import Path
+
+import click
+
+FORMATS = ("csv", "parquet", "md", "json")
+
+
+@click.command("export", short_help="Write result files as CSV, Parquet, Markdown or JSON, a row a point.")
+@click.argument("results", nargs=-1, metavar="[FILE]...", type=click.Path(path_type=Path))
+@click.option("--format", "form", type=click.Choice(FORMATS), help="[default: by the ending of OUT, else csv]")
+@click.option("-o", "--output", metavar="OUT", type=click.Path(path_type=Path), help="A file.  [default: stdout]")
+def command(results: tuple[Path, ...], form: str | None, output: Path | None) -> None:
+    """Write every point of the FILEs (or folders; sweeps/results by default) as one row: what was asked, how it ended,
+    every rate with its confidence, peaks, placement and versions. Failures are rows; unknown is empty, never 0.
+
+    In CSV a text that a spreadsheet would run as a formula gets an apostrophe before it.
+
+    \b
+    zinfer export --format md sweeps/results/*/bloom-176b-slice.jsonl
+    zinfer export -o all.parquet
+    """
+    from zinfer.cli import ENVIRONMENT, NOTHING, Failure
+    from zinfer.export import WRITERS, Table
+    from zinfer.store import Records, StoreError, files, read
+
+    ending = output.suffix.removeprefix(".").lower() if output else ""
+    chosen = form or (ending if ending in FORMATS else "csv")
+    if chosen == "parquet" and output is None and sys.stdout.isatty():
+        raise Failure("parquet is binary and no text for a terminal: name a file with -o, or redirect")
+    points = []
+    for path in dict.fromkeys(results or (Path("sweeps/results"),)):
+        try:
+            own = [(str(file), read(file)) for file in files(path)] if path.exists() else [(str(path), Records())]
+        except StoreError as error:
+            raise Failure(str(error), ENVIRONMENT) from error
+        for warning in (records.warning for _, records in own if records.warning):
+            click.echo(warning, err=True)
+        if not any(records.points for _, records in own):
+            raise Failure(f"no results in {path}: measure first, with `zinfer sweep`", NOTHING)
+        if output and any(output.resolve() == Path(file).resolve() for file, _ in own):
+            raise Failure(f"{output} is one of the result files: name another with -o")
+        points += [(file, point) for file, records in own for point in records.points]
+    try:
+        content = WRITERS[chosen](Table.of(points))
+    except ModuleNotFoundError as error:
+        raise Failure("--format parquet needs pyarrow: pip install 'pyarrow>=17'", ENVIRONMENT) from error
+    if output is None:
+        click.echo(content, nl=False)
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_bytes(content)
+    except OSError as error:
+        raise Failure(f"cannot write {output}: {error.strerror}", ENVIRONMENT) from error
+    click.echo(output)

@@ -22,6 +22,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "falcon": _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon-old": _FALCON | {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True},
     "qwen2": _SHAPE | {"num_key_value_heads": 2, "intermediate_size": 96, "tie_word_embeddings": True},
+    "mistral": _SHAPE | {"num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 32, "sliding_window": None},
     "mixtral": _SHAPE | {"num_key_value_heads": 2, "intermediate_size": 96, "num_local_experts": 4},
 }
 

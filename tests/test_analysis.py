@@ -202,4 +202,5 @@ def test_the_command_is_quoted_and_complete() -> None:
         "--option kv_offload=true --option ring_depth=3 --prompt Once upon a time"
     )
     assert "--layers" not in command(case(1, layers=None))
+    assert "--gpu-weights 25% --option" in command(case(1, gpu_weights="25%", options=(("plan", "x"),)))
     assert "--load-format" not in command(case(1)), "run has no use for dummy weights"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zinfer import machine, model
 from zinfer.machine import Machine
-from zinfer.plan import Case, Workload, make_plan, pinned_block
+from zinfer.plan import Case, Workload, make_plan, pinned_block, resident_bytes
 
 BIG = machine.load("h100-80gb").model_copy(update={"host_bytes": 512 << 30})
 
@@ -51,6 +51,16 @@ def test_a_model_that_does_not_fit_is_refused_with_a_way_out() -> None:
 def test_deepspeed_needs_what_torch_rounds_up() -> None:
     assert pinned_block(3 << 30) == 4 << 30
     assert planned("bloom-176b", engine="deepspeed").host.total > planned("bloom-176b").host.total + 100e9
+
+
+def test_weights_that_stay_on_the_gpu_are_not_streamed() -> None:
+    assert [resident_bytes(text, 1000, 300) for text in (None, "auto", "0%", "25%", "100%", "500B", "4GB")] == [
+        0, 300, 0, 250, 1000, 500, 1000,
+    ]  # fmt: skip
+    all_streamed, half = (planned("opt-30b", engine="tensorrt", gpu_weights=share) for share in ("0%", "50%"))
+    assert half.step_s == pytest.approx(all_streamed.step_s / 2)
+    assert half.gpu.weights - all_streamed.gpu.weights == half.model.streamed_bytes // 2
+    assert half.max_batch_size < all_streamed.max_batch_size
 
 
 def test_without_a_gpu_the_host_carries_both() -> None:

@@ -13,11 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tests.results import case, point, sweep
+from tests.results import LAYERS_BYTES, case, point, sweep
 from zinfer import chart, plot
 from zinfer.cli import cli
 from zinfer.group import groups
-from zinfer.record import Measurement
+from zinfer.record import Effective, Measurement
 from zinfer.store import Store
 
 CROWD = [
@@ -92,6 +92,31 @@ def test_what_is_not_known_is_not_drawn() -> None:
     assert [len(measured(axes)) for axes in drawn(single)["latency"].axes] == [1, 0]
     assert "link" not in drawn([point(case(1, offload="none"))])
     assert drawn([point(case(1), status="oom_gpu")]) == {}
+
+
+def test_residency_is_drawn_over_the_share_of_weights_on_the_gpu() -> None:
+    points = []
+    for share in (0, 25, 50, 100):
+        streamed = LAYERS_BYTES * (100 - share) // 100
+        effective = Effective(
+            gpu_weight_bytes=LAYERS_BYTES - streamed, host_weight_bytes=LAYERS_BYTES, streamed_bytes_per_step=streamed
+        )
+        for size in (1, 8, 32) if share < 100 else (1, 8):
+            asked = case(size, "tensorrt", gpu_weights=f"{share}%")
+            points.append(point(asked, 1.3 - 0.012 * share, effective=effective))
+    axes = drawn(points)["residency"].axes[0]
+    lines = measured(axes)
+    assert set(lines) == {"tensorrt, each at its own best batch", "tensorrt, all at batch 8"}
+    shares, rates = lines["tensorrt, each at its own best batch"]
+    assert shares == [0, 25, 50, 100]
+    assert list(rates) == [best_of(points, f"{share:g}%") for share in shares]
+    assert {text.get_text() for text in axes.texts} >= {"batch 32", "batch 8"}
+    assert "residency" not in drawn([p for p in points if p.case.gpu_weights == "25%"])
+    assert "residency" not in drawn(sweep())
+
+
+def best_of(points: list[Measurement], gpu_weights: str) -> float:
+    return max(p.output_tok_s or 0 for p in points if p.case.gpu_weights == gpu_weights)
 
 
 @pytest.mark.parametrize("name", DATA)

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from zinfer import engine, model
+from zinfer.commands.options import locate
 from zinfer.machine import load as load_machine
-from zinfer.recipe import engine_recipe, make_sweep, read_toml
+from zinfer.recipe import RecipeError, engine_recipe, make_sweep, read_toml
 from zinfer.store import read
 
 ROOT = Path(__file__).parents[1]
@@ -31,10 +32,25 @@ def test_engine_recipes_load_and_differ_from_the_defaults(path: Path, monkeypatc
     recipe = engine_recipe(path.stem)
     defaults = engine.kind(recipe.engine).options
     assert recipe.description
-    assert recipe.options
+    assert recipe.options or path.stem == recipe.engine
     for key, value in recipe.options.items():
         assert key in defaults
         assert value != defaults[key]
+
+
+def test_budgets_are_an_axis_of_what_is_offloaded() -> None:
+    fields = {"model": "m", "engine": "tensorrt", "offload": ["none", "cpu"], "gpu_weights": ["0%", "40GiB", "auto"]}
+    loads = [(load.offload, load.gpu_weights) for load in make_sweep(fields, "here").loads()]
+    assert loads == [("none", None), ("cpu", "0%"), ("cpu", "40GiB"), ("cpu", "auto")]
+    for wrong in ("110%", "much", "-1GiB", ""):
+        with pytest.raises(RecipeError, match="gpu_weights"):
+            make_sweep({"model": "m", "gpu_weights": wrong}, "here")
+
+
+def test_an_engine_without_budgets_refuses_one() -> None:
+    load = next(make_sweep({"model": "m", "engine": "deepspeed", "offload": "cpu", "gpu_weights": "50%"}, "").loads())
+    with pytest.raises(engine.EngineError, match=r"--gpu-weights is for .*tensorrt.*: deepspeed keeps no share"):
+        locate(load)
 
 
 @pytest.mark.parametrize("folder", ["engines", "sweeps", "plots"])

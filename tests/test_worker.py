@@ -14,8 +14,8 @@ import torch
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from zinfer.plan import Case, Option, Workload, make_plan
-from zinfer.record import Measurement
-from zinfer.worker import Worker, WorkerDied, _Server
+from zinfer.record import Effective, Measurement
+from zinfer.worker import Worker, WorkerDied, _Server, not_as_asked
 
 
 def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:
@@ -73,6 +73,32 @@ def test_what_the_engine_raises_becomes_a_status_and_the_worker_lives(fail: str,
     assert failed.error is None or "\n" not in failed.error
     assert worker.measure(case(2, fail=fail, at_batch=4), repeats=1, tolerance=0.02).status == "ok"
     worker.close()
+
+
+@pytest.mark.parametrize(
+    ("gpu_weights", "resident", "streamed", "shortfall", "words"),
+    [
+        (None, 0, 100, None, None),
+        (None, 0, 0, None, "no weight is streamed"),
+        ("auto", 100, 0, None, "no weight is streamed"),
+        ("50%", 50, 50, None, None),
+        ("50%", 100, 0, None, "no weight is streamed"),
+        ("100%", 100, 0, None, None),
+        ("50%", 50, 50, "the library took more", "the library took more"),
+    ],
+)
+def test_effective_placement_is_held_against_what_was_asked(
+    gpu_weights: str | None, resident: int, streamed: int, shortfall: str | None, words: str | None
+) -> None:
+    asked = case().model_copy(update={"offload": "cpu", "gpu_weights": gpu_weights})
+    told = not_as_asked(
+        asked,
+        Effective(
+            gpu_weight_bytes=resident, host_weight_bytes=100, streamed_bytes_per_step=streamed, shortfall=shortfall
+        ),
+    )
+    assert (told is None) == (words is None)
+    assert words is None or words in str(told)
 
 
 def test_offload_that_streams_nothing_is_not_ok() -> None:

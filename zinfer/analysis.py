@@ -152,6 +152,8 @@ def command(case: Case) -> str:
         words += ["--load-format", "dummy"]
     if case.layers is not None:
         words += ["--layers", str(case.layers)]
+    if case.gpu_weights is not None:
+        words += ["--gpu-weights", case.gpu_weights]
     for key, value in case.options:
         words += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
     return shlex.join([*words, "--prompt", "Once upon a time"])

@@ -11,6 +11,7 @@ VERBS = {
     "models": "List the models of the catalogue, or show one.",
     "probe": "Measure this machine's memory, links and compute.",
     "plan": "Say what fits where and how fast it can be, without running.",
+    "build": "Build a TensorRT plan.",
     "run": "Generate text.",
     "sweep": "Measure batch sizes, offloads and engines; keep every point.",
     "best": "Name the best configuration and the command that runs it.",

@@ -12,7 +12,7 @@ from pydantic import Field
 from zinfer.frozen import Frozen
 from zinfer.machine import Machine
 from zinfer.model import Dtype, ModelSpec
-from zinfer.units import duration, gb, gib
+from zinfer.units import duration, gb, gib, parse_bytes
 
 Offload = Literal["none", "cpu", "nvme"]
 LoadFormat = Literal["safetensors", "dummy"]
@@ -51,6 +51,7 @@ class Case(Frozen):
     dtype: Dtype = "bfloat16"
     load_format: LoadFormat = "dummy"
     layers: int | None = None  # measure a slice of the model
+    gpu_weights: str | None = None  # of the streamed weights, how much stays on the GPU: auto, 25%, 40GiB
     options: tuple[tuple[str, Option], ...] = ()  # the engine's settings that differ from its defaults, sorted
 
     @property
@@ -64,8 +65,9 @@ class Case(Frozen):
 
     def label(self) -> str:
         """Engine and offload in a few characters, for legends and progress lines."""
+        resident = "" if self.gpu_weights is None else f" gpu-weights={self.gpu_weights}"
         options = "".join(f" {key}={value}" for key, value in self.options)
-        return f"{self.engine} {self.offload}{options}"
+        return f"{self.engine} {self.offload}{resident}{options}"
 
 
 class Bytes(Frozen):
@@ -136,13 +138,31 @@ def _activations(model: ModelSpec, batch_size: int, length: int) -> int:
     return flat + scores + batch_size * model.vocab_size * (model.dtype_bytes + 4)
 
 
+def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0) -> int:
+    """How many of `streamable` weight bytes `gpu_weights` keeps on the GPU; `automatic` is what ``auto`` stands for.
+
+    Raises ValueError for anything but ``auto``, a share (``25%``) and a size (``40GiB``).
+    """
+    if gpu_weights is None:
+        return 0
+    if gpu_weights == "auto":
+        return min(automatic, streamable)
+    if gpu_weights.endswith("%"):
+        share = float(gpu_weights.removesuffix("%")) / 100
+        if not 0 <= share <= 1:
+            raise ValueError(f"{gpu_weights} is not a share: write 0% to 100%")
+        return int(share * streamable)
+    return min(parse_bytes(gpu_weights), streamable)
+
+
 def _weights(case: Case, model: ModelSpec) -> tuple[Bytes, Bytes, Bytes]:
     """Weight placement of an engine: bytes on the device, on the host and on NVMe, whatever the batch."""
     streamed, other, layer = model.streamed_bytes, model.other_bytes, model.layer_bytes
     if case.offload == "none":
         return Bytes(weights=model.weight_bytes), Bytes(), Bytes()
     # Every engine keeps what stands outside the layers on the device.
-    on_host, resident = Bytes(weights=streamed), Bytes(weights=other, buffers=2 * layer)
+    kept = resident_bytes(case.gpu_weights, streamed)
+    on_host, resident = Bytes(weights=streamed), Bytes(weights=other + kept, buffers=2 * layer)
     if case.engine == "deepspeed" and case.offload == "cpu":  # each tensor is a pinned block of its own
         rounding = pinned_block(layer // 3) * 3 * model.num_layers - streamed
         on_host = on_host.model_copy(update={"overhead": max(rounding, 0)})
@@ -215,7 +235,9 @@ def _times(case: Case, model: ModelSpec, machine: Machine) -> tuple[float | None
     hbm, flops = machine.hbm_bandwidth, machine.matmul_flops
     if hbm is None or flops is None or (case.offload != "none" and link is None):
         return None, None, None
-    streamed = 0 if case.offload == "none" else model.streamed_bytes
+    streamed = 0
+    if case.offload != "none":
+        streamed = model.streamed_bytes - resident_bytes(case.gpu_weights, model.streamed_bytes)
     context = workload.input_len + workload.output_len // 2
     limits = {
         "link": streamed / link if link else 0.0,

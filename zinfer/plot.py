@@ -9,7 +9,7 @@ from statistics import mean, median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zinfer.analysis import Spread, best, spread
+from zinfer.analysis import Spread, best, best_by_load, spread
 from zinfer.analysis import edges as find_edges
 from zinfer.chart import GREY, Sheet, batch_axis, log_axis, looks, series, shortened
 from zinfer.group import Group, Points, by_load
@@ -23,7 +23,7 @@ _SAME_LIMIT = 1.1  # limits closer than this are drawn as one
 def draw(group: Group, points: Points) -> dict[str, Figure]:
     """The figures of a group by name, without those that would have nothing to show."""
     with looks():
-        drawn = {figure.__name__: figure(group, points) for figure in (throughput, latency, link)}
+        drawn = {figure.__name__: figure(group, points) for figure in (throughput, latency, link, residency)}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -86,6 +86,56 @@ def link(group: Group, points: Points) -> Figure | None:
     axes.set_ylabel("% of the measured link")
     batch_axis(axes, _sizes(streamed))
     return sheet.finish()
+
+
+def residency(group: Group, points: Points) -> Figure | None:
+    """Output tokens a second over the share of the weights that stays on the GPU, each budget at its own best batch,
+    and all of them at the largest batch that they share. Nothing to show without two budgets of one engine."""
+    tops = [point for point in best_by_load(points) if _resident_share(point) is not None]
+    engines = {point.case.engine for point in tops if point.case.gpu_weights is not None}
+    lines: list[tuple[str, str, list[Measurement]]] = []
+    for engine in sorted(engines):
+        own = [point for point in tops if point.case.engine == engine]
+        if len(own) < 2:
+            continue
+        lines.append((engine, "each at its own best batch", own))
+        loads = by_load([point for point in points if point.usable and point.case.load in {p.case.load for p in own}])
+        common = set.intersection(*({_batch(point) for point in batch} for batch in loads.values()))
+        if common:
+            equal = [next(p for p in batch if _batch(p) == max(common)) for batch in loads.values()]
+            lines.append((engine, f"all at batch {max(common)}", equal))
+    if not lines:
+        return None
+    sheet = Sheet(group, "how much of the weights should stay on the GPU?", (group.conditions,))
+    axes = sheet.panels[0]
+    values: list[float] = []
+    for nth, (engine, how, own) in enumerate(lines):
+        own.sort(key=lambda point: _resident_share(point) or 0)
+        rates = [point.output_tok_s or 0 for point in own]
+        look = series([own[0].case.load])[own[0].case.load] | {"label": f"{engine}, {how}"}
+        if nth % 2:
+            look |= {"markerfacecolor": "white", "linewidth": 1.0}
+        axes.plot([_resident_share(point) or 0 for point in own], rates, **look, zorder=3)
+        for point, rate in zip(own, rates, strict=True):
+            if nth % 2 == 0:
+                axes.annotate(
+                    f"batch {_batch(point)}", (_resident_share(point) or 0, rate), xytext=(0, 9),
+                    textcoords="offset points", ha="center", size=8, color=look["color"],
+                )  # fmt: skip
+        values += rates
+    log_axis(axes, [*values, 1.2 * max(values)])
+    axes.set_xlim(-4, 104)
+    axes.set_xlabel("% of the weights on the GPU")
+    axes.set_ylabel("output tokens a second")
+    return sheet.finish()
+
+
+def _resident_share(point: Measurement) -> float | None:
+    """Per cent of the weights that a decode step finds on the GPU."""
+    if point.effective is None:
+        return None
+    resident, streamed = point.effective.gpu_weight_bytes, point.effective.streamed_bytes_per_step
+    return 100 * resident / (resident + streamed) if resident + streamed else None
 
 
 def _batch(point: Measurement) -> int:

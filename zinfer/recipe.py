@@ -6,6 +6,7 @@ Both are plain data. Unknown keys are errors that list the known ones; every lis
 import re
 import tomllib
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator
 from zinfer.engine import ENGINES
 from zinfer.frozen import Frozen
 from zinfer.model import Dtype
-from zinfer.plan import Case, Offload, Option, Workload
+from zinfer.plan import Case, Offload, Option, Workload, resident_bytes
 
 ENGINE_RECIPES = Path("engines")
 
@@ -39,6 +40,7 @@ class Load(Frozen):
     offload: Offload
     dtype: Dtype | None
     layers: int | None
+    gpu_weights: str | None
     options: tuple[tuple[str, Option], ...]
 
 
@@ -59,12 +61,13 @@ class Sweep(Frozen):
     dtype: Dtype | None = None
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     layers: tuple[int | None, ...] = (None,)
+    gpu_weights: tuple[str | None, ...] = (None,)  # for offload cpu and nvme; without offload all of them stay
     options: dict[str, tuple[Option, ...]] = Field(default_factory=dict)
     repeats: int = Field(default=3, ge=1)
     tolerance: float = Field(default=0.02, gt=0)  # stop repeating at this 95% half-width, as a share of the mean
     timeout_s: float = Field(default=1800, gt=0)
 
-    @field_validator("model", "engine", "offload", "input_len", "output_len", "layers", mode="before")
+    @field_validator("model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", mode="before")
     @classmethod
     def _axis(cls, value: Any) -> Any:
         return value if isinstance(value, list | tuple) else (value,)
@@ -82,6 +85,13 @@ class Sweep(Frozen):
             return tuple(sorted(set(value)))
         return value
 
+    @field_validator("gpu_weights")
+    @classmethod
+    def _known_budgets(cls, value: tuple[str | None, ...]) -> tuple[str | None, ...]:
+        for budget in value:
+            resident_bytes(budget, 0)
+        return value
+
     @field_validator("options", mode="before")
     @classmethod
     def _option_axes(cls, value: Any) -> Any:
@@ -96,13 +106,15 @@ class Sweep(Frozen):
                 for name in self.engine:
                     recipe = engine_recipe(name)
                     for offload in self.offload:
-                        for options in _product(recipe.options, self.options):
+                        budgets = (None,) if offload == "none" else self.gpu_weights
+                        for budget, options in product(budgets, _product(recipe.options, self.options)):
                             yield Load(
                                 model=model,
                                 engine=recipe.engine,
                                 offload=offload,
                                 dtype=self.dtype,
                                 layers=layers,
+                                gpu_weights=budget,
                                 options=options,
                             )
 
@@ -124,6 +136,7 @@ class Sweep(Frozen):
             dtype=dtype,
             load_format=load_format,
             layers=load.layers,
+            gpu_weights=load.gpu_weights,
             options=load.options,
         )
 

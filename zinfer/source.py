@@ -36,10 +36,15 @@ def find(reference: str, dtype: Dtype | None, layers: int | None, load_format: A
         directory = _from_hub(spec.hub_id, fetch or load_format == "safetensors")
         spec = spec.model_copy(update={"directory": None if directory is None else str(directory)})
     if load_format == "dummy" or (load_format == "auto" and spec.directory is None):
-        revision = "dummy-" + hashlib.sha256(config_text(spec).encode()).hexdigest()[:10]
-        return Source(spec.model_copy(update={"directory": None}), "dummy", revision)
-    revision = Checkpoint.open(Path(spec.directory)).revision if spec.directory else ""
-    return Source(spec, "safetensors", revision)
+        return Source(spec.model_copy(update={"directory": None}), "dummy", revision_of(spec, "dummy"))
+    return Source(spec, "safetensors", revision_of(spec, "safetensors"))
+
+
+def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:
+    """What tells two models of one name apart: the checkpoint's fingerprint; the configuration's for dummy weights."""
+    if load_format == "dummy":
+        return "dummy-" + hashlib.sha256(config_text(spec).encode()).hexdigest()[:10]
+    return Checkpoint.open(Path(spec.directory)).revision if spec.directory else ""
 
 
 def _from_hub(hub_id: str, fetch: bool) -> Path | None:

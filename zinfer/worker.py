@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from zinfer import __version__
-from zinfer.plan import Case, Plan
+from zinfer.plan import Case, Plan, resident_bytes
 from zinfer.record import Effective, Measurement, Status
 
 Notice = Callable[[str, float], None]
@@ -257,8 +257,8 @@ class _Server:
             free, total = torch.cuda.mem_get_info()
             fields |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_used_bytes": total - free}
         status: Status = samples.status
-        if status == "ok" and asked.offload != "none" and effective.streamed_bytes_per_step == 0:
-            status = "offload_not_effective"
+        if status == "ok" and (shortfall := not_as_asked(asked, effective)) is not None:
+            status, fields["error"] = "offload_not_effective", shortfall
         return self._answer(asked, {"status": status} | fields | told)
 
     def _generate(self, prompts: list[str], batch_size: int, sampling: dict[str, Any]) -> dict[str, Any]:
@@ -271,6 +271,15 @@ class _Server:
             return {"texts": texts, "seconds": time.monotonic() - started}
         except Exception as error:
             return {"status": status_of(error), "error": one_line(error)}
+
+
+def not_as_asked(asked: Case, effective: Effective) -> str | None:
+    """Where the weights are not where the case wants them: what is wrong; None when all is well."""
+    offloaded = effective.host_weight_bytes + effective.nvme_weight_bytes
+    all_may_stay = 0 < offloaded <= resident_bytes(asked.gpu_weights, offloaded)
+    if asked.offload != "none" and effective.streamed_bytes_per_step == 0 and not all_may_stay:
+        return effective.shortfall or f"offload {asked.offload} was asked for, and no weight is streamed"
+    return effective.shortfall
 
 
 def _told(error: BaseException, stage: str) -> dict[str, Any]:

@@ -109,8 +109,9 @@ def engine_rows() -> list[Row]:
     for name in ENGINES:
         try:
             offloads = sorted(kind(name).offloads)
-            load(ENGINES[name].target)  # an installed package may still fail to import
-            rows.append(Row("engine", name, f"can run; offload {', '.join(offloads)}"))
+            unable = load(ENGINES[name].target).unable()  # an installed package may still fail to import
+            found = "cannot run" if unable else f"can run; offload {', '.join(offloads)}"
+            rows.append(Row("engine", name, found, unable or ""))
         except (EngineError, ImportError) as error:
             rows.append(Row("engine", name, "cannot run", " ".join(str(error).split())[:200] or type(error).__name__))
     return rows

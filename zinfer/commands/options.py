@@ -65,6 +65,25 @@ class Batches(click.ParamType[Any]):
             self.fail(str(error).removeprefix("--batch-size "), param, ctx)
 
 
+class GpuWeights(click.ParamType[Any]):
+    """A comma list of ``auto``, shares (``25%``) and sizes (``40GiB``)."""
+
+    name = "auto|n%|size,.."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        from zinfer.plan import resident_bytes
+
+        words = tuple(word.strip() for word in value.split(","))
+        for word in words:
+            try:
+                resident_bytes(word, 0)
+            except ValueError:
+                self.fail(f"{word!r}: write auto, a share such as 25%, or a size such as 40GiB", param, ctx)
+        return words
+
+
 class Dtype(click.ParamType[Any]):
     """A weight type, long or short."""
 
@@ -96,6 +115,10 @@ def load_options(function: Command) -> Command:
         click.option(
             "-O", "--option", "settings", multiple=True, callback=engine_options, metavar="KEY=VALUE[,VALUE..]",
             help="A setting of the engine; a comma list is an axis. Repeatable.",
+        ),
+        click.option(
+            "--gpu-weights", type=GpuWeights(), default=None,
+            help="Of the offloaded weights, how much stays on the GPU.",
         ),
         click.option("--nvme-path", type=click.Path(file_okay=False), help="Folder for --offload nvme."),
         click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only."),
@@ -134,4 +157,7 @@ def locate(load: Any) -> Any:
         raise engine.EngineError(f"engine {load.engine} has no option {unknown[0]!r}; its options: {known}")
     if load.offload not in kind.offloads:
         return None
+    if load.gpu_weights is not None and not kind.gpu_weights:
+        able = ", ".join(name for name, other in engine.ENGINES.items() if other.gpu_weights)
+        raise engine.EngineError(f"--gpu-weights is for {able}: {load.engine} keeps no share")
     return kind.target

@@ -44,6 +44,7 @@ def command(
     load_format: Any,
     layers: int | None,
     nvme_path: str | None,
+    gpu_weights: tuple[str, ...] | None,
     settings: dict[str, tuple[Any, ...]],
     timeout_s: float,
     as_json: bool,
@@ -66,7 +67,7 @@ def command(
     texts = _prompts(prompts, prompt_file)
     if offload == "nvme" and nvme_path is None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
-    if any(len(values) > 1 for values in settings.values()):
+    if any(len(values) > 1 for values in [*settings.values(), gpu_weights or ()]):
         raise click.UsageError("run takes one value for each option; axes belong to `zinfer sweep`")
     source = find(model, dtype, layers, load_format or "auto", fetch=True)
     if source.load_format == "dummy" and load_format != "dummy":
@@ -76,7 +77,8 @@ def command(
     def plan_with(choice: Any) -> Any:
         wanted = recipe.Sweep(
             model=(model,), engine=(engine,), offload=(choice,), batch_size=(1,), layers=(layers,),
-            input_len=(max(1, max(map(len, texts)) // 3),), output_len=(output_len,), options=settings,
+            input_len=(max(1, max(map(len, texts)) // 3),), output_len=(output_len,),
+            gpu_weights=gpu_weights or (None,), options=settings,
         )  # fmt: skip
         load = next(wanted.loads())
         case = wanted.case(load, source.load_format, source.spec.dtype, next(wanted.lengths()))

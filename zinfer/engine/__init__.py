@@ -21,8 +21,9 @@ class Kind:
 
     target: str  # module:Class
     offloads: frozenset[Offload]
-    requires: tuple[str, ...]  # import names, checked before anything is loaded
+    requires: tuple[str, ...]  # import names, checked before anything is loaded; "a|b" is either
     options: Mapping[str, Option] = field(default_factory=dict)  # settings a case may change, with their defaults
+    gpu_weights: bool = False  # whether part of the offloaded weights can stay on the GPU
     extra: str = "engines"  # the pip extra that installs what it requires
 
 
@@ -47,6 +48,14 @@ ENGINES: dict[str, Kind] = {
         requires=_TRANSFORMERS,
         options={"pin_memory": True},
     ),
+    "tensorrt": Kind(
+        "zinfer.engine.tensorrt:TensorRT",
+        offloads=frozenset({"none", "cpu"}),
+        requires=(*_TRANSFORMERS, "tensorrt|tensorrt_rtx"),
+        options={"library": "auto", "plan": "auto"},
+        gpu_weights=True,
+        extra="engines,tensorrt",
+    ),
 }
 
 
@@ -62,9 +71,10 @@ def kind(name: str) -> Kind:
     if name not in ENGINES:
         raise EngineError(f"no engine {name!r}; there are {', '.join(ENGINES)}")
     found = ENGINES[name]
-    missing = [package for package in found.requires if util.find_spec(package) is None]
+    missing = [wanted for wanted in found.requires if not any(map(util.find_spec, wanted.split("|")))]
     if missing:
-        raise EngineError(f"engine {name} needs {', '.join(missing)}: pip install 'zinfer[{found.extra}]'")
+        packages = ", ".join(" or ".join(wanted.split("|")) for wanted in missing)
+        raise EngineError(f"engine {name} needs {packages}: pip install 'zinfer[{found.extra}]'")
     return found
 
 

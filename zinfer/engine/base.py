@@ -28,6 +28,11 @@ class Engine(ABC):
         self.progress = progress
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
+    @classmethod
+    def unable(cls) -> str | None:
+        """Why this machine cannot run the engine though all it requires is installed; None when it can."""
+        return None
+
     @abstractmethod
     def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
         """Start a batch over: ``[B, S]`` left-padded prompts (int64) and their mask (1 real, 0 padding) to the last

@@ -1,0 +1,262 @@
+"""Plan files and `zinfer build`: whole or not at all, and never a wrong one."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.test_cli import zinfer
+from zinfer.engine import EngineError
+from zinfer.engine.tensorrt import planfile
+from zinfer.engine.tensorrt.build import COPIES, Cancelled, build, plan_key
+from zinfer.engine.tensorrt.library import Library, find_library
+from zinfer.engine.tensorrt.planfile import PLANS, PlanFile, PlanKey
+from zinfer.model import ModelSpec, resolve
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return find_library()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def spec(checkpoint: Checkpoints) -> ModelSpec:
+    return resolve(str(checkpoint("bloom")), "bfloat16", None)
+
+
+@pytest.fixture
+def key(library: Library, spec: ModelSpec) -> PlanKey:
+    return plan_key(library, str(spec.directory), spec, "safetensors", None, 4, 32)
+
+
+def fake(key: PlanKey, path: Path | None = None, content: bytes = b"plan" * 1000) -> PlanFile:
+    """A finished plan file whose content no library has made."""
+    path = path or PLANS / f"{key.stem}.plan"
+    with planfile.writing(path) as stream:
+        stream.write(content)
+    return planfile.finish(path, key, prefill_rows=4, weight_bytes=4000)
+
+
+def test_a_plan_is_found_again_by_its_key(folder: Path, key: PlanKey) -> None:
+    file = fake(key)
+    assert planfile.find(key) == file
+    assert planfile.find(key.model_copy(update={"max_batch_size": 1, "max_seq_len": 8})) == file
+    larger = fake(key.model_copy(update={"max_batch_size": 64}))
+    assert planfile.find(key) == larger
+    assert planfile.find(key, str(file.path)) == file
+    assert file.path.name.startswith(f"{Path(key.model).name}-bfloat16-b4-s32-")
+
+
+def test_every_part_of_the_key_is_in_the_name(key: PlanKey) -> None:
+    others = {
+        "model": "x", "revision": "x", "dtype": "float16", "load_format": "dummy", "layers": 2, "max_batch_size": 5,
+        "max_seq_len": 33, "cache": "plain" if key.cache == "native" else "native", "network": 99,
+        "library": "tensorrt", "version": "0", "target": "9.0",
+    }  # fmt: skip
+    assert set(others) == set(PlanKey.model_fields)
+    stems = {key.model_copy(update={field: value}).stem for field, value in others.items()}
+    assert len(stems | {key.stem}) == len(others) + 1
+
+
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        ({"version": "0.1"}, "it was built by tensorrt-rtx 0.1, not"),
+        ({"network": 0}, "its network has version 0, not"),
+        ({"target": "9.0"}, "it is for GPUs of 9.0, not"),
+        ({"revision": "other"}, "its weights are of revision other, not"),
+        ({"dtype": "float16"}, "its weights are float16, not bfloat16"),
+        ({"layers": 2}, "its layers are 2, not None"),
+        ({"max_batch_size": 2}, "its largest batch is 2, not 4"),
+        ({"max_seq_len": 16}, "its longest sequence is 16, not 32"),
+    ],
+)
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_foreign_or_stale_plan_is_refused_with_the_reason(
+    folder: Path, key: PlanKey, update: dict[str, object], words: str, explicit: bool
+) -> None:
+    file = fake(key.model_copy(update=update))
+    with pytest.raises(EngineError, match=re.escape(words)) as error:
+        planfile.find(key, str(file.path) if explicit else "auto")
+    assert "Build one: zinfer build --model " in str(error.value)
+    assert "--max-batch-size 4 --max-seq-len 32" in str(error.value)
+
+
+def _cut(file: PlanFile) -> None:
+    os.truncate(file.path, file.size - 1)
+
+
+def _flip(file: PlanFile) -> None:
+    with file.path.open("r+b") as stream:
+        stream.write(b"Q")
+
+
+def _no_json(file: PlanFile) -> None:
+    file.path.with_suffix(".json").unlink()
+
+
+def _bad_json(file: PlanFile) -> None:
+    file.path.with_suffix(".json").write_text("{")
+
+
+def _other_json(file: PlanFile) -> None:
+    file.path.with_suffix(".json").write_text(json.dumps({"size": 3}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_cut, "it is cut off"),
+        (_flip, "is not the plan that its JSON file describes"),
+        (_no_json, "its build was cut off"),
+        (_bad_json, "does not describe a plan"),
+        (_other_json, "does not describe a plan"),
+    ],
+)
+def test_a_spoilt_plan_is_refused(folder: Path, key: PlanKey, spoil: Callable[[PlanFile], None], words: str) -> None:
+    file = fake(key)
+    spoil(file)
+    with pytest.raises(EngineError, match=words):
+        planfile.find(key, str(file.path))
+    with pytest.raises(EngineError, match="no TensorRT plan of"):
+        planfile.find(key)
+
+
+def test_a_plan_that_fails_half_way_is_not_there(folder: Path, key: PlanKey) -> None:
+    with pytest.raises(ZeroDivisionError), planfile.writing(PLANS / "x.plan") as stream:
+        stream.write(bytes(5 // (len(stream.name) - len(stream.name))))
+    assert list(PLANS.iterdir()) == []
+    with pytest.raises(EngineError, match="no plan"):
+        planfile.read(PLANS / "x.plan")
+
+
+def test_a_cancelled_build_leaves_nothing(folder: Path, library: Library, spec: ModelSpec, key: PlanKey) -> None:
+    asked: list[str] = []
+
+    def cancelled() -> bool:
+        return len(asked) > 3
+
+    with pytest.raises(Cancelled):
+        build(library, key, spec, PLANS / "x.plan", lambda what, _share: asked.append(what), cancelled)
+    assert any("engine" in what or "graph" in what for what in asked)
+    assert list(PLANS.iterdir()) == []
+
+
+def test_a_build_that_cannot_succeed_is_refused_before_it_starts(
+    folder: Path, library: Library, spec: ModelSpec, key: PlanKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EngineError, match=r"takes .* of host memory, and there are 1\.0 GB"):
+        build(library, key, spec, PLANS / "x.plan", host_bytes=1_000_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1))
+    with pytest.raises(EngineError, match="-o puts it on another disk"):
+        build(library, key, spec, PLANS / "x.plan")
+    big = resolve("bloom-7b1", "float32", None)
+    with pytest.raises(EngineError, match="--dtype bfloat16"):
+        build(library, key, big, PLANS / "x.plan")
+
+
+def test_a_disk_that_fills_up_leaves_nothing(folder: Path, spec: ModelSpec) -> None:
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    words = ("build", "-m", str(spec.directory), "--max-batch-size", "2", "--max-seq-len", "16", "--dtype", "fp32")
+    result = zinfer(folder, *words, preexec_fn=limited)
+    assert result.returncode == 5, result.stderr
+    assert "the build failed" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list((folder / PLANS).iterdir()) == []
+
+
+def test_build_on_the_command_line(folder: Path, spec: ModelSpec) -> None:
+    words = ("build", "-m", str(spec.directory), "--max-batch-size", "2", "--max-seq-len", "16", "--dtype", "bf16")
+    first = zinfer(folder, *words)
+    assert first.returncode == 0, first.stderr
+    path = Path(first.stdout.strip())
+    assert (folder / path).stat().st_size > spec.weight_bytes
+    again = zinfer(folder, *words)
+    assert again.stdout == first.stdout
+    assert "is there already" in again.stderr
+    other = zinfer(folder, *words, "-o", str(path), "--load-format", "dummy")
+    assert other.returncode == 2
+    assert "--force replaces it" in other.stderr
+    if not torch.cuda.is_available():
+        sweep = zinfer(
+            folder, "sweep", "-m", str(spec.directory), "--engine", "tensorrt", "--offload", "cpu", "--gpu-weights",
+            "50%", "--dtype", "bf16", "--input-len", "8", "--output-len", "4", "--batch-size", "1", "-o", "r.jsonl",
+        )  # fmt: skip
+        assert sweep.returncode == 4
+        assert sweep.stderr.count("runs on a GPU, and there is none here") == 1
+
+
+def test_an_interrupted_build_leaves_nothing(folder: Path) -> None:
+    command = [sys.executable, "-m", "zinfer.cli", "build", "-m", "opt-1.3b", "--load-format", "dummy"]
+    root = Path(__file__).parents[1]
+    process = subprocess.Popen(
+        [*command, "--max-batch-size", "2", "--max-seq-len", "16"], cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(root)}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (folder / PLANS).is_dir():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert "nothing is left behind" in stderr
+    assert list((folder / PLANS).iterdir()) == []
+
+
+def test_no_plan_names_the_command_that_builds_one(folder: Path, key: PlanKey) -> None:
+    with pytest.raises(EngineError, match=r"Build one: zinfer build --model .* --load-format safetensors --max-batch"):
+        planfile.find(key)
+    sliced = key.model_copy(update={"layers": 2})
+    assert "--layers 2 --max-batch-size 4" in planfile.build_command(sliced)
+
+
+def _peak(folder: Path, directory: Path) -> int:
+    """The most anonymous memory (not pages of mapped files) that a build of `directory` had."""
+    words = ["build", "-m", str(directory), "--dtype", "bf16", "--max-batch-size", "2", "--max-seq-len", "16"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen([sys.executable, "-m", "zinfer.cli", *words], cwd=folder, env=env)
+    peak = 0
+    while process.poll() is None:
+        found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+        peak = max(peak, int(found[1]) << 10 if found else 0)
+        time.sleep(0.005)
+    assert process.returncode == 0
+    return peak
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_a_build_takes_no_more_memory_than_it_says(
+    folder: Path, stored: str, checkpoint: Checkpoints, spec: ModelSpec
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama", num_hidden_layers=6, hidden_size=2048, intermediate_size=4096, num_attention_heads=16, vocab_size=256
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, stored))
+    model.save_pretrained(folder / "model", max_shard_size="100MB")
+    large = resolve(str(folder / "model"), "bfloat16", None)
+    shard = max(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
+    base = _peak(folder, checkpoint("bloom")) - spec.weight_bytes
+    assert _peak(folder, folder / "model") - base < COPIES * large.weight_bytes + shard

@@ -1,0 +1,333 @@
+"""TensorRT networks and the engine around them, with the real library.
+
+An engine cannot execute without a GPU, so the network definition itself is read back and evaluated with torch
+(`tests.walker`), with the engine's own prefill, decode and KV cache around it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests import walker
+from tests.inline import MACHINE
+from zinfer.engine import EngineError
+from zinfer.engine.tensorrt import TensorRT, planfile
+from zinfer.engine.tensorrt.attention import CacheKind
+from zinfer.engine.tensorrt.build import build, plan_key
+from zinfer.engine.tensorrt.execute import shortfall
+from zinfer.engine.tensorrt.library import Library, Messages, find_library
+from zinfer.engine.tensorrt.network import make_network
+from zinfer.engine.weights import empty_model, weights
+from zinfer.model import ModelSpec, resolve
+from zinfer.plan import Case, Plan, Workload, make_plan
+
+ARCHITECTURES = ("bloom", "opt", "llama", "qwen2", "mistral")
+CACHES: tuple[CacheKind, ...] = ("native", "plain")
+MAX_BATCH, MAX_LEN = 4, 32
+Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return find_library()
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make_key(library: Library, spec: ModelSpec, cache: CacheKind = "native") -> planfile.PlanKey:
+    key = plan_key(library, str(spec.directory), spec, "safetensors", None, MAX_BATCH, MAX_LEN)
+    return key.model_copy(update={"cache": cache})
+
+
+def build_here(library: Library, spec: ModelSpec, cache: CacheKind = "native") -> planfile.PlanFile:
+    key = make_key(library, spec, cache)
+    return build(library, key, spec, planfile.PLANS / f"{key.stem}.plan")
+
+
+def case_plan(spec: ModelSpec, batch_size: int = 1) -> Plan:
+    workload = Workload(batch_size=batch_size, input_len=8, output_len=8)
+    case = Case(
+        model=str(spec.directory), engine="tensorrt", offload="cpu", workload=workload, dtype=spec.dtype,
+        load_format="safetensors",
+    )  # fmt: skip
+    return make_plan(case, spec, MACHINE)
+
+
+class Walking:
+    """Stands where the executor stands: runs the network definition that the plan was built from."""
+
+    streamable, budget, asked, scratch, taken = 1000, 250, 250, 10, 500
+
+    def __init__(self, library: Library, file: planfile.PlanFile, spec: ModelSpec) -> None:
+        self.trt, self.passes = library.module, list[tuple[int, int]]()
+        messages = Messages(self.trt)
+        self.builder = self.trt.Builder(messages.logger)
+        self.network = self.builder.create_network(1)
+        tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu")))
+        model = empty_model(spec)
+        self.net = make_network(library, self.network, model, spec, tensors, file.key.max_seq_len, file.key.cache)
+        assert messages.errors == []
+        self.inputs = tuple(self.net.inputs)
+
+    def run(self, profile: int, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+        assert all(tensor.is_contiguous() for tensor in [*inputs.values(), *outputs.values()])
+        self.passes.append((profile, len(inputs["token_ids"])))
+        found = walker.evaluate(self.trt, self.network, inputs)
+        assert set(found) == set(outputs)
+        for name, tensor in outputs.items():
+            tensor.copy_(found[name])
+
+    def close(self) -> None: ...
+
+
+class WalkingTensorRT(TensorRT):
+    """The engine, with `Walking` for the part that needs a GPU."""
+
+    def _make_executor(self) -> Walking:  # type: ignore[override]
+        return Walking(self._library, self.file, self.plan.model)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_networks_give_the_logits_of_transformers(
+    architecture: str, cache: CacheKind, library: Library, checkpoint: Checkpoints
+) -> None:
+    spec = resolve(str(checkpoint(architecture)), None, None)
+    file = build_here(library, spec, cache)
+    planfile.finish(file.path, file.key, prefill_rows=2, weight_bytes=spec.weight_bytes)  # prefill in two passes
+    engine = WalkingTensorRT(case_plan(spec))
+    reference = AutoModelForCausalLM.from_pretrained(spec.directory, dtype=torch.float32).eval()
+    token_ids = torch.randint(4, spec.vocab_size, (3, 7), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(token_ids)
+    mask[0, :3] = mask[2, :5] = 0
+    wide = {} if architecture == "bloom" else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    with torch.inference_mode():
+        expected = reference(input_ids=token_ids, attention_mask=mask, use_cache=True, **wide)
+        logits = engine.prefill(token_ids, mask, reserve=6)
+        torch.testing.assert_close(logits, expected.logits[:, -1], rtol=1e-4, atol=1e-4)
+        spread = expected.logits[:, -1].std().item()
+        assert spread > 0.05, "logits that are all alike would compare equal"
+        for _ in range(6):
+            token = logits.argmax(-1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            wide = {} if architecture == "bloom" else {"position_ids": (mask.cumsum(-1) - 1)[:, -1:]}
+            expected = reference(
+                input_ids=token[:, None], attention_mask=mask, past_key_values=expected.past_key_values, **wide
+            )
+            logits = engine.decode(token)
+            torch.testing.assert_close(logits, expected.logits[:, -1], rtol=1e-4, atol=1e-4)
+    with pytest.raises(IndexError):
+        engine.decode(token)
+    assert engine._executor.passes == [(0, 2), (0, 1)] + [(1, 3)] * 6  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ["bloom", "opt", "llama", "qwen2"])
+def test_the_library_builds_what_users_build(
+    architecture: str, dtype: str, library: Library, checkpoint: Checkpoints
+) -> None:
+    spec = resolve(str(checkpoint(architecture)), dtype, None)  # type: ignore[arg-type]
+    file = build_here(library, spec, "native" if library.has_native_attention else "plain")
+    file.check()
+    assert file.size > spec.weight_bytes
+    assert planfile.find(file.key) == file
+    assert sorted(path.suffix for path in planfile.PLANS.iterdir()) == [".json", ".plan"]
+
+
+def test_tied_weights_are_in_the_plan_once(library: Library, checkpoint: Checkpoints) -> None:
+    spec = resolve(str(checkpoint("bloom")), None, None)
+    tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu")))
+    network = library.module.Builder(Messages(library.module).logger).create_network(1)
+    make_network(library, network, empty_model(spec), spec, tensors, MAX_LEN, "plain")
+    layers = [network.get_layer(index) for index in range(network.num_layers)]
+    assert sum(layer.name == "transformer.word_embeddings.weight" for layer in layers) == 1
+    assert {layer.name for layer in layers} >= set(tensors)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "falcon", "mixtral"])
+def test_an_architecture_without_a_network_is_refused(
+    architecture: str, library: Library, checkpoint: Checkpoints
+) -> None:
+    spec = resolve(str(checkpoint(architecture)), "bfloat16", None)
+    with pytest.raises(EngineError, match=f"no TensorRT network for {spec.architecture} models; there is"):
+        build_here(library, spec)
+    assert list(planfile.PLANS.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "the activation gelu"),
+        ("llama", {"attention_bias": True}, None),
+        ("mistral", {"sliding_window": 16}, "a sliding window"),
+        ("opt", {"activation_function": "tanh"}, "the activation tanh"),
+        ("opt", {"do_layer_norm_before": False}, None),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary embedding"),
+    ],
+)
+def test_variants_are_followed_or_refused(
+    architecture: str, changes: dict[str, object], message: str | None, library: Library, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    from tests.checkpoints import ARCHITECTURES as SETTINGS
+
+    settings = SETTINGS[architecture] | {"hidden_size": 64, "vocab_size": 100, "word_embed_proj_dim": 64} | changes
+    config = AutoConfig.for_model(architecture, **settings)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(tmp_path / "model")
+    spec = resolve(str(tmp_path / "model"), None, None)
+    if message is None:
+        assert build_here(library, spec).size > spec.weight_bytes
+        return
+    with pytest.raises(EngineError, match=message):
+        build_here(library, spec)
+
+
+@pytest.mark.parametrize(
+    ("more", "fewer", "message"),
+    [
+        ("model.layers.0.self_attn.q_norm.weight", None, r"does not know: model\.layers\.0\.self_attn\.q_norm\.weight"),
+        (None, "model.norm.weight", r"no parameter model\.norm\.weight"),
+    ],
+)
+def test_every_parameter_has_its_place(
+    more: str | None, fewer: str | None, message: str, library: Library, checkpoint: Checkpoints
+) -> None:
+    spec = resolve(str(checkpoint("llama")), None, None)
+    tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu")))
+    if more is not None:
+        tensors[more] = torch.ones(16)
+    if fewer is not None:
+        del tensors[fewer]
+    network = library.module.Builder(Messages(library.module).logger).create_network(1)
+    with pytest.raises(EngineError, match=message):
+        make_network(library, network, empty_model(spec), spec, tensors, MAX_LEN, "plain")
+
+
+def test_more_positions_than_the_model_has_are_refused(library: Library, checkpoint: Checkpoints) -> None:
+    spec = resolve(str(checkpoint("opt")), None, None)
+    key = make_key(library, spec).model_copy(update={"max_seq_len": 65})
+    with pytest.raises(EngineError, match="--max-seq-len 65 is more than the 64 positions"):
+        build(library, key, spec, planfile.PLANS / "x.plan")
+
+
+def test_shapes_beyond_the_plan_name_the_command_that_helps(library: Library, checkpoint: Checkpoints) -> None:
+    spec = resolve(str(checkpoint("bloom")), None, None)
+    build_here(library, spec)
+    engine = WalkingTensorRT(case_plan(spec))
+    ids = torch.full((5, 4), 9)
+    with pytest.raises(EngineError, match=r"batch 5 is more than the 4 .* --max-batch-size 5 --max-seq-len 32"):
+        engine.prefill(ids, torch.ones_like(ids), reserve=4)
+    with pytest.raises(EngineError, match=r"33 tokens a sequence .* --max-batch-size 4 --max-seq-len 33"):
+        engine.prefill(ids[:1], torch.ones_like(ids[:1]), reserve=29)
+    told = engine.effective()
+    assert told.streamed_bytes_per_step == 750
+    assert told.gpu_weight_bytes == spec.weight_bytes - 750
+    assert told.settings["budget_bytes"] == 250
+    engine.close()
+    engine.close()
+
+
+def test_without_a_gpu_the_engine_says_so(library: Library, checkpoint: Checkpoints) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    spec = resolve(str(checkpoint("bloom")), None, None)
+    build_here(library, spec)
+    with pytest.raises(EngineError, match="runs on a GPU, and there is none here"):
+        TensorRT(case_plan(spec))
+
+
+@pytest.mark.parametrize(
+    ("asked", "budget", "taken", "words"),
+    [
+        (40, 40, 60, None),
+        (40, 50, 60, "40 bytes asked"),
+        (40, 40, 3 << 30, "the library took"),
+        (100, 100, 3 << 30, None),  # all resident: nothing to miss
+    ],
+)
+def test_a_budget_that_is_not_honoured_is_told(asked: int, budget: int, taken: int, words: str | None) -> None:
+    told = shortfall(asked, budget, streamable=100, allowed=60, taken=taken)
+    assert (told is None) == (words is None)
+    if words == "the library took":
+        assert words in str(told)
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), False), ((12, 0), True)]
+)
+def test_rtx_names_the_gpus_it_does_not_run_on(library: Library, capability: tuple[int, int], runs: bool) -> None:
+    why = Library(library.module, "tensorrt-rtx", "1.0").why_not(capability)
+    assert (why is None) == runs
+    assert Library(library.module, "tensorrt", "10.9").why_not(capability) is None
+    if not runs:
+        assert "pip install 'zinfer[tensorrt]'" in str(why)
+
+
+def test_a_missing_library_is_one_message_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(EngineError, match=r"pip install 'zinfer\[tensorrt\]' or pip install 'zinfer\[tensorrt-rtx\]'"):
+        find_library()
+    with pytest.raises(EngineError, match=r"^engine tensorrt needs tensorrt-rtx: pip install '[^']*'$"):
+        find_library("tensorrt-rtx")
+    with pytest.raises(EngineError, match="no TensorRT library 'trt'"):
+        find_library("trt")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["bloom", "opt", "llama", "qwen2"])
+def test_on_a_gpu_the_tokens_are_those_of_transformers(architecture: str, checkpoint: Checkpoints) -> None:
+    library = _library_for_this_gpu()
+    spec = resolve(str(checkpoint(architecture)), "float16", None)
+    build_here(library, spec)
+    engine = TensorRT(case_plan(spec))
+    reference = AutoModelForCausalLM.from_pretrained(spec.directory, dtype=torch.float16).cuda().eval()
+    token_ids = torch.randint(4, spec.vocab_size, (3, 7), generator=torch.Generator().manual_seed(3)).cuda()
+    mask = torch.ones_like(token_ids)
+    mask[0, :3] = 0
+    expected = reference.generate(token_ids, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    tokens = [engine.prefill(token_ids, mask, reserve=8).argmax(-1)]
+    for _ in range(7):
+        tokens.append(engine.decode(tokens[-1]).argmax(-1))
+    assert torch.equal(torch.stack(tokens, 1), expected[:, 7:])
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_budget_decides_what_is_resident(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    library = _library_for_this_gpu()
+    config = AutoConfig.for_model("bloom", n_layer=8, n_head=16, hidden_size=4096, vocab_size=1000)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(tmp_path / "model")
+    spec = resolve(str(tmp_path / "model"), None, None)
+    build_here(library, spec)
+    taken = {}
+    for budget in ("0%", "50%", "100%"):
+        plan = case_plan(spec)
+        plan = plan.model_copy(update={"case": plan.case.model_copy(update={"gpu_weights": budget})})
+        engine = TensorRT(plan)
+        told = engine.effective()
+        assert told.shortfall is None
+        taken[budget] = told.settings["library_gpu_bytes"]
+        engine.close()
+    assert taken["50%"] - taken["0%"] > 0.4 * spec.weight_bytes
+    assert taken["100%"] - taken["50%"] > 0.3 * spec.weight_bytes
+
+
+def _library_for_this_gpu() -> Library:
+    try:
+        library = find_library()
+    except EngineError as error:
+        pytest.skip(str(error))
+    if why := library.why_not(torch.cuda.get_device_capability()):
+        pytest.skip(why)
+    return library

@@ -1,0 +1,211 @@
+"""From a model's weights to a plan file.
+
+The library copies every weight while it builds: once for the plan, and once more where it fuses products that share an
+operand. So the peak of host memory is two copies of the weights, none of them ours: they are handed over as views of
+mapped files, which the system may drop from memory. These are the checkpoint's own shards where they hold the type that
+is asked for; else (another type, dummy weights) a scratch file beside the plan, filled one tensor at a time.
+"""
+
+import mmap
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from zinfer.checkpoint import Checkpoint
+from zinfer.engine import EngineError
+from zinfer.engine.arena import lay_out
+from zinfer.engine.base import Progress, silent
+from zinfer.engine.tensorrt import planfile
+from zinfer.engine.tensorrt.library import Library, Messages
+from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
+from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
+from zinfer.engine.weights import empty_model, weights
+from zinfer.model import ModelSpec
+from zinfer.plan import LoadFormat, prefill_rows
+from zinfer.source import revision_of
+from zinfer.units import gb
+
+CODE_BYTES = 256 << 20  # of a plan that is not weights, generously
+COPIES = 2  # of the weights, that the library makes: 1.4 to 2.0 with TensorRT-RTX 1.7 on a CPU
+WORKING_BYTES = 3 << 30  # host memory of the process and of the library, besides the weights
+STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' names
+
+
+class Cancelled(Exception):
+    """The build was given up because `cancelled` said so."""
+
+
+def plan_key(
+    library: Library, model: str, spec: ModelSpec, load_format: LoadFormat, layers: int | None, batch: int, length: int
+) -> PlanKey:
+    """The key of the plan that `library` builds here. `model` is the user's word for it, as in a `Case`."""
+    return PlanKey(
+        model=model,
+        revision=revision_of(spec, load_format),
+        dtype=spec.dtype,
+        load_format=load_format,
+        layers=layers,
+        max_batch_size=batch,
+        max_seq_len=length,
+        cache="native" if library.has_native_attention else "plain",
+        network=NETWORK_VERSION,
+        library=library.name,
+        version=library.version,
+        target=library.target(),
+    )
+
+
+def build(
+    library: Library,
+    key: PlanKey,
+    spec: ModelSpec,
+    path: Path,
+    progress: Progress = silent,
+    cancelled: Callable[[], bool] = lambda: False,
+    host_bytes: int | None = None,
+) -> PlanFile:
+    """Build the plan of `key` and `spec` into `path`, which appears when it is whole.
+
+    Raises EngineError for a model, a type or a shape that no network can be made for, and for a disk or a host memory
+    (`host_bytes`) that is too small; MemoryError or torch's OutOfMemoryError when the library runs out on the way; and
+    Cancelled. Nothing is left behind by any of them.
+    """
+    if spec.dtype == "float32" and spec.weight_bytes > CODE_BYTES:
+        raise EngineError("TensorRT plans are built in bfloat16 or float16: --dtype bfloat16")
+    if host_bytes is not None and peak_host_bytes(spec) > host_bytes:
+        needed = gb(peak_host_bytes(spec))
+        raise EngineError(
+            f"building a plan of {spec.name} takes {needed} of host memory, and there are {gb(host_bytes)}"
+        )
+    spooled = _must_spool(spec, key.load_format)
+    planfile.check_space(path.parent, spec.weight_bytes * (2 if spooled else 1) + CODE_BYTES)
+    started = time.monotonic()
+    trt, messages = library.module, Messages(library.module)
+    builder = trt.Builder(messages.logger)
+    if builder is None:
+        raise messages.failure(f"{library.name} cannot build here")
+    flags = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # the only kind from TensorRT 11 on
+    network = builder.create_network(0 if flags is None else 1 << int(flags))
+    model = empty_model(spec)
+    with _weights(model, spec, key.load_format, spooled, path.parent, progress) as tensors:
+        net = make_network(library, network, model, spec, tensors, key.max_seq_len, key.cache)
+        config = builder.create_builder_config()
+        config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
+        config.progress_monitor = _monitor(trt, progress, cancelled)
+        for profile in profiles(builder, net.inputs, key):
+            if config.add_optimization_profile(profile) < 0:
+                raise messages.failure(f"{library.name} refused the shapes of {path.name}")
+        with planfile.writing(path) as stream:
+            writer = _writer(trt, stream, cancelled)
+            built = builder.build_serialized_network_to_stream(network, config, writer)
+            if cancelled():
+                raise Cancelled
+            if writer.error is not None:
+                raise writer.error
+            if not built:
+                raise messages.failure(f"{library.name} could not build {path.name}")
+    return planfile.finish(
+        path,
+        key,
+        prefill_rows=prefill_rows(key.max_batch_size, key.max_seq_len),
+        weight_bytes=spec.weight_bytes,
+        build_s=round(time.monotonic() - started, 1),
+    )
+
+
+def peak_host_bytes(spec: ModelSpec) -> int:
+    """Host memory that a build may take at its peak: the library's copies, and the process."""
+    return COPIES * spec.weight_bytes + WORKING_BYTES
+
+
+def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKey) -> Iterator[Any]:
+    """The two optimisation profiles: prefill (no past), then decode (one new token)."""
+    batch, length = key.max_batch_size, key.max_seq_len
+    rows = prefill_rows(batch, length)
+    long = max(1, length - 1)
+    bounds: tuple[dict[str, tuple[int, int, int]], ...] = (
+        {"B": (1, rows, rows), "S": (1, length, length), "P": (0, 0, 0), "T": (1, length, length)},
+        {"B": (1, batch, batch), "S": (1, 1, 1), "P": (1, long, long), "T": (2, max(2, length), max(2, length))},
+    )
+    for bound in bounds:
+        profile = builder.create_optimization_profile()
+        for name, sizes in inputs.items():
+            shapes = [tuple(bound[size][i] if isinstance(size, str) else size for size in sizes) for i in range(3)]
+            profile.set_shape(name, *shapes)
+        yield profile
+
+
+def _must_spool(spec: ModelSpec, load_format: LoadFormat) -> bool:
+    """Whether the weights have to be written down before they can be mapped."""
+    if load_format == "dummy" or spec.directory is None:
+        return True
+    stored = {info.dtype for info in Checkpoint.open(Path(spec.directory)).tensors.values()}
+    return {STORED.get(dtype) for dtype in stored} != {spec.dtype}
+
+
+@contextmanager
+def _weights(
+    model: PreTrainedModel, spec: ModelSpec, load_format: LoadFormat, spooled: bool, folder: Path, progress: Progress
+) -> Iterator[dict[str, Tensor]]:
+    """The model's parameters, as views of mapped files."""
+    source = weights(model, spec, load_format, torch.device("cpu"), progress)
+    if not spooled:
+        yield {name: tensor.contiguous() for name, tensor in source}  # safetensors maps its file; no copy
+        return
+    blocks, size = lay_out(model.named_parameters())
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.truncate(size)
+        mapped = mmap.mmap(file.fileno(), size)
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        views = {name: block.view(memory) for name, block in blocks.items()}
+        for name, tensor in source:
+            views[name].copy_(tensor)
+        yield views
+
+
+def _writer(trt: Any, stream: Any, cancelled: Callable[[], bool]) -> Any:
+    """The library's stream writer onto `stream`; `error` holds what went wrong, as no exception gets through to us."""
+
+    class Writer(trt.IStreamWriter):  # type: ignore[misc]
+        error: OSError | None = None
+
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+
+        def write(self, data: bytes) -> int:
+            try:
+                return 0 if cancelled() or self.error is not None else int(stream.write(data))
+            except OSError as error:
+                self.error = error
+                return 0
+
+    return Writer()
+
+
+def _monitor(trt: Any, progress: Progress, cancelled: Callable[[], bool]) -> Any:
+    """The library's progress monitor, telling `progress` of the phase that began last."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+
+        def phase_start(self, name: str, _parent: str | None, steps: int) -> None:
+            self.steps[name] = max(1, steps)
+            progress(name.lower(), 0.0)
+
+        def phase_finish(self, name: str) -> None:
+            self.steps.pop(name, None)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            progress(name.lower(), min(1.0, (step + 1) / self.steps.get(name, 1)))
+            return not cancelled()
+
+    return Monitor()

@@ -1,0 +1,113 @@
+"""A plan on the GPU: deserialised from its file, given a weight budget, run with buffers that torch owns."""
+
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from zinfer.engine import EngineError
+from zinfer.engine.base import Progress, silent
+from zinfer.engine.tensorrt.library import Library, Messages
+from zinfer.engine.tensorrt.planfile import PlanFile
+from zinfer.plan import resident_bytes
+from zinfer.units import gb
+
+PREFILL, DECODE = 0, 1  # the plan's optimisation profiles
+READ_BYTES = 64 << 20  # of the plan at a time
+SLACK_BYTES = 1 << 30  # of the GPU that a library may take besides: contexts, kernels
+
+
+class Executor:
+    """The engine of `file`, with `gpu_weights` of its streamable weights on the GPU (None: all of them).
+
+    Raises EngineError for a GPU that the library does not run on and for a plan it does not take.
+    """
+
+    def __init__(
+        self, library: Library, file: PlanFile, gpu_weights: str | None, offload: bool, progress: Progress = silent
+    ) -> None:
+        trt, self._messages = library.module, Messages(library.module)
+        if why := library.why_not(torch.cuda.get_device_capability()):
+            raise EngineError(why)
+        self._stream = torch.cuda.Stream()
+        self._runtime = trt.Runtime(self._messages.logger)
+        before = torch.cuda.mem_get_info()[0]
+        with file.path.open("rb") as stream:
+            self._engine = self._runtime.deserialize_cuda_engine(_reader(trt, stream, file.size, progress))
+        if self._engine is None:
+            raise self._messages.failure(f"{library.name} does not take {file.path}")
+        self.streamable: int = self._engine.streamable_weights_size
+        automatic: int = self._engine.get_weight_streaming_automatic_budget()
+        self.asked = resident_bytes(gpu_weights or "auto", self.streamable, automatic) if offload else self.streamable
+        self._engine.weight_streaming_budget_v2 = self.asked
+        self.budget: int = self._engine.weight_streaming_budget_v2
+        self.scratch: int = self._engine.weight_streaming_scratch_memory_size
+        self._context = self._engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if self._context is None:
+            raise self._messages.failure(f"{library.name} cannot run {file.path}")
+        self.taken: int = before - torch.cuda.mem_get_info()[0]  # of the GPU, by the library
+        self.inputs = tuple(
+            name
+            for name in map(self._engine.get_tensor_name, range(self._engine.num_io_tensors))
+            if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+        )
+        self._profile = -1
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cuda")
+        self._nowhere = torch.empty(256, dtype=torch.uint8, device="cuda")  # the address of tensors without elements
+
+    def run(self, profile: int, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+        """One pass on the current stream; all tensors are contiguous, on the device, and of the network's types."""
+        context, stream = self._context, self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        if profile != self._profile:
+            if not context.set_optimization_profile_async(profile, stream.cuda_stream):
+                raise self._messages.failure(f"cannot switch to profile {profile}", RuntimeError)
+            self._profile = profile
+        for name, tensor in inputs.items():
+            if not context.set_input_shape(name, tuple(tensor.shape)):
+                raise self._messages.failure(f"the plan does not take {name} of shape {tuple(tensor.shape)}")
+        for name, tensor in [*inputs.items(), *outputs.items()]:
+            context.set_tensor_address(name, (tensor if tensor.numel() else self._nowhere).data_ptr())
+        needed = context.update_device_memory_size_for_shapes()
+        if needed > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cuda")  # not both at once
+            self._memory = torch.empty(needed, dtype=torch.uint8, device="cuda")
+        context.set_device_memory(self._memory.data_ptr(), self._memory.numel())
+        if not context.execute_async_v3(stream.cuda_stream):
+            raise self._messages.failure("the pass failed", RuntimeError)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def close(self) -> None:
+        """Free what the library holds, the context first."""
+        torch.cuda.synchronize()
+        self._context = self._engine = self._runtime = None
+        self._memory = self._nowhere = torch.empty(0, dtype=torch.uint8)
+
+
+def shortfall(asked: int, budget: int, streamable: int, allowed: int, taken: int) -> str | None:
+    """What the library did not do of what it was asked: None, another budget than `asked`, or more GPU memory `taken`
+    than the `allowed` bytes of weights and scratch account for, as when weights that should stream are resident."""
+    if budget != asked:
+        return f"a weight budget of {gb(asked)} was asked for, and the library set {gb(budget)}"
+    if budget < streamable and taken > 1.05 * allowed + SLACK_BYTES:
+        return f"a weight budget of {gb(budget)} was set, and the library took {gb(taken)} of the GPU"
+    return None
+
+
+def _reader(trt: Any, stream: BinaryIO, size: int, progress: Progress) -> Any:
+    """The library's stream reader over an open plan file: no copy of the plan on the host but the library's own."""
+
+    class Reader(trt.IStreamReaderV2):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IStreamReaderV2.__init__(self)
+
+        def read(self, num_bytes: int, _stream: int) -> bytes:
+            data = stream.read(min(num_bytes, READ_BYTES))
+            progress("loading the plan", stream.tell() / size)
+            return data
+
+        def seek(self, offset: int, where: Any) -> bool:
+            stream.seek(offset, int(where))
+            return True
+
+    return Reader()

@@ -1,0 +1,116 @@
+"""TensorRT (`tensorrt`, 10.x and 11.x) or TensorRT-RTX (`tensorrt_rtx`): one Python API, two libraries.
+
+The first builds a plan for the GPU it stands on. The second builds without a GPU, for every GPU it supports, and leaves
+the last stage of compilation to the machine that runs the plan.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, util
+from typing import Any, Literal
+
+import torch
+
+from zinfer.engine import EngineError
+
+Name = Literal["tensorrt", "tensorrt-rtx"]
+LIBRARIES: dict[Name, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # distribution -> import name
+# What TensorRT-RTX 1.x runs on, by its support matrix: Ampere to Ada, and Blackwell's 12.x; not 9.0 and 10.x.
+RTX_CAPABILITIES = ((8, 0), (8, 6), (8, 9))
+RTX_FROM = (12, 0)
+RTX_TARGET = "8.0, 8.6, 8.9, 12.x"  # what a plan built with its defaults is for
+
+
+@dataclass(frozen=True)
+class Library:
+    """An installed library and what tells its plans apart."""
+
+    module: Any
+    name: Name
+    version: str
+
+    @property
+    def has_native_attention(self) -> bool:
+        """Whether networks can have KV-cache-update and attention layers (TensorRT from 10.15 on)."""
+        network = self.module.INetworkDefinition
+        return hasattr(network, "add_kv_cache_update") and hasattr(network, "add_attention")
+
+    def target(self) -> str:
+        """The compute capabilities that a plan built here is for.
+
+        Raises EngineError where TensorRT, which builds on the GPU itself, finds none.
+        """
+        if self.name == "tensorrt-rtx":
+            return RTX_TARGET
+        if not torch.cuda.is_available():
+            raise EngineError(
+                "TensorRT builds a plan on the GPU that is to run it, and there is none here; "
+                "TensorRT-RTX builds without one: pip install 'zinfer[tensorrt-rtx]'"
+            )
+        return capability_text(torch.cuda.get_device_capability())
+
+    def why_not(self, capability: tuple[int, int]) -> str | None:
+        """Why this library does not run on a GPU of that compute capability; None where it does."""
+        if self.name == "tensorrt-rtx" and capability not in RTX_CAPABILITIES and capability < RTX_FROM:
+            return (
+                f"TensorRT-RTX {self.version} runs on compute capability {RTX_TARGET}, and this GPU has "
+                f"{capability_text(capability)}; TensorRT supports it: pip install 'zinfer[tensorrt]'"
+            )
+        return None
+
+
+def capability_text(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def find_library(name: str = "auto") -> Library:
+    """The library asked for; with ``auto`` TensorRT, or TensorRT-RTX where only that is installed.
+
+    Raises EngineError, with the line that installs one, where there is none.
+    """
+    if name != "auto" and name not in LIBRARIES:
+        raise EngineError(f"no TensorRT library {name!r}; there are {', '.join(LIBRARIES)}, and auto")
+    wanted: list[Name] = [known for known in LIBRARIES if name in ("auto", known)]
+    for known in wanted:
+        if util.find_spec(LIBRARIES[known]) is not None:
+            try:
+                module = import_module(LIBRARIES[known])
+            except (ImportError, OSError) as error:
+                raise EngineError(f"{known} is installed but does not load: {error}") from None
+            return Library(module, known, module.__version__)
+    lines = " or ".join(f"pip install 'zinfer[{known}]'" for known in wanted)
+    raise EngineError(f"engine tensorrt needs {' or '.join(wanted)}: {lines}")
+
+
+class Messages:
+    """What the library says through its logger: errors are kept for the message that a user gets."""
+
+    def __init__(self, module: Any) -> None:
+        self.errors: list[str] = []
+        severity = module.ILogger
+        errors, debug = self.errors, os.environ.get("ZINFER_DEBUG") == "1"
+
+        class Logger(module.ILogger):  # type: ignore[misc]
+            def __init__(self) -> None:
+                module.ILogger.__init__(self)
+
+            def log(self, level: Any, text: str) -> None:
+                if level in (severity.INTERNAL_ERROR, severity.ERROR):
+                    errors.append(" ".join(text.split()))
+                if debug and level != severity.VERBOSE:
+                    print(text, file=sys.stderr)
+
+        self.logger = Logger()
+
+    def failure(self, what: str, otherwise: Callable[[str], Exception] = EngineError) -> Exception:
+        """The exception for a call that failed: MemoryError or torch's OutOfMemoryError where the library spoke of
+        memory, else what `otherwise` makes of the message."""
+        said = "; ".join(self.errors[-2:]) or "the library gave no reason"
+        text = f"{what}: {said}"
+        lowered = said.lower()
+        if any(word in lowered for word in ("out of memory", "outofmemory", "bad_alloc", "insufficient memory")):
+            on_host = "host" in lowered or "bad_alloc" in lowered
+            return MemoryError(text) if on_host else torch.cuda.OutOfMemoryError(f"CUDA out of memory: {text}")
+        return otherwise(text)

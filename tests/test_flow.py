@@ -18,8 +18,11 @@ MODULES = {
 # What a module may import of ours, at its top or anywhere inside: the arrows of the design, never backwards.
 VALUES = {"zinfer.frozen", "zinfer.units", "zinfer.spread", "zinfer"}
 SHAPES = VALUES | {"zinfer.model", "zinfer.machine", "zinfer.checkpoint", "zinfer.hub"}
-TYPES = SHAPES | {"zinfer.plan", "zinfer.record"}
-READERS = TYPES | {"zinfer.store", "zinfer.analysis", "zinfer.group", "zinfer.chart", "zinfer.plot", "zinfer.report"}
+TYPES = SHAPES | {"zinfer.cost", "zinfer.plan", "zinfer.record"}
+READERS = TYPES | {
+    "zinfer.store", "zinfer.analysis", "zinfer.group", "zinfer.chart", "zinfer.plot", "zinfer.report",
+    "zinfer.calibrate", "zinfer.published",
+}  # fmt: skip
 ALLOWED = {
     "zinfer.frozen": set(),
     "zinfer.units": set(),
@@ -27,14 +30,17 @@ ALLOWED = {
     "zinfer.model": SHAPES,
     "zinfer.checkpoint": VALUES,
     "zinfer.machine": VALUES,
-    "zinfer.plan": SHAPES,
+    "zinfer.cost": SHAPES,
+    "zinfer.plan": SHAPES | {"zinfer.cost"},
     "zinfer.record": TYPES,
+    "zinfer.published": SHAPES | {"zinfer.cost", "zinfer.plan"},
     "zinfer.store": TYPES,
     "zinfer.analysis": READERS,
     "zinfer.group": READERS,
     "zinfer.chart": READERS,
     "zinfer.plot": READERS,
     "zinfer.report": READERS,
+    "zinfer.calibrate": READERS,
     "zinfer.compare": READERS,
     "zinfer.export": READERS,
 }

@@ -116,7 +116,7 @@ def test_greedy_tokens_are_those_of_transformers(
 def test_a_batch_is_prefilled_a_few_rows_at_a_time(
     architecture: str, tokens: int, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.plan.PREFILL_TOKENS", tokens)
+    monkeypatch.setattr("zinfer.cost.PREFILL_TOKENS", tokens)
     loaded = load("stream", checkpoint(architecture), "cpu", tmp_path)
     try:
         check(loaded, checkpoint(architecture), "cpu")

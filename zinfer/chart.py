@@ -33,6 +33,7 @@ _ENGINES = {
 }
 _OTHERS = (("#E69F00", "v"), ("#56B4E9", "X"), ("#000000", "p"), ("#999933", "h"))
 _VARIANTS = ("<", ">", "*", "d", "8", "H")  # markers of one engine's further options
+PALETTE = tuple(colour for colour, _ in (*_ENGINES.values(), *_OTHERS))
 GREY, INK = "#666666", "#222222"
 
 _STYLE = {

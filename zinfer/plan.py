@@ -1,32 +1,30 @@
-"""What lives where, what fits, and how long a step takes at best.
+"""What lives where, what fits, and how long it takes: a case on a machine, before anything runs.
 
-Decode reads every weight once a step, so a streamed model runs at link speed: seconds per step >= streamed bytes / link
-bandwidth, whatever the batch. A larger batch is therefore free until the KV cache fills the device, compute catches up
-with the link, or the KV reads do.
+An engine's words (offload, options) become a `zinfer.cost.Setup` here; the arithmetic is there. A larger batch is free
+until the KV cache fills the device, compute catches up with the link, or the KV reads do, so the largest batch that
+fits is what a plan looks for.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
+from zinfer import cost
+from zinfer.cost import Bytes, Factors, Setup
 from zinfer.frozen import Frozen
 from zinfer.machine import Machine
 from zinfer.model import Dtype, ModelSpec
-from zinfer.units import duration, gb, gib, parse_bytes
+from zinfer.units import duration, figures, gb, gib, parse_bytes
 
 Offload = Literal["none", "cpu", "nvme"]
 LoadFormat = Literal["safetensors", "dummy"]
 Option = str | int | float | bool
 
-CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as the driver reports them
 LARGEST_BATCH = 1 << 20  # nobody asks for more
-PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 HOST_SHARE = 0.97  # of host memory a load may take before it is refused
-# Prompt tokens in one forward pass. A pass streams every weight (2 bytes a parameter) and computes 2 FLOPs a parameter
-# and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
-# model. More than that at once only takes memory, which the KV cache of a larger batch has better use for.
-PREFILL_TOKENS = 8192
-COMPUTE_SHARE = 0.6  # of the matmul rate that prefill reaches in a transformers model
+LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
+TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
 
 
 class Workload(Frozen):
@@ -70,20 +68,6 @@ class Case(Frozen):
         return f"{self.engine} {self.offload}{resident}{options}"
 
 
-class Bytes(Frozen):
-    """Bytes on one tier, by what they are for."""
-
-    weights: int = 0
-    kv_cache: int = 0
-    buffers: int = 0  # slots the streamed layers land in
-    activations: int = 0
-    overhead: int = 0  # rounding of pinned blocks, contexts, the process itself
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.kv_cache + self.buffers + self.activations + self.overhead
-
-
 class Plan(Frozen):
     """A case on a machine, before anything runs. Everything here is predicted."""
 
@@ -97,6 +81,9 @@ class Plan(Frozen):
     step_s: float | None = None
     bound_by: str | None = None
     max_batch_size: int = 0  # by memory; 0 when not even one sequence fits
+    streamed_bytes: int = 0  # over all links, each pass
+    resident_bytes: int = 0  # of the layers' weights, though the rest is offloaded
+    error: float | None = None  # of the throughput, as a share; None: these are limits, not predictions
     nvme_path: str | None = None  # where offload `nvme` may put its files
     why_not: str | None = None  # the reason, when nothing of this load can run here
 
@@ -106,11 +93,15 @@ class Plan(Frozen):
 
     @property
     def output_tok_s(self) -> float | None:
+        workload, seconds = self.case.workload, self.e2e_s
+        return workload.batch_size * workload.output_len / seconds if seconds else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Prefill, which gives the first token, and a step for each further one."""
         if self.prefill_s is None or self.step_s is None:
             return None
-        workload = self.case.workload
-        seconds = self.prefill_s + self.step_s * (workload.output_len - 1)
-        return workload.batch_size * workload.output_len / seconds
+        return self.prefill_s + self.step_s * (self.case.workload.output_len - 1)
 
 
 def pinned_block(size: int) -> int:
@@ -119,23 +110,6 @@ def pinned_block(size: int) -> int:
     Source: CachingHostAllocator.h of torch 2.11 rounds every block up to ``PowerOf2Ceil(size)``.
     """
     return 1 << max(size - 1, 0).bit_length()
-
-
-def prefill_rows(batch_size: int, input_len: int) -> int:
-    """How many sequences of a batch are prefilled in one forward pass."""
-    return min(batch_size, max(1, PREFILL_TOKENS // input_len))
-
-
-def _activations(model: ModelSpec, batch_size: int, length: int) -> int:
-    """Peak of one layer's prefill: hidden states, the widest intermediate twice, and eager attention scores for ALiBi
-    models, for which transformers has no fused kernel (scores in the weights' type, softmax in float32)."""
-    rows = prefill_rows(batch_size, length)
-    tokens = rows * length
-    wide = 2 * max(model.ffn_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
-    flat = tokens * (4 * model.hidden_size + wide) * model.dtype_bytes
-    eager = model.architecture == "bloom"
-    scores = rows * model.num_heads * length**2 * (model.dtype_bytes * 2 + 4) if eager else 0
-    return flat + scores + batch_size * model.vocab_size * (model.dtype_bytes + 4)
 
 
 def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0) -> int:
@@ -155,47 +129,76 @@ def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0)
     return min(parse_bytes(gpu_weights), streamable)
 
 
-def _weights(case: Case, model: ModelSpec) -> tuple[Bytes, Bytes, Bytes]:
-    """Weight placement of an engine: bytes on the device, on the host and on NVMe, whatever the batch."""
-    streamed, other, layer = model.streamed_bytes, model.other_bytes, model.layer_bytes
-    if case.offload == "none":
-        return Bytes(weights=model.weight_bytes), Bytes(), Bytes()
-    # Every engine keeps what stands outside the layers on the device.
-    kept = resident_bytes(case.gpu_weights, streamed)
-    on_host, resident = Bytes(weights=streamed), Bytes(weights=other + kept, buffers=2 * layer)
-    if case.engine == "deepspeed" and case.offload == "cpu":  # each tensor is a pinned block of its own
-        rounding = pinned_block(layer // 3) * 3 * model.num_layers - streamed
-        on_host = on_host.model_copy(update={"overhead": max(rounding, 0)})
-    elif case.engine == "accelerate":  # one layer at a time, nothing ahead
-        resident = Bytes(weights=other, buffers=layer)
-    if case.offload == "nvme":
-        return resident, Bytes(buffers=2 * layer), on_host
-    return resident, on_host, Bytes()
+def setup_of(case: Case, model: ModelSpec, automatic: int = 0) -> Setup:
+    """How the case's engine keeps and moves weights; `automatic` is what ``--gpu-weights auto`` stands for, in bytes.
 
-
-def _tiers(case: Case, model: ModelSpec, machine: Machine) -> tuple[Bytes, Bytes, Bytes]:
-    """Bytes on the device, the host and NVMe at the case's batch size. Without a GPU, the host has to carry the
-    device's bytes as well; they are listed apart all the same."""
-    workload = case.workload
-    gpu, host, nvme = _weights(case, model)
-    gpu = gpu.model_copy(
-        update={
-            "kv_cache": model.kv_bytes(workload.batch_size, workload.total_len),
-            "activations": _activations(model, workload.batch_size, workload.input_len),
-            "overhead": CONTEXT_BYTES if machine.gpu_count else 0,
-        }
+    Options that any engine may be planned with: `weight_codec` (lossless), `weight_bits` (8 or 4, with a 16-bit scale
+    and zero point for each 64 weights), `kv_offload` (cpu), `gpus`.
+    """
+    options = dict(case.options)
+    bits = float(options.get("weight_bits", 16))
+    ratio = 1.0 if bits >= 16 else (bits + 32 / 64) / (8 * model.dtype_bytes)
+    lossless = options.get("weight_codec") == "lossless" and ratio == 1.0
+    common = Setup(
+        tier=TIERS[case.offload],
+        gpus=int(options.get("gpus", 1)),
+        weight_ratio=ratio,
+        wire_ratio=LOSSLESS_RATIO if lossless else 1.0,
+        kv_on_host=options.get("kv_offload") == "cpu",
+        pinned=bool(options.get("pin_memory", True)),
     )
-    return gpu, host.model_copy(update={"overhead": host.overhead + PROCESS_BYTES}), nvme
+    streamable = cost.layers_stored(common, model)
+    update: dict[str, object] = {"resident_bytes": resident_bytes(case.gpu_weights, streamable, automatic)}
+    if case.engine == "stream":
+        update["slots"] = float(options.get("ring_depth", 2)) * common.wire_ratio + (1 if lossless else 0)
+    elif case.engine == "deepspeed":  # fetched a layer at a time; each tensor is a pinned block of its own
+        rounded = pinned_block(model.layer_bytes // 3) * 3 * model.num_layers - model.streamed_bytes
+        update |= {"slots": 1.0, "host_rounding": max(rounded, 0)}
+        if options.get("tuned") is False:  # embeddings are offloaded too; a tied one is fetched for both of its uses
+            slots = max(1.0, model.other_bytes / model.layer_bytes)
+            update |= {"resident_others": False, "also_streamed": 2 * model.other_bytes, "slots": slots}
+    elif case.engine == "accelerate":  # one matrix at a time, nothing ahead
+        matrix = model.hidden_size * max(model.ffn_size, model.hidden_size) * model.dtype_bytes
+        update |= {"slots": matrix / model.layer_bytes, "overlapped": False}
+    return common.model_copy(update=update)
 
 
-def make_plan(case: Case, model: ModelSpec, machine: Machine, nvme_path: str | None = None) -> Plan:
-    """Bytes by tier, the best step time the links allow, and whether the load can run on `machine` at all.
+def _tiers(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None) -> tuple[Bytes, Bytes, Bytes]:
+    """Bytes on the device, the host and NVMe at the case's batch size, with nothing resident that need not be."""
+    load = case.workload
+    setup = setup_of(case, model)
+    return cost.tiers(setup, model, machine, load.batch_size, load.input_len, load.output_len, factors)
+
+
+def automatic_residency(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> int:
+    """Bytes of whole layers that fit beside all else the case needs on the GPUs: what ``--gpu-weights auto`` keeps.
+
+    With the KV cache on the GPU and the batch free, a byte holds more as cache than as a resident weight, so the batch
+    comes first; with the batch given, residency W/(W-R) is all gain.
+    """
+    gpu = _tiers(case, model, machine, factors)[0]
+    setup = setup_of(case, model)
+    free = (machine.device_bytes - gpu.total) * setup.gpus
+    layer = max(1, round(model.layer_bytes * setup.weight_ratio))
+    return min(max(0, free // layer) * layer, cost.layers_stored(setup, model))
+
+
+def make_plan(
+    case: Case, model: ModelSpec, machine: Machine, nvme_path: str | None = None, factors: Factors | None = None
+) -> Plan:
+    """Bytes by tier, the times that `factors` (without them: the physical limits) predict, and whether the load can
+    run on `machine` at all.
 
     `model` is the spec already sliced to `case.layers`.
     """
-    gpu, host, nvme = _tiers(case, model, machine)
-    prefill_s, step_s, bound_by = _times(case, model, machine)
-    shortages = _shortages(case, model, machine)
+    load = case.workload
+    limits = factors or Factors(link_share=1.0)
+    automatic = automatic_residency(case, model, machine, factors) if case.gpu_weights == "auto" else 0
+    setup = setup_of(case, model, automatic)
+    gpu, host, nvme = cost.tiers(setup, model, machine, load.batch_size, load.input_len, load.output_len, factors)
+    step = cost.step(setup, model, machine, load.batch_size, load.input_len + load.output_len // 2, limits)
+    prefill = cost.prefill(setup, model, machine, load.batch_size, load.input_len, limits)
+    shortages = _shortages(case, model, machine, factors)
     return Plan(
         case=case,
         model=model,
@@ -203,20 +206,25 @@ def make_plan(case: Case, model: ModelSpec, machine: Machine, nvme_path: str | N
         gpu=gpu,
         host=host,
         nvme=nvme,
-        prefill_s=prefill_s,
-        step_s=step_s,
-        bound_by=bound_by,
-        max_batch_size=_largest_batch(case, model, machine),
+        prefill_s=prefill.seconds,
+        step_s=step.seconds,
+        bound_by=step.bound_by,
+        max_batch_size=largest_batch(case, model, machine, factors),
+        streamed_bytes=cost.wire_bytes(setup, model),
+        resident_bytes=min(setup.resident_bytes, cost.layers_stored(setup, model)),
+        error=factors.error if factors else None,
         nvme_path=nvme_path,
         why_not=_why_not(case, model, machine, shortages) if shortages else None,
     )
 
 
-def _largest_batch(case: Case, model: ModelSpec, machine: Machine) -> int:
-    """The largest batch whose bytes the device holds, 0 if none."""
+def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> int:
+    """The largest batch whose bytes the device holds (and the host, where it has part of the cache), 0 if none."""
 
     def fits(batch_size: int) -> bool:
-        gpu, host, _ = _tiers(case.with_batch(batch_size), model, machine)
+        gpu, host, _ = _tiers(case.with_batch(batch_size), model, machine, factors)
+        if host.kv_cache and machine.host_bytes is not None and host.total > HOST_SHARE * machine.host_bytes:
+            return False
         return gpu.total + (0 if machine.gpu_count else host.total) <= machine.device_bytes
 
     low, high = 0, 1
@@ -228,30 +236,44 @@ def _largest_batch(case: Case, model: ModelSpec, machine: Machine) -> int:
     return low
 
 
-def _times(case: Case, model: ModelSpec, machine: Machine) -> tuple[float | None, float | None, str | None]:
-    """Seconds of a prefill and of a decode step at the physical limit, and which limit the step meets."""
-    workload = case.workload
-    link = machine.nvme_bandwidth if case.offload == "nvme" else machine.h2d_bandwidth
-    hbm, flops = machine.hbm_bandwidth, machine.matmul_flops
-    if hbm is None or flops is None or (case.offload != "none" and link is None):
-        return None, None, None
-    streamed = 0
-    if case.offload != "none":
-        streamed = model.streamed_bytes - resident_bytes(case.gpu_weights, model.streamed_bytes)
-    context = workload.input_len + workload.output_len // 2
-    limits = {
-        "link": streamed / link if link else 0.0,
-        "hbm": (model.weight_bytes + model.kv_bytes(workload.batch_size, context)) / hbm,
-        "compute": model.decode_flops(workload.batch_size, context) / (COMPUTE_SHARE * flops),
-    }
-    bound_by = max(limits, key=lambda name: limits[name])
-    compute = model.prefill_flops(workload.batch_size, workload.input_len) / (COMPUTE_SHARE * flops)
-    return max(limits["link"], compute, model.weight_bytes / hbm), limits[bound_by], bound_by
+def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> Plan:
+    """The plan of `case` at the batch size with the highest predicted throughput, of equals the smallest: 1, 2, 4, ..
+    and the largest that fits. Where nothing fits, or no time is known, the plan at batch 1."""
+    largest = largest_batch(case, model, machine, factors)
+    sizes = sorted({1 << power for power in range(largest.bit_length())} | {largest} - {0}) or [1]
+    plans = [make_plan(case.with_batch(size), model, machine, factors=factors) for size in sizes]
+    return max(plans, key=lambda plan: (plan.output_tok_s or 0.0, -plan.case.workload.batch_size))
 
 
-def _shortages(case: Case, model: ModelSpec, machine: Machine) -> list[str]:
+def advice(plans: Sequence[Plan]) -> str:
+    """In a sentence, whether to stream, from the `best_batch` plans of one model, machine and pair of lengths."""
+    able = [plan for plan in plans if plan.fits and plan.output_tok_s]
+    if not able:
+        return "Nothing fits; see why below." if plans else "Nothing was planned."
+    staying, moving = (
+        max((plan for plan in able if (plan.streamed_bytes > 0) is streams), key=_rate, default=None)
+        for streams in (False, True)
+    )
+    if moving is None or staying is None:
+        (only,) = (plan for plan in (staying, moving) if plan)
+        verb = "Stream: without it the weights do not fit" if only is moving else "Do not stream: all of it fits"
+        return f"{verb}. {_words(only)}."
+    first, second = (staying, moving) if _rate(staying) >= _rate(moving) else (moving, staying)
+    verb = "Do not stream" if first is staying else "Stream"
+    return f"{verb}: {_words(first)}; {_words(second)}, {_rate(second) / _rate(first):.2f} of it."
+
+
+def _rate(plan: Plan) -> float:
+    return plan.output_tok_s or 0.0
+
+
+def _words(plan: Plan) -> str:
+    return f"{plan.case.label()} gives {figures(_rate(plan))} tok/s at batch {plan.case.workload.batch_size}"
+
+
+def _shortages(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> list[str]:
     """What keeps the load from running even at batch 1: what is needed where, and how much there is."""
-    gpu, host, nvme = (tier.total for tier in _tiers(case.with_batch(1), model, machine))
+    gpu, host, nvme = (tier.total for tier in _tiers(case.with_batch(1), model, machine, factors))
     short = []
     if not machine.gpu_count:
         gpu, host = 0, host + gpu

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 from zinfer.analysis import Spread, best, best_by_load, spread
 from zinfer.analysis import edges as find_edges
-from zinfer.chart import GREY, Sheet, batch_axis, log_axis, looks, series, shortened
+from zinfer.chart import GREY, PALETTE, Sheet, batch_axis, log_axis, looks, series, shortened
 from zinfer.group import Group, Points, by_load
-from zinfer.plan import Case
+from zinfer.plan import Case, Plan
 from zinfer.record import Measurement
 from zinfer.units import figures, gb
 
@@ -128,6 +128,43 @@ def residency(group: Group, points: Points) -> Figure | None:
     axes.set_xlabel("% of the weights on the GPU")
     axes.set_ylabel("output tokens a second")
     return sheet.finish()
+
+
+def prediction(plans: Sequence[Plan]) -> Figure | None:
+    """Predicted output tokens a second over batch size, a dashed line a machine and load, its error band shaded; None
+    where nothing fits. The plans are of one model and one pair of lengths."""
+    lines: dict[tuple[str, Case], list[Plan]] = {}
+    for plan in plans:
+        if plan.fits and plan.output_tok_s and plan.case.workload.batch_size <= plan.max_batch_size:
+            lines.setdefault((plan.machine.name, plan.case.load), []).append(plan)
+    if not lines:
+        return None
+    machines = list(dict.fromkeys(machine for machine, _ in lines))
+    case = next(iter(lines.values()))[0].case
+    group = Group(
+        machine=", ".join(machines), model=case.model, layers=case.layers, input_len=case.workload.input_len,
+        output_len=case.workload.output_len, dtype=case.dtype, load_format=case.load_format,
+        total_layers=plans[0].model.total_layers,
+    )  # fmt: skip
+    what = "Predictions, nothing was run; shaded: nine of ten" if plans[0].error else "Physical limits, nothing was run"
+    with looks():
+        sheet = Sheet(group, "where, and at which batch?", (what, group.machine))
+        axes = sheet.panels[0]
+        values: list[float] = []
+        for nth, ((machine, load), own) in enumerate(lines.items()):
+            sizes = [plan.case.workload.batch_size for plan in own]
+            rates = [plan.output_tok_s or 0.0 for plan in own]
+            colour = PALETTE[nth % len(PALETTE)]
+            axes.plot(sizes, rates, "--", color=colour, label=f"{machine}: {shortened(load.label(), 60)}")
+            band = own[0].error or 0.0
+            axes.fill_between(
+                sizes, [r * (1 - band) for r in rates], [r * (1 + band) for r in rates], color=colour, alpha=0.15, lw=0
+            )
+            values += [rate * (1 + sign * band) for rate in rates for sign in (-1, 1)]
+        log_axis(axes, values)
+        axes.set_ylabel("output tokens a second")
+        batch_axis(axes, [plan.case.workload.batch_size for own in lines.values() for plan in own])
+        return sheet.finish()
 
 
 def _resident_share(point: Measurement) -> float | None:

@@ -16,6 +16,7 @@ from zinfer.engine import ENGINES
 from zinfer.frozen import Frozen
 from zinfer.model import Dtype
 from zinfer.plan import Case, Offload, Option, Workload, resident_bytes
+from zinfer.published import Published
 
 ENGINE_RECIPES = Path("engines")
 
@@ -63,11 +64,15 @@ class Sweep(Frozen):
     layers: tuple[int | None, ...] = (None,)
     gpu_weights: tuple[str | None, ...] = (None,)  # for offload cpu and nvme; without offload all of them stay
     options: dict[str, tuple[Option, ...]] = Field(default_factory=dict)
+    machine: tuple[str, ...] = ()  # to plan for; a sweep runs on the machine it is on
+    published: tuple[Published, ...] = ()
     repeats: int = Field(default=3, ge=1)
     tolerance: float = Field(default=0.02, gt=0)  # stop repeating at this 95% half-width, as a share of the mean
     timeout_s: float = Field(default=1800, gt=0)
 
-    @field_validator("model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", mode="before")
+    @field_validator(
+        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "machine", mode="before"
+    )
     @classmethod
     def _axis(cls, value: Any) -> Any:
         return value if isinstance(value, list | tuple) else (value,)

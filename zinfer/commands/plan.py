@@ -1,116 +1,216 @@
-"""`zinfer plan`: what fits where and how fast it can be at best; nothing runs."""
+"""`zinfer plan`: what fits where, how fast it will be, and whether to stream at all; nothing runs."""
 
 import json
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zinfer.commands import options
 
+if TYPE_CHECKING:
+    from zinfer.cost import Factors
+    from zinfer.machine import Machine
+    from zinfer.plan import Option, Plan
+    from zinfer.recipe import Load, Sweep
 
-@click.command("plan", short_help="Say what fits where and how fast it can be, without running.")
-@click.option("-m", "--model", required=True, type=options.Words(), help=options.MODEL_HELP)
-@click.option(
-    "--machine", "machines", type=options.Words(), help="Catalogue names or machine.json files.  [default: this]"
-)
+DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
+# options that become an engine's, so axes of Case.options, with the value that changes nothing
+SCENARIOS = {"weight_codec": "none", "weight_bits": 16, "kv_offload": "none", "gpus": 1}
+
+
+@click.command("plan", short_help="Say what fits where and how fast it will be, without running.")
+@click.argument("recipe", required=False)
+@click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
+@click.option("--machine", type=options.Words(), help="Catalogue names or machine.json files.  [default: this one]")
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE",
     help="Replace a figure of every machine, as h2d_bandwidth=200GB/s. Repeatable.",
 )  # fmt: skip
-@click.option("--engine", type=options.Words(), default="stream", show_default=True)
-@click.option("--offload", type=options.Words(options.OFFLOADS), default="none,cpu", show_default=True)
-@click.option("--batch-size", type=options.Batches(), default="1,8,32", show_default=True, help="auto: the largest.")
-@click.option("--input-len", type=options.Numbers(), default="512", show_default=True, help="Prompt tokens.")
-@click.option("--output-len", type=options.Numbers(), default="32", show_default=True, help="Generated tokens.")
+@click.option("--engine", type=options.Words(), help="[default: stream]")
+@click.option("--offload", type=options.Words(options.OFFLOADS), help="[default: none,cpu]")
+@click.option("--batch-size", type=options.Batches(), help="auto: the one with the best throughput.  [default: auto]")
+@click.option("--input-len", type=options.Numbers(), help="Prompt tokens.  [default: 512]")
+@click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
 @click.option("--dtype", type=options.Dtype(), help="Weight type; the model's own by default.")
 @click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
+@click.option("--gpu-weights", type=options.GpuWeights(), help="Of the offloaded weights, how much stays on the GPU.")
+@click.option("--weight-codec", type=options.Words(("none", "lossless")), help="How weights cross the link.")
+@click.option("--weight-bits", type=options.Words(("16", "8", "4")), help="Quantised weights, with 16-bit scales.")
+@click.option("--kv-offload", type=options.Words(("none", "cpu")), help="Where the KV cache lives.")
+@click.option("--gpus", type=options.Numbers(), help="GPUs, each with its own link.  [default: 1]")
+@click.option(
+    "--calibrate", type=click.Path(exists=True, path_type=Path), metavar="RESULTS",
+    help="Predict what engines reach, from these records, instead of the physical limit.",
+)  # fmt: skip
+@click.option(
+    "--figure", type=click.Path(dir_okay=False, path_type=Path), help="Draw throughput over batch (png, svg)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    model: tuple[str, ...],
-    machines: tuple[str, ...] | None,
+    recipe: str | None,
     settings: tuple[str, ...],
-    engine: tuple[str, ...],
-    offload: tuple[str, ...],
-    batch_size: Any,
-    input_len: tuple[int, ...],
-    output_len: tuple[int, ...],
-    dtype: Any,
-    layers: int | None,
+    calibrate: Path | None,
+    figure: Path | None,
     as_json: bool,
+    **given: Any,
 ) -> None:
-    """Bytes on each tier, the largest batch, and the best times the links allow. Figures are predictions, not
-    measurements: the physical limit of each step, which a real engine approaches from above.
+    """Bytes on each tier, the largest batch, times and throughput of model x machine x engine x offload, and whether to
+    stream. Without --calibrate the times are the physical limits, which an engine approaches from above; with it they
+    are predictions with an error band. RECIPE is a file, or a name in the folder sweeps/. Comma lists are axes.
 
     \b
-    zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu
-    zinfer plan --model bloom-176b --machine h100-80gb --set h2d_bandwidth=200GB/s --set host_bytes=1TB
+    zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu --calibrate sweeps/results
+    zinfer plan --model bloom-176b --machine h200 --weight-bits 16,4
+    zinfer plan bloom-176b-machines --calibrate sweeps/results
     """
-    from functools import reduce
+    from zinfer import here, machine
+    from zinfer.plan import advice
+    from zinfer.published import beside
 
+    wanted = _sweep(recipe, given)
+    named = [machine.load(name) for name in wanted.machine] if wanted.machine else [here.this_machine()]
+    places = [reduce(machine.override, settings, place) for place in named]
+    factors = _factors(calibrate)
+    groups = list(_plans(wanted, places, factors))
+    plans = [plan for _, own in groups for plan in own]
+    if figure is not None:
+        _draw(figure, wanted, places, factors)
+    if as_json:
+        click.echo(json.dumps([_row(plan) for plan in plans], indent=1))
+        return
+    for title, own in groups:
+        _print(title, own, bool(factors))
+        click.echo(advice(own))
+    click.echo()
+    for place in places:
+        told = dict.fromkeys(("h2d_bandwidth", *place.overridden))
+        click.echo(f"{place.name}: " + "; ".join(f"{field} {place.told(field)}" for field in told))
+    for claim in beside(wanted.published, plans, factors):
+        click.echo(claim.words)
+    for reason in dict.fromkeys(plan.why_not for plan in plans if plan.why_not):
+        click.echo(reason, err=True)
+
+
+def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
+    """What is asked for, of the recipe and the options, which take its place."""
+    from zinfer.recipe import make_sweep, read_toml
+
+    fields: dict[str, Any] = {}
+    if recipe is not None:
+        fields = read_toml(Path(recipe) if recipe.endswith(".toml") else Path("sweeps") / f"{recipe}.toml")
+    scenarios = {key: given.pop(key) for key in SCENARIOS}
+    fields = DEFAULTS | fields | {key: value for key, value in given.items() if value is not None}
+    for key, values in scenarios.items():
+        if values is not None:
+            axis = tuple(int(value) if str(value).isdigit() else value for value in values)
+            fields["options"] = fields.get("options", {}) | {key: axis}
+    if "model" not in fields:
+        raise click.UsageError("say what to plan: --model NAME, or a recipe (`zinfer models` lists the catalogue)")
+    return make_sweep(fields, recipe or "the command line")
+
+
+def _factors(results: Path | None) -> "Mapping[str, Factors]":
+    from zinfer import calibrate
+    from zinfer.cli import NOTHING, Failure
+
+    if results is None:
+        return {}
+    found = calibrate.fit(calibrate.load_points(results), calibrate.load_machines(results))
+    if not found:
+        raise Failure(f"{results} has no point to calibrate with: measure first, with `zinfer sweep`", NOTHING)
+    return found
+
+
+def _plans(
+    wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Factors]"
+) -> "Iterator[tuple[str, list[Plan]]]":
+    """The plans of each model, machine and pair of lengths, with a title."""
+    from zinfer.cost import Factors
+    from zinfer.model import resolve
+    from zinfer.plan import best_batch, make_plan
+
+    for place, (input_len, output_len), name, layers in product(places, wanted.lengths(), wanted.model, wanted.layers):
+        own, cases = [], set()
+        for load in wanted.loads():
+            if (load.model, load.layers) != (name, layers):
+                continue
+            spec = resolve(load.model, wanted.dtype, load.layers)
+            case = wanted.case(load, "dummy", spec.dtype, (input_len, output_len))
+            case = case.model_copy(update={"options": _telling(load)})
+            if case in cases:
+                continue
+            cases.add(case)
+            told = factors.get(load.engine, Factors()) if factors else None
+            if isinstance(wanted.batch_size, str):
+                own.append(best_batch(case, spec, place, told))
+            else:
+                own += [make_plan(case.with_batch(size), spec, place, factors=told) for size in wanted.batch_size]
+        part = "" if layers is None else f", {layers} layers"
+        yield f"{name}{part} on {place.name}{'*' * bool(place.overridden)}, {input_len} in / {output_len} out", own
+
+
+def _telling(load: "Load") -> "tuple[tuple[str, Option], ...]":
+    """The options that change something: a codec does nothing for weights that stay."""
+    idle = SCENARIOS | ({"weight_codec": dict(load.options).get("weight_codec")} if load.offload == "none" else {})
+    return tuple((key, value) for key, value in load.options if key not in idle or idle[key] != value)
+
+
+def _row(plan: "Plan") -> dict[str, Any]:
+    derived = {"output_tok_s": plan.output_tok_s, "e2e_s": plan.e2e_s, "fits": plan.fits}
+    return plan.model_dump(mode="json", exclude={"model": {"layer_parameters", "config"}}) | derived
+
+
+def _print(title: str, plans: "list[Plan]", calibrated: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from zinfer import here, machine
-    from zinfer.model import resolve
-    from zinfer.plan import Plan, make_plan
-    from zinfer.recipe import Sweep
-    from zinfer.units import duration, gb
+    from zinfer.units import duration, figures, gb
 
-    wanted = Sweep.model_validate(
-        {
-            "model": model,
-            "engine": engine,
-            "offload": offload,
-            "batch_size": batch_size,
-            "input_len": input_len,
-            "output_len": output_len,
-            "layers": (layers,),
-        }
-    )
-    plans: list[Plan] = []
-    named = [machine.load(name) for name in machines] if machines else [here.this_machine()]
-    places = [reduce(machine.override, settings, place) for place in named]
-    for place in places:
-        for load in wanted.loads():
-            spec = resolve(load.model, dtype, layers)
-            for lengths in wanted.lengths():
-                case = wanted.case(load, "dummy", spec.dtype, lengths)
-                largest = max(1, make_plan(case, spec, place).max_batch_size)
-                batches = (largest,) if isinstance(wanted.batch_size, str) else wanted.batch_size
-                plans += [make_plan(case.with_batch(batch), spec, place) for batch in batches]
-    if as_json:
-        rows = [plan.model_dump(mode="json", exclude={"model": {"layer_parameters"}}) for plan in plans]
-        click.echo(
-            json.dumps([row | {"output_tok_s": plan.output_tok_s} for row, plan in zip(rows, plans, strict=True)])
-        )
-        return
-    title = "predicted limits, nothing was run"
+    what = "predicted" if calibrated else "physical limits"
     table = Table(
-        "machine", "model", "engine", "batch", "GPU", "host", "largest batch", "prefill", "step", "bound by", "tok/s",
-        title=title,
+        "configuration", "batch", "of", "GPU", "host", "NVMe", "over the link", "TTFT", "TPOT", "bound by", "tok/s", "",
+        title=f"{title}: {what}, nothing was run",
     )  # fmt: skip
     for plan in plans:
-        fits = plan.fits and plan.case.workload.batch_size <= plan.max_batch_size
-        times = (plan.prefill_s, plan.step_s, plan.output_tok_s)
-        known = fits and None not in times
+        size = plan.case.workload.batch_size
+        fits = plan.fits and size <= plan.max_batch_size
+        band = (
+            "limit" if plan.error is None and not calibrated else f"± {plan.error:.0%}" if plan.error else "no record"
+        )
         table.add_row(
-            plan.machine.name + "*" * bool(plan.machine.overridden),
-            plan.case.model + (f" ({layers} layers)" if layers else ""),
             plan.case.label(),
-            str(plan.case.workload.batch_size),
+            str(size),
+            str(plan.max_batch_size) if plan.fits else "-",
             gb(plan.gpu.total),
             gb(plan.host.total),
-            str(plan.max_batch_size) if plan.fits else "-",
-            duration(plan.prefill_s) if known and plan.prefill_s else "-",
-            duration(plan.step_s) if known and plan.step_s else "-",
+            gb(plan.nvme.total) if plan.nvme.total else "-",
+            gb(plan.streamed_bytes) if plan.streamed_bytes else "-",
+            duration(plan.prefill_s) if fits and plan.prefill_s else "-",
+            duration(plan.step_s) if fits and plan.step_s else "-",
             (plan.bound_by or "-") if fits else "does not fit",
-            f"{plan.output_tok_s:.2f}" if known and plan.output_tok_s else "-",
+            figures(plan.output_tok_s) if fits and plan.output_tok_s else "-",
+            band if fits and plan.output_tok_s else "",
         )
     console = Console()
     # cells are cut to fit a terminal, never a file
     (console if console.is_terminal else Console(width=160)).print(table)
-    for place in places:
-        told = dict.fromkeys(("h2d_bandwidth", *place.overridden))
-        click.echo(f"{place.name}: " + "; ".join(f"{field} {place.told(field)}" for field in told))
-    for reason in dict.fromkeys(plan.why_not for plan in plans if plan.why_not):
-        click.echo(reason, err=True)
+
+
+def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Factors]") -> None:
+    from zinfer import chart, plot
+
+    form = path.suffix.removeprefix(".")
+    if form not in ("png", "svg"):
+        raise click.BadParameter(f"{path}: end it in .png or .svg", param_hint="--figure")
+    edges = {max(1, plan.max_batch_size) for _, own in _plans(wanted, places, factors) for plan in own}
+    sizes = edges | {1 << power for power in range(max(edges).bit_length())}
+    every = wanted.model_copy(update={"batch_size": tuple(sorted(sizes))})
+    drawn = plot.prediction([plan for _, own in _plans(every, places, factors) for plan in own])
+    if drawn is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(chart.render(drawn, "svg" if form == "svg" else "png"))
+        click.echo(str(path), err=True)

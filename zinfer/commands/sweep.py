@@ -68,6 +68,8 @@ def command(
     if "model" not in fields:
         raise click.UsageError("say what to measure: --model NAME, or a recipe (`zinfer models` lists the catalogue)")
     plan = make_sweep(fields, recipe or "the command line")
+    if plan.machine:
+        raise RecipeError(f"{recipe} is a recipe to plan with, for {', '.join(plan.machine)}: `zinfer plan {recipe}`")
     if "nvme" in plan.offload and nvme_path is None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
     machine = options.with_nvme(here.this_machine(), nvme_path)

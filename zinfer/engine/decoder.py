@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from zinfer.cost import prefill_rows
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Progress, silent
 from zinfer.engine.cache import make_cache, show_rows
-from zinfer.plan import Plan, prefill_rows
+from zinfer.plan import Plan
 
 
 class Decoder(Engine):

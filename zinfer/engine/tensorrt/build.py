@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from zinfer.checkpoint import Checkpoint
+from zinfer.cost import prefill_rows
 from zinfer.engine import EngineError
 from zinfer.engine.arena import lay_out
 from zinfer.engine.base import Progress, silent
@@ -28,7 +29,7 @@ from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
 from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
 from zinfer.engine.weights import empty_model, weights
 from zinfer.model import ModelSpec
-from zinfer.plan import LoadFormat, prefill_rows
+from zinfer.plan import LoadFormat
 from zinfer.source import revision_of
 from zinfer.units import gb
 

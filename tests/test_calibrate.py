@@ -1,0 +1,155 @@
+"""Predictions against the committed records, each predicted without itself, and what a fit makes of known factors."""
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.results import case, point
+from zinfer import calibrate, cost, machine, model
+from zinfer.calibrate import Row, fit, load_machines, load_points, predict, table
+from zinfer.cost import Factors
+from zinfer.machine import Machine
+from zinfer.plan import Case, make_plan
+from zinfer.published import Beside, Published, beside
+from zinfer.record import Effective, Measurement
+
+RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
+H100 = machine.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 1 << 40})
+
+
+@pytest.fixture(scope="module")
+def rows() -> tuple[Row, ...]:
+    return table(load_points(RESULTS), load_machines(RESULTS))
+
+
+def test_throughput_of_every_record_is_predicted_within_a_tenth(rows: tuple[Row, ...]) -> None:
+    errors = [row.tok_s_error for row in rows if row.tok_s_error is not None]
+    timed = [row for row in rows if row.measured_tok_s is not None]
+    assert len(errors) == len(timed) > 10
+    assert median(map(abs, errors)) <= 0.10
+    assert max(map(abs, errors)) <= 0.10
+
+
+def test_memory_of_every_record_is_predicted_and_never_much_too_low(rows: tuple[Row, ...]) -> None:
+    errors = [row.gpu_error for row in rows if row.gpu_error is not None]
+    assert len(errors) == len(rows)
+    assert median(map(abs, errors)) <= 0.05
+    assert min(errors) >= -0.05
+
+
+def test_the_largest_batch_is_predicted() -> None:
+    """Within an eighth: the allocator's gaps and what a step needs for a moment are not in the plan."""
+    machines, points = load_machines(RESULTS), load_points(RESULTS)
+    factors = fit(points, machines)
+    for name, layers, offload in (("bloom-176b", 14, "cpu"), ("opt-30b", None, "none"), ("opt-30b", None, "cpu")):
+        own = [p for p in points if (p.case.model, p.case.layers, p.case.offload) == (name, layers, offload)]
+        own = [p for p in own if p.case.engine == "stream" and p.case.workload.output_len == 32]
+        edge = max(p.case.workload.batch_size for p in own if p.status == "ok")
+        spec = model.resolve(name, None, layers)
+        plan = predict(own[0].case, spec, machines[own[0].machine], factors)
+        assert plan.max_batch_size == pytest.approx(edge, rel=0.125)
+
+
+def fabricated(told: Factors, size: int, offload: str) -> Measurement:
+    """A point of OPT-30B on a machine whose engine has exactly the factors `told`."""
+    asked = case(size, model="opt-30b", layers=None, offload=offload)
+    spec = model.resolve("opt-30b", None, None)
+    plan = make_plan(asked, spec, H100, factors=told)
+    assert plan.prefill_s is not None
+    assert plan.step_s is not None
+    return point(
+        asked,
+        ttft_ms=[plan.prefill_s * 1e3] * 2,
+        step_ms=[[plan.step_s * 1e3] * 31] * 2,
+        gpu_peak_bytes=plan.gpu.total - plan.gpu.overhead,
+        num_layers=spec.num_layers,
+        total_layers=spec.num_layers,
+        effective=Effective(
+            gpu_weight_bytes=plan.gpu.weights, host_weight_bytes=plan.host.weights,
+            streamed_bytes_per_step=plan.streamed_bytes,
+        ),
+    )  # fmt: skip
+
+
+def test_a_fit_finds_the_factors_that_made_the_records() -> None:
+    told = Factors(link_share=0.83, layer_s=1.5e-3, mfu=0.7, memory=1.2)
+    points = [fabricated(told, size, offload) for size in (1, 8, 16) for offload in ("none", "cpu")]
+    found = fit(points, {"h100": H100})["stream"]
+    assert found.link_share == pytest.approx(0.83, rel=1e-3)
+    assert found.layer_s == pytest.approx(1.5e-3, rel=1e-3)
+    assert found.mfu == pytest.approx(0.7, rel=1e-3)
+    assert found.memory == pytest.approx(1.2, rel=1e-3)
+    assert found.points == 6
+    assert found.error == calibrate.LEAST_ERROR
+    errors = [row.tok_s_error for row in table(points, {"h100": H100})]
+    assert errors == pytest.approx([0.0] * 6, abs=1e-3)
+
+
+def test_a_point_is_never_predicted_from_itself() -> None:
+    told = Factors(link_share=0.5)
+    (row,) = table([fabricated(told, 8, "cpu")], {"h100": H100})
+    assert row.predicted_tok_s is None
+    assert row.tok_s_error is None
+    odd = [fabricated(Factors(link_share=share), 8 * n, "cpu") for n, share in enumerate((0.5, 0.5, 0.5, 0.9), 1)]
+    errors = [row.tok_s_error or 0.0 for row in table(odd, {"h100": H100})]
+    assert errors[-1] < -0.3  # the odd one out is missed by what it differs in
+    assert max(map(abs, errors[:3])) < 0.01
+    assert (fit(odd, {"h100": H100})["stream"].error or 0) > 0.3
+
+
+def test_what_cannot_be_used_is_left_out() -> None:
+    good = fabricated(Factors(), 8, "cpu")
+    others = [
+        good.model_copy(update={"machine": "unknown"}),
+        good.model_copy(update={"status": "oom_gpu"}),
+        good.model_copy(update={"case": good.case.model_copy(update={"model": "no-such-model"})}),
+    ]
+    assert len(table([good, *others], {"h100": H100})) == 1
+    assert fit(others, {"h100": H100}) == {}
+    assert fit([], {}) == {}
+
+
+def test_an_engine_without_records_is_planned_with_defaults_and_no_band() -> None:
+    asked = Case.model_validate(fabricated(Factors(), 1, "cpu").case.model_dump() | {"engine": "accelerate"})
+    plan = predict(asked, model.resolve("opt-30b", None, None), H100, {"stream": Factors(error=0.1)})
+    assert plan.error is None
+    assert plan.output_tok_s is not None
+
+
+def claim(low: float, high: float) -> Published:
+    return Published(claim="one B over one A", engine="stream", machine="b", over="a", low=low, high=high, source="S")
+
+
+def test_a_published_ratio_is_explained_by_the_share_of_the_link_it_takes() -> None:
+    spec = model.resolve("bloom-176b", None, None)
+    places: list[Machine] = [
+        H100.model_copy(update={"name": name, "h2d_bandwidth": bandwidth, "host_bandwidth": None})
+        for name, bandwidth in (("a", 50e9), ("b", 300e9))
+    ]
+    asked = case(8, layers=None)
+    factors = {"stream": Factors(link_share=0.9)}
+    plans = [predict(asked, spec, place, factors) for place in places]
+    (found,) = beside([claim(2.0, 3.0)], plans, factors)
+    assert 4 < (found.planned or 0) <= 6
+    low, high = found.explaining or (0, 0)
+    assert low == pytest.approx(0.9 * 2 / (found.planned or 1))
+    assert "planned 6.0x" in found.words or "planned 5." in found.words
+    assert f"{low:.0%} to {high:.0%} of the link instead of 90%" in found.words
+    (same,) = beside([claim(1.0, 9.0)], plans, factors)
+    assert same.explaining is None
+    (unknown,) = beside([claim(1.0, 9.0)], plans[:1], factors)
+    assert unknown.words.endswith("planned unknown.")
+    assert Beside(published=claim(1, 2)).explaining is None
+
+
+def test_factors_of_the_committed_records_are_physical() -> None:
+    factors = fit(load_points(RESULTS), load_machines(RESULTS))
+    assert set(factors) >= {"stream", "deepspeed", "accelerate"}
+    for told in factors.values():
+        assert 0.5 < told.link_share <= 1.01
+        assert 0 < told.mfu < 1
+        assert 0.5 < told.memory < 1.5
+        assert told.error is not None
+        assert told.error < 0.15
+    assert cost.Factors().error is None

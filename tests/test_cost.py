@@ -1,0 +1,212 @@
+"""The arithmetic of a pass: golden figures, and what must hold whatever the shapes."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zinfer import machine, model
+from zinfer.cost import Factors, Setup, Times, layers_stored, prefill, step, tiers, wire_bytes
+from zinfer.machine import FIGURES, Machine
+from zinfer.plan import Case, Workload, advice, automatic_residency, best_batch, largest_batch, make_plan, setup_of
+
+BLOOM = model.resolve("bloom-176b", None, None)
+H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
+PHYSICS = Factors(link_share=1.0)
+NAMES = ("bloom-176b", "opt-30b", "llama-3.1-70b", "mixtral-8x22b")
+
+
+def linked(bandwidth: float, place: Machine = H100) -> Machine:
+    return place.model_copy(update={"h2d_bandwidth": bandwidth, "host_bandwidth": None})
+
+
+def asked(name: str = "bloom-176b", offload: Any = "cpu", batch_size: int = 1, **fields: Any) -> Case:
+    workload = Workload(batch_size=batch_size, input_len=512, output_len=32)
+    return Case(**{"model": name, "engine": "stream", **fields}, offload=offload, workload=workload)
+
+
+def seconds(times: Times) -> float:
+    assert times.seconds is not None
+    return times.seconds
+
+
+@pytest.mark.parametrize(("bandwidth", "expected"), [(25e9, 14.1), (55e9, 6.41), (375e9, 0.94)])
+def test_a_step_at_full_offload_takes_all_weights_over_the_link(bandwidth: float, expected: float) -> None:
+    everything = Setup(tier="host", also_streamed=BLOOM.other_bytes)
+    assert wire_bytes(everything, BLOOM) == BLOOM.weight_bytes
+    found = step(everything, BLOOM, linked(bandwidth), 32, 528, PHYSICS)
+    assert seconds(found) == pytest.approx(expected, rel=0.005)
+    assert found.bound_by == "link"
+    assert 32 / seconds(found) == pytest.approx({25e9: 2.27, 55e9: 4.99, 375e9: 34.0}[bandwidth], rel=0.005)
+
+
+def test_golden_sizes_of_bloom() -> None:
+    assert BLOOM.weight_bytes / 1e9 == pytest.approx(352.5, abs=0.1)
+    assert BLOOM.kv_bytes(1, 544) / 1e9 == pytest.approx(2.18, abs=0.01)
+    four_bits = setup_of(asked(offload="none", options=(("weight_bits", 4),)), BLOOM)
+    gpu, _, _ = tiers(four_bits, BLOOM, H100, 1, 512, 32)
+    assert gpu.weights / 1e9 == pytest.approx(99.1, abs=0.1)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("h100-80gb", 9800), ("gh200-96gb", 1400)])
+def test_decode_is_link_bound_until_compute_catches_up(name: str, batch: int) -> None:
+    place = machine.load(name).model_copy(update={"matmul_flops": 990e12, "host_bandwidth": None})
+    told = Factors(link_share=1.0, mfu=0.55)
+    setup = Setup(tier="host", also_streamed=BLOOM.other_bytes)
+    few, many = (step(setup, BLOOM, place, int(batch * part), 1, told).bound_by for part in (0.9, 1.1))
+    assert (few, many) == ("link", "compute")
+
+
+def test_int4_fits_one_h200_and_then_the_answer_is_not_to_stream() -> None:
+    h200 = machine.load("h200")
+    plans = [
+        best_batch(asked(offload=offload, options=(("weight_bits", 4),)), BLOOM, h200) for offload in ("none", "cpu")
+    ]
+    assert plans[0].fits
+    assert advice(plans).startswith("Do not stream: stream none weight_bits=4 gives")
+    raw = [best_batch(asked(offload=offload), BLOOM, h200) for offload in ("none", "cpu")]
+    assert advice(raw).startswith("Stream: without it the weights do not fit. stream cpu gives")
+    small = model.resolve("bloom-560m", None, None)
+    assert advice([best_batch(asked("bloom-560m", "none"), small, h200)]).startswith("Do not stream: all of it fits.")
+    assert advice([]) == "Nothing was planned."
+    assert advice(raw[:1]) == "Nothing fits; see why below."
+
+
+def test_residency_takes_bytes_off_the_link_at_a_given_batch() -> None:
+    opt = model.resolve("opt-66b", None, None)
+    full, some = (make_plan(asked("opt-66b", batch_size=4, gpu_weights=share), opt, H100) for share in ("0%", "auto"))
+    assert some.resident_bytes == automatic_residency(asked("opt-66b", batch_size=4), opt, H100) > 0
+    assert some.resident_bytes % opt.layer_bytes == 0
+    assert some.gpu.total <= H100.gpu_bytes
+    assert some.gpu.total + opt.layer_bytes > H100.gpu_bytes
+    weights = opt.streamed_bytes
+    gain = weights / (weights - some.resident_bytes)
+    assert (full.step_s or 0) / (some.step_s or 1) == pytest.approx(gain)
+
+
+def test_with_the_batch_free_the_cache_is_worth_more_than_resident_weights() -> None:
+    full = best_batch(asked(), BLOOM, H100)
+    half = best_batch(asked(gpu_weights="10%"), BLOOM, H100)
+    auto = best_batch(asked(gpu_weights="auto"), BLOOM, H100)
+    assert (full.output_tok_s or 0) > (half.output_tok_s or 0)
+    assert (auto.output_tok_s or 0) >= (full.output_tok_s or 0)
+    assert full.case.workload.batch_size == full.max_batch_size == largest_batch(asked(), BLOOM, H100)
+
+
+def test_a_codec_takes_its_share_off_the_link_and_nothing_else() -> None:
+    raw, coded = (make_plan(asked(options=o), BLOOM, linked(55e9)) for o in ((), (("weight_codec", "lossless"),)))
+    assert coded.streamed_bytes == pytest.approx(0.67 * raw.streamed_bytes)
+    assert (coded.step_s or 0) == pytest.approx(0.67 * (raw.step_s or 0))
+
+
+def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:
+    here, there = (asked(batch_size=16, options=o) for o in ((), (("kv_offload", "cpu"),)))
+    on_gpu, on_host = (make_plan(case, BLOOM, linked(55e9)) for case in (here, there))
+    assert on_host.gpu.kv_cache == 0
+    assert on_host.host.kv_cache == on_gpu.gpu.kv_cache
+    assert on_host.max_batch_size > 4 * on_gpu.max_batch_size
+    kv = BLOOM.kv_bytes(16, 528)
+    assert (on_host.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + kv) / 55e9)
+    assert on_host.host.total * 0.97 < (H100.host_bytes or 0)
+
+
+def test_every_gpu_brings_its_own_link() -> None:
+    one, four = (make_plan(asked(batch_size=8, options=(("gpus", n),)), BLOOM, linked(55e9)) for n in (1, 4))
+    assert (one.step_s or 0) == pytest.approx(4 * (four.step_s or 0))
+    assert four.gpu.kv_cache == one.gpu.kv_cache // 4
+    shared = H100.model_copy(update={"host_bandwidth": 100e9})
+    capped = make_plan(asked(options=(("gpus", 4),)), BLOOM, shared)
+    assert capped.bound_by == "host memory"
+    assert (capped.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 100e9)
+
+
+def test_of_experts_a_small_batch_reads_few_and_the_link_carries_all() -> None:
+    mixtral = model.resolve("mixtral-8x22b", None, None)
+    one, many = (step(Setup(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))
+    read = one.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(1, 512)
+    assert read == pytest.approx(mixtral.active_parameters * mixtral.dtype_bytes, rel=1e-6)
+    everything = many.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(256, 512)
+    assert everything == pytest.approx(mixtral.weight_bytes, rel=1e-6)
+    assert wire_bytes(Setup(tier="host"), mixtral) == mixtral.streamed_bytes
+
+
+def test_a_prefill_streams_the_weights_once_a_pass() -> None:
+    one, four = (seconds(prefill(Setup(tier="host"), BLOOM, linked(25e9), size, 512, PHYSICS)) for size in (16, 64))
+    assert four == pytest.approx(4 * one) == pytest.approx(4 * BLOOM.streamed_bytes / 25e9)
+
+
+def test_what_is_not_overlapped_adds_up() -> None:
+    together, apart = (
+        step(Setup(tier="host", overlapped=o), BLOOM, linked(55e9), 512, 512, PHYSICS) for o in (True, False)
+    )
+    assert seconds(apart) == pytest.approx(seconds(together) + together.limits["compute"])
+
+
+def test_launches_are_a_floor_and_nvme_is_a_link() -> None:
+    slow = Factors(link_share=1.0, layer_s=2e-3)
+    opt = model.resolve("opt-30b", None, None)
+    found = step(Setup(), opt, H100, 1, 512, slow)
+    assert (found.bound_by, found.seconds) == ("launch", pytest.approx(2e-3 * opt.num_layers))
+    disk = H100.model_copy(update={"nvme_bandwidth": 5e9})
+    on_disk = step(Setup(tier="nvme"), opt, disk, 1, 512, PHYSICS)
+    assert (on_disk.bound_by, on_disk.seconds) == ("nvme", pytest.approx(opt.streamed_bytes / 5e9))
+
+
+@pytest.mark.parametrize("unknown", ["hbm_bandwidth", "h2d_bandwidth", "matmul_flops"])
+def test_an_unknown_figure_makes_times_unknown_never_zero(unknown: str) -> None:
+    place = H100.model_copy(update={unknown: None})
+    assert step(Setup(tier="host"), BLOOM, place, 1, 512).seconds is None
+    assert prefill(Setup(tier="host"), BLOOM, place, 1, 512).seconds is None
+    plan = make_plan(asked(), BLOOM, place)
+    assert (plan.output_tok_s, plan.e2e_s, plan.bound_by) == (None, None, None)
+    assert plan.gpu.total > 0
+
+
+SETUPS = st.builds(
+    Setup,
+    tier=st.sampled_from(["gpu", "host"]),
+    gpus=st.integers(1, 8),
+    resident_bytes=st.integers(0, 100 << 30),
+    weight_ratio=st.sampled_from([1.0, 0.53, 0.28]),
+    wire_ratio=st.sampled_from([1.0, 0.67]),
+    kv_on_host=st.booleans(),
+    overlapped=st.booleans(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SETUPS, st.sampled_from(NAMES), st.integers(1, 512), st.sampled_from(FIGURES), st.floats(1.0, 8.0))
+def test_a_better_machine_is_never_slower(setup: Setup, name: str, batch: int, figure: str, factor: float) -> None:
+    spec = model.resolve(name, None, None)
+    better = H100.model_copy(update={figure: (getattr(H100, figure) or 0) * factor or None})
+    before, after = (seconds(step(setup, spec, place, batch, 512)) for place in (H100, better))
+    assert after <= before * (1 + 1e-12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SETUPS, st.sampled_from(NAMES), st.integers(1, 500), st.integers(1, 500))
+def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
+    setup: Setup, name: str, batch: int, more: int
+) -> None:
+    spec = model.resolve(name, None, None)
+    small, large = (tiers(setup, spec, H100, size, 256, 32) for size in (batch, batch + more))
+    assert all(one.total <= other.total for one, other in zip(small, large, strict=True))
+    stored = layers_stored(setup, spec)
+    gpu, host, nvme = small
+    others = round(spec.other_bytes * setup.weight_ratio)
+    kept = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
+    assert gpu.weights == (kept + others) // setup.gpus
+    assert host.weights + nvme.weights == (0 if setup.tier == "gpu" else stored)
+    assert sum(getattr(gpu, part) for part in type(gpu).model_fields) == gpu.total
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(NAMES), st.integers(0, 100), st.integers(0, 100))
+def test_more_on_the_gpu_means_less_over_the_link(name: str, one: int, other: int) -> None:
+    spec = model.resolve(name, None, None)
+    low, high = sorted((one, other))
+    less, more = (make_plan(asked(name, gpu_weights=f"{share}%"), spec, H100) for share in (low, high))
+    assert more.streamed_bytes <= less.streamed_bytes
+    assert more.gpu.weights >= less.gpu.weights
+    assert (more.step_s or 0) <= (less.step_s or 0)

@@ -1,0 +1,216 @@
+"""What engines reach of the physics, fitted to records, and how far a prediction from them may be trusted.
+
+Four factors an engine, each read off the points where it alone decides: the share of the link from offloaded decode
+steps, the launch time of a layer and the share of the matmul rate from those without offload, the GPU memory from every
+point that ran. A prediction for a point that took part in the fit proves nothing, so `table` predicts each point from
+factors fitted without it.
+
+    factors = fit(points, machines)
+    predict(case, spec, machine, factors).output_tok_s
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from zinfer import cost, machine
+from zinfer.cost import Factors, Setup
+from zinfer.frozen import Frozen
+from zinfer.group import Points
+from zinfer.machine import Machine, MachineError
+from zinfer.model import ModelError, ModelSpec, resolve
+from zinfer.plan import Case, Plan, make_plan, setup_of
+from zinfer.record import Measurement
+from zinfer.store import files, read
+
+BAND = 0.9  # of the cross-validated errors lie within `Factors.error`
+LEAST_ERROR = 0.05  # no band is narrower: other machines differ in what no record shows
+COMPUTE_BOUND = 2048  # prompt tokens in a pass from which compute alone sets its time, on every GPU of the catalogue
+EVIDENT = 1.15  # a step this much above the next bottleneck is decided by the launches alone
+
+
+class Row(Frozen):
+    """A measured point and what is predicted for it by the records without it; None where that cannot be told."""
+
+    case: Case
+    machine: str
+    predicted_tok_s: float | None = None
+    measured_tok_s: float | None = None
+    predicted_gpu_bytes: int | None = None
+    measured_gpu_bytes: int | None = None
+
+    @property
+    def tok_s_error(self) -> float | None:
+        """Predicted over measured throughput, less one."""
+        return _error(self.predicted_tok_s, self.measured_tok_s)
+
+    @property
+    def gpu_error(self) -> float | None:
+        """Predicted over measured peak of GPU memory that tensors hold, less one."""
+        return _error(self.predicted_gpu_bytes, self.measured_gpu_bytes)
+
+
+class _Seen(Frozen):
+    """A point with all that a fit needs."""
+
+    point: Measurement
+    model: ModelSpec
+    machine: Machine
+    setup: Setup
+
+
+def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
+    """The machines described beside the result files under `results`, by name."""
+    found: dict[str, Machine] = {}
+    for file in files(results):
+        try:
+            described = machine.load(file.parent)
+        except MachineError:
+            continue
+        found[described.name] = described
+    return found
+
+
+def load_points(results: Path = Path("sweeps/results")) -> tuple[Measurement, ...]:
+    """The points of all result files under `results`; of a case measured twice on a machine, the last."""
+    latest = {(point.machine, point.case): point for file in files(results) for point in read(file).points}
+    return tuple(latest.values())
+
+
+def fit(points: Points, machines: Mapping[str, Machine]) -> dict[str, Factors]:
+    """The factors of each engine that `points` tell something of, by its name, error bands included.
+
+    Points of machines that are not in `machines`, and of models that are not to be had, are left out.
+    """
+    seen = _seen(points, machines)
+    rows = table(points, machines)
+    found = {}
+    for engine in sorted({one.point.case.engine for one in seen}):
+        own = [one for one in seen if one.point.case.engine == engine]
+        errors = [abs(row.tok_s_error) for row in rows if row.case.engine == engine and row.tok_s_error is not None]
+        band = max(LEAST_ERROR, _quantile(errors, BAND)) if errors else None
+        found[engine] = _fit(own).model_copy(update={"error": band})
+    return found
+
+
+def predict(
+    case: Case, model: ModelSpec, machine: Machine, factors: Mapping[str, Factors], nvme_path: str | None = None
+) -> Plan:
+    """The plan of `case` with its engine's factors; with the defaults, and no error band, where there are none."""
+    return make_plan(case, model, machine, nvme_path, factors.get(case.engine, Factors()))
+
+
+def table(points: Points, machines: Mapping[str, Machine]) -> tuple[Row, ...]:
+    """Predicted against measured, a row for each point that ran, each predicted from all points but itself.
+
+    A point that no other point of its engine helps to predict has no prediction.
+    """
+    seen = _seen(points, machines)
+    rows = []
+    for one in seen:
+        point, case = one.point, one.point.case
+        others = [other for other in seen if other is not one and other.point.case.engine == case.engine]
+        row = Row(
+            case=case,
+            machine=point.machine,
+            measured_tok_s=point.output_tok_s if point.usable else None,
+            measured_gpu_bytes=point.gpu_peak_bytes,
+        )
+        if others:
+            plan = make_plan(case, one.model, one.machine, factors=_fit(others))
+            row = row.model_copy(
+                update={
+                    "predicted_tok_s": plan.output_tok_s if point.usable else None,
+                    "predicted_gpu_bytes": plan.gpu.total - plan.gpu.overhead,
+                }
+            )
+        rows.append(row)
+    return tuple(rows)
+
+
+def _seen(points: Points, machines: Mapping[str, Machine]) -> list[_Seen]:
+    found = []
+    for point in points:
+        if point.status != "ok" or point.machine not in machines:
+            continue
+        try:
+            model = resolve(point.case.model, point.case.dtype, point.case.layers)
+        except ModelError:
+            continue
+        kept = point.effective.gpu_weight_bytes - model.other_bytes if point.effective else 0
+        setup = setup_of(point.case, model, max(0, kept))
+        found.append(_Seen(point=point, model=model, machine=machines[point.machine], setup=setup))
+    return found
+
+
+def _fit(seen: Sequence[_Seen]) -> Factors:
+    """Each factor from the points that tell it, and its default from none."""
+    timed = [one for one in seen if one.point.usable]
+    told = Factors()
+    update = {
+        "link_share": _median(map(_link_share, timed), told.link_share),
+        "layer_s": _median(map(_layer_s, timed), told.layer_s),
+        "mfu": _median(map(_mfu, timed), told.mfu),
+        "memory": _median(map(_memory, seen), told.memory),
+        "points": len(seen),
+    }
+    return told.model_copy(update=update)
+
+
+def _link_share(one: _Seen) -> float | None:
+    """Of the machine's link, from a decode step that waits for nothing else."""
+    over_link, seconds = cost.wire_bytes(one.setup, one.model), one.point.step_median_ms
+    link = one.machine.h2d_bandwidth if one.setup.pinned else one.machine.pageable_bandwidth
+    if not over_link or not seconds or not link or one.setup.tier != "host":
+        return None
+    compute = 0.0 if one.setup.overlapped else _physics(one, lambda limits: limits["compute"])
+    return over_link / (seconds / 1e3 - compute) / link
+
+
+def _layer_s(one: _Seen) -> float | None:
+    """From a decode step without offload that nothing but launching its layers explains."""
+    seconds = one.point.step_median_ms
+    if not seconds or one.setup.tier != "gpu":
+        return None
+    physical = _physics(one, lambda limits: max(limits.values()))
+    return seconds / 1e3 / one.model.num_layers if seconds / 1e3 > EVIDENT * physical else 0.0
+
+
+def _physics(one: _Seen, choose: Callable[[Mapping[str, float]], float]) -> float:
+    load = one.point.case.workload
+    context = load.input_len + load.output_len // 2
+    times = cost.step(one.setup, one.model, one.machine, load.batch_size, context, Factors(link_share=1.0))
+    return choose({str(bound): seconds for bound, seconds in times.limits.items()}) if times.limits else 0.0
+
+
+def _mfu(one: _Seen) -> float | None:
+    """From a prefill without offload, of enough tokens to be bound by compute."""
+    load, flops = one.point.case.workload, one.machine.matmul_flops
+    if one.setup.tier != "gpu" or not flops or load.batch_size * load.input_len < COMPUTE_BOUND:
+        return None
+    seconds = median(one.point.ttft_ms) / 1e3
+    return one.model.prefill_flops(load.batch_size, load.input_len) / seconds / flops
+
+
+def _memory(one: _Seen) -> float | None:
+    """Measured over counted bytes, of what is neither weights nor KV cache and so is an estimate."""
+    load, measured = one.point.case.workload, one.point.gpu_peak_bytes
+    if not measured or not one.machine.gpu_count:
+        return None
+    gpu = cost.tiers(one.setup, one.model, one.machine, load.batch_size, load.input_len, load.output_len)[0]
+    working = gpu.buffers + gpu.activations
+    return (measured - gpu.weights - gpu.kv_cache) / working if working else None
+
+
+def _median(values: Iterable[float | None], otherwise: float) -> float:
+    known = [value for value in values if value is not None]
+    return median(known) if known else otherwise
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured - 1 if predicted is not None and measured else None

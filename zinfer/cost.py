@@ -1,0 +1,216 @@
+"""What a pass costs: bytes on every tier and seconds at every bottleneck, from shapes and bandwidths alone.
+
+A decode step reads every weight once: t = max(bytes over the link / link, bytes in GPU memory / HBM, FLOPs / compute,
+bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`. What
+an engine adds to the physics stands in `Factors`, which `zinfer.calibrate` fits to measurements.
+
+    setup = Setup(tier="host")
+    step(setup, spec, machine, batch_size=32, context=528).bound_by        # "link"
+
+Sources: the roofline of Williams et al. 2009 (doi:10.1145/1498765.1498785); FLOPs as in `zinfer.model`; offload and
+residency as in FlexGen (arXiv:2303.06865), section 4.3, without its CPU-compute terms.
+"""
+
+from math import ceil
+from typing import Literal
+
+from pydantic import Field
+
+from zinfer.frozen import Frozen
+from zinfer.machine import Machine
+from zinfer.model import ModelSpec
+
+Bound = Literal["link", "hbm", "compute", "host memory", "nvme", "launch"]
+
+CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as the driver reports them
+PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
+# Prompt tokens in one forward pass. A pass streams every weight (2 bytes a parameter) and computes 2 FLOPs a parameter
+# and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
+# model. More than that at once only takes memory, which the KV cache of a larger batch has better use for.
+PREFILL_TOKENS = 8192
+
+
+class Bytes(Frozen):
+    """Bytes on one tier, by what they are for."""
+
+    weights: int = 0
+    kv_cache: int = 0
+    buffers: int = 0  # slots the streamed layers, or the streamed KV cache, land in
+    activations: int = 0
+    overhead: int = 0  # rounding of pinned blocks, contexts, the process itself
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.buffers + self.activations + self.overhead
+
+
+class Setup(Frozen):
+    """Where weights and KV cache live and how they move, in an engine's words or a planner's."""
+
+    tier: Literal["gpu", "host", "nvme"] = "gpu"  # of the weights that are not resident
+    gpus: int = Field(default=1, ge=1)  # each with its own link, and an equal part of weights, cache and work
+    resident_bytes: int = 0  # of the layers' weights, on all GPUs together, besides what lies outside the layers
+    weight_ratio: float = 1.0  # bytes a weight is stored in, over those of the model's dtype: int4 with scales 0.28
+    wire_ratio: float = 1.0  # bytes that cross the link, over the stored ones: a lossless codec 0.67
+    slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
+    kv_on_host: bool = False  # read over the link at every step, two layers' worth on the GPU at a time
+    resident_others: bool = True  # embeddings, head and final norm stay on the GPU
+    also_streamed: int = 0  # bytes a pass fetches besides the layers
+    overlapped: bool = True  # copies run beside compute
+    pinned: bool = True
+    host_rounding: int = 0  # bytes that page-locking adds to the weights
+
+
+class Factors(Frozen):
+    """How far an engine stays behind the physics; the defaults are a good engine's."""
+
+    link_share: float = 0.95  # of the link's bandwidth that streamed bytes reach
+    layer_s: float = 0.0  # seconds to launch one decoder layer, under which none gets
+    mfu: float = 0.6  # of the machine's matmul rate, where compute is the bottleneck
+    memory: float = 1.0  # GPU bytes taken over bytes counted, besides weights and KV cache
+    error: float | None = None  # of predicted throughput, as a share, in 9 of 10 cases; None: never measured
+    points: int = 0  # measurements behind it
+
+
+class Times(Frozen):
+    """Seconds of a pass, None where the machine's figures are not known, and the bottleneck that sets them."""
+
+    seconds: float | None = None
+    bound_by: Bound | None = None
+    limits: dict[Bound, float] = Field(default_factory=dict)
+
+
+def layers_stored(setup: Setup, model: ModelSpec) -> int:
+    """Bytes that all decoder layers take where they are stored."""
+    return round(model.streamed_bytes * setup.weight_ratio)
+
+
+def wire_bytes(setup: Setup, model: ModelSpec) -> int:
+    """Weight bytes that one pass moves over the links."""
+    if setup.tier == "gpu":
+        return 0
+    left = max(0, layers_stored(setup, model) - setup.resident_bytes)
+    return round((left + setup.also_streamed) * setup.wire_ratio)
+
+
+def prefill_rows(batch_size: int, input_len: int) -> int:
+    """How many sequences of a batch are prefilled in one forward pass."""
+    return min(batch_size, max(1, PREFILL_TOKENS // input_len))
+
+
+def step(
+    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, context: int, factors: Factors | None = None
+) -> Times:
+    """One decode step of `batch_size` sequences with `context` tokens in their KV cache, on average."""
+    factors = factors or Factors()
+    kv = model.kv_bytes(batch_size, context)
+    active = _touched(model, batch_size) * setup.weight_ratio
+    flops = model.decode_flops(batch_size, context)
+    return _pass(setup, model, machine, factors, kv, active, flops)
+
+
+def prefill(
+    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, input_len: int, factors: Factors | None = None
+) -> Times:
+    """The whole prefill of `batch_size` prompts of `input_len` tokens, in as many passes as it takes."""
+    factors = factors or Factors()
+    rows = prefill_rows(batch_size, input_len)
+    passes = ceil(batch_size / rows)
+    flops = model.prefill_flops(batch_size, input_len) // passes
+    stored = model.weight_bytes * setup.weight_ratio
+    one = _pass(setup, model, machine, factors, 0, stored, flops)
+    if one.seconds is None:
+        return one
+    scaled = {bound: seconds * passes for bound, seconds in one.limits.items()}
+    return Times(seconds=one.seconds * passes, bound_by=one.bound_by, limits=scaled)
+
+
+def _pass(
+    setup: Setup,
+    model: ModelSpec,
+    machine: Machine,
+    factors: Factors,
+    kv: int,
+    read: float,
+    flops: int,
+) -> Times:
+    """A pass that reads `read` bytes of weights and `kv` of cache on the GPUs and computes `flops`."""
+    link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
+    over_link = wire_bytes(setup, model) + (kv if setup.kv_on_host else 0)
+    if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and link is None):
+        return Times()
+    share = setup.gpus  # of everything that is split
+    streamed = wire_bytes(setup, model) / setup.wire_ratio
+    limits: dict[Bound, float] = {
+        # a streamed weight is written to GPU memory before it is read
+        "hbm": (read + streamed + kv) / share / machine.hbm_bandwidth,
+        "compute": flops / share / (factors.mfu * machine.matmul_flops),
+        "launch": factors.layer_s * model.num_layers,
+    }
+    if over_link and link is not None:
+        limits["link"] = over_link / share / (factors.link_share * link)
+        if machine.host_bandwidth is not None:  # all links read from one memory
+            limits["host memory"] = over_link / machine.host_bandwidth
+    if setup.tier == "nvme":
+        if machine.nvme_bandwidth is None:
+            return Times()
+        limits["nvme"] = wire_bytes(setup, model) / machine.nvme_bandwidth
+    bound_by = max(limits, key=lambda bound: limits[bound])
+    seconds = limits[bound_by]
+    if not setup.overlapped and bound_by in ("link", "nvme", "host memory"):
+        seconds += max(limits["compute"], limits["launch"])
+    return Times(seconds=seconds, bound_by=bound_by, limits=limits)
+
+
+def _touched(model: ModelSpec, batch_size: int) -> float:
+    """Weight bytes that a decode step reads on the GPU: of experts only those that some token of the batch is sent to,
+    (1 - (1 - k/E)^B) of them if tokens choose independently."""
+    if not model.num_experts:
+        return model.weight_bytes
+    idle = (1 - model.experts_per_token / model.num_experts) ** batch_size
+    return (model.parameters - idle * model.expert_parameters * model.num_layers) * model.dtype_bytes
+
+
+def tiers(
+    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, input_len: int, output_len: int,
+    factors: Factors | None = None,
+) -> tuple[Bytes, Bytes, Bytes]:  # fmt: skip
+    """Bytes on one GPU, on the host and on NVMe. Without a GPU the host carries the device's bytes as well; they are
+    listed apart all the same."""
+    factors = factors or Factors()
+    stored, others = layers_stored(setup, model), round(model.other_bytes * setup.weight_ratio)
+    kv = model.kv_bytes(batch_size, input_len + output_len)
+    offloaded = stored if setup.tier != "gpu" else 0
+    resident = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
+    slots = round(setup.slots * model.layer_bytes * setup.weight_ratio) if offloaded > resident else 0
+    if setup.kv_on_host:
+        slots += 2 * kv // model.num_layers
+    working = slots + activations(model, batch_size, input_len)
+    extra = round((factors.memory - 1) * working)
+    gpu = Bytes(
+        weights=(resident + (others if setup.resident_others else 0)) // setup.gpus,
+        kv_cache=0 if setup.kv_on_host else kv // setup.gpus,
+        buffers=slots // setup.gpus,
+        activations=(activations(model, batch_size, input_len) + extra) // setup.gpus,
+        overhead=CONTEXT_BYTES if machine.gpu_count else 0,
+    )
+    on_host = offloaded if setup.tier == "host" else 0
+    host = Bytes(
+        weights=on_host + (0 if setup.resident_others else others),
+        kv_cache=kv if setup.kv_on_host else 0,
+        buffers=2 * model.layer_bytes if setup.tier == "nvme" else 0,
+        overhead=(setup.host_rounding if on_host else 0) + PROCESS_BYTES,
+    )
+    return gpu, host, Bytes(weights=offloaded if setup.tier == "nvme" else 0)
+
+
+def activations(model: ModelSpec, batch_size: int, length: int) -> int:
+    """Peak of one layer's prefill: hidden states, the widest intermediate twice, and eager attention scores for ALiBi
+    models, for which transformers has no fused kernel (three times in the weights' type, softmax in float32)."""
+    rows = prefill_rows(batch_size, length)
+    tokens = rows * length
+    wide = 2 * max(model.ffn_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
+    flat = tokens * (4 * model.hidden_size + wide) * model.dtype_bytes
+    eager = model.architecture == "bloom"
+    scores = rows * model.num_heads * length**2 * (model.dtype_bytes * 3 + 4) if eager else 0
+    return flat + scores + batch_size * model.vocab_size * (model.dtype_bytes + 4)

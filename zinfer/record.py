@@ -35,6 +35,7 @@ class Effective(Frozen):
     host_weight_bytes: int = 0
     nvme_weight_bytes: int = 0
     streamed_bytes_per_step: int = 0  # weight bytes that a decode step moves to the device
+    wire_bytes_per_step: int | None = None  # of those, what crosses the link; None: as many
     pinned_bytes: int = 0  # host memory page-locked for it, rounding included
     shortfall: str | None = None  # what was asked for and not done, though the engine took the request
     settings: dict[str, Any] = Field(default_factory=dict)  # every knob of the engine, at the value in force

@@ -63,33 +63,50 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Block], in
 class HostArena:
     """`size` bytes of host memory, all of them present, and page-locked if `pin`.
 
-    Raises MemoryError, saying how much was asked for and what limits it, when the system refuses to lock that much.
+    With `grow`, `size` is only a limit: memory is handed out by `take` and becomes present then; `seal` ends that, and
+    page-locks what was taken. Raises MemoryError, saying how much was asked for and what limits it, when the system
+    refuses to lock that much.
     """
 
-    def __init__(self, size: int, pin: bool, progress: Progress = silent) -> None:
+    def __init__(self, size: int, pin: bool, progress: Progress = silent, grow: bool = False) -> None:
         self.size = size
+        self.used = 0
         self._map: mmap.mmap | None = mmap.mmap(-1, max(size, PAGE))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=max(size, PAGE))
-        self._touch(progress)
-        self.pinned = False
-        if pin:
+        self.pinned, self._pin = False, pin
+        if not grow:
+            self.take(size, progress)
+            self.seal()
+
+    def take(self, size: int, progress: Progress = silent) -> Tensor:
+        """The next `size` bytes, present, uint8 ``[size]``."""
+        start, self.used = self.used, self.used + size
+        if self.used > self.size:
+            raise MemoryError(f"the arena has {gb(self.size)}, and {gb(self.used)} were taken")
+        self._touch(start, self.used, progress)
+        return self.memory[start : self.used]
+
+    def seal(self) -> None:
+        """Take no more: `size` is what was taken, and that is page-locked if it is to be."""
+        self.size = self.used
+        if self._pin:
             self._register()
 
-    def _touch(self, progress: Progress) -> None:
+    def _touch(self, begin: int, end: int, progress: Progress) -> None:
         """Make every page present, in parallel: some hosts hand memory out slowly at its first use."""
 
         def touch(start: int) -> int:
-            self.memory[start : start + CHUNK : PAGE].zero_()
+            self.memory[start : min(start + CHUNK, end) : PAGE].zero_()
             return start
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            for start in pool.map(touch, range(0, self.size, CHUNK)):
-                progress("taking host memory", min(1.0, (start + CHUNK) / self.size))
+            for start in pool.map(touch, range(begin + -begin % PAGE, end, CHUNK)):  # no page that holds data
+                progress("taking host memory", min(1.0, (start + CHUNK) / end))
 
     def _register(self) -> None:
-        code = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
+        code = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), max(self.size, PAGE), 0)
         if int(code) != 0:
             raise MemoryError(
                 f"the system refused to page-lock {gb(self.size)} of host memory (CUDA error {int(code)}); "

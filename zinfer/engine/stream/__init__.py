@@ -5,12 +5,17 @@ over the link bandwidth, provided that a copy is always under way. The ring runs
 across steps: while the head turns the last layer's output into a token, the first layers of the next step are coming.
 """
 
+from collections.abc import Iterator
+from itertools import groupby
+
 import torch
 from torch import Tensor, nn
 
+from zinfer.engine import EngineError
 from zinfer.engine.arena import Block, HostArena, lay_out
 from zinfer.engine.decoder import Decoder
 from zinfer.engine.stream.ring import Ring
+from zinfer.engine.stream.wire import CodedRing, Image, pack
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
 from zinfer.record import Effective
 
@@ -28,15 +33,19 @@ class Stream(Decoder):
         stack_name, self._layers = decoder_layers(self.model)
         prefix = f"{stack_name}."
         streamed = plan.case.offload == "cpu"
+        lossless = self._lossless()
         resident = {
             name: nn.Parameter(torch.empty_like(parameter, device=self.device), requires_grad=False)
             for name, parameter in self.model.named_parameters()
             if not (streamed and name.startswith(prefix))
         }
         destination: dict[str, Tensor] = dict(resident)
-        if streamed:
+        if streamed and not lossless:
             destination |= self._make_ring(prefix)
-        for name, tensor in weights(self.model, plan.model, plan.case.load_format, self.device, self.progress):
+        loaded = weights(self.model, plan.model, plan.case.load_format, self.device, self.progress)
+        if streamed and lossless:
+            self._make_coded_ring(prefix, destination, loaded)
+        for name, tensor in loaded:
             destination[name].data.copy_(tensor)
         install(self.model, resident)
         if self._ring is not None:
@@ -59,6 +68,41 @@ class Stream(Decoder):
             self._ring.attach(index, layer, blocks)
         return host
 
+    def _lossless(self) -> bool:
+        codecs = ("none", "lossless")
+        if self.options["weight_codec"] not in codecs:
+            raise EngineError(f"weight_codec={self.options['weight_codec']}: choose from {', '.join(codecs)}")
+        return bool(self.options["weight_codec"] == "lossless")
+
+    def _make_coded_ring(
+        self, prefix: str, destination: dict[str, Tensor], loaded: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        """The arena and the ring of packed layers; takes all of `loaded`, which has a layer's tensors side by side."""
+        raw = sum(lay_out(layer.named_parameters())[1] for layer in self._layers)
+        self._arena = HostArena(raw, pin=self.device.type == "cuda", grow=True)
+        images: dict[int, Image] = {}
+        for index, group in groupby(loaded, lambda item: self._layer_of(prefix, item[0])):
+            if index is None:
+                for name, tensor in group:
+                    destination[name].data.copy_(tensor)
+                continue
+            # Tensors are loans until the next one; on the device they are copies, where coding is fast, too.
+            start = len(f"{prefix}{index}.")
+            tensors = {name[start:]: tensor.to(self.device, copy=True) for name, tensor in group}
+            missing = {name for name, _ in self._layers[index].named_parameters()} - set(tensors)
+            if missing or index in images:
+                raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
+            images[index] = pack(tensors, self._arena)
+        self._arena.seal()
+        ordered = [images[index] for index in range(len(self._layers))]
+        ring = CodedRing(self._arena.memory, ordered, int(self.options["ring_depth"]), self.device)
+        for index, layer in enumerate(self._layers):
+            ring.bind(index, layer)
+        self._ring = ring
+
+    def _layer_of(self, prefix: str, name: str) -> int | None:
+        return int(name.removeprefix(prefix).split(".", 1)[0]) if name.startswith(prefix) else None
+
     def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
         if self._ring is not None:
             self._ring.rewind()
@@ -70,18 +114,25 @@ class Stream(Decoder):
         self._streamed_per_step = self._ring.bytes_copied - before if self._ring is not None else 0
         return logits
 
+    def _delivered(self) -> int:
+        """Weight bytes that a step found in its slots, which were fewer on the wire if they were coded."""
+        if not isinstance(self._ring, CodedRing) or not self._streamed_per_step:
+            return self._streamed_per_step
+        return sum(parameter.nbytes for layer in self._layers for parameter in layer.parameters())
+
     def effective(self) -> Effective:
         if self._ring is None or self._arena is None:
             return Effective(gpu_weight_bytes=self._resident_bytes)
         return Effective(
             gpu_weight_bytes=self._resident_bytes,
             host_weight_bytes=self._arena.size,
-            streamed_bytes_per_step=self._streamed_per_step,
+            streamed_bytes_per_step=self._delivered(),
+            wire_bytes_per_step=self._streamed_per_step,
             pinned_bytes=self._arena.size if self._arena.pinned else 0,
             settings={
                 "ring_depth": self._ring.depth,
                 "slot_bytes": self._ring.slot_bytes,
-                "weight_codec": "none",
+                "weight_codec": self.options["weight_codec"],
                 "attention": self.model.config._attn_implementation,
             },
         )

@@ -5,6 +5,7 @@ a copy into a slot waits until the layer that had it is computed (`free`), a lay
 (`ready`). Both are events on the device; the CPU never waits and may run a whole step ahead.
 """
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -40,9 +41,12 @@ class Ring:
 
     def attach(self, index: int, layer: nn.Module, blocks: dict[str, Block]) -> None:
         """Let `layer`, the sequence's number `index`, find its parameters in the ring whenever it is called."""
+        self._attach(index, layer, blocks, self._slots)
+
+    def _attach(self, index: int, layer: nn.Module, blocks: Mapping[str, Block], slots: list[Tensor]) -> None:
         bound = []
         for name, block in blocks.items():
-            views = [block.view(slot) for slot in self._slots]
+            views = [block.view(slot) for slot in slots]
             owner, _, leaf = name.rpartition(".")
             parameter = nn.Parameter(views[0], requires_grad=False)
             layer.get_submodule(owner)._parameters[leaf] = parameter
@@ -86,9 +90,12 @@ class Ring:
                 self._ready[slot].record(self._stream)
         self.bytes_copied += end - start
 
-    def _acquire(self, index: int) -> None:
+    def _expect(self, index: int) -> None:
         if index != self._used % self._num_layers:
             raise RuntimeError(f"decoder layer {index} was called, layer {self._used % self._num_layers} is next")
+
+    def _acquire(self, index: int) -> None:
+        self._expect(index)
         slot = self._used % self.depth
         if self._cuda:
             torch.cuda.current_stream().wait_event(self._ready[slot])

@@ -1,0 +1,162 @@
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
+"""The codec's decoder as a Triton kernel: one program a block, which it reads once and writes once.
+
+At 800 GB/s of output an H100 has about 70 instructions a value to spend; this takes 19 for level 1 and 7 for the levels
+below, since a quarter of the values go that deep. A thread has a row of 16 values. What an escape stands for is found
+by counting: escapes before this row (a prefix sum over the rows) and before this value (bits of the row). Level `k + 1`
+has to be unpacked before level `k`, and its exponents, one byte each, wait in the block's own part of `out`:
+
+    level 4 -> end of the part, 3 -> its beginning, 2 -> its end, then the values from the beginning on
+
+As a value takes two bytes and an exponent one, the values never overtake the exponents that are still wanted, if tile
+after tile is read before it is written: hence the barriers. All that damaged data can change are starts and counts,
+which are clamped to the streams and to the block's part.
+
+Triton comes with torch for CUDA; with TRITON_INTERPRET=1 in the environment the kernel runs on a CPU.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zinfer.engine.stream.codec import BLOCK, LEVELS, MAX_ESCAPES, Layout
+
+# A tile is a row for every thread. More warps waste more on levels 3 and 4, which seldom fill a tile (25, 26, 30
+# instructions a value for 1, 2, 4 warps); fewer leave less to hide latency with, and longer tails.
+WARPS = 2
+
+
+def launch(data: Tensor, layout: Layout, out: Tensor) -> None:
+    """Decode the whole blocks of `data` (uint8) into `out` (bf16 ``[numel]``) on the current stream. The tail is left.
+
+    Checks nothing: `codec.decode` does.
+    """
+    _decode[(layout.blocks,)](
+        data,
+        out,
+        layout.blocks,
+        *layout.sections[:-1],
+        BLOCK=BLOCK,
+        LEVELS=LEVELS,
+        MAX_ESCAPES=MAX_ESCAPES,
+        ROWS=32 * WARPS,
+        num_warps=WARPS,
+        num_stages=1,  # a load that is moved ahead of a barrier would read what is not there yet
+    )
+
+
+# The offsets differ with every tensor; a kernel for every pattern of divisibility would be compiled for nothing.
+@triton.jit(do_not_specialize=["blocks", "level_2", "level_3", "level_4", "rest", "tail"])
+def _decode(
+    data,
+    out,
+    blocks,
+    level_2,
+    level_3,
+    level_4,
+    rest,
+    tail,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    MAX_ESCAPES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One block. Positions in the block's part of `out` and of `data` are 32 bits, where these parts begin is 64."""
+    block = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, 4)[None, :]
+    words = data.to(tl.pointer_type(tl.uint32))
+    part = (out + block * BLOCK).to(tl.pointer_type(tl.uint32))
+    level_1 = words + tl.cast(blocks, tl.int64) * (BLOCK // 4)
+    record = level_1 + tl.cast(blocks, tl.int64) * (BLOCK // 16) + block * (2 * LEVELS)
+    sections = (level_2, level_3, level_4, rest, tail)
+
+    # Where the deepest escapes are: bytes of `data`.
+    start = tl.load(record + LEVELS - 1).to(tl.int64)
+    size = tl.cast(tail - rest, tl.int64) * 4
+    skipped = tl.minimum(start >> 2, size - 2)
+    source = words + tl.cast(rest, tl.int64) * 4 + skipped
+    last = tl.minimum(size - 2 - skipped, BLOCK // 4).to(tl.int32)
+    position = (start & 3).to(tl.int32)
+
+    for level in tl.static_range(LEVELS - 1, 0, -1):
+        # The block's codes begin and end anywhere in a row. Codes of the block before it are made 0, which is no
+        # escape; those of the next one are read for nothing.
+        start = tl.load(record + level - 1)
+        count = tl.minimum(tl.load(record + 2 * LEVELS + level - 1) - start, MAX_ESCAPES).to(tl.int32)
+        lead = (start & 15).to(tl.int32)
+        skipped = (start >> 4).to(tl.int64)
+        size = tl.maximum(tl.cast(sections[level] - sections[level - 1], tl.int64) * 4 - skipped, 0)
+        rows = tl.minimum((lead + count + 15) // 16, size).to(tl.int32)
+        own = (0xFFFF << (lead + 1 & ~1)) & 0xFFFF | 0xFFFF << (lead & ~1) << 16
+        codes = words + tl.cast(sections[level - 1], tl.int64) * 4 + skipped
+        table = tl.load(record + LEVELS + level)
+        target = BLOCK // 2 - 4 - rows * 4 if level % 2 else 0  # a window reaches a word too far
+        for tile in range(0, rows, ROWS):
+            index = tile + row
+            code = tl.load(codes + index, mask=index < rows, other=0)
+            code = tl.where(index == 0, code & own.to(tl.uint32), code)
+            first, second, position = _exponents(code, table, source, position, last)
+            quad = (first | first >> 8) & 0xFFFF | (second | second >> 8) << 16
+            tl.store(part + target + index[:, None] * 4 + column, quad, mask=(index < rows)[:, None])
+        tl.debug_barrier()
+        source = part
+        last = BLOCK // 2 - 2
+        position = target * 4 + lead
+
+    table = tl.load(record + LEVELS)
+    for tile in range(0, BLOCK // 16, ROWS):
+        index = tile + row
+        code = tl.load(level_1 + block * (BLOCK // 16) + index)
+        mantissa = tl.load(words + block * (BLOCK // 4) + index[:, None] * 4 + column)
+        first, second, position = _exponents(code, table, source, position, last)
+        first = mantissa << 8 & 0x80008000 | mantissa & 0x7F007F | first << 7
+        second = mantissa & 0x80008000 | mantissa >> 8 & 0x7F007F | second << 7
+        tl.debug_barrier()
+        pairs = tl.reshape(tl.join(first, second), (ROWS, 8))
+        tl.store(part + index[:, None] * 8 + tl.arange(0, 8)[None, :], pairs)
+
+
+@triton.jit
+def _exponents(codes, table, source, position, last):
+    """Exponents of rows of codes (uint32 ``[ROWS]``).
+
+    The escaped ones are bytes at `source` (a pointer to words of which the second last is number `last`), `position`
+    being the first's. Returns two uint32 ``[ROWS, 4]`` and the position after all: of every four values the first two
+    and the last two, in the low bytes of half-words.
+    """
+    # Escapes in each four values, in nibbles; then in the fours before.
+    flags = codes & codes >> 1 & 0x55555555
+    counts = flags + (flags >> 16)
+    counts = (counts & 0x3333) + (counts >> 2 & 0x3333)
+    before = counts * 0x1110
+    total = ((before >> 12 & 15) + (counts >> 12)).to(tl.int32)
+    begin = position + tl.cumsum(total) - total
+    nibble = tl.arange(0, 4)[None, :] * 4
+    begin = begin[:, None] + (before[:, None] >> nibble & 15).to(tl.int32)
+    # Four values have at most four escapes, which lie in two words.
+    word = tl.minimum(begin >> 2, last)
+    window = tl.load(source + word + 1).to(tl.uint64) << 32 | tl.load(source + word).to(tl.uint64)
+    shift = ((begin & 3) * 8).to(tl.uint32)
+    four = codes[:, None] >> nibble
+    first, shift = _pair(four, table, window, shift)
+    second, shift = _pair(four >> 2, table, window, shift)
+    return first, second, position + tl.sum(total)
+
+
+@triton.jit
+def _pair(codes, table, window, shift):
+    """Exponents of two values, whose codes are bits 0-1 and 16-17, in the low bytes of half-words; and the `shift` to
+    the next unused byte of the `window`."""
+    low = codes & 0x10001
+    high = codes >> 1 & 0x10001
+    escaped = low & high
+    # The table ascends: no half-word borrows from the other.
+    base = table & 0xFF
+    known = base * 0x10001 + low * ((table >> 8 & 0xFF) - base) + high * ((table >> 16 & 0xFF) - base)
+    first = (window >> shift).to(tl.uint32) & 0xFF
+    shift += (escaped & 1) * 8
+    second = (window >> shift).to(tl.uint32) & 0xFF
+    shift += (escaped >> 16) * 8
+    mask = escaped * 0xFFFF
+    return known & ~mask | (first | second << 16) & mask, shift

@@ -13,6 +13,7 @@ from zinfer.engine.arena import PAGE, HostArena
 from zinfer.engine.base import Engine
 from zinfer.engine.stream import codec
 from zinfer.engine.stream.wire import CodedRing, pack, unpack
+from zinfer.worker import not_as_asked
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -134,6 +135,43 @@ def test_the_engine_gives_the_same_tokens_from_fewer_bytes(
     assert told.host_weight_bytes == told.wire_bytes_per_step
     coded.close()
     raw.close()
+
+
+@pytest.mark.parametrize("weight_codec", ["none", "lossless"])
+@pytest.mark.parametrize(("share", "resident"), [("0%", 0), ("34%", 1), ("67%", 2), ("100%", 3), ("auto", 3)])
+def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
+    weight_codec: str, share: str, resident: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = checkpoint("llama", hidden_size=256)
+    plain = load("stream", directory, "cpu", tmp_path, "bfloat16", weight_codec=weight_codec)
+    case = plain.plan.case.model_copy(update={"gpu_weights": share})
+    loaded = type(plain)(plain.plan.model_copy(update={"case": case}))
+    for ours, theirs in zip(tokens(loaded), tokens(plain), strict=True):
+        assert torch.equal(ours, theirs)
+    told, full = loaded.effective(), plain.effective()
+    assert told.settings["resident_layers"] == resident
+    assert told.streamed_bytes_per_step == full.streamed_bytes_per_step * (3 - resident) // 3
+    assert told.wire_bytes_per_step == pytest.approx((full.wire_bytes_per_step or 0) * (3 - resident) / 3, rel=0.01)
+    kept = told.gpu_weight_bytes - full.gpu_weight_bytes
+    assert kept == pytest.approx(full.host_weight_bytes * resident / 3, rel=0.01)
+    assert not_as_asked(case, told) is None
+    loaded.close()
+    plain.close()
+
+
+def test_what_stays_changes_with_the_batch(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    engine = load("stream", checkpoint("llama", hidden_size=256), "cpu", tmp_path)
+    case = engine.plan.case.model_copy(update={"gpu_weights": "auto"})
+    spec = engine.plan.model
+    for machine_bytes, most in ((3 << 30, 3), (2 << 30, 0)):
+        machine = engine.plan.machine.model_copy(update={"host_bytes": machine_bytes})
+        tight = type(engine)(engine.plan.model_copy(update={"case": case, "machine": machine}))
+        few, many = (len(tight._residents(size, 64, 8)) for size in (1, 1 << 14))
+        assert few == most
+        assert many == 0
+        tight.close()
+    assert spec.num_layers == 3
+    engine.close()
 
 
 def test_weights_that_do_not_shrink_go_as_they_are(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

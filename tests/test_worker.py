@@ -80,7 +80,7 @@ def test_what_the_engine_raises_becomes_a_status_and_the_worker_lives(fail: str,
     [
         (None, 0, 100, None, None),
         (None, 0, 0, None, "no weight is streamed"),
-        ("auto", 100, 0, None, "no weight is streamed"),
+        ("auto", 100, 0, None, None),
         ("50%", 50, 50, None, None),
         ("50%", 100, 0, None, "no weight is streamed"),
         ("100%", 100, 0, None, None),

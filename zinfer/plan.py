@@ -176,9 +176,9 @@ def automatic_residency(case: Case, model: ModelSpec, machine: Machine, factors:
     With the KV cache on the GPU and the batch free, a byte holds more as cache than as a resident weight, so the batch
     comes first; with the batch given, residency W/(W-R) is all gain.
     """
-    gpu = _tiers(case, model, machine, factors)[0]
+    gpu, host, _ = _tiers(case, model, machine, factors)
     setup = setup_of(case, model)
-    free = (machine.device_bytes - gpu.total) * setup.gpus
+    free = (machine.device_bytes - gpu.total - (0 if machine.gpu_count else host.total)) * setup.gpus
     layer = max(1, round(model.layer_bytes * setup.weight_ratio))
     return min(max(0, free // layer) * layer, cost.layers_stored(setup, model))
 

@@ -276,7 +276,7 @@ class _Server:
 def not_as_asked(asked: Case, effective: Effective) -> str | None:
     """Where the weights are not where the case wants them: what is wrong; None when all is well."""
     offloaded = effective.host_weight_bytes + effective.nvme_weight_bytes
-    all_may_stay = 0 < offloaded <= resident_bytes(asked.gpu_weights, offloaded)
+    all_may_stay = 0 < offloaded <= resident_bytes(asked.gpu_weights, offloaded, automatic=offloaded)
     if asked.offload != "none" and effective.streamed_bytes_per_step == 0 and not all_may_stay:
         return effective.shortfall or f"offload {asked.offload} was asked for, and no weight is streamed"
     return effective.shortfall

@@ -35,6 +35,7 @@ ENGINES: dict[str, Kind] = {
         offloads=frozenset({"none", "cpu"}),
         requires=_TRANSFORMERS,
         options={"ring_depth": 2, "weight_codec": "none"},
+        gpu_weights=True,
     ),
     "deepspeed": Kind(
         "zinfer.engine.deepspeed:DeepSpeed",

@@ -11,13 +11,18 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from zinfer.cost import Factors
 from zinfer.engine import EngineError
 from zinfer.engine.arena import Block, HostArena, lay_out
 from zinfer.engine.decoder import Decoder
 from zinfer.engine.stream.ring import Ring
 from zinfer.engine.stream.wire import CodedRing, Image, pack
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
+from zinfer.plan import Workload, automatic_residency, resident_bytes
 from zinfer.record import Effective
+
+# What a plan does not see of the GPU's memory (gaps, moments of a step) must not be given to resident layers.
+CAUTIOUS = Factors(memory=1.5)
 
 
 class Stream(Decoder):
@@ -105,8 +110,28 @@ class Stream(Decoder):
 
     def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
         if self._ring is not None:
+            self.release()
             self._ring.rewind()
+            self._ring.keep(self._residents(token_ids.shape[0], token_ids.shape[1], reserve))
         return super().prefill(token_ids, attention_mask, reserve)
+
+    def _residents(self, batch_size: int, input_len: int, output_len: int) -> list[int]:
+        """The layers that stay on the GPU, as many as the case says, spread evenly so that the link never idles."""
+        case, depth = self.plan.case, len(self._layers)
+        if case.gpu_weights is None:
+            return []
+        assert self._ring is not None
+        model, automatic = self.plan.model, 0
+        if case.gpu_weights == "auto":
+            load = Workload(batch_size=batch_size, input_len=input_len, output_len=max(1, output_len))
+            automatic = automatic_residency(
+                case.model_copy(update={"workload": load}), model, self.plan.machine, CAUTIOUS
+            )
+        if case.gpu_weights.endswith("%"):
+            count = round(resident_bytes(case.gpu_weights, depth * 100) / 100)
+        else:
+            count = min(depth, resident_bytes(case.gpu_weights, 1 << 62, automatic) // self._ring.slot_bytes)
+        return [index for index in range(depth) if (index + 1) * count // depth > index * count // depth]
 
     def decode(self, token_ids: Tensor) -> Tensor:
         before = self._ring.bytes_copied if self._ring is not None else 0
@@ -118,13 +143,14 @@ class Stream(Decoder):
         """Weight bytes that a step found in its slots, which were fewer on the wire if they were coded."""
         if not isinstance(self._ring, CodedRing) or not self._streamed_per_step:
             return self._streamed_per_step
-        return sum(parameter.nbytes for layer in self._layers for parameter in layer.parameters())
+        layers = [self._layers[index] for index in self._ring.streamed]
+        return sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
 
     def effective(self) -> Effective:
         if self._ring is None or self._arena is None:
             return Effective(gpu_weight_bytes=self._resident_bytes)
         return Effective(
-            gpu_weight_bytes=self._resident_bytes,
+            gpu_weight_bytes=self._resident_bytes + self._ring.kept_bytes,
             host_weight_bytes=self._arena.size,
             streamed_bytes_per_step=self._delivered(),
             wire_bytes_per_step=self._streamed_per_step,
@@ -133,6 +159,7 @@ class Stream(Decoder):
                 "ring_depth": self._ring.depth,
                 "slot_bytes": self._ring.slot_bytes,
                 "weight_codec": self.options["weight_codec"],
+                "resident_layers": len(self._layers) - len(self._ring.streamed),
                 "attention": self.model.config._attn_implementation,
             },
         )

@@ -5,7 +5,7 @@ a copy into a slot waits until the layer that had it is computed (`free`), a lay
 (`ready`). Both are events on the device; the CPU never waits and may run a whole step ahead.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -31,11 +31,13 @@ class Ring:
         self._source, self._bases = source, bases
         self._num_layers = len(bases) - 1
         self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8, device=device) for _ in range(depth)]
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._ready = [torch.cuda.Event() for _ in range(depth)] if self._cuda else []
         self._free = [torch.cuda.Event() for _ in range(depth)] if self._cuda else []
-        self._parameters: list[list[tuple[nn.Parameter, list[Tensor]]]] = []
+        self._parameters: list[list[tuple[nn.Parameter, Block, list[Tensor]]]] = []
+        self._kept: dict[int, Tensor] = {}  # layers that stay on the device, as they are in the source
+        self._order = list(range(self._num_layers))  # of those that do not
         self._used = 0  # uses completed or under way: the next layer to compute is number `_used` of the sequence
         self._issued = 0  # copies issued
 
@@ -50,26 +52,51 @@ class Ring:
             owner, _, leaf = name.rpartition(".")
             parameter = nn.Parameter(views[0], requires_grad=False)
             layer.get_submodule(owner)._parameters[leaf] = parameter
-            bound.append((parameter, views))
+            bound.append((parameter, block, views))
         self._parameters.append(bound)
 
         def before(_module: nn.Module, _args: Any) -> None:
             self._acquire(index)
 
         def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-            self._release()
+            if index not in self._kept:
+                self._release()
 
         layer.register_forward_pre_hook(before)
         layer.register_forward_hook(after)
 
     def start(self) -> None:
         """Begin to fill the slots; the source must be complete by now."""
-        while self._issued < self._used + self.depth:
+        while self._order and self._issued < self._used + self.depth:
             self._copy()
 
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """The layers that pass through the slots."""
+        return tuple(self._order)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the layers that stay on the device."""
+        return sum(kept.nbytes for kept in self._kept.values())
+
+    def keep(self, layers: Iterable[int]) -> None:
+        """Hold `layers` on the device from now on, and stream the others; waits for the device where that changes."""
+        wanted = set(layers)
+        if wanted == self._kept.keys():
+            return
+        if self._cuda:
+            torch.cuda.synchronize()
+        self._kept = {index: kept for index, kept in self._kept.items() if index in wanted}
+        for index in sorted(wanted - self._kept.keys()):
+            self._kept[index] = self._source[self._bases[index] : self._bases[index + 1]].to(self._device, copy=True)
+        self._order = [index for index in range(self._num_layers) if index not in wanted]
+        self._used = self._issued = 0
+        self.start()
+
     def rewind(self) -> None:
-        """Make layer 0 the next one, whatever an interrupted forward pass (out of memory, ctrl-C) left behind."""
-        if self._used % self._num_layers == 0:
+        """Make the first layer the next one, whatever an interrupted pass (out of memory, ctrl-C) left behind."""
+        if not self._order or self._used % len(self._order) == 0:
             return
         if self._cuda:
             torch.cuda.synchronize()
@@ -80,7 +107,7 @@ class Ring:
         """Issue the sequence's next copy; on the device it runs as soon as its slot is free."""
         use = self._issued
         self._issued += 1
-        slot, layer = use % self.depth, use % self._num_layers
+        slot, layer = use % self.depth, self._order[use % len(self._order)]
         start, end = self._bases[layer], self._bases[layer + 1]
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             if self._stream is not None and use >= self.depth:
@@ -91,15 +118,20 @@ class Ring:
         self.bytes_copied += end - start
 
     def _expect(self, index: int) -> None:
-        if index != self._used % self._num_layers:
-            raise RuntimeError(f"decoder layer {index} was called, layer {self._used % self._num_layers} is next")
+        following = self._order[self._used % len(self._order)]
+        if index != following:
+            raise RuntimeError(f"decoder layer {index} was called, layer {following} is next")
 
     def _acquire(self, index: int) -> None:
+        if index in self._kept:
+            for parameter, block, _ in self._parameters[index]:
+                parameter.data = block.view(self._kept[index])
+            return
         self._expect(index)
         slot = self._used % self.depth
         if self._cuda:
             torch.cuda.current_stream().wait_event(self._ready[slot])
-        for parameter, views in self._parameters[index]:
+        for parameter, _, views in self._parameters[index]:
             parameter.data = views[slot]
 
     def _release(self) -> None:
@@ -113,3 +145,4 @@ class Ring:
             torch.cuda.synchronize()
         self._slots = []
         self._parameters = []
+        self._kept = {}

@@ -91,6 +91,9 @@ class CodedRing(Ring):
         self._attach(index, layer, self._images[index].blocks, [self._slot])
 
     def _acquire(self, index: int) -> None:
+        if index in self._kept:  # packed there, too: it holds more layers, and unpacking takes little
+            unpack(self._images[index], self._kept[index], self._slot)
+            return
         self._expect(index)
         turn = self._used % self.depth
         if self._cuda:

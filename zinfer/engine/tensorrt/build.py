@@ -95,7 +95,13 @@ def build(
     flags = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # the only kind from TensorRT 11 on
     network = builder.create_network(0 if flags is None else 1 << int(flags))
     model = empty_model(spec)
-    with _weights(model, spec, key.load_format, spooled, path.parent, progress) as tensors:
+
+    def told(what: str, share: float) -> None:
+        if cancelled():
+            raise Cancelled
+        progress(what, share)
+
+    with _weights(model, spec, key.load_format, spooled, path.parent, told) as tensors:
         net = make_network(library, network, model, spec, tensors, key.max_seq_len, key.cache)
         config = builder.create_builder_config()
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)

@@ -102,11 +102,13 @@ def test_what_cannot_be_used_is_left_out() -> None:
     good = fabricated(Factors(), 8, "cpu")
     others = [
         good.model_copy(update={"machine": "unknown"}),
+        good.model_copy(update={"machine": "laptop"}),
         good.model_copy(update={"status": "oom_gpu"}),
         good.model_copy(update={"case": good.case.model_copy(update={"model": "no-such-model"})}),
     ]
-    assert len(table([good, *others], {"h100": H100})) == 1
-    assert fit(others, {"h100": H100}) == {}
+    machines = {"h100": H100, "laptop": H100.model_copy(update={"gpu_count": 0})}
+    assert len(table([good, *others], machines)) == 1
+    assert fit(others, machines) == {}
     assert fit([], {}) == {}
 
 

@@ -80,7 +80,8 @@ def load_points(results: Path = Path("sweeps/results")) -> tuple[Measurement, ..
 def fit(points: Points, machines: Mapping[str, Machine]) -> dict[str, Factors]:
     """The factors of each engine that `points` tell something of, by its name, error bands included.
 
-    Points of machines that are not in `machines`, and of models that are not to be had, are left out.
+    Points of machines that are not in `machines` or have no GPU (the CPU that stands in for one has no link), and of
+    models that are not to be had, are left out.
     """
     seen = _seen(points, machines)
     rows = table(points, machines)
@@ -131,7 +132,7 @@ def table(points: Points, machines: Mapping[str, Machine]) -> tuple[Row, ...]:
 def _seen(points: Points, machines: Mapping[str, Machine]) -> list[_Seen]:
     found = []
     for point in points:
-        if point.status != "ok" or point.machine not in machines:
+        if point.status != "ok" or point.machine not in machines or not machines[point.machine].gpu_count:
             continue
         try:
             model = resolve(point.case.model, point.case.dtype, point.case.layers)

@@ -12,6 +12,7 @@ VERBS = {
     "probe": "Measure this machine's memory, links and compute.",
     "plan": "Say what fits where and how fast it can be, without running.",
     "build": "Build a TensorRT plan.",
+    "pack": "Pack a checkpoint for the lossless wire format.",
     "run": "Generate text.",
     "sweep": "Measure batch sizes, offloads and engines; keep every point.",
     "best": "Name the best configuration and the command that runs it.",

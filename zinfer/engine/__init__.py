@@ -34,7 +34,7 @@ ENGINES: dict[str, Kind] = {
         "zinfer.engine.stream:Stream",
         offloads=frozenset({"none", "cpu"}),
         requires=_TRANSFORMERS,
-        options={"ring_depth": 2, "weight_codec": "none"},
+        options={"ring_depth": 2, "weight_codec": "none", "packed": "auto"},
         gpu_weights=True,
     ),
     "deepspeed": Kind(

@@ -6,7 +6,7 @@ across steps: while the head turns the last layer's output into a token, the fir
 """
 
 from collections.abc import Iterator
-from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,13 @@ from zinfer.cost import Factors
 from zinfer.engine import EngineError
 from zinfer.engine.arena import Block, HostArena, lay_out
 from zinfer.engine.decoder import Decoder
+from zinfer.engine.stream import packed
 from zinfer.engine.stream.ring import Ring
-from zinfer.engine.stream.wire import CodedRing, Image, pack
+from zinfer.engine.stream.wire import CodedRing, by_layer, pack
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
 from zinfer.plan import Workload, automatic_residency, resident_bytes
 from zinfer.record import Effective
+from zinfer.source import revision_of
 
 # What a plan does not see of the GPU's memory (gaps, moments of a step) must not be given to resident layers.
 CAUTIOUS = Factors(memory=1.5)
@@ -50,8 +52,9 @@ class Stream(Decoder):
         loaded = weights(self.model, plan.model, plan.case.load_format, self.device, self.progress)
         if streamed and lossless:
             self._make_coded_ring(prefix, destination, loaded)
-        for name, tensor in loaded:
-            destination[name].data.copy_(tensor)
+        else:
+            for name, tensor in loaded:
+                destination[name].data.copy_(tensor)
         install(self.model, resident)
         if self._ring is not None:
             self._ring.start()
@@ -85,19 +88,22 @@ class Stream(Decoder):
         """The arena and the ring of packed layers; takes all of `loaded`, which has a layer's tensors side by side."""
         raw = sum(lay_out(layer.named_parameters())[1] for layer in self._layers)
         self._arena = HostArena(raw, pin=self.device.type == "cuda", grow=True)
-        images: dict[int, Image] = {}
-        for index, group in groupby(loaded, lambda item: self._layer_of(prefix, item[0])):
+        folder = self._packed()
+        images = dict(enumerate(packed.load(folder, self._arena, self.progress))) if folder is not None else {}
+        wanted = len(destination) if images else -1  # with the layers at hand, only what lies outside them is read
+        for index, group in by_layer(prefix, loaded):
             if index is None:
                 for name, tensor in group:
                     destination[name].data.copy_(tensor)
-                continue
-            # Tensors are loans until the next one; on the device they are copies, where coding is fast, too.
-            start = len(f"{prefix}{index}.")
-            tensors = {name[start:]: tensor.to(self.device, copy=True) for name, tensor in group}
-            missing = {name for name, _ in self._layers[index].named_parameters()} - set(tensors)
-            if missing or index in images:
-                raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
-            images[index] = pack(tensors, self._arena)
+                    wanted -= 1
+            elif index not in images:
+                # Loans become copies; on the device, where coding is fast.
+                tensors = {name: tensor.to(self.device, copy=True) for name, tensor in group}
+                if {name for name, _ in self._layers[index].named_parameters()} - set(tensors):
+                    raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
+                images[index] = pack(tensors, self._arena)
+            if not wanted:
+                break
         self._arena.seal()
         ordered = [images[index] for index in range(len(self._layers))]
         ring = CodedRing(self._arena.memory, ordered, int(self.options["ring_depth"]), self.device)
@@ -105,8 +111,12 @@ class Stream(Decoder):
             ring.bind(index, layer)
         self._ring = ring
 
-    def _layer_of(self, prefix: str, name: str) -> int | None:
-        return int(name.removeprefix(prefix).split(".", 1)[0]) if name.startswith(prefix) else None
+    def _packed(self) -> Path | None:
+        """The folder of the checkpoint's packed layers, if there is one."""
+        spec, load_format = self.plan.model, self.plan.case.load_format
+        if load_format == "dummy":
+            return None
+        return packed.find(spec, revision_of(spec, load_format), str(self.options["packed"]))
 
     def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
         if self._ring is not None:

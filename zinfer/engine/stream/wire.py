@@ -4,8 +4,9 @@ The range comes in one copy, is unpacked into the slot that the layer's paramete
 Unpacking is far faster than the link, and one slot is enough: while a layer computes in it, the next ones wait packed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,22 @@ def pack(tensors: Mapping[str, Tensor], arena: HostArena) -> Image:
     for name, tensor in rest.items():
         blocks[name].view(memory, raw_offset - raw_slot).copy_(tensor)
     return Image(start, start + size, slot, blocks, tuple(coded), (raw_offset, raw_slot, slot - raw_slot))
+
+
+def by_layer(
+    prefix: str, loaded: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[int | None, Iterator[tuple[str, Tensor]]]]:
+    """What `loaded` gives, a decoder layer at a time, by the names within it; None for what lies outside the layers.
+
+    The tensors are loans until the next one, in either iterator.
+    """
+
+    def layer_of(item: tuple[str, Tensor]) -> int | None:
+        return int(item[0].removeprefix(prefix).split(".", 1)[0]) if item[0].startswith(prefix) else None
+
+    for index, group in groupby(loaded, layer_of):
+        start = 0 if index is None else len(f"{prefix}{index}.")
+        yield index, ((name[start:], tensor) for name, tensor in group)
 
 
 def unpack(image: Image, wire: Tensor, slot: Tensor) -> None:

@@ -21,7 +21,7 @@ SHAPES = VALUES | {"zinfer.model", "zinfer.machine", "zinfer.checkpoint", "zinfe
 TYPES = SHAPES | {"zinfer.cost", "zinfer.plan", "zinfer.record"}
 READERS = TYPES | {
     "zinfer.store", "zinfer.analysis", "zinfer.group", "zinfer.chart", "zinfer.plot", "zinfer.report",
-    "zinfer.calibrate", "zinfer.published",
+    "zinfer.calibrate", "zinfer.published", "zinfer.economics", "zinfer.sla",
 }  # fmt: skip
 ALLOWED = {
     "zinfer.frozen": set(),
@@ -42,6 +42,9 @@ ALLOWED = {
     "zinfer.report": READERS,
     "zinfer.calibrate": READERS,
     "zinfer.compare": READERS,
+    "zinfer.decide": READERS,
+    "zinfer.economics": TYPES,
+    "zinfer.sla": TYPES | {"zinfer.economics"},
     "zinfer.export": READERS,
 }
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zinfer.commands.prices import price_options
+
 if TYPE_CHECKING:
     from zinfer.group import Group, Points
     from zinfer.record import Measurement
@@ -14,16 +16,31 @@ if TYPE_CHECKING:
 @click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
 @click.option("-m", "--model", help="Only this model.")
 @click.option("--machine", help="Only this machine.")
+@click.option(
+    "--sla", "levels", multiple=True, metavar="METRIC:STATISTIC:<=:VALUE",
+    help="A level to keep, as ttft:p99:<=:2s or output_tok_s:mean:>=:30. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--objective", type=click.Choice(["throughput", "cost", "energy", "latency"]), default="throughput",
+    show_default=True, help="What the best is best in.",
+)  # fmt: skip
+@click.option("--pareto", is_flag=True, help="Show the points that nothing beats in both tok/s and tok/s a user.")
+@price_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(results: Path, model: str | None, machine: str | None, as_json: bool) -> None:
+def command(results: Path, model: str | None, machine: str | None, as_json: bool, **asked: Any) -> None:
     """Name the fastest configuration in RESULTS (a file or a folder), what offload gains, and where memory ends.
 
     Each model or slice, pair of lengths and machine is judged by itself. Throughput is output tokens a second, prefill
-    included; each engine and offload is taken at its own best batch size.
+    included; each engine and offload is taken at its own best batch size. With --sla, --objective or prices the answer
+    is the point that keeps the levels and is best by the objective; the exit code is 4 when none keeps them.
+
+    \b
+    zinfer best --sla ttft:p99:<=:30s --objective cost --gpu-hour-usd 2.50 --demand 2Mtok/day --deadline 8h
     """
     import json
 
     from zinfer.cli import NOTHING, Failure
+    from zinfer.commands import decision
     from zinfer.group import groups
     from zinfer.store import StoreError, read_usable
 
@@ -42,14 +59,23 @@ def command(results: Path, model: str | None, machine: str | None, as_json: bool
     if not any(point.usable for points in wanted.values() for point in points):
         there = "; ".join(sorted({f"{group.model_name} on {group.machine}" for group in found}))
         raise Failure(f"no usable point of that model and machine in {results}; there are {there}", NOTHING)
+    question = decision.question(**asked)
+    answers = {group: question.answer(points) for group, points in wanted.items()} if question is not None else {}
     if as_json:
-        click.echo(json.dumps([_summary(group, points) for group, points in wanted.items()], indent=1))
-        return
-    for nth, (group, points) in enumerate(wanted.items()):
-        click.echo("\n" * (nth > 0) + f"{group.title}\n{group.conditions}\n")
-        _show(points)
-        if group.caution:
-            click.echo(f"\n{group.caution}")
+        rows = [_summary(group, points) for group, points in wanted.items()]
+        for row, answer in zip(rows, answers.values(), strict=False):
+            row["decision"] = decision.row(answer)
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        for nth, (group, points) in enumerate(wanted.items()):
+            click.echo("\n" * (nth > 0) + f"{group.title}\n{group.conditions}\n")
+            _show(points)
+            if group in answers:
+                decision.show(answers[group])
+            if group.caution:
+                click.echo(f"\n{group.caution}")
+    if answers and all(answer.decision.point is None for answer in answers.values()):
+        raise SystemExit(NOTHING)
 
 
 def _show(points: "Points") -> None:

@@ -1,0 +1,273 @@
+"""Money, energy, service levels and sizing: the arithmetic, what cannot be told, and the words for it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.results import case, point, sweep
+from zinfer.cli import cli
+from zinfer.decide import decide
+from zinfer.economics import (
+    COUNTER,
+    READINGS,
+    EconomicsError,
+    Prices,
+    cost,
+    energy,
+    fleet,
+    parse_demand,
+    parse_seconds,
+)  # fmt: skip
+from zinfer.record import Measurement
+from zinfer.sla import SlaError, check, parse, statistic
+from zinfer.store import Store
+
+
+def timed(batch: int = 32, step_s: float = 2.0, first_s: float = 8.0, repeats: int = 2, **fields: Any) -> Measurement:
+    """A point of 10 output tokens with exact times: `first_s` and nine steps of `step_s`, `repeats` times."""
+    asked = case(batch, output_len=10)
+    samples = {"ttft_ms": [first_s * 1e3] * repeats, "step_ms": [[step_s * 1e3] * 9] * repeats}
+    return point(asked, **(samples | fields))
+
+
+def test_a_token_costs_the_hours_it_takes_and_the_energy() -> None:
+    one = timed(gpu={"energy_j": 6400.0, "timed_s": 52.0})
+    assert one.output_tok_s == pytest.approx(320 / 26)
+    paid = cost(one, Prices(gpu_hour_usd=3.0, host_hour_usd=0.6, power_usd_kwh=0.36))
+    assert paid is not None
+    assert paid.j_per_token == pytest.approx(6400 / 640)
+    assert paid.method == COUNTER
+    hours = 1e6 / (320 / 26) / 3600
+    assert paid.usd_per_mtok == pytest.approx(hours * 3.6 + 10 * 1e6 / 3.6e6 * 0.36)
+
+
+def test_without_a_counter_the_readings_stand_in_and_without_those_nothing() -> None:
+    assert energy(timed(gpu={"power_w_mean": 400.0, "timed_s": 52.0})) == (pytest.approx(400 * 52 / 640), READINGS)
+    bare = timed(gpu={})
+    assert energy(bare) is None
+    found = cost(bare, Prices())
+    assert (found.usd_per_mtok, found.j_per_token, found.method) == (None, None, "")  # type: ignore[union-attr]
+    with pytest.raises(EconomicsError, match="no reading of its energy"):
+        cost(bare, Prices(power_usd_kwh=0.1))
+    assert cost(point(case(1), status="oom_gpu"), Prices(gpu_hour_usd=1)) is None
+
+
+@pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf")])
+def test_prices_are_amounts(price: float) -> None:
+    with pytest.raises(ValidationError):
+        Prices(gpu_hour_usd=price)
+
+
+@pytest.mark.parametrize(
+    ("text", "deadline", "expected"),
+    [
+        ("2Mtok/day", None, (2e6, 86400)),
+        ("2Mtok/day", "8h", (2e6, 28800)),
+        ("500 k/h", None, (5e5, 3600)),
+        ("5Mtok", "90min", (5e6, 5400)),
+        ("1e6tokens/d", None, (1e6, 86400)),
+    ],
+)
+def test_demands(text: str, deadline: str | None, expected: tuple[float, float]) -> None:
+    assert parse_demand(text, deadline) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "deadline"),
+    [("0tok/day", None), ("lots", None), ("-1tok/day", None), ("5Mtok", None), ("1Mtok/h", "2h"), ("1Mtok", "0h")],
+)
+def test_bad_demands_say_how_to_write_one(text: str, deadline: str | None) -> None:
+    with pytest.raises(EconomicsError, match=r"write|add --deadline|is longer"):
+        parse_demand(text, deadline)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("8h", 28800), ("250ms", 0.25), ("1.5 min", 90), ("2 s", 2)])
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+def test_a_fleet_covers_its_demand() -> None:
+    one = timed()
+    found = fleet(one, 2e6, 28800, utilisation=0.8, spare=2, gpus_per_server=4)
+    assert found.working == 8  # 2e6 / (12.31 · 0.8 · 28800) = 7.05
+    assert (found.gpus, found.servers) == (10, 3)
+    assert found.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
+    with pytest.raises(EconomicsError, match="a measured throughput"):
+        fleet(point(case(1), status="crashed"), 1, 1)
+    with pytest.raises(EconomicsError):
+        fleet(one, 1, 1, utilisation=0.0)
+
+
+@given(st.floats(1, 1e12), st.floats(1, 1e12), st.floats(60, 1e6), st.floats(0.05, 1.0))
+def test_more_demand_never_takes_fewer_gpus(tokens: float, more: float, seconds: float, share: float) -> None:
+    one = timed()
+    small, large = (fleet(one, amount, seconds, share) for amount in sorted((tokens, more)))
+    assert small.gpus <= large.gpus
+    capacity = large.working * large.gpu_tok_s * share * seconds
+    assert capacity >= large.tokens * (1 - 1e-6)
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e4))
+def test_a_higher_price_never_lowers_the_cost(one: float, other: float) -> None:
+    low, high = (cost(timed(), Prices(gpu_hour_usd=price)) for price in sorted((one, other)))
+    assert low is not None
+    assert high is not None
+    assert (low.usd_per_mtok or 0) <= (high.usd_per_mtok or 0)
+
+
+def test_percentiles_go_by_rank_from_the_good_end() -> None:
+    values = [float(n) for n in range(1, 101)]
+    assert [statistic(values, name) for name in ("p50", "p90", "p95", "p99", "max", "min", "mean")] == [
+        50, 90, 95, 99, 100, 1, 50.5,
+    ]  # fmt: skip
+    assert statistic(values, "p99", worst_high=False) == 2
+    assert statistic([7.0], "p99") == 7.0
+
+
+def test_levels_are_checked_over_every_sample_and_few_samples_are_told() -> None:
+    one = timed(step_ms=[[100.0] * 8 + [900.0]] * 2, ttft_ms=[1000.0, 3000.0])
+    kept = check(one, [parse(text) for text in (
+        "ttft:p99:<=:2s", "ttft:mean:<=:2s", "tpot:p50:<=:100ms", "tpot:max:<=:1s", "output_tok_s:mean:>=:10tok/s",
+        "user_tok_s:p90:>=:5", "e2e:max:<=:10min",
+    )])  # fmt: skip
+    assert [one.ok for one in kept] == [False, True, True, True, True, False, True]
+    assert kept[0].words == "ttft p99 <= 2 s: 3 s, the worst of 2 samples"
+    assert kept[0].miss == pytest.approx(0.5)
+    assert kept[1].words == "ttft mean <= 2 s: 2 s"
+    assert "worst" not in kept[2].words
+    (single,) = check(timed(repeats=1), [parse("ttft:p99:<=:9s")])
+    assert single.words.endswith("8 s, the only sample")
+    (none,) = check(point(case(1), status="oom_gpu"), [parse("ttft:max:<=:9s")])
+    assert not none.ok
+    assert none.words.endswith("not measured")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "ttft", "ttft:p99:<:2s", "speed:p99:<=:2s", "ttft:p42:<=:2s", "ttft:p99:<=:2 parsecs", "tpot:max:<=:0s",
+     "output_tok_s:mean:>=:2s", "output_tok_s:mean:>=:0", "ttft:p99:<=:2s:x"],
+)  # fmt: skip
+def test_bad_levels_list_what_there_is(text: str) -> None:
+    with pytest.raises(SlaError, match=r"write METRIC:STATISTIC|no duration|no rate"):
+        parse(text)
+
+
+POINTS = [
+    timed(4, step_s=1.0, first_s=1.0, gpu={"energy_j": 9000.0, "timed_s": 20.0}),
+    timed(32, step_s=1.5, first_s=6.0, gpu={"energy_j": 9600.0, "timed_s": 39.0}),
+    timed(64, step_s=4.0, first_s=20.0, gpu={"energy_j": 32000.0, "timed_s": 112.0}),
+]
+
+
+@pytest.mark.parametrize(
+    ("objective", "levels", "batch"),
+    [
+        ("throughput", (), 32),
+        ("latency", (), 4),
+        ("energy", (), 32),
+        ("cost", (), 32),
+        ("throughput", ("ttft:max:<=:2s",), 4),
+        ("latency", ("output_tok_s:mean:>=:10",), 32),
+    ],
+)
+def test_each_objective_has_its_best_under_the_levels(objective: Any, levels: tuple[str, ...], batch: int) -> None:
+    prices = Prices(gpu_hour_usd=2.0)
+    found = decide(POINTS, tuple(map(parse, levels)), objective, prices)
+    assert found.point is not None
+    assert found.point.case.workload.batch_size == batch
+    assert found.nearest is None
+    assert found.point in found.front or objective == "energy"
+
+
+def test_when_nothing_keeps_the_levels_the_nearest_is_named() -> None:
+    found = decide(POINTS, (parse("ttft:max:<=:500ms"),), "throughput", Prices())
+    assert found.point is None
+    assert found.nearest is POINTS[0]
+    assert found.kept[0].miss == pytest.approx(1.0)
+    nothing = decide([point(case(1), status="oom_gpu")], (), "throughput", Prices())
+    assert (nothing.point, nothing.nearest, nothing.usable) == (None, None, 0)
+
+
+@given(st.floats(0.5, 30), st.floats(0.5, 30))
+def test_a_stricter_level_never_gives_a_faster_answer(one: float, other: float) -> None:
+    strict, loose = (
+        decide(POINTS, (parse(f"ttft:max:<=:{bound:.3f}s"),), "throughput", Prices()) for bound in sorted((one, other))
+    )
+    fast = loose.point.output_tok_s or 0 if loose.point else 0
+    assert (strict.point.output_tok_s or 0 if strict.point else 0) <= fast
+
+
+def test_objectives_that_lack_their_data_say_what_is_needed() -> None:
+    with pytest.raises(EconomicsError, match="--objective cost needs a price: --gpu-hour-usd"):
+        decide(POINTS, (), "cost", Prices())
+    with pytest.raises(EconomicsError, match="--objective energy needs a reading"):
+        decide([timed()], (), "energy", Prices())
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    with Store.open(tmp_path / "r.jsonl") as store:
+        for one in POINTS:
+            store.append(one)
+    return tmp_path / "r.jsonl"
+
+
+def best(*words: object) -> Result:
+    return CliRunner().invoke(cli, ["best", *map(str, words)])
+
+
+def test_the_command_line_decides(results: Path) -> None:
+    done = best(
+        results, "--sla", "ttft:p99:<=:10s", "--objective", "cost", "--gpu-hour-usd", 2.5, "--demand", "2Mtok/day",
+        "--deadline", "8h", "--pareto",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert "Best by cost, 2 of 3 points to choose from: stream cpu, batch 32" in lines
+    assert "  ttft p99 <= 10 s: 6 s, the worst of 2 samples" in lines
+    assert any(line.endswith("USD a million output tokens") for line in lines)
+    assert any("J an output token (NVML's energy counter" in line for line in lines)
+    assert any("tokens in 8 h 00 min: 6 GPUs at" in line and "1 spare" in line for line in lines)
+    assert sum("a user" in line for line in lines) == 2
+    assert any(line.startswith("zinfer run") and "--batch-size 32" in line for line in lines)
+
+
+def test_the_decision_as_json_and_only_when_asked(results: Path) -> None:
+    (plain,) = json.loads(best(results, "--json").stdout)
+    assert "decision" not in plain
+    (row,) = json.loads(best(results, "--json", "--objective", "latency", "--demand", "1Mtok/day").stdout)
+    told = row["decision"]
+    assert told["point"]["batch_size"] == 4
+    assert told["fleet"]["gpus"] == told["fleet"]["working"] + 1
+    assert told["command"].startswith("zinfer run")
+    assert told["point"]["usd_per_mtok"] is None
+
+
+def test_an_unkept_level_exits_4_and_names_the_nearest(results: Path) -> None:
+    done = best(results, "--sla", "ttft:max:<=:500ms")
+    assert done.exit_code == 4
+    assert "No point of 3 keeps every level." in done.stdout
+    assert "ttft max <= 500 ms: 1 s, missed by 100%" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--deadline", "8h"), ("--demand", "lots"), ("--sla", "x"), ("--objective", "cost"), ("--gpu-hour-usd", "-1"),
+     ("--utilisation", "0"), ("--spare", "-1"), ("--gpu-hour-usd", "nan")],
+)  # fmt: skip
+def test_mistakes_are_one_message(results: Path, words: tuple[str, str]) -> None:
+    done = best(results, *words)
+    assert done.exit_code != 0
+    assert isinstance(done.exception, SystemExit | EconomicsError | SlaError)
+
+
+def test_committed_kinds_of_points_can_all_be_decided_on() -> None:
+    found = decide(sweep(), (parse("tpot:max:<=:100s"),), "throughput", Prices(gpu_hour_usd=1.0))
+    assert found.point is not None
+    assert found.keeping == found.usable

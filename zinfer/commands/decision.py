@@ -1,0 +1,152 @@
+"""What `zinfer best` says where more is asked than the fastest point: levels, objectives, cost, and a demand."""
+
+from typing import Any, NamedTuple
+
+import click
+from pydantic import ValidationError
+
+from zinfer.decide import Decision, Objective, decide
+from zinfer.economics import EconomicsError, Fleet, Prices, cost, fleet, parse_demand
+from zinfer.group import Points
+from zinfer.record import Measurement
+from zinfer.sla import Sla, parse
+from zinfer.units import duration, figures
+
+
+class Answer(NamedTuple):
+    """The decision for one group, and the machines that its demand takes."""
+
+    decision: Decision
+    prices: Prices
+    fleet: Fleet | None
+    show_front: bool
+
+
+class Question(NamedTuple):
+    """What was asked on the command line, for any group of points."""
+
+    slas: tuple[Sla, ...]
+    objective: Objective
+    prices: Prices
+    demand: tuple[float, float] | None
+    utilisation: float
+    spare: int
+    pareto: bool
+
+    def answer(self, points: Points) -> Answer:
+        found = decide(points, self.slas, self.objective, self.prices)
+        machines = None
+        if self.demand is not None and found.point is not None:
+            machines = fleet(found.point, *self.demand, self.utilisation, self.spare)
+        return Answer(found, self.prices, machines, self.pareto)
+
+
+def question(
+    levels: tuple[str, ...],
+    objective: Objective,
+    pareto: bool,
+    demand: str | None,
+    deadline: str | None,
+    utilisation: float,
+    spare: int,
+    **prices: float | None,
+) -> Question | None:
+    """The question of the options; None where they ask for no more than the fastest point."""
+    if deadline is not None and demand is None:
+        raise click.UsageError("--deadline needs a --demand, as 2Mtok/day")
+    try:
+        paid = Prices.model_validate(prices)
+    except ValidationError as error:
+        raise EconomicsError(f"a price is a number of USD from 0 on: {error.errors()[0]['msg']}") from None
+    if not (levels or pareto or demand or paid.known or objective != "throughput"):
+        return None
+    needed = None if demand is None else parse_demand(demand, deadline)
+    return Question(tuple(map(parse, levels)), objective, paid, needed, utilisation, spare, pareto)
+
+
+def show(answer: Answer) -> None:
+    """The answer below the table, in a few lines."""
+    from zinfer import analysis
+
+    found, point = answer.decision, answer.decision.point
+    click.echo()
+    if point is None:
+        click.echo(f"No point of {found.usable} keeps every level." if found.usable else "No point is usable.")
+        if found.nearest is not None:
+            click.echo(f"The nearest is {_named(found.nearest)}:")
+            for kept in found.kept:
+                click.echo(f"  {kept.words}" + ("" if kept.ok else f", missed by {kept.miss:.0%}"))
+        return
+    click.echo(f"Best by {found.objective}, {found.keeping} of {found.usable} points to choose from: {_named(point)}")
+    for kept in found.kept:
+        click.echo(f"  {kept.words}")
+    for line in _costs(answer):
+        click.echo(f"  {line}")
+    click.echo(analysis.command(point.case))
+    if answer.show_front:
+        click.echo("\nNothing beats these in both output tok/s and tok/s of one user:")
+        for one in found.front:
+            user = 1e3 / one.tpot_ms if one.tpot_ms else 0.0
+            click.echo(f"  {_named(one)}: {figures(one.output_tok_s or 0)} tok/s, {figures(user)} a user")
+
+
+def _costs(answer: Answer) -> list[str]:
+    found, machines = answer.decision.cost, answer.fleet
+    lines = []
+    if found is not None and found.usd_per_mtok is not None:
+        lines.append(f"{figures(found.usd_per_mtok)} USD a million output tokens")
+    if found is not None and found.j_per_token is not None:
+        lines.append(f"{figures(found.j_per_token)} J an output token ({found.method})")
+    if machines is not None:
+        lines.append(
+            f"{figures(machines.tokens)} tokens in {duration(machines.seconds)}: {machines.working} GPUs at "
+            f"{machines.load:.0%} of {figures(machines.gpu_tok_s)} tok/s, {machines.spare} spare, "
+            f"{machines.servers} servers of one GPU"
+        )
+    return lines
+
+
+def _named(point: Measurement) -> str:
+    return f"{point.case.label()}, batch {point.case.workload.batch_size}"
+
+
+def row(answer: Answer) -> dict[str, Any]:
+    """The answer as JSON: seconds, USD, J; null is unknown."""
+    from zinfer import analysis
+
+    found, machines = answer.decision, answer.fleet
+    return {
+        "objective": found.objective,
+        "point": None if found.point is None else _brief(found.point, answer.prices),
+        "command": None if found.point is None else analysis.command(found.point.case),
+        "nearest": None if found.nearest is None else _brief(found.nearest, answer.prices),
+        "levels": [
+            {
+                "level": kept.sla.words, "actual": kept.actual, "samples": kept.samples, "ok": kept.ok,
+                "missed_by": kept.miss if kept.actual is not None else None,
+            }
+            for kept in found.kept
+        ],
+        "keeping": found.keeping,
+        "usable": found.usable,
+        "pareto": [_brief(point, answer.prices) for point in found.front],
+        "fleet": None if machines is None else machines.model_dump() | {"gpus": machines.gpus, "load": machines.load},
+    }  # fmt: skip
+
+
+def _brief(point: Measurement, prices: Prices) -> dict[str, Any]:
+    try:
+        paid = cost(point, prices)
+    except EconomicsError:
+        paid = cost(point, Prices())
+    return {
+        "engine": point.case.engine,
+        "offload": point.case.offload,
+        "options": dict(point.case.options),
+        "batch_size": point.case.workload.batch_size,
+        "output_tok_s": point.output_tok_s,
+        "user_tok_s": 1e3 / point.tpot_ms if point.tpot_ms else None,
+        "usd_per_mtok": paid.usd_per_mtok if paid else None,
+        "j_per_token": paid.j_per_token if paid else None,
+        "energy_method": paid.method if paid else "",
+    }

@@ -16,7 +16,8 @@ Objective = Literal["throughput", "cost", "energy", "latency"]
 class Decision(Frozen):
     """The answer for one group of points.
 
-    `point` is None where no point keeps every level; `nearest` is then the one that misses by least.
+    `point` is None where no point keeps every level, and `nearest` is then the one that misses by least; or where no
+    point that does has what the objective needs.
     """
 
     objective: Objective
@@ -27,44 +28,49 @@ class Decision(Frozen):
     front: tuple[Measurement, ...] = ()  # of the points that keep the levels: tok/s against tok/s of one user
     keeping: int = 0  # points that keep the levels
     usable: int = 0
+    unknown: int = 0  # points that keep the levels, but whose cost or energy is not known
 
 
 def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Prices) -> Decision:
     """The best of `points` by `objective` under `slas`; of equals the smaller batch.
 
-    Raises EconomicsError for an objective that lacks its prices or its readings.
+    A point whose value is not known is not chosen. Raises EconomicsError for cost without prices.
     """
+    if objective == "cost" and prices.gpu_hour_usd is None and prices.host_hour_usd is None:
+        raise EconomicsError("--objective cost needs a price: --gpu-hour-usd, and --host-hour-usd where that is apart")
     usable = [point for point in points if point.usable]
     keeping = [point for point in usable if all(kept.ok for kept in check(point, slas))]
     if not keeping:
         nearest = min(usable, key=lambda point: sum(kept.miss for kept in check(point, slas)), default=None)
         kept = check(nearest, slas) if nearest is not None else ()
         return Decision(objective=objective, kept=kept, nearest=nearest, usable=len(usable))
-    costs = [_cost(point, objective, prices) for point in keeping]
-    if objective == "energy" and all(found.j_per_token is None for found in costs):
-        raise EconomicsError(
-            "--objective energy needs a reading of the energy, which NVML gives on a GPU: none was made"
-        )
 
-    def rank(pair: tuple[Measurement, Cost]) -> tuple[float, int]:
-        point, found = pair
-        value = {
+    def value(point: Measurement, found: Cost) -> float | None:
+        return {
             "throughput": -(point.output_tok_s or 0.0),
             "latency": point.tpot_ms or sum(point.ttft_ms),
             "cost": found.usd_per_mtok,
             "energy": found.j_per_token,
         }[objective]
-        return float("inf") if value is None else value, point.case.workload.batch_size
 
-    point, found = min(zip(keeping, costs, strict=True), key=rank)
+    costs = [known_cost(point, prices) for point in keeping]
+    ranked = [
+        (worth, point.case.workload.batch_size, nth)
+        for nth, (point, found) in enumerate(zip(keeping, costs, strict=True))
+        if (worth := value(point, found)) is not None
+    ]
+    chosen = min(ranked)[-1] if ranked else None
+    point = None if chosen is None else keeping[chosen]
     return Decision(
-        objective=objective, point=point, kept=check(point, slas), cost=found, front=pareto(keeping),
-        keeping=len(keeping), usable=len(usable),
+        objective=objective, point=point, kept=check(point, slas) if point else (), front=pareto(keeping),
+        cost=None if chosen is None else costs[chosen], keeping=len(keeping), usable=len(usable),
+        unknown=len(keeping) - len(ranked),
     )  # fmt: skip
 
 
-def _cost(point: Measurement, objective: Objective, prices: Prices) -> Cost:
-    """The point's cost; where the objective is another, energy that has a price but no reading is left out."""
-    if objective == "cost" and prices.gpu_hour_usd is None and prices.host_hour_usd is None:
-        raise EconomicsError("--objective cost needs a price: --gpu-hour-usd, and --host-hour-usd where that is apart")
-    return cost(point, prices) or Cost()
+def known_cost(point: Measurement, prices: Prices) -> Cost:
+    """The point's cost, without USD where energy has a price and was not read."""
+    try:
+        return cost(point, prices) or Cost()
+    except EconomicsError:
+        return cost(point, Prices()) or Cost()

@@ -140,7 +140,7 @@ def fleet(
     rate = point.output_tok_s
     if not rate or not 0 < utilisation <= 1 or tokens <= 0 or seconds <= 0 or spare < 0 or gpus_per_server < 1:
         raise EconomicsError("a fleet needs a measured throughput, a demand, and a utilisation above 0% up to 100%")
-    working = ceil(tokens / (rate * utilisation * seconds) - 1e-9)
+    working = max(1, ceil(tokens / (rate * utilisation * seconds) * (1 - 1e-9)))  # rounding buys no GPU
     return Fleet(
         tokens=tokens, seconds=seconds, gpu_tok_s=rate, utilisation=utilisation, working=working, spare=spare,
         servers=ceil((working + spare) / gpus_per_server),

@@ -1,7 +1,8 @@
 """Service levels: what a point must keep, over every sample of it.
 
-A percentile is as good as its samples: the 99th of fewer than a hundred is their maximum, and is said to be. TTFT has a
-sample a repeat, TPOT one a decode step.
+A percentile is as good as its samples: the 99th of fewer than a hundred is their maximum, and is said to be. TPOT has a
+sample a decode step, every other metric one a repeat: a mean of the rates of single steps would weigh the short ones
+too much.
 """
 
 import re
@@ -59,6 +60,14 @@ class Kept(Frozen):
         return abs(self.actual - self.sla.bound) / self.sla.bound if self.actual is not None else float("inf")
 
     @property
+    def missed(self) -> str:
+        """By how much, in the metric's unit and as a share of the bound; empty where it is kept or not measured."""
+        if self.ok or self.actual is None:
+            return ""
+        amount = _amount(self.sla.metric, abs(self.actual - self.sla.bound))
+        return f", missed by {amount} ({figures(self.miss * 100, 2)}%)"
+
+    @property
     def words(self) -> str:
         """What the point has, and how far that may be trusted."""
         if self.actual is None:
@@ -76,6 +85,9 @@ def parse(text: str) -> Sla:
     metric: Metric | None = next((name for name in TIMES + RATES if name == parts[0]), None)
     if len(parts) != 4 or metric is None or parts[1] not in STATISTICS or parts[2] not in ("<=", ">="):
         raise SlaError(f"{text!r} is no service level: write {known}, as ttft:p99:<=:2s")
+    if parts[1] == ("max" if parts[2] == ">=" else "min"):
+        worst = "min" if parts[2] == ">=" else "max"
+        raise SlaError(f"{text!r}: the best sample alone keeps that; write {worst}, mean, or p50 to p99")
     try:
         bound = parse_seconds(parts[3]) if metric in TIMES else _rate(parts[3])
     except ValueError as error:
@@ -110,14 +122,15 @@ def _samples(point: Measurement, metric: Metric) -> Sequence[float]:
     if not point.usable:
         return ()
     steps = [step / 1e3 for repeat in point.step_ms for step in repeat]
+    user = [len(repeat) / sum(repeat) * 1e3 for repeat in point.step_ms if sum(repeat)]
     batch = point.case.workload.batch_size
     found: dict[Metric, Sequence[float]] = {
         "ttft": [first / 1e3 for first in point.ttft_ms],
         "tpot": steps,
         "e2e": [whole / 1e3 for whole in point.e2e_ms],
         "output_tok_s": point.output_tok_s_samples,
-        "decode_tok_s": [batch / step for step in steps],
-        "user_tok_s": [1 / step for step in steps],
+        "decode_tok_s": [batch * rate for rate in user],
+        "user_tok_s": user,
     }
     return found[metric]
 

@@ -35,7 +35,7 @@ def command(results: Path, model: str | None, machine: str | None, as_json: bool
     is the point that keeps the levels and is best by the objective; the exit code is 4 when none keeps them.
 
     \b
-    zinfer best --sla ttft:p99:<=:30s --objective cost --gpu-hour-usd 2.50 --demand 2Mtok/day --deadline 8h
+    zinfer best --sla 'ttft:p99:<=:30s' --objective cost --gpu-hour-usd 2.50 --demand 2Mtok/day --deadline 8h
     """
     import json
 
@@ -61,6 +61,9 @@ def command(results: Path, model: str | None, machine: str | None, as_json: bool
         raise Failure(f"no usable point of that model and machine in {results}; there are {there}", NOTHING)
     question = decision.question(**asked)
     answers = {group: question.answer(points) for group, points in wanted.items()} if question is not None else {}
+    if answers and all(answer.decision.unknown and not answer.decision.point for answer in answers.values()):
+        needs = "--power-usd-kwh" if asked["objective"] == "cost" else "--objective energy"
+        raise Failure(f"{needs} needs a reading of the energy, which NVML gives on a GPU: no point has one")
     if as_json:
         rows = [_summary(group, points) for group, points in wanted.items()]
         for row, answer in zip(rows, answers.values(), strict=False):
@@ -69,7 +72,7 @@ def command(results: Path, model: str | None, machine: str | None, as_json: bool
     else:
         for nth, (group, points) in enumerate(wanted.items()):
             click.echo("\n" * (nth > 0) + f"{group.title}\n{group.conditions}\n")
-            _show(points)
+            _show(points, command=group not in answers)
             if group in answers:
                 decision.show(answers[group])
             if group.caution:
@@ -78,7 +81,7 @@ def command(results: Path, model: str | None, machine: str | None, as_json: bool
         raise SystemExit(NOTHING)
 
 
-def _show(points: "Points") -> None:
+def _show(points: "Points", command: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -116,9 +119,10 @@ def _show(points: "Points") -> None:
             click.echo(f"{edge.load.label()}: nothing succeeded ({analysis.statuses(own)}).")
     for verdict in analysis.offload_verdicts(points):
         click.echo(f"{verdict.engine or 'Any engine'}: {verdict.words}")
-    click.echo(
-        f"\nBest: {winner.case.label()}, batch {winner.case.workload.batch_size}\n{analysis.command(winner.case)}"
-    )
+    if command:
+        click.echo(
+            f"\nBest: {winner.case.label()}, batch {winner.case.workload.batch_size}\n{analysis.command(winner.case)}"
+        )
 
 
 def _summary(group: "Group", points: "Points") -> dict[str, Any]:

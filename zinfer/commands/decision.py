@@ -1,12 +1,13 @@
 """What `zinfer best` says where more is asked than the fastest point: levels, objectives, cost, and a demand."""
 
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import click
 from pydantic import ValidationError
 
-from zinfer.decide import Decision, Objective, decide
-from zinfer.economics import EconomicsError, Fleet, Prices, cost, fleet, parse_demand
+from zinfer.decide import Decision, Objective, decide, known_cost
+from zinfer.economics import EconomicsError, Fleet, Prices, fleet, parse_demand
 from zinfer.group import Points
 from zinfer.record import Measurement
 from zinfer.sla import Sla, parse
@@ -20,6 +21,7 @@ class Answer(NamedTuple):
     prices: Prices
     fleet: Fleet | None
     show_front: bool
+    too_slow: float | None = None  # seconds of one batch, where that alone is longer than the deadline
 
 
 class Question(NamedTuple):
@@ -32,13 +34,18 @@ class Question(NamedTuple):
     utilisation: float
     spare: int
     pareto: bool
+    due: bool = False  # whether a deadline was named
 
     def answer(self, points: Points) -> Answer:
         found = decide(points, self.slas, self.objective, self.prices)
-        machines = None
+        machines = too_slow = None
         if self.demand is not None and found.point is not None:
-            machines = fleet(found.point, *self.demand, self.utilisation, self.spare)
-        return Answer(found, self.prices, machines, self.pareto)
+            batch_s = fmean(found.point.e2e_ms) / 1e3
+            if self.due and batch_s > self.demand[1]:
+                too_slow = batch_s
+            else:
+                machines = fleet(found.point, *self.demand, self.utilisation, self.spare)
+        return Answer(found, self.prices, machines, self.pareto, too_slow)
 
 
 def question(
@@ -61,7 +68,9 @@ def question(
     if not (levels or pareto or demand or paid.known or objective != "throughput"):
         return None
     needed = None if demand is None else parse_demand(demand, deadline)
-    return Question(tuple(map(parse, levels)), objective, paid, needed, utilisation, spare, pareto)
+    return Question(
+        tuple(map(parse, levels)), objective, paid, needed, utilisation, spare, pareto, deadline is not None
+    )
 
 
 def show(answer: Answer) -> None:
@@ -71,13 +80,18 @@ def show(answer: Answer) -> None:
     found, point = answer.decision, answer.decision.point
     click.echo()
     if point is None:
-        click.echo(f"No point of {found.usable} keeps every level." if found.usable else "No point is usable.")
+        if found.unknown:
+            click.echo(f"The {found.objective} of none of the {found.keeping} points to choose from is known.")
+        else:
+            click.echo(f"No point of {found.usable} keeps every level." if found.usable else "No point is usable.")
         if found.nearest is not None:
             click.echo(f"The nearest is {_named(found.nearest)}:")
             for kept in found.kept:
-                click.echo(f"  {kept.words}" + ("" if kept.ok else f", missed by {kept.miss:.0%}"))
+                click.echo(f"  {kept.words}{kept.missed}")
         return
     click.echo(f"Best by {found.objective}, {found.keeping} of {found.usable} points to choose from: {_named(point)}")
+    if found.unknown:
+        click.echo(f"  {found.unknown} of them left out: their {found.objective} is not known")
     for kept in found.kept:
         click.echo(f"  {kept.words}")
     for line in _costs(answer):
@@ -95,14 +109,21 @@ def _costs(answer: Answer) -> list[str]:
     lines = []
     if found is not None and found.usd_per_mtok is not None:
         lines.append(f"{figures(found.usd_per_mtok)} USD a million output tokens")
+    elif answer.prices.known:
+        lines.append("USD not known: --power-usd-kwh needs a reading of the energy, and this point has none")
     if found is not None and found.j_per_token is not None:
         lines.append(f"{figures(found.j_per_token)} J an output token ({found.method})")
-    if machines is not None:
+    if answer.too_slow is not None:
+        lines.append(f"one batch takes {duration(answer.too_slow)}, longer than --deadline: no number of GPUs keeps it")
+    elif machines is not None:
         lines.append(
             f"{figures(machines.tokens)} tokens in {duration(machines.seconds)}: {machines.working} GPUs at "
             f"{machines.load:.0%} of {figures(machines.gpu_tok_s)} tok/s, {machines.spare} spare, "
             f"{machines.servers} servers of one GPU"
         )
+    layers = answer.decision.point.case.layers if answer.decision.point else None
+    if lines and layers is not None:
+        lines.append(f"all of it for {layers} layers, not for the model")
     return lines
 
 
@@ -135,10 +156,7 @@ def row(answer: Answer) -> dict[str, Any]:
 
 
 def _brief(point: Measurement, prices: Prices) -> dict[str, Any]:
-    try:
-        paid = cost(point, prices)
-    except EconomicsError:
-        paid = cost(point, Prices())
+    paid = known_cost(point, prices)
     return {
         "engine": point.case.engine,
         "offload": point.case.offload,
@@ -146,7 +164,7 @@ def _brief(point: Measurement, prices: Prices) -> dict[str, Any]:
         "batch_size": point.case.workload.batch_size,
         "output_tok_s": point.output_tok_s,
         "user_tok_s": 1e3 / point.tpot_ms if point.tpot_ms else None,
-        "usd_per_mtok": paid.usd_per_mtok if paid else None,
-        "j_per_token": paid.j_per_token if paid else None,
-        "energy_method": paid.method if paid else "",
+        "usd_per_mtok": paid.usd_per_mtok,
+        "j_per_token": paid.j_per_token,
+        "energy_method": paid.method,
     }

@@ -39,7 +39,6 @@ ALLOWED = {
     "zinfer.group": READERS,
     "zinfer.chart": READERS,
     "zinfer.plot": READERS,
-    "zinfer.report": READERS,
     "zinfer.calibrate": READERS,
     "zinfer.compare": READERS,
     "zinfer.decide": READERS,
@@ -47,6 +46,8 @@ ALLOWED = {
     "zinfer.sla": TYPES | {"zinfer.economics"},
     "zinfer.export": READERS,
 }
+REPORT = {module for module in MODULES if module.split(".")[:2] == ["zinfer", "report"]}
+ALLOWED |= {module: READERS | REPORT | {"zinfer.compare"} for module in REPORT}
 
 
 def imports(path: Path) -> set[str]:

@@ -1,68 +1,244 @@
-"""The report answers first, keeps failures, and says what is missing."""
+"""The report answers first, keeps failures, says what is missing, and lets nothing of a record pass for markup."""
 
 import json
 import re
+import shutil
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from tests.results import case, point, sweep
+from zinfer.chart import PALETTE
 from zinfer.cli import cli
-from zinfer.machine import Machine
-from zinfer.report import cell
-from zinfer.store import Store
+from zinfer.machine import Machine, load
+from zinfer.record import Measurement
+from zinfer.report.document import Table
+from zinfer.report.figure import CONTRAST, DARK, LIGHT, Bar, Line, bars, contrast, curves, readable
+from zinfer.report.markdown import cell, fenced, prose
+from zinfer.report.measured import rated
+from zinfer.report.page import shell
+from zinfer.store import Header, Store
 
+HOSTILE = '"><script>alert(1)</script><img src=http://example.com/x onerror=alert(1)> | `code` [a](b) # *b*'
+SECTIONS = (
+    "Answer", "Question and workload", "System under test", "Memory plan", "Results", "Does offload pay?", "Bottleneck",
+    "Sizing and cost", "What-if machines", "Comparison", "Validity", "How to reproduce",
+)  # fmt: skip
 MACHINE = Machine(
     name="h100", source="measured", gpu_name="H100 80GB", gpu_count=1, gpu_bytes=79 << 30, h2d_bandwidth=54.6e9
 )
+WHOLE = load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 128 << 30, "host_bandwidth": 78e9})
 
 
 def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(cli, list(map(str, arguments)))
 
 
+def store(path: Path, points: list[Measurement], machine: Machine | None = None) -> None:
+    with Store.open(path) as file:
+        recipe = {"model": ["bloom-176b"], "layers": [14], "batch_size": "auto*8", "dtype": None, "options": {}}
+        file.append_header(Header(machine="h100", recipe=recipe | {"engine": ["stream", "deepspeed"], "repeats": 3}))
+        for one in points:
+            file.append(one)
+    if machine is not None:
+        (path.parent / "machine.json").write_text(json.dumps(machine.model_dump()))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no recipe asks anything
+
+
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    with Store.open(tmp_path / "results" / "h100" / "bloom.jsonl") as store:
-        for one in sweep():
-            store.append(one)
+    store(tmp_path / "results" / "h100" / "bloom.jsonl", sweep())
     return tmp_path / "results"
 
 
-def written(results: Path) -> str:
-    output = results.parent / "plots" / "report.md"
-    done = invoke("report", results, "-o", output)
+@pytest.fixture
+def described(tmp_path: Path) -> Path:
+    store(tmp_path / "results" / "h100" / "bloom.jsonl", sweep(), WHOLE)
+    return tmp_path / "results"
+
+
+def written(results: Path, *options: object) -> str:
+    output = results.parent / "plots" / "report.html"
+    done = invoke("report", results, "-o", output, *options)
     assert done.exit_code == 0, done.output
-    assert done.stdout == f"{output}\n"
-    return output.read_text()
+    assert done.stdout.split() == [str(output), str(output.with_suffix(".md"))]
+    return output.with_suffix(".md").read_text()
+
+
+def page(results: Path, *options: object) -> str:
+    written(results, *options)
+    return (results.parent / "plots" / "report.html").read_text()
+
+
+class Outline(HTMLParser):
+    """Elements with their attributes, and the text of headings."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.headings: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+        if tag == "h2":
+            self.headings.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["h2"]:
+            self.headings[-1] += data
+
+
+def section(text: str, title: str) -> str:
+    return re.split(r"^## \d+\. ", text, flags=re.MULTILINE)[SECTIONS.index(title) + 1]
 
 
 def test_the_answer_comes_first_with_its_command(results: Path) -> None:
-    text = written(results)
-    assert text.index("stream none, batch 8: 156") < text.index("### Every point")
+    text = section(written(results), "Answer")
+    assert "**stream none, batch 8: 15" in text
     assert "```sh\nzinfer run --model bloom-176b --engine stream --offload none --batch-size 8" in text
-    assert "## bloom-176b, 14 of 70 layers, 512 in / 32 out" in text
-    assert "dummy weights" in text
-    assert "A slice takes a slice's memory" in text
-    assert "- stream: Offload cpu gives 0." in text
-    assert "torch 2.11.0, zinfer 0.1.0" in text
+    assert "bloom-176b, 14 of 70 layers, 512 in / 32 out · h100 · a slice of the model · dummy weights" in text
+    assert "Offload cpu gives 0." in text
+    assert "tok/s at 95% confidence" in text
+
+
+def test_both_forms_have_every_section(results: Path) -> None:
+    text = written(results)
+    assert tuple(re.findall(r"^## \d+\. (.+)$", text, re.MULTILINE)) == SECTIONS
+    outline = Outline(page(results))
+    assert tuple(heading.split(" ", 1)[1] for heading in outline.headings) == SECTIONS
+    assert outline.open == []
 
 
 def test_every_point_is_in_the_table(results: Path) -> None:
-    table = written(results).split("### Every point\n\n")[1].split("\n\n")[0].splitlines()
+    text = section(written(results), "Results")
+    table = next(
+        part for part in text.split("\n\n") if part.startswith("| configuration | batch | tok/s |")
+    ).splitlines()
     assert len(table) == 2 + len(sweep())
     assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table}) == 1
-    assert sum("oom\\_gpu in prefill" in row for row in table) == 4
-    assert any("no step for 600 s" in row for row in table)
+    assert sum("oom\\_gpu" in row for row in table) == 4
+    assert "| accelerate cpu | 32 | timeout | decode | no step for 600 s |" in text
 
 
 def test_what_is_missing_is_said(results: Path) -> None:
     text = written(results)
-    assert "`zinfer probe`" in text
+    assert text.count("`zinfer probe`") > 2
     assert "`zinfer plot`" in text
+    assert "`zinfer report --baseline FILE`" in text
     (results / "h100" / "machine.json").write_text(json.dumps(MACHINE.model_dump()))
-    assert "host to device, pinned: 54.6 GB/s" in written(results)
+    text = written(results)
+    assert "| link, host to GPU, page-locked | 54.6 GB/s | measured |" in text
+    assert "GPU memory, copy, link, GPU to host" in text  # unknown, and named
+    assert "A prediction needs" in section(text, "Bottleneck")
+
+
+def test_memory_is_predicted_beside_what_was_measured(described: Path) -> None:
+    text = section(written(described), "Memory plan")
+    rows = [row for row in text.splitlines() if row.startswith("| stream none | 8 |")]
+    assert [row.split(" | ")[2] for row in rows] == ["GPU", "host"]
+    assert "| 20.0 GiB |" in rows[0]
+    assert Outline(page(described)).elements.count(("rect", {})) == 0
+    assert 'class="guess"' in page(described)
+
+
+def test_a_faster_link_helps_only_what_waits_for_it(described: Path) -> None:
+    rows = {row.split(" | ")[0]: row for row in section(written(described), "Bottleneck").splitlines()}
+    assert rows["| stream none"].rstrip(" |").endswith("1.00x | launch")
+    assert re.search(r"1\.[4-8]\dx \| host memory", rows["| deepspeed cpu"])
+
+
+def test_cost_asks_for_prices_and_a_demand(results: Path) -> None:
+    text = section(written(results), "Sizing and cost")
+    assert "`--gpu-hour-usd`" in text
+    assert "`--demand`" in text
+    assert "| stream none | 8 | 15" in text
+    assert "| not read |" in text
+
+
+def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path) -> None:
+    one = point(case(8), repeats=1, gpu={"energy_j": 2560.0})
+    usd = 1e6 / (one.output_tok_s or 0) / 3600 * 3
+    store(tmp_path / "results" / "a.jsonl", [one, point(case(1, "deepspeed"), repeats=1)])
+    prices = ("--gpu-hour-usd", 2, "--host-hour-usd", 1, "--demand", "2Mtok/day")
+    text = section(written(tmp_path / "results", *prices), "Sizing and cost")
+    assert "an hour of a GPU 2 USD, an hour of the host around it 1 USD. What" in text
+    assert re.search(rf"\| {usd:,.2f} \| 10.0 J \| NVML's energy counter", text)
+    assert "2,000,000 output tokens within 24 h 00 min, counting on 80%" in text
+    assert re.search(r"\| stream cpu \| 8 \| [\d.]+ \| 5 \| 1 \| 6 \| \d\d% \|", text)
+    assert "it costs more than this" in text
+    text = section(written(tmp_path / "results", "--power-usd-kwh", 0.1), "Sizing and cost")
+    assert "deepspeed cpu has no reading of its energy" in text
+
+
+def test_a_deadline_alone_is_refused(results: Path) -> None:
+    assert invoke("report", results, "-o", results / "report.md", "--deadline", "8h").exit_code == 2
+
+
+def test_other_machines_are_predicted_for_the_whole_model(described: Path) -> None:
+    text = section(written(described), "What-if machines")
+    assert "### bloom-176b, all 70 layers, 512 in / 32 out" in text
+    rows = {row.split(" | ")[0][2:]: row for row in text.splitlines() if row.startswith("| ")}
+    assert {"h100", "a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200"} <= rows.keys()
+    assert "does not fit" in rows["h100"]
+    assert re.search(r"± \d+% \| 1\.00x", rows["h100-80gb"])
+    assert "h100: bloom-176b with stream, offload cpu, needs 347.4 GB of host memory" in text
+    assert "Every point that ran, predicted from all points but itself." in text
+    assert '<tr class="predicted">' in page(described)
+
+
+def test_a_baseline_is_compared_with(described: Path, tmp_path: Path) -> None:
+    slower = [point(one.case, 1.1 * (one.tpot_ms or 0) / 1e3) for one in sweep() if one.usable][:4]
+    store(tmp_path / "main.jsonl", slower)
+    text = section(written(described, "--baseline", tmp_path / "main.jsonl"), "Comparison")
+    assert text.count("| better |") == 4
+    assert "points only in the baseline" in text
+    store(tmp_path / "other.jsonl", [point(case(1, model="other"))])
+    assert "no case in common" in written(described, "--baseline", tmp_path / "other.jsonl")
+    store(tmp_path / "two.jsonl", [point(case(1)), point(case(1), machine="a100")])
+    assert "could not be compared" in written(described, "--baseline", tmp_path / "two.jsonl")
+
+
+def test_validity_tells_repeats_spread_weights_and_slices(described: Path) -> None:
+    text = section(written(described), "Validity")
+    assert "Dummy weights" in text
+    assert "A slice: 14 of 70 layers" in text
+    assert re.search(r"\| stream none \| 4 \| 3 \| ± \d\.\d% \| 372 \|", text)
+
+
+def test_validity_tells_throttling_and_single_repeats(tmp_path: Path) -> None:
+    gpu = {
+        "throttle_reasons": ["SwPowerCap"],
+        "sm_clock_mhz_min": 1350,
+        "sm_clock_mhz_max": 1980,
+        "power_w_mean": 256.4,
+    }
+    store(tmp_path / "results" / "a.jsonl", [point(case(1), repeats=1, gpu=gpu)])
+    text = section(written(tmp_path / "results"), "Validity")
+    assert "1 of 1 timed points have one repeat" in text
+    assert "| 1350–1980 MHz | 256 W |" in text
+    assert "SwPowerCap, 1 of 1" in text
+
+
+def test_the_sweep_can_be_run_again(results: Path) -> None:
+    text = section(written(results), "How to reproduce")
+    assert (
+        "zinfer sweep --model bloom-176b --engine stream,deepspeed --batch-size 'auto*8' --layers 14 --repeats 3"
+        in text
+    )
+    assert "| torch | 2.11.0 |" in text
 
 
 def test_figures_are_linked_from_where_the_report_is(results: Path) -> None:
@@ -71,29 +247,115 @@ def test_figures_are_linked_from_where_the_report_is(results: Path) -> None:
     links = re.findall(r"!\[\w+\]\(([^)]+)\)", written(results))
     assert links == [f"h100/bloom-{name}.svg" for name in ("throughput", "latency", "link")]
     assert all((plots / link).is_file() for link in links)
+    assert "<img" not in page(results)
 
 
 @pytest.mark.parametrize("name", ["results", "nowhere"])
 def test_no_results_make_a_report_that_says_so(tmp_path: Path, name: str) -> None:
     (tmp_path / "results").mkdir()
-    assert "`zinfer sweep`" in written(tmp_path / name)
+    text = written(tmp_path / name)
+    assert "`zinfer sweep`" in text
+    assert tuple(re.findall(r"^## \d+\. (.+)$", text, re.MULTILINE)) == SECTIONS
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [point(case(1))],
+        [point(case(1), machine="elsewhere")],
+        [point(case(1), repeats=1), point(case(1, output_len=1), repeats=1)],
+        [point(case(size), status="oom_gpu", stage="load", error="CUDA out of memory") for size in (1, 2)],
+        [point(case(1), status="oom_host", stage="load")],
+        [point(case(1, model="nobody/knows-it"))],
+        [point(case(1, layers=None, offload="nvme", engine="deepspeed", load_format="safetensors"))],
+        [point(case(4, options=(("gpus", 2),)), gpu_peak_bytes=None, link_bandwidth=None)],
+    ],
+    ids=["one point", "another machine", "one repeat", "all oom", "host oom", "unknown model", "whole", "unknowns"],
+)
+@pytest.mark.parametrize("machine", [None, MACHINE, WHOLE], ids=["no machine", "little known", "machine"])
+def test_any_results_make_a_report(tmp_path: Path, points: list[Measurement], machine: Machine | None) -> None:
+    store(tmp_path / "results" / "h100" / "a.jsonl", points, machine)
+    text = written(tmp_path / "results")
+    assert tuple(re.findall(r"^## \d+\. (.+)$", text, re.MULTILINE)) == SECTIONS
+    assert ("**No point succeeded" in text) is all(not one.usable for one in points)
+    assert not re.search(r"\bNone\b|\bnan\b|\binf\b", text.replace("stream none", "")), text
+
+
+def test_a_cpu_is_a_device_too(tmp_path: Path) -> None:
+    cpu = Machine(name="h100", source="measured", host_bytes=16 << 30, hbm_bandwidth=2e10, h2d_bandwidth=1e10)
+    store(tmp_path / "results" / "a.jsonl", [point(case(1), gpu_peak_bytes=None, host_peak_bytes=9 << 30)], cpu)
+    text = written(tmp_path / "results")
+    assert "none: the CPU is the device" in text
+    assert "| GPU |" not in section(text, "Memory plan")
 
 
 def test_failures_and_damage_are_part_of_the_report(tmp_path: Path) -> None:
     results = tmp_path / "results"
-    with Store.open(results / "a.jsonl") as store:
-        store.append(point(case(1, model="a|b"), status="crashed", error="x | <b>\n```\n# y"))
+    store(results / "a.jsonl", [point(case(1, model="a|b"), status="crashed", error="x | <b>\n```\n# y")])
     with (results / "a.jsonl").open("ab") as stream:
         stream.write(b'{"torn')
     text = written(results)
-    assert "**No point succeeded**: crashed from batch 1." in text
+    assert "**No point succeeded: crashed from batch 1.**" in text
     assert r"x \| &lt;b&gt; \`\`\` \# y" in text
-    assert r"## a\|b, 14 of 70 layers" in text
-    assert "- a.jsonl, line 2: not a whole record" in text
+    assert r"### a\|b, 14 of 70 layers" in text
+    assert "- a.jsonl, line 3: not a whole record" in text
 
 
-def test_equal_results_give_equal_text(results: Path) -> None:
-    assert written(results) == written(results)
+def test_nothing_of_a_record_is_markup(tmp_path: Path) -> None:
+    hostile = [
+        point(case(1, model=HOSTILE), machine=HOSTILE, versions={HOSTILE: HOSTILE}, model_revision=HOSTILE),
+        point(case(2, model=HOSTILE), machine=HOSTILE, status="crashed", stage=HOSTILE, error=HOSTILE),
+        point(case(1, engine=HOSTILE, options=((HOSTILE, HOSTILE),))),
+    ]
+    store(tmp_path / "results" / "a.jsonl", hostile, MACHINE.model_copy(update={"gpu_name": HOSTILE, "name": "h100"}))
+    html = page(tmp_path / "results")
+    outline = Outline(html)
+    assert outline.open == []
+    assert {"script", "img", "iframe", "object"}.isdisjoint(tag for tag, _ in outline.elements)
+    assert not [name for _, attributes in outline.elements for name in attributes if name.startswith("on")]
+    text = re.sub(r"```+sh\n.*?\n```+", "", written(tmp_path / "results"), flags=re.DOTALL)
+    bare = re.sub(r"(?<!`)`[^`\n]+`", "", text.replace("\\`", ""))
+    assert "<script" not in bare
+    assert not re.search(r"(?<!\\)\[a", bare)
+
+
+def test_the_page_needs_nothing_else(described: Path) -> None:
+    html = page(described)
+    assert not re.search(r"""(src|href)=["'](?!#|data:,)|url\(|@import""", html)
+    assert "default-src 'none'" in html
+    assert len(html) < 400_000
+
+
+def test_figures_have_words(described: Path) -> None:
+    svgs = [attributes for tag, attributes in Outline(page(described)).elements if tag == "svg"]
+    assert any(svg.get("role") == "img" for svg in svgs)
+    for svg in svgs:
+        assert svg.get("aria-label") if svg.get("role") == "img" else svg.get("aria-hidden") == "true"
+
+
+@pytest.mark.parametrize("paper", [LIGHT, DARK])
+@pytest.mark.parametrize("colour", [*PALETTE, "#ffffff", "#888888"])
+def test_colours_stand_out_on_their_paper(colour: str, paper: str) -> None:
+    assert contrast(readable(colour, paper), paper) >= CONTRAST
+    assert contrast(colour, paper) < CONTRAST or readable(colour, paper) == colour
+
+
+def test_contrast_is_that_of_the_guideline() -> None:
+    assert contrast("#ffffff", "#000000") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+def test_figures_are_drawn_of_little() -> None:
+    alone = Line("a", "#0072B2", "o", False, ((8, 21.5, None),), ((16, "×"),))
+    assert 'points="' in curves([alone._replace(marker="*")], 344, "x")
+    assert "<circle" in curves([alone], 920, "x")
+    assert "NaN" not in bars([Bar("a", ((0.0, "#0072B2"),), "0")], 344, "x", limit=(0.0, "none"))
+
+
+def test_equal_results_give_equal_bytes(described: Path) -> None:
+    first, second = (page(described) for _ in range(2))
+    assert first == second
+    assert written(described) == written(described)
 
 
 def test_cells_are_one_line_without_markup() -> None:
@@ -101,6 +363,55 @@ def test_cells_are_one_line_without_markup() -> None:
     assert cell("x" * 300) == "x" * 199 + "…"
 
 
+def test_sentences_keep_their_code() -> None:
+    assert prose("see `a_b`, not c_d") == r"see `a_b`, not c\_d"
+    assert prose("a ` b_c") == r"a \` b\_c"
+    assert prose("1. <b>") == r"1\. &lt;b&gt;"
+    assert fenced("a\n```\nb") == "````sh\na\n```\nb\n````"
+    assert shell("zinfer run --model '<b>'") == "zinfer run <span>--model</span> &#39;&lt;b&gt;&#39;"
+
+
+def test_numbers_keep_their_digits() -> None:
+    assert [rated(value) for value in (76.01, 0.7864, 229.1, 1480.2, 0.0)] == ["76.0", "0.786", "229", "1,480", "0"]
+    assert Table("", ("a", "#b", "~c"), ()).heads == (("a", ""), ("b", "#"), ("c", "~"))
+
+
+def test_a_name_that_is_neither_form_is_refused(results: Path) -> None:
+    done = invoke("report", results, "-o", results / "report.pdf")
+    assert (done.exit_code, "ends in .html or .md" in done.stderr) == (2, True)
+
+
 def test_a_folder_that_cannot_be_made_is_said(results: Path) -> None:
     done = invoke("report", results, "-o", results / "h100" / "bloom.jsonl" / "report.md")
     assert (done.exit_code, "cannot write" in done.stderr) == (5, True)
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the recipes, and the records and figures of machines with a GPU, as they are in the repository."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "sweeps", "sweeps", ignore=shutil.ignore_patterns("cpu-*"))
+    shutil.copytree(ROOT / "plots", "plots", ignore=shutil.ignore_patterns("cpu-*", "report.*"))
+    return tmp_path
+
+
+def test_the_committed_report_is_that_of_the_committed_records(committed: Path) -> None:
+    assert invoke("report").exit_code == 0
+    for name in ("report.html", "report.md"):
+        assert (committed / "plots" / name).read_text() == (ROOT / "plots" / name).read_text(), f"make report: {name}"
+
+
+def test_planning_recipes_are_answered_beside_what_others_published(committed: Path) -> None:
+    invoke("report")
+    text = (committed / "plots" / "report.md").read_text()
+    part = text[text.index("(zinfer plan bloom-176b-machines)") :]
+    assert "| gh200-96gb | stream cpu |" in part
+    assert "one GH200 over one H100 with deepspeed: published 4-5x" in part
+    assert "one GH200 over one A100 with deepspeed: published 9-11x" in part
+    assert part.count("of the link instead of") == 2
+    (committed / "sweeps" / "bloom-176b-machines.toml").unlink()
+    invoke("report")
+    assert "published" not in (committed / "plots" / "report.md").read_text()

@@ -17,7 +17,7 @@ VERBS = {
     "sweep": "Measure batch sizes, offloads and engines; keep every point.",
     "best": "Name the best configuration and the command that runs it.",
     "plot": "Draw the figures of a result file.",
-    "report": "Write what was measured as a Markdown document.",
+    "report": "Write what was measured as an HTML page and as Markdown.",
     "compare": "Set two result files side by side; fail on a regression.",
     "export": "Write result files as CSV, Parquet, Markdown or JSON, a row a point.",
     "doctor": "Check what is installed and what this machine can run.",

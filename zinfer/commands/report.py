@@ -1,44 +1,111 @@
-"""`zinfer report`: what was measured, as a document."""
+"""`zinfer report`: what was measured, what follows from it, and what it costs, as a document."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from zinfer.commands.prices import price_options
+
 if TYPE_CHECKING:
     from zinfer.machine import Machine
+    from zinfer.report.study import Findings, Question
+
+FORMS = (".html", ".md")
 
 
-@click.command("report", short_help="Write what was measured as a Markdown document.")
+@click.command("report", short_help="Write what was measured as an HTML page and as Markdown.")
 @click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
-@click.option("-o", "--output", default="plots/report.md", show_default=True, type=click.Path(path_type=Path))
-def command(results: Path, output: Path) -> None:
-    """Write the answers in RESULTS (a file or a folder), every point behind them, and the system under test.
+@click.option(
+    "-o", "--output", default="plots/report.html", show_default=True, type=click.Path(path_type=Path),
+    help="The page, or its Markdown twin; both are written, side by side.",
+)  # fmt: skip
+@click.option("--baseline", type=click.Path(exists=True, path_type=Path), help="Results to compare with.")
+@price_options
+def command(
+    results: Path,
+    output: Path,
+    baseline: Path | None,
+    gpu_hour_usd: float | None,
+    host_hour_usd: float | None,
+    power_usd_kwh: float | None,
+    demand: str | None,
+    deadline: str | None,
+    utilisation: float,
+    spare: int,
+) -> None:
+    """Write the answers in RESULTS (a file or a folder), every point behind them, the system under test, what other
+    machines would do, and how far all of it may be trusted.
 
-    Figures that `zinfer plot` drew into the report's folder are shown in it. Prints the path it wrote.
+    The page is one file that needs no other and no network; the Markdown twin shows the figures that `zinfer plot` drew
+    into its folder. Prints the paths it wrote. Equal results give equal bytes.
     """
     from zinfer.cli import ENVIRONMENT, Failure
-    from zinfer.group import groups
-    from zinfer.report import Section, markdown
-    from zinfer.store import StoreError, files, read
+    from zinfer.economics import Prices, parse_demand
+    from zinfer.report import compose, markdown, page
+    from zinfer.report.study import Demand
+    from zinfer.store import StoreError
 
-    sections, damaged = [], []
+    if output.suffix not in FORMS:
+        raise click.BadParameter(f"{str(output)!r}: write a name that ends in .html or .md", param_hint="--output")
+    if deadline is not None and demand is None:
+        raise click.UsageError("--deadline is for a demand: add --demand 5Mtok")
+    asked = None if demand is None else Demand(demand, *parse_demand(demand, deadline), utilisation, spare)
+    prices = Prices(gpu_hour_usd=gpu_hour_usd, host_hour_usd=host_hour_usd, power_usd_kwh=power_usd_kwh)
     try:
-        for file in files(results) if results.exists() else ():
-            records = read(file)
-            damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in records.damaged]
-            found = groups(records.points)
-            for group, points in found.items():
-                figures = _figures(output.parent, group.stem(file.stem, alone=len(found) == 1))
-                sections.append(Section(file.stem, group, points, _machine(file.parent), figures))
+        found = _findings(results, output.parent, baseline)
+        found = found._replace(prices=prices, demand=asked, questions=_questions(Path("sweeps")))
+        document = compose.document(found)
     except StoreError as error:
         raise Failure(str(error), ENVIRONMENT) from error
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(markdown(sections, damaged), encoding="utf-8")
-    except OSError as error:
-        raise Failure(f"cannot write {output}: {error.strerror}", ENVIRONMENT) from error
-    click.echo(output)
+    for path, text in (
+        (output.with_suffix(".html"), page.html(document)),
+        (output.with_suffix(".md"), markdown.markdown(document)),
+    ):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise Failure(f"cannot write {path}: {error.strerror}", ENVIRONMENT) from error
+        click.echo(path)
+
+
+def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
+    from zinfer.group import groups
+    from zinfer.report.study import Findings, Study
+    from zinfer.store import files, read
+
+    studies, damaged = [], []
+    for file in files(results) if results.exists() else ():
+        records = read(file)
+        damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in records.damaged]
+        found = groups(records.points)
+        for group, points in found.items():
+            links = _figures(folder, group.stem(file.stem, alone=len(found) == 1))
+            studies.append(Study(file.stem, group, points, _machine(file.parent), records.headers, links))
+    against = None if baseline is None else (str(baseline), read(baseline).points)
+    return Findings(tuple(studies), tuple(damaged), against)
+
+
+def _questions(folder: Path) -> "tuple[Question, ...]":
+    """What the planning recipes in `folder` ask."""
+    from zinfer import machine
+    from zinfer.model import resolve
+    from zinfer.recipe import make_sweep, read_toml
+    from zinfer.report.study import Question
+
+    found = []
+    for path in sorted(folder.glob("*.toml")):
+        wanted = make_sweep(read_toml(path), str(path))
+        if wanted.machine:
+            cases = tuple(
+                wanted.case(load, "dummy", resolve(load.model, wanted.dtype, load.layers).dtype, lengths)
+                for load in wanted.loads()
+                for lengths in wanted.lengths()
+            )
+            title = f"{wanted.description.split(' (')[0]} (zinfer plan {path.stem})"
+            found.append(Question(title, cases, tuple(map(machine.load, wanted.machine)), wanted.published))
+    return tuple(found)
 
 
 def _machine(folder: Path) -> "Machine | None":
@@ -52,9 +119,10 @@ def _machine(folder: Path) -> "Machine | None":
 
 def _figures(folder: Path, stem: str) -> dict[str, str]:
     """Links from `folder` to the figures of `stem` that are there, SVG before PNG."""
+    from os.path import isfile  # unlike Path.is_file, of a name that is too long for the disk too
+
     candidates = {
-        name: [f"{stem}-{name}.{form}" for form in ("svg", "png")] for name in ("throughput", "latency", "link")
+        name: [f"{stem}-{name}.{form}" for form in ("svg", "png")]
+        for name in ("throughput", "latency", "link", "residency")
     }
-    return {
-        name: there[0] for name, links in candidates.items() if (there := [x for x in links if (folder / x).is_file()])
-    }
+    return {name: there[0] for name, links in candidates.items() if (there := [x for x in links if isfile(folder / x)])}

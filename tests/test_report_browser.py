@@ -1,0 +1,137 @@
+"""The page as a browser shows it: quiet, alone, no wider than the window, legible in light, in dark and on paper."""
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.browser import CHROMIUM, Browser, browsing
+from tests.results import case, point, sweep
+from tests.test_report import HOSTILE, WHOLE, invoke, store
+from zinfer.record import Measurement
+
+ROOT = Path(__file__).parents[1]
+WIDTHS = {1280: "wide", 400: "narrow"}
+
+# Texts whose contrast with what is behind them is below WCAG's 4.5; signs in figures are graphics, not text.
+FAINT = """
+(() => {
+  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true}), known = new Map();
+  const parts = colour => {
+    if (!known.has(colour)) {
+      canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+      known.set(colour, [...canvas.getImageData(0, 0, 1, 1).data]);
+    }
+    return known.get(colour);
+  };
+  const linear = part => part <= 10 ? part / 3294.6 : ((part / 255 + .055) / 1.055) ** 2.4;
+  const luminance = colour => {
+    const [r, g, b] = parts(colour).map(linear);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const behind = element => {
+    for (; element; element = element.parentElement) {
+      const colour = getComputedStyle(element).backgroundColor;
+      if (parts(colour)[3]) return colour;
+    }
+    return "white";
+  };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement, style = getComputedStyle(element);
+    if (!walker.currentNode.data.trim() || !element.getClientRects().length || element.matches(".cross")) continue;
+    const ink = luminance(element.matches("svg text") ? style.fill : style.color), paper = luminance(behind(element));
+    const ratio = (Math.max(ink, paper) + .05) / (Math.min(ink, paper) + .05);
+    if (ratio < 4.5) found.push(`${walker.currentNode.data.trim().slice(0, 40)}: ${ratio.toFixed(2)}`);
+  }
+  return found;
+})()
+"""
+# Boxes that reach beyond the window, but for the contents of a table or a command that scrolls by itself.
+OUTSIDE = """
+[...document.querySelectorAll("body *")].filter(e => !e.closest(".table *, pre *, svg *")).filter(e => {
+  const box = e.getBoundingClientRect();
+  return box.width && (box.right > innerWidth + 1 || box.left < -1);
+}).map(e => e.outerHTML.slice(0, 80))
+"""
+TABLES = """
+[...document.querySelectorAll(".table")].filter(t => t.scrollWidth > t.clientWidth).map(t => t.innerText.slice(0, 60))
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        reason = "no Chromium: apt-get install chromium"
+        pytest.fail(reason) if os.environ.get("ZINFER_BROWSER") == "required" else pytest.skip(reason)
+    with browsing(tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+def hostile() -> list[Measurement]:
+    """Records whose texts are markup, and words that no line holds."""
+    long = "x" * 400
+    return [
+        point(case(1, model=HOSTILE), machine=HOSTILE, versions={HOSTILE: long}),
+        point(case(2, model=HOSTILE), machine=HOSTILE, status="crashed", stage=long, error=HOSTILE),
+        point(case(1, model=long, engine=HOSTILE, options=((HOSTILE, long),))),
+        point(case(2, model=long, engine=HOSTILE, options=((HOSTILE, long),))),
+    ]
+
+
+@pytest.fixture(scope="module", params=["committed", "made", "hostile", "oom", "empty"])
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    results = ROOT / "sweeps" / "results" if request.param == "committed" else folder / "results"
+    made = {
+        "made": sweep(),
+        "hostile": hostile(),
+        "oom": [point(case(1), status="oom_gpu", error="CUDA out of memory")],
+    }
+    if request.param in made:
+        store(results / "a.jsonl", made[request.param], WHOLE)
+    assert invoke("report", results, "-o", folder / "report.html").exit_code == 0
+    return folder / "report.html"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_is_quiet_alone_and_fits(browser: Browser, report: Path, width: int, scheme: str) -> None:
+    seen = browser.open(report, width, scheme)
+    assert seen.errors == ()
+    assert seen.requests == (report.resolve().as_uri(),)
+    assert seen.ask("document.documentElement.scrollWidth") <= width
+    assert seen.ask(OUTSIDE) == []
+    assert seen.ask(FAINT) == []
+    shown = seen.ask("[...document.querySelectorAll('figure > div')].filter(e => e.offsetHeight).map(e => e.className)")
+    assert set(shown) <= {WIDTHS[width]}
+
+
+def test_tables_of_the_committed_records_need_no_scrolling(browser: Browser) -> None:
+    assert browser.open(ROOT / "plots" / "report.html").ask(TABLES) == []
+
+
+def test_it_prints(browser: Browser, report: Path) -> None:
+    seen = browser.open(report, 688, "light")  # A4 less its margins
+    browser.send("Emulation.setEmulatedMedia", media="print")
+    assert seen.ask("getComputedStyle(document.querySelector('nav')).display") == "none"
+    if report.parent.name.startswith("committed"):
+        assert seen.ask(TABLES) == []
+    browser.send("Emulation.setEmulatedMedia", media="")
+    paper = seen.printed()
+    assert paper.startswith(b"%PDF-")
+    assert len(paper) < 2_000_000
+
+
+def test_every_figure_has_a_name_and_a_table(browser: Browser, report: Path) -> None:
+    seen = browser.open(report)
+    nodes = browser.send("Accessibility.getFullAXTree")["nodes"]
+    images = [node["name"]["value"] for node in nodes if node["role"]["value"] in ("image", "img")]
+    assert len(images) == seen.ask("[...document.querySelectorAll('.wide svg')].length")
+    assert all(images)
+    assert seen.ask("[...document.querySelectorAll('figure')].every(f => f.parentElement.querySelector('table'))")
+    heads = seen.ask("[...document.querySelectorAll('h1, h2, h3')].map(e => +e.tagName[1])")
+    assert heads[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(heads))

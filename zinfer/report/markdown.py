@@ -1,0 +1,100 @@
+"""A document as Markdown: the twin of the HTML page for code review and for machines that read text.
+
+Figures are left to their tables, which hold the same numbers, and to the files that `zinfer plot` drew.
+"""
+
+import re
+from collections.abc import Sequence
+from html import escape
+
+from zinfer.report.document import (
+    Answer,
+    Block,
+    Command,
+    Document,
+    Heading,
+    Items,
+    Links,
+    Picture,
+    Section,
+    Table,
+    Text,
+)
+
+UNDRAWN = "No figure lies beside this report: `zinfer plot` draws them."
+
+
+def markdown(document: Document) -> str:
+    """The whole document, ending in a newline."""
+    parts = [f"# {cell(document.title)}", prose(document.subtitle)]
+    for number, section in enumerate(document.sections, start=1):
+        parts += _section(number, section)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def cell(text: str, length: int = 200) -> str:
+    """`text` on one line and safe in a Markdown table: no markup, no HTML, cut after `length` characters."""
+    flat = " ".join(text.split())
+    flat = flat if len(flat) <= length else f"{flat[: length - 1]}…"
+    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", escape(flat, quote=False))
+
+
+def prose(text: str) -> str:
+    """A sentence, safe as a paragraph; what stands between backticks stays code."""
+    parts = " ".join(text.split()).split("`")
+    if len(parts) % 2 == 0:  # a backtick without its partner
+        parts[-2:] = ["`".join(parts[-2:])]
+    spaced = [part if nth % 2 else _plain(part) for nth, part in enumerate(parts)]
+    return re.sub(r"^(\d*)([-+.)])", r"\1\\\2", "`".join(spaced))
+
+
+def _plain(text: str) -> str:
+    lead, tail = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+    return lead + cell(text, len(text) + 1) + (tail if text.strip() else "")
+
+
+def fenced(text: str) -> str:
+    """`text` as a shell block that it cannot end by itself."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
+    return f"{fence}sh\n{text}\n{fence}"
+
+
+def _section(number: int, section: Section) -> list[str]:
+    return [f"## {number}. {cell(section.title)}", *(_block(block) for block in section.blocks)]
+
+
+def _block(block: Block) -> str:
+    match block:
+        case Text(words, kind):
+            return f"**Caution:** {prose(words)}" if kind == "caution" else prose(words)
+        case Heading(words):
+            return f"### {cell(words)}"
+        case Items(lines):
+            return "\n".join(f"- {prose(line)}" for line in lines)
+        case Command(text):
+            return fenced(text)
+        case Table():
+            return _table(block)
+        case Links(files):
+            return "\n\n".join(f"![{name}]({link})" for name, link in files.items()) or prose(UNDRAWN)
+        case Answer():
+            return "\n\n".join(_answer(block))
+        case Picture():
+            return ""
+
+
+def _answer(answer: Answer) -> Sequence[str]:
+    what = f"{answer.configuration}: {answer.value} {answer.unit}" if answer.value else answer.configuration
+    return (
+        f"### {cell(answer.question)}",
+        f"**{cell(what)}**",
+        *(prose(line) for line in answer.lines),
+        *([fenced(answer.command)] if answer.command else []),
+    )
+
+
+def _table(table: Table) -> str:
+    heads = [f"| {' | '.join(cell(title) for title, _ in table.heads)} |"]
+    rule = f"|{''.join(' ---: |' if mark else ' --- |' for _, mark in table.heads)}"
+    rows = [f"| {' | '.join(map(cell, row.cells))} |" for row in table.rows]
+    return f"{prose(table.caption)}\n\n" + "\n".join([*heads, rule, *rows])

@@ -1,0 +1,96 @@
+"""What a token costs in money and energy, and how many GPUs a demand takes: `zinfer.economics` on measured points."""
+
+from zinfer import analysis
+from zinfer.economics import Cost, EconomicsError, Prices, cost, fleet
+from zinfer.group import Points
+from zinfer.record import Measurement
+from zinfer.report.document import Block, Command, Heading, Row, Section, Table, Text
+from zinfer.report.measured import rate, rated
+from zinfer.report.study import Demand, Findings
+from zinfer.units import duration
+
+_SLICE = "A slice: the whole model is slower in proportion and its largest batch smaller, so it costs more than this."
+
+
+def sizing(findings: Findings) -> Section:
+    """Cost of every configuration at its own best batch, and the fleet for the demand that was named."""
+    blocks: list[Block] = _given(findings)
+    for study in findings.studies:
+        blocks.append(Heading(study.group.title))
+        if study.group.layers is not None:
+            blocks.append(Text(_SLICE, "caution"))
+        if analysis.best(study.points) is None:
+            blocks.append(Text(f"No point succeeded ({analysis.statuses(study.points)}).", "missing"))
+            continue
+        blocks.append(_costs(study.points, findings.prices))
+        if findings.demand is not None:
+            blocks.append(_fleets(study.points, findings.demand))
+    return Section("cost", "Sizing and cost", blocks)
+
+
+def _given(findings: Findings) -> list[Block]:
+    """The prices and the demand, and which options give those that are missing."""
+    prices = findings.prices
+    told = {
+        "an hour of a GPU": prices.gpu_hour_usd,
+        "an hour of the host around it": prices.host_hour_usd,
+        "a kWh": prices.power_usd_kwh,
+    }
+    words = [f"{name} {value:g} USD" for name, value in told.items() if value is not None]
+    blocks: list[Block] = []
+    if words:
+        blocks.append(Text(f"Prices as given: {', '.join(words)}. What is not named is not counted."))
+    else:
+        lack = "No price was given, so no cost: `--gpu-hour-usd`, `--host-hour-usd` and `--power-usd-kwh` take them."
+        blocks.append(Text(lack, "missing"))
+    if findings.demand is None:
+        lack = "No demand was given, so no number of GPUs: `--demand` takes it, and `--deadline` the time it is due in."
+        blocks.append(Text(lack, "missing"))
+    if findings.demand is None or not words:
+        options = "--gpu-hour-usd 2.50 --power-usd-kwh 0.12 --demand 2Mtok/day --deadline 8h"
+        blocks.append(Command(f"zinfer report {options}"))
+    return blocks
+
+
+def _costs(points: Points, prices: Prices) -> Table:
+    known = [(point, *_cost(point, prices)) for point in analysis.best_by_load(points)]
+    paid = [found.usd_per_mtok for _, found, _ in known if found and found.usd_per_mtok is not None]
+    rows = []
+    for point, found, why in known:
+        usd, joules = (found.usd_per_mtok, found.j_per_token) if found else (None, None)
+        cells = (
+            *_named(point),
+            f"{usd:,.2f}" if usd is not None else "",
+            f"{rated(joules)} J" if joules else "",
+            why or (found.method if found and found.method else "not read"),
+        )
+        rows.append(Row(cells, "best" if usd is not None and usd == min(paid) else ""))
+    columns = ("configuration", "#batch", "#tok/s", "#USD a million tokens", "#GPU energy a token", "energy from")
+    caption = "Each configuration at its own best batch, on one GPU that always has work."
+    return Table(caption, columns, tuple(rows))
+
+
+def _cost(point: Measurement, prices: Prices) -> tuple[Cost | None, str]:
+    """The cost, or without it what keeps it from being known."""
+    try:
+        return cost(point, prices), ""
+    except EconomicsError as error:
+        return cost(point, Prices()), str(error)
+
+
+def _fleets(points: Points, demand: Demand) -> Table:
+    rows = []
+    for point in analysis.best_by_load(points):
+        found = fleet(point, demand.tokens, demand.seconds, demand.utilisation, demand.spare)
+        amounts = (f"{found.working:,}", str(found.spare), f"{found.gpus:,}", f"{found.load:.0%}")
+        rows.append(Row((*_named(point), *amounts)))
+    columns = ("configuration", "#batch", "#tok/s", "#GPUs at work", "#spare", "#GPUs", "#load of those at work")
+    caption = (
+        f"GPUs for {demand.text}: {demand.tokens:,.0f} output tokens within {duration(demand.seconds)}, counting on "
+        f"{demand.utilisation:.0%} of the throughput of each."
+    )
+    return Table(caption, columns, tuple(rows))
+
+
+def _named(point: Measurement) -> tuple[str, str, str]:
+    return point.case.label(), str(point.case.workload.batch_size), rate(point)[0]

@@ -1,0 +1,77 @@
+"""What a report is made of: the groups of points that may be compared, each with its machine and how it was started."""
+
+from collections.abc import Mapping
+from os.path import expanduser, isdir
+from typing import NamedTuple
+
+from zinfer.economics import Prices
+from zinfer.group import Group, Points
+from zinfer.machine import Machine
+from zinfer.model import ModelError, ModelSpec, catalogue_names, resolve
+from zinfer.plan import Case
+from zinfer.published import Published
+from zinfer.store import Header
+
+
+class Study(NamedTuple):
+    """One group of one sweep. `machine` is what was probed there; `figures` are links by the figure's name."""
+
+    sweep: str
+    group: Group
+    points: Points
+    machine: Machine | None = None
+    headers: tuple[Header, ...] = ()
+    figures: Mapping[str, str] = {}
+
+
+class Demand(NamedTuple):
+    """Output tokens to be generated within `seconds`, in the words it was asked in, and how a fleet is to be sized."""
+
+    text: str
+    tokens: float
+    seconds: float
+    utilisation: float = 0.8
+    spare: int = 1
+
+
+class Question(NamedTuple):
+    """What a planning recipe asks: cases at batch size 1 on machines, and ratios that others have published."""
+
+    title: str
+    cases: tuple[Case, ...]
+    machines: tuple[Machine, ...]
+    published: tuple[Published, ...] = ()
+
+
+class Findings(NamedTuple):
+    """All of it. `damaged` names the lines of result files that could not be used; `baseline` is what to compare with,
+    under its name."""
+
+    studies: tuple[Study, ...] = ()
+    damaged: tuple[str, ...] = ()
+    baseline: tuple[str, Points] | None = None
+    prices: Prices = Prices()
+    demand: Demand | None = None
+    questions: tuple[Question, ...] = ()
+
+    @property
+    def machines(self) -> dict[str, Machine]:
+        """The machines that are described, by the name that points know them by."""
+        return {study.group.machine: study.machine for study in self.studies if study.machine is not None}
+
+    @property
+    def points(self) -> Points:
+        return tuple(point for study in self.studies for point in study.points)
+
+
+def shape(case: Case, whole: bool = False) -> ModelSpec | None:
+    """The model of a case, or of its `whole` model if that is a slice; None where it is not on this machine.
+
+    A hub id is not looked up: a report makes no request and says the same with and without a network.
+    """
+    if case.model not in catalogue_names() and not isdir(expanduser(case.model)):  # which no name makes raise
+        return None
+    try:
+        return resolve(case.model, case.dtype, None if whole else case.layers)
+    except ModelError:
+        return None

@@ -45,6 +45,9 @@ def test_a_token_costs_the_hours_it_takes_and_the_energy() -> None:
     assert paid.method == COUNTER
     hours = 1e6 / (320 / 26) / 3600
     assert paid.usd_per_mtok == pytest.approx(hours * 3.6 + 10 * 1e6 / 3.6e6 * 0.36)
+    shared = cost(one, Prices(gpu_hour_usd=3.0, host_hour_usd=0.6, gpus_per_server=4))
+    assert shared is not None
+    assert shared.usd_per_mtok == pytest.approx(hours * 3.15)
 
 
 def test_without_a_counter_the_readings_stand_in_and_without_those_nothing() -> None:

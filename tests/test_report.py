@@ -177,7 +177,7 @@ def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path) -> None:
     assert "an hour of a GPU 2 USD, an hour of the host around it 1 USD. What" in text
     assert re.search(rf"\| {usd:,.2f} \| 10.0 J \| NVML's energy counter", text)
     assert "2,000,000 output tokens within 24 h 00 min, counting on 80%" in text
-    assert re.search(r"\| stream cpu \| 8 \| [\d.]+ \| 5 \| 1 \| 6 \| \d\d% \|", text)
+    assert re.search(r"\| stream cpu \| 8 \| [\d.]+ \| 5 \| 1 \| 6 \| 6 \| \d\d% \|", text)
     assert "it costs more than this" in text
     text = section(written(tmp_path / "results", "--power-usd-kwh", 0.1), "Sizing and cost")
     assert "deepspeed cpu has no reading of its energy" in text

@@ -25,11 +25,13 @@ class EconomicsError(ValueError):
 
 
 class Prices(Frozen):
-    """What is paid: USD an hour of a GPU and of the host around it, USD a kWh. None is unknown, and not free."""
+    """What is paid: USD an hour of a GPU and of the host around it, which carries `gpus_per_server` of them, USD a kWh.
+    None is unknown, and not free."""
 
     gpu_hour_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     host_hour_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     power_usd_kwh: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    gpus_per_server: int = Field(default=1, ge=1)
 
     @property
     def known(self) -> bool:
@@ -92,7 +94,7 @@ def cost(point: Measurement, prices: Prices) -> Cost | None:
     if not prices.known:
         return found
     hours = 1e6 / rate / 3600
-    usd = hours * ((prices.gpu_hour_usd or 0.0) + (prices.host_hour_usd or 0.0))
+    usd = hours * ((prices.gpu_hour_usd or 0.0) + (prices.host_hour_usd or 0.0) / prices.gpus_per_server)
     if prices.power_usd_kwh is not None:
         if read is None:
             raise EconomicsError(f"{point.case.label()} has no reading of its energy: leave out --power-usd-kwh")

@@ -44,7 +44,8 @@ class Question(NamedTuple):
             if self.due and batch_s > self.demand[1]:
                 too_slow = batch_s
             else:
-                machines = fleet(found.point, *self.demand, self.utilisation, self.spare)
+                gpus = self.prices.gpus_per_server
+                machines = fleet(found.point, *self.demand, self.utilisation, self.spare, gpus)
         return Answer(found, self.prices, machines, self.pareto, too_slow)
 
 
@@ -56,7 +57,7 @@ def question(
     deadline: str | None,
     utilisation: float,
     spare: int,
-    **prices: float | None,
+    **prices: float | int | None,
 ) -> Question | None:
     """The question of the options; None where they ask for no more than the fastest point."""
     if deadline is not None and demand is None:
@@ -119,7 +120,7 @@ def _costs(answer: Answer) -> list[str]:
         lines.append(
             f"{figures(machines.tokens)} tokens in {duration(machines.seconds)}: {machines.working} GPUs at "
             f"{machines.load:.0%} of {figures(machines.gpu_tok_s)} tok/s, {machines.spare} spare, "
-            f"{machines.servers} servers of one GPU"
+            f"{machines.servers} servers of {answer.prices.gpus_per_server}"
         )
     layers = answer.decision.point.case.layers if answer.decision.point else None
     if lines and layers is not None:

@@ -18,8 +18,12 @@ def price_options(function: Command) -> Command:
         ),
         click.option("--deadline", metavar="TIME", help="In which the demand has to be met, as 8h."),
         click.option("--demand", metavar="TOKENS", help="Output tokens to size for, as 2Mtok/day."),
+        click.option(
+            "--gpus-per-server", type=click.IntRange(min=1), default=1, show_default=True,
+            help="GPUs that share a host and its price.",
+        ),
         click.option("--power-usd-kwh", type=click.FloatRange(min=0), help="USD a kWh."),
-        click.option("--host-hour-usd", type=click.FloatRange(min=0), help="USD an hour of the host, without the GPU."),
+        click.option("--host-hour-usd", type=click.FloatRange(min=0), help="USD an hour of a host, without its GPUs."),
         click.option("--gpu-hour-usd", type=click.FloatRange(min=0), help="USD an hour of the GPU."),
     ):  # fmt: skip
         function = option(function)

@@ -29,6 +29,7 @@ def command(
     gpu_hour_usd: float | None,
     host_hour_usd: float | None,
     power_usd_kwh: float | None,
+    gpus_per_server: int,
     demand: str | None,
     deadline: str | None,
     utilisation: float,
@@ -51,7 +52,10 @@ def command(
     if deadline is not None and demand is None:
         raise click.UsageError("--deadline is for a demand: add --demand 5Mtok")
     asked = None if demand is None else Demand(demand, *parse_demand(demand, deadline), utilisation, spare)
-    prices = Prices(gpu_hour_usd=gpu_hour_usd, host_hour_usd=host_hour_usd, power_usd_kwh=power_usd_kwh)
+    prices = Prices(
+        gpu_hour_usd=gpu_hour_usd, host_hour_usd=host_hour_usd, power_usd_kwh=power_usd_kwh,
+        gpus_per_server=gpus_per_server,
+    )  # fmt: skip
     try:
         found = _findings(results, output.parent, baseline)
         found = found._replace(prices=prices, demand=asked, questions=_questions(Path("sweeps")))

@@ -24,7 +24,7 @@ def sizing(findings: Findings) -> Section:
             continue
         blocks.append(_costs(study.points, findings.prices))
         if findings.demand is not None:
-            blocks.append(_fleets(study.points, findings.demand))
+            blocks.append(_fleets(study.points, findings.demand, findings.prices))
     return Section("cost", "Sizing and cost", blocks)
 
 
@@ -78,16 +78,27 @@ def _cost(point: Measurement, prices: Prices) -> tuple[Cost | None, str]:
         return cost(point, Prices()), str(error)
 
 
-def _fleets(points: Points, demand: Demand) -> Table:
+def _fleets(points: Points, demand: Demand, prices: Prices) -> Table:
     rows = []
     for point in analysis.best_by_load(points):
-        found = fleet(point, demand.tokens, demand.seconds, demand.utilisation, demand.spare)
-        amounts = (f"{found.working:,}", str(found.spare), f"{found.gpus:,}", f"{found.load:.0%}")
+        found = fleet(point, demand.tokens, demand.seconds, demand.utilisation, demand.spare, prices.gpus_per_server)
+        amounts = (
+            f"{found.working:,}", str(found.spare), f"{found.gpus:,}", f"{found.servers:,}", f"{found.load:.0%}",
+        )  # fmt: skip
         rows.append(Row((*_named(point), *amounts)))
-    columns = ("configuration", "#batch", "#tok/s", "#GPUs at work", "#spare", "#GPUs", "#load of those at work")
+    columns = (
+        "configuration",
+        "#batch",
+        "#tok/s",
+        "#GPUs at work",
+        "#spare",
+        "#GPUs",
+        "#servers",
+        "#load of those at work",
+    )
     caption = (
         f"GPUs for {demand.text}: {demand.tokens:,.0f} output tokens within {duration(demand.seconds)}, counting on "
-        f"{demand.utilisation:.0%} of the throughput of each."
+        f"{demand.utilisation:.0%} of the throughput of each; {prices.gpus_per_server} to a server."
     )
     return Table(caption, columns, tuple(rows))
 

@@ -1,6 +1,7 @@
 """`zinfer plan`: axes, calibration, what-ifs and figures, without torch and without running anything."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,17 @@ def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
     text = plan(*words, "--calibrate", RESULTS)
     assert "predicted, nothing was run" in text
     assert "±" in text
+    assert re.search(
+        r"^stream: \d\d\.\d% of the link, .* ms to launch a layer, .* within \d+% in 9 of 10 cases$", text, re.M
+    )
+
+
+def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu")
+    (full,), (small,) = rows(*words), rows(*words, "--batch-size", "1")
+    assert full["bounds"] == ["link", "KV capacity"]
+    assert small["bounds"] == ["link"]
+    assert "link, KV capacity" in plan(*words)
 
 
 def test_what_is_set_by_hand_shows() -> None:

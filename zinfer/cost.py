@@ -71,6 +71,16 @@ class Factors(Frozen):
     error: float | None = None  # of predicted throughput, as a share, in 9 of 10 cases; None: never measured
     points: int = 0  # measurements behind it
 
+    @property
+    def words(self) -> str:
+        """All of them in a line."""
+        launch = f", {self.layer_s * 1e3:.2f} ms to launch a layer" if self.layer_s else ""
+        band = "" if self.error is None else f"; throughput within {self.error:.0%} in 9 of 10 cases"
+        return (
+            f"{self.link_share:.1%} of the link{launch}, {self.mfu:.0%} of the matmul rate, working memory "
+            f"x {self.memory:.2f}, from {self.points} points{band}"
+        )
+
 
 class Times(Frozen):
     """Seconds of a pass, None where the machine's figures are not known, and the bottleneck that sets them."""

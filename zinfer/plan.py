@@ -92,6 +92,13 @@ class Plan(Frozen):
         return self.why_not is None
 
     @property
+    def bounds(self) -> tuple[str, ...]:
+        """What keeps the throughput where it is: the step's bottleneck, and the KV cache's room where the batch is the
+        largest that fits."""
+        full = 0 < self.max_batch_size <= self.case.workload.batch_size
+        return (*([self.bound_by] if self.bound_by else []), *(["KV capacity"] if full else []))
+
+    @property
     def output_tok_s(self) -> float | None:
         workload, seconds = self.case.workload, self.e2e_s
         return workload.batch_size * workload.output_len / seconds if seconds else None

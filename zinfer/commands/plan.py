@@ -87,8 +87,11 @@ def command(
         click.echo(advice(own))
     click.echo()
     for place in places:
-        told = dict.fromkeys(("h2d_bandwidth", *place.overridden))
-        click.echo(f"{place.name}: " + "; ".join(f"{field} {place.told(field)}" for field in told))
+        shown = dict.fromkeys(("h2d_bandwidth", *place.overridden))
+        click.echo(f"{place.name}: " + "; ".join(f"{field} {place.told(field)}" for field in shown))
+    for engine, told in factors.items():
+        if any(plan.case.engine == engine for plan in plans):
+            click.echo(f"{engine}: {told.words}")
     for claim in beside(wanted.published, plans, factors):
         click.echo(claim.words)
     for reason in dict.fromkeys(plan.why_not for plan in plans if plan.why_not):
@@ -160,7 +163,7 @@ def _telling(load: "Load") -> "tuple[tuple[str, Option], ...]":
 
 
 def _row(plan: "Plan") -> dict[str, Any]:
-    derived = {"output_tok_s": plan.output_tok_s, "e2e_s": plan.e2e_s, "fits": plan.fits}
+    derived = {"output_tok_s": plan.output_tok_s, "e2e_s": plan.e2e_s, "fits": plan.fits, "bounds": plan.bounds}
     return plan.model_dump(mode="json", exclude={"model": {"layer_parameters", "config"}}) | derived
 
 
@@ -191,7 +194,7 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool) -> None:
             gb(plan.streamed_bytes) if plan.streamed_bytes else "-",
             duration(plan.prefill_s) if fits and plan.prefill_s else "-",
             duration(plan.step_s) if fits and plan.step_s else "-",
-            (plan.bound_by or "-") if fits else "does not fit",
+            (", ".join(plan.bounds) or "-") if fits else "does not fit",
             figures(plan.output_tok_s) if fits and plan.output_tok_s else "-",
             band if fits and plan.output_tok_s else "",
         )

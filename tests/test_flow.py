@@ -82,7 +82,7 @@ def test_the_clock_stands_in_one_place() -> None:
     assert clocks <= {"zinfer.measure", "zinfer.probe"}
 
 
-def test_torch_is_never_imported_by_what_the_core_install_runs() -> None:
+def test_torch_is_never_imported_by_what_the_core_install_runs(tmp_path: Path) -> None:
     core = ["plan", "plot", "report", "best", "models", "compare", "export"]
     script = (
         "import sys\n"
@@ -93,10 +93,15 @@ def test_torch_is_never_imported_by_what_the_core_install_runs() -> None:
         "from zinfer.cli import cli\n"
         "result = CliRunner().invoke(cli, ['plan', '-m', 'bloom-176b', '--machine', 'h100-80gb,gh200-96gb'])\n"
         "assert result.exit_code == 0, result.output\n"
+        "words = ['plan', 'bloom-176b-machines', '--calibrate', 'sweeps/results'], ['export', '--format', 'md'], \\\n"
+        "    ['best', '--objective', 'cost', '--gpu-hour-usd', '2'], ['report', '-o', sys.argv[1] + '/r.html']\n"
+        "for line in words:\n"
+        "    result = CliRunner().invoke(cli, line)\n"
+        "    assert result.exit_code == 0, (line, result.output, result.exception)\n"
         "result = CliRunner().invoke(cli, ['models'])\n"
         "assert result.exit_code == 0, result.output\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, cwd=ROOT, timeout=120)
 
 
 def test_help_starts_light() -> None:

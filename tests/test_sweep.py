@@ -102,6 +102,16 @@ def test_auto_reports_the_edge(tmp_path: Path) -> None:
     assert exit_code(sweep, points) == 0
 
 
+def test_an_edge_that_the_engine_sets_is_found_like_one_of_memory(tmp_path: Path) -> None:
+    """A TensorRT plan has a largest batch of its own, beyond which it says `unsupported`."""
+    auto = Sweep(model=("fake",), offload=("cpu",))
+    refused: dict[int, Status] = dict.fromkeys(range(6, 200), "unsupported")
+    points = run_inline(tmp_path / "r.jsonl", auto, InlineWorker(edge=999, fails=refused))
+    assert max(p.case.workload.batch_size for p in points if p.usable) == 5
+    assert exit_code(auto, points) == 0
+    assert exit_code(Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 8)), points) == 3
+
+
 def test_resume_measures_only_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     sweep = Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 2, 4))

@@ -295,11 +295,16 @@ class _Signals:
 
 
 def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:
-    """0 when every point is ok (with ``auto``, memory running out is how the edge is found, and fine), 3 when some are
-    not, 4 when none is."""
-    statuses = [point.status for point in points]
-    good = statuses.count("ok")
+    """0 when every point is ok (with ``auto``, a batch that memory or a TensorRT plan has no room for is how the edge
+    is found, and fine), 3 when some are not, 4 when none is."""
+    points = tuple(points)
+    good = sum(point.status == "ok" for point in points)
     if not good:
         return 4
-    fine = good + (sum(status in OUT_OF_MEMORY for status in statuses) if isinstance(sweep.batch_size, str) else 0)
-    return 0 if fine == len(statuses) else 3
+    fine = good + (sum(map(_edge, points)) if isinstance(sweep.batch_size, str) else 0)
+    return 0 if fine == len(points) else 3
+
+
+def _edge(point: Measurement) -> bool:
+    """Whether the load ran and the batch was too large for it."""
+    return point.status in OUT_OF_MEMORY or (point.status == "unsupported" and point.stage != "load")

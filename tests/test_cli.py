@@ -60,6 +60,23 @@ def zinfer(folder: Path, *words: str, timeout: float = 120, **settings: Any) -> 
         (["run", "-m", "bloom-tiny"], 2, "no prompt"),
         (["run", "-m", "bloom-tiny", "-p", "x"], 2, "--load-format dummy"),
         (["run", "-m", "no/such", "-p", "x"], 2, "no/such"),
+        (
+            [
+                "run",
+                "-m",
+                "bloom-tiny",
+                "-p",
+                "x",
+                "--load-format",
+                "dummy",
+                "--offload",
+                "none",
+                "--gpu-weights",
+                "9%",
+            ],
+            2,
+            "leave out --offload none",
+        ),
         (["plan", "-m", "bloom-176b", "--machine", "cray-1"], 2, "h100-80gb"),
         (["plan"], 2, "say what to plan"),
         (["plan", "-m", "opt-30b", "--machine", "h200", "--figure", "x.pdf"], 2, "end it in .png or .svg"),
@@ -128,6 +145,18 @@ def test_the_best_command_runs(folder: Path) -> None:
     texts = json.loads(result.stdout)
     assert [text["prompt"] for text in texts] == ["one", "another"]
     assert [len(text["output_ids"]) for text in texts] == [4, 4]
+
+
+def test_a_file_from_before_a_setting_existed_is_one_with_its_default() -> None:
+    from zinfer.commands.sweep import _changes
+    from zinfer.recipe import Sweep
+    from zinfer.store import Header
+
+    new = Header(machine="m", recipe=Sweep(model=("a",)).model_dump(mode="json"))
+    old = new.model_copy(update={"recipe": {k: v for k, v in new.recipe.items() if k != "gpu_weights"}})
+    assert _changes(old, new) == ""
+    other = Header(machine="m", recipe=Sweep(model=("a",), gpu_weights=("50%",)).model_dump(mode="json"))
+    assert "recipe.gpu_weights: [None] -> ['50%']" in _changes(old, other)
 
 
 def test_dry_run_loads_nothing(folder: Path) -> None:

@@ -24,6 +24,7 @@ from zinfer.engine.tensorrt.network import make_network
 from zinfer.engine.weights import empty_model, weights
 from zinfer.model import ModelSpec, resolve
 from zinfer.plan import Case, Plan, Workload, make_plan
+from zinfer.worker import not_as_asked
 
 ARCHITECTURES = ("bloom", "opt", "llama", "qwen2", "mistral")
 CACHES: tuple[CacheKind, ...] = ("native", "plain")
@@ -243,6 +244,23 @@ def test_without_a_gpu_the_engine_says_so(library: Library, checkpoint: Checkpoi
     build_here(library, spec)
     with pytest.raises(EngineError, match="runs on a GPU, and there is none here"):
         TensorRT(case_plan(spec))
+
+
+@pytest.mark.parametrize(
+    ("gpu_weights", "budget", "fine"),
+    [("0%", 0, True), ("25%", 250, True), ("100%", 1000, True), ("25%", 1000, False), ("auto", 1000, True)],
+)
+def test_every_share_of_the_budget_is_a_point_of_the_sweep(
+    gpu_weights: str, budget: int, fine: bool, library: Library, checkpoint: Checkpoints
+) -> None:
+    spec = resolve(str(checkpoint("bloom")), None, None)
+    build_here(library, spec)
+    engine = WalkingTensorRT(case_plan(spec))
+    assert engine._executor is not None
+    engine._executor.budget = engine._executor.asked = budget
+    case = engine.plan.case.model_copy(update={"gpu_weights": gpu_weights})
+    assert (not_as_asked(case, engine.effective()) is None) == fine
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ factors fitted without it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 
@@ -58,6 +59,13 @@ class _Seen(Frozen):
     machine: Machine
     setup: Setup
 
+    @cached_property
+    def told(self) -> Mapping[str, float | None]:
+        """What the point tells of each factor, None where it tells nothing."""
+        timed = {"link_share": _link_share, "layer_s": _layer_s, "mfu": _mfu}
+        found = {name: read(self) if self.point.usable else None for name, read in timed.items()}
+        return found | {"memory": _memory(self)}
+
 
 def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
     """The machines described beside the result files under `results`, by name."""
@@ -77,14 +85,15 @@ def load_points(results: Path = Path("sweeps/results")) -> tuple[Measurement, ..
     return tuple(latest.values())
 
 
-def fit(points: Points, machines: Mapping[str, Machine]) -> dict[str, Factors]:
-    """The factors of each engine that `points` tell something of, by its name, error bands included.
+def fit(points: Points, machines: Mapping[str, Machine], rows: Sequence[Row] | None = None) -> dict[str, Factors]:
+    """The factors of each engine that `points` tell something of, by its name, error bands included; `rows` is their
+    `table`, where that is at hand.
 
     Points of machines that are not in `machines` or have no GPU (the CPU that stands in for one has no link), and of
     models that are not to be had, are left out.
     """
     seen = _seen(points, machines)
-    rows = table(points, machines)
+    rows = table(points, machines) if rows is None else rows
     found = {}
     for engine in sorted({one.point.case.engine for one in seen}):
         own = [one for one in seen if one.point.case.engine == engine]
@@ -146,16 +155,10 @@ def _seen(points: Points, machines: Mapping[str, Machine]) -> list[_Seen]:
 
 def _fit(seen: Sequence[_Seen]) -> Factors:
     """Each factor from the points that tell it, and its default from none."""
-    timed = [one for one in seen if one.point.usable]
-    told = Factors()
-    update = {
-        "link_share": _median(map(_link_share, timed), told.link_share),
-        "layer_s": _median(map(_layer_s, timed), told.layer_s),
-        "mfu": _median(map(_mfu, timed), told.mfu),
-        "memory": _median(map(_memory, seen), told.memory),
-        "points": len(seen),
-    }
-    return told.model_copy(update=update)
+    default = Factors()
+    names = ("link_share", "layer_s", "mfu", "memory")
+    found = {name: _median((one.told[name] for one in seen), getattr(default, name)) for name in names}
+    return default.model_copy(update=found | {"points": len(seen)})
 
 
 def _link_share(one: _Seen) -> float | None:

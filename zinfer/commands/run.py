@@ -84,7 +84,9 @@ def command(
         case = wanted.case(load, source.load_format, source.spec.dtype, next(wanted.lengths()))
         return load, make_plan(case, source.spec, machine, nvme_path)
 
-    choices = [offload] if offload else ["none", "cpu"]
+    if gpu_weights and offload == "none":
+        raise click.UsageError("--gpu-weights is a share of offloaded weights: leave out --offload none")
+    choices = [offload] if offload else ["cpu"] if gpu_weights else ["none", "cpu"]
     load, plan = next((found for found in map(plan_with, choices) if found[1].fits), plan_with(choices[-1]))
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)

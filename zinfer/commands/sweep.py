@@ -91,7 +91,7 @@ def command(
     output = output or here.results_folder() / f"{_name(recipe, plan)}.jsonl"
     header = Header(
         machine=machine.name,
-        recipe=plan.model_dump(mode="json", exclude={"description", "timeout_s"}),
+        recipe=plan.model_dump(mode="json", exclude={"description", "timeout_s", "machine", "published"}),
         model_revision=",".join(sorted({f"{job.plan.case.model}@{job.revision}" for job in jobs})),
         versions=_versions(plan.engine),
         started_at=now(),
@@ -143,9 +143,12 @@ def _versions(engines: tuple[str, ...]) -> dict[str, str]:
 
 def _changes(before: Any, after: Any) -> str:
     """What differs between two headers, a line each."""
+    from zinfer.recipe import Sweep
+
+    defaults = Sweep(model=("any",)).model_dump(mode="json")  # of keys that an older file does not have
     old, new = (
         {"machine": header.machine, "model": header.model_revision, **header.versions}
-        | {f"recipe.{key}": value for key, value in header.recipe.items()}
+        | {f"recipe.{key}": value for key, value in (defaults | header.recipe).items()}
         for header in (before, after)
     )
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]

@@ -44,7 +44,8 @@ class Forecast(NamedTuple):
 def forecast(findings: Findings) -> Forecast:
     """What the records tell of every engine; nothing where no model or machine of theirs is known."""
     points = [point for point in findings.points if shape(point.case) is not None]
-    return Forecast(calibrate.fit(points, findings.machines), calibrate.table(points, findings.machines))
+    rows = calibrate.table(points, findings.machines)
+    return Forecast(calibrate.fit(points, findings.machines, rows), rows)
 
 
 def memory(findings: Findings) -> Section:

@@ -123,12 +123,10 @@ class TensorRT(Engine):
     def effective(self) -> Effective:
         assert self._executor is not None
         executor, weight_bytes = self._executor, self.file.weight_bytes
-        streaming = executor.budget < executor.streamable
         return Effective(
             gpu_weight_bytes=weight_bytes - executor.streamable + executor.budget,
-            host_weight_bytes=executor.streamable if streaming else 0,
+            host_weight_bytes=executor.streamable,  # the library holds all of them there, whatever the budget
             streamed_bytes_per_step=executor.streamable - executor.budget,
-            pinned_bytes=executor.streamable if streaming else 0,
             shortfall=shortfall(
                 executor.asked,
                 executor.budget,

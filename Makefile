@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test lint plots report
+.PHONY: setup demo test lint codec plots report
 
 setup: .venv/installed .venv/installed-dev
 
@@ -30,6 +30,13 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The codec on weights that training shaped: a small model is trained first, which wants a GPU.
+codec: .venv/installed .scratch/trained.safetensors
+	$(BIN)/zinfer codec .scratch/trained.safetensors
+
+.scratch/trained.safetensors: tests/trained.py
+	$(BIN)/python -m tests.trained $@
 
 plots: .venv/installed
 	$(BIN)/zinfer plot

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zinfer.engine.base import Engine, Progress, silent
 from zinfer.plan import Plan
-from zinfer.record import Effective
+from zinfer.record import Effective, Span
 
 VOCAB = 64  # as tests.inline.SPEC has it
 TARGET = "tests.fakes:FakeEngine"
@@ -62,6 +62,10 @@ class FakeEngine(Engine):
 
     def decode(self, token_ids: Tensor) -> Tensor:
         return self._logits(len(token_ids), "decode")
+
+    def timeline(self, token_ids: Tensor) -> tuple[Span, ...]:
+        self._accident("timeline", len(token_ids))
+        return (Span(lane="copy", layer=0, start_ms=-0.5, end_ms=1.23456),)
 
     def effective(self) -> Effective:
         idle = self.plan.case.offload == "none" or self._options["fail"] == "idle"

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from zinfer.plan import Case, Workload
-from zinfer.record import Effective, Measurement
+from zinfer.record import Effective, Measurement, Span
 
 LAYERS_BYTES = 69_057_937_408  # 14 layers of BLOOM-176B in bf16
 LINK = 54.6e9
@@ -65,3 +65,50 @@ def sweep(**fields: Any) -> list[Measurement]:
     found += [point(asked, status="oom_gpu", error="CUDA out of memory", stage="prefill") for asked in edges]
     found.append(point(case(32, "accelerate", **fields), status="timeout", stage="decode", error="no step for 600 s"))
     return found
+
+
+def traced(
+    layers: int = 14,
+    copy_ms: float = 90.8,
+    compute_ms: float = 3.4,
+    decode_ms: float = 0.0,
+    depth: int = 2,
+    running: bool = False,
+    launch_ms: float = 0.6,
+) -> tuple[Span, ...]:
+    """A step through a ring of `depth` slots: a copy waits until its slot is free, a layer until its copy is there.
+
+    It begins with full slots and an idle link, as after a wait for the device, or with `running` in the middle of a
+    copy. With `decode_ms` layers are unpacked, and a slot is free as soon as that is done.
+    """
+    noise = random.Random(f"{layers} {copy_ms} {depth} {running}")
+    spans: list[Span] = []
+    ready = [] if running else [0.0] * depth
+    link = 0.0
+
+    def copy(free: float) -> None:
+        nonlocal link
+        start = max(link, free) + 0.004
+        link = start + copy_ms * noise.uniform(0.998, 1.004)
+        spans.append(Span(lane="copy", layer=len(ready) % layers, start_ms=start, end_ms=link))
+        ready.append(link)
+
+    if running:
+        link = -2 * compute_ms
+        for _ in range(depth):
+            copy(link)
+    now = launch_ms
+    spans.append(Span(lane="compute", layer=None, start_ms=launch_ms / 2, end_ms=now))
+    for layer in range(layers):
+        now = max(now, ready[layer]) + 0.05
+        if decode_ms:
+            spans.append(Span(lane="decode", layer=layer, start_ms=now, end_ms=now + decode_ms))
+            now += decode_ms
+            copy(now)
+        end = now + compute_ms * noise.uniform(0.97, 1.05)
+        spans.append(Span(lane="compute", layer=layer, start_ms=now, end_ms=end))
+        now = end
+        if not decode_ms:
+            copy(now)
+    spans.append(Span(lane="compute", layer=None, start_ms=now, end_ms=now + compute_ms / 2))
+    return tuple(spans)

@@ -81,7 +81,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 def encoded(values: Tensor) -> Encoded:
-    result = encode(values, min_numel=0)
+    result = encode(values)
     assert result is not None
     assert result.data.numel() == result.layout.size < values.nbytes
     assert result.layout.size % 16 == 0
@@ -114,7 +114,7 @@ BLOCKS = st.one_of(
 @settings(max_examples=40, deadline=None)
 def test_whatever_comes_is_kept_or_goes_raw(blocks: list[Tensor], tail: int, seed: int) -> None:
     values = torch.cat([*blocks, noise(tail, seed)])
-    result = encode(values, min_numel=0)
+    result = encode(values)
     if result is not None:
         assert result.layout.size < values.nbytes
         assert same(decoded(result), values)
@@ -134,12 +134,15 @@ def test_whatever_comes_is_kept_or_goes_raw(blocks: list[Tensor], tail: int, see
     ids=["empty", "less than a block", "noise", "fp16", "fp32", "int8", "more noise than weights"],
 )
 def test_what_does_not_shrink_goes_raw(values: Tensor) -> None:
-    assert encode(values, min_numel=0) is None
+    assert encode(values) is None
 
 
-def test_small_tensors_go_raw_unless_asked_for() -> None:
-    assert encode(gaussian(codec.MIN_NUMEL - 1)) is None
-    assert encode(gaussian(codec.MIN_NUMEL)) is not None
+def test_small_tensors_and_other_types_are_not_worth_it() -> None:
+    assert not codec.worth_coding(gaussian(codec.MIN_NUMEL - 1))
+    assert codec.worth_coding(gaussian(codec.MIN_NUMEL))
+    assert not codec.worth_coding(gaussian(codec.MIN_NUMEL).half())
+    assert encode(gaussian(BLOCK - 1)) is None
+    assert encode(gaussian(BLOCK)) is not None
 
 
 def test_a_block_that_the_sample_misjudges_goes_raw() -> None:
@@ -149,9 +152,9 @@ def test_a_block_that_the_sample_misjudges_goes_raw() -> None:
     wrong = torch.randint(40, 256, (BLOCK,), dtype=torch.int16)
     wrong[:: codec._STRIDE] = torch.arange(BLOCK)[:: codec._STRIDE].div(codec._STRIDE).remainder(256).short()
     bits.copy_(bits & -0x7F81 | wrong << 7)
-    assert encode(values, min_numel=0) is None
+    assert encode(values) is None
     bits[:100] &= -0x7F81
-    assert encode(values, min_numel=0) is not None
+    assert encode(values) is not None
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from zinfer import machine, model
 from zinfer.cost import Factors, Setup, Times, layers_stored, prefill, step, tiers, wire_bytes
 from zinfer.machine import FIGURES, Machine
-from zinfer.plan import Case, Workload, advice, automatic_residency, best_batch, largest_batch, make_plan, setup_of
+from zinfer.plan import Case, Workload, advice, best_batch, largest_batch, make_plan, setup_of, share_out
 
 BLOOM = model.resolve("bloom-176b", None, None)
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
+RAW = (("ring_depth", 6), ("weight_codec", "none"))
 PHYSICS = Factors(link_share=1.0)
 NAMES = ("bloom-176b", "opt-30b", "llama-3.1-70b", "mixtral-8x22b")
 
@@ -23,7 +24,8 @@ def linked(bandwidth: float, place: Machine = H100) -> Machine:
 
 def asked(name: str = "bloom-176b", offload: Any = "cpu", batch_size: int = 1, **fields: Any) -> Case:
     workload = Workload(batch_size=batch_size, input_len=512, output_len=32)
-    return Case(**{"model": name, "engine": "stream", **fields}, offload=offload, workload=workload)
+    options = tuple(sorted((dict(RAW) | dict(fields.pop("options", ()))).items()))
+    return Case(**{"model": name, "engine": "stream", **fields}, options=options, offload=offload, workload=workload)
 
 
 def seconds(times: Times) -> float:
@@ -44,7 +46,7 @@ def test_a_step_at_full_offload_takes_all_weights_over_the_link(bandwidth: float
 def test_golden_sizes_of_bloom() -> None:
     assert BLOOM.weight_bytes / 1e9 == pytest.approx(352.5, abs=0.1)
     assert BLOOM.kv_bytes(1, 544) / 1e9 == pytest.approx(2.18, abs=0.01)
-    four_bits = setup_of(asked(offload="none", options=(("weight_bits", 4),)), BLOOM)
+    four_bits = setup_of(asked(offload="none", options=(("weight_bits", 4),)), BLOOM, H100)
     gpu, _, _ = tiers(four_bits, BLOOM, H100, 1, 512, 32)
     assert gpu.weights / 1e9 == pytest.approx(99.1, abs=0.1)
 
@@ -64,9 +66,9 @@ def test_int4_fits_one_h200_and_then_the_answer_is_not_to_stream() -> None:
         best_batch(asked(offload=offload, options=(("weight_bits", 4),)), BLOOM, h200) for offload in ("none", "cpu")
     ]
     assert plans[0].fits
-    assert advice(plans).startswith("Do not stream: stream none weight_bits=4 gives")
+    assert advice(plans).startswith("Do not stream: stream none")
     raw = [best_batch(asked(offload=offload), BLOOM, h200) for offload in ("none", "cpu")]
-    assert advice(raw).startswith("Stream: without it the weights do not fit. stream cpu gives")
+    assert advice(raw).startswith("Stream: without it the weights do not fit. stream cpu")
     small = model.resolve("bloom-560m", None, None)
     assert advice([best_batch(asked("bloom-560m", "none"), small, h200)]).startswith("Do not stream: all of it fits.")
     assert advice([]) == "Nothing was planned."
@@ -76,7 +78,7 @@ def test_int4_fits_one_h200_and_then_the_answer_is_not_to_stream() -> None:
 def test_residency_takes_bytes_off_the_link_at_a_given_batch() -> None:
     opt = model.resolve("opt-66b", None, None)
     full, some = (make_plan(asked("opt-66b", batch_size=4, gpu_weights=share), opt, H100) for share in ("0%", "auto"))
-    assert some.resident_bytes == automatic_residency(asked("opt-66b", batch_size=4), opt, H100) > 0
+    assert some.resident_bytes == share_out(asked("opt-66b", batch_size=4), opt, H100)[1] > 0
     assert some.resident_bytes % opt.layer_bytes == 0
     assert some.gpu.total <= H100.gpu_bytes
     assert some.gpu.total + opt.layer_bytes > H100.gpu_bytes

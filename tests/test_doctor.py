@@ -1,6 +1,7 @@
 """The doctor says what is missing and what to do, and its exit code says whether anything can run."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -56,4 +57,5 @@ def test_machine_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "memory_limit", lambda: 2 << 30)
     rows = {row.name: row.found for row in doctor.machine_rows()}
     assert rows["GPU"] == "2 x NVIDIA H200, driver 580"
-    assert rows["host memory"] == "2.0 GiB, the control group's limit"
+    assert re.fullmatch(r"2\.0 GiB, the control group's limit; \d+\.\d GiB of it free", rows["host memory"])
+    assert rows["memlock limit"].endswith("CUDA's page-locking is not bound by it")

@@ -48,12 +48,30 @@ def results(tmp_path: Path) -> Path:
 def test_every_field_has_a_column() -> None:
     assert {*Case.model_fields, *Workload.model_fields} - {"workload"} <= set(COLUMNS)
     assert {f"effective_{name}" for name in Effective.model_fields} <= set(COLUMNS)
-    elsewhere = {"case", "ttft_ms", "step_ms", "effective", "link_bandwidth", "gpu", "versions", "predicted"}
+    elsewhere = {
+        "case",
+        "ttft_ms",
+        "step_ms",
+        "effective",
+        "link_bandwidth",
+        "gpu",
+        "versions",
+        "predicted",
+        "timeline",
+    }
     assert set(Measurement.model_fields) - elsewhere <= set(COLUMNS)
     table = Table.of(POINTS)
     assert tuple(table.columns) == (
         *COLUMNS, "predicted_step_ms", "predicted_ttft_ms", "version_torch", "version_zinfer",
     )  # fmt: skip
+
+
+def test_the_rate_of_a_load_is_empty_where_its_bytes_are_not_recorded() -> None:
+    new, old = ({"load_s": 20.0, "load_bytes": size} for size in (50_000_000_000, None))
+    points = [("a", point(case(1), **new)), ("b", point(case(1), **old))]
+    rows = [dict(zip(COLUMNS, row, strict=False)) for row in Table.of(points).rows]
+    assert [row["load_bandwidth_bytes_s"] for row in rows] == [2.5e9, None]
+    assert [row["load_bytes"] for row in rows] == [50_000_000_000, None]
 
 
 def test_values_are_those_of_the_record() -> None:

@@ -21,7 +21,8 @@ SHAPES = VALUES | {"zinfer.model", "zinfer.machine", "zinfer.checkpoint", "zinfe
 TYPES = SHAPES | {"zinfer.cost", "zinfer.plan", "zinfer.record"}
 READERS = TYPES | {
     "zinfer.store", "zinfer.analysis", "zinfer.group", "zinfer.chart", "zinfer.plot", "zinfer.report",
-    "zinfer.calibrate", "zinfer.published", "zinfer.economics", "zinfer.sla",
+    "zinfer.calibrate", "zinfer.published", "zinfer.economics", "zinfer.sla", "zinfer.timeline", "zinfer.gantt",
+    "zinfer.lossless",
 }  # fmt: skip
 ALLOWED = {
     "zinfer.frozen": set(),
@@ -30,14 +31,17 @@ ALLOWED = {
     "zinfer.model": SHAPES,
     "zinfer.checkpoint": VALUES,
     "zinfer.machine": VALUES,
+    "zinfer.lossless": VALUES,
     "zinfer.cost": SHAPES,
     "zinfer.plan": SHAPES | {"zinfer.cost"},
     "zinfer.record": TYPES,
     "zinfer.published": SHAPES | {"zinfer.cost", "zinfer.plan"},
+    "zinfer.timeline": TYPES,
     "zinfer.store": TYPES,
     "zinfer.analysis": READERS,
     "zinfer.group": READERS,
     "zinfer.chart": READERS,
+    "zinfer.gantt": READERS,
     "zinfer.plot": READERS,
     "zinfer.calibrate": READERS,
     "zinfer.compare": READERS,
@@ -79,7 +83,7 @@ def test_engines_know_neither_the_store_nor_the_sweep_nor_each_other() -> None:
 
 def test_the_clock_stands_in_one_place() -> None:
     clocks = {module for module, path in MODULES.items() if "perf_counter" in path.read_text()}
-    assert clocks <= {"zinfer.measure", "zinfer.probe"}
+    assert clocks <= {"zinfer.measure", "zinfer.probe", "zinfer.engine.stream.trace"}
 
 
 def test_torch_is_never_imported_by_what_the_core_install_runs(tmp_path: Path) -> None:

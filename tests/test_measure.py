@@ -9,7 +9,7 @@ from tests.inline import MACHINE, SPEC
 from zinfer.engine.base import Engine
 from zinfer.measure import WARM_UP_STEPS, Samples, measure, prompts
 from zinfer.plan import Case, Workload, make_plan
-from zinfer.record import Effective, Measurement
+from zinfer.record import Effective, Measurement, Span
 
 WORKLOAD = Workload(batch_size=3, input_len=5, output_len=4)
 CASE = Case(model="fake", engine="stream", offload="none", workload=WORKLOAD)
@@ -40,6 +40,10 @@ class Metronome(Engine):
         assert token_ids.shape == (3,)
         return self._logits("decode", 0.005, len(token_ids))
 
+    def timeline(self, token_ids: torch.Tensor) -> tuple[Span, ...]:
+        self._logits("timeline", 0.005, len(token_ids))
+        return (Span(lane="compute", layer=None, start_ms=0, end_ms=5),)
+
     def effective(self) -> Effective:
         return Effective(gpu_weight_bytes=0)
 
@@ -50,7 +54,8 @@ class Metronome(Engine):
 def test_warm_up_is_not_timed_and_every_step_is() -> None:
     engine, samples = Metronome(), Samples()
     measure(engine, WORKLOAD, 64, samples, repeats=2)
-    assert engine.calls == ["prefill", *["decode"] * WARM_UP_STEPS] + ["prefill", *["decode"] * 3] * 2
+    assert engine.calls == ["prefill", *["decode"] * WARM_UP_STEPS] + ["prefill", *["decode"] * 3] * 2 + ["timeline"]
+    assert len(samples.timeline) == 1
     assert engine.released == 1
     assert len(samples.ttft_ms) == len(samples.step_ms) == 2
     for first, steps in zip(samples.ttft_ms, samples.step_ms, strict=True):
@@ -62,7 +67,7 @@ def test_warm_up_is_not_timed_and_every_step_is() -> None:
 def test_no_repeats_only_try_whether_it_fits() -> None:
     engine, samples = Metronome(), Samples()
     measure(engine, WORKLOAD, 64, samples, repeats=0)
-    assert (samples.status, samples.ttft_ms) == ("ok", [])
+    assert (samples.status, samples.ttft_ms, samples.timeline) == ("ok", [], ())
     assert engine.calls == ["prefill", "decode", "decode"]
 
 
@@ -81,6 +86,29 @@ def test_repeats_stop_when_enough() -> None:
     engine, samples = Metronome(), Samples()
     measure(engine, WORKLOAD, 64, samples, repeats=9, enough=lambda e2e: len(e2e) >= 2)
     assert len(samples.ttft_ms) == 2
+    assert engine.calls.count("timeline") == len(samples.timeline) == 1
+
+
+def test_a_trace_that_fails_is_left_out_and_everything_else_stays() -> None:
+    engine, samples = Metronome(), Samples()
+    engine.raise_at = 8
+    measure(engine, WORKLOAD, 64, samples, repeats=1)
+    assert engine.calls[-1] == "timeline"
+    assert (samples.status, len(samples.ttft_ms), samples.timeline, engine.released) == ("ok", 1, (), 1)
+
+
+def test_what_is_no_timeline_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, samples = Metronome(), Samples()
+    for nonsense in (None, [("copy", 0, 0.0, float("nan"))], [("copy", 0, 2.0, 1.0)], [("head", 0, 0.0, 1.0)]):
+        monkeypatch.setattr(engine, "timeline", lambda _tokens, nonsense=nonsense: nonsense)
+        measure(engine, WORKLOAD, 64, samples, repeats=1)
+        assert (samples.status, samples.timeline) == ("ok", ())
+
+
+def test_an_engine_that_cannot_tell_makes_no_step() -> None:
+    engine = Metronome()
+    assert Engine.timeline(engine, torch.zeros(3, dtype=torch.int64)) == ()
+    assert engine.calls == []
 
 
 def test_prompts_are_the_same_for_everyone_and_within_the_vocabulary() -> None:

@@ -77,10 +77,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(spec: ModelSpec, where: float) ->
     position = min(int(where * len(content)), len(content) - 1)
     told = json.loads((data.parent / packed.INDEX).read_text())
     ranges = [
-        (image["start"] + start, image["start"] + start + size)
-        for image in told["images"]
-        for start, size in [(one["offset"], one["sections"][-1] * 16) for one in image["coded"]]
-        + [(image["raw"][0], image["raw"][2])]
+        (image["start"] + begin, image["start"] + end) for image in told["images"] for begin, end, *_ in image["pieces"]
     ]
     position = next((p for p in range(position, -1, -1) if any(a <= p < b for a, b in ranges)), 0)
     content[position] ^= 1

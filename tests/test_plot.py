@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tests.results import LAYERS_BYTES, case, point, sweep
+from tests.results import LAYERS_BYTES, case, point, sweep, traced
 from zinfer import chart, plot
 from zinfer.cli import cli
 from zinfer.group import groups
@@ -32,7 +32,18 @@ CROWD = [
     for size in (1, 3, 24, 28, 64, 96)
 ]
 TWELVE = [point(case(2**power), 1.3) for power in range(12)]
-DATA = {"sweep": sweep(), "crowd": CROWD, "twelve": TWELVE, "one": [point(case(24), repeats=1)]}
+CODED = (("weight_codec", "lossless"),)
+TRACED = [
+    point(case(8), 1.28, timeline=traced(compute_ms=3.1)),
+    point(case(64), 1.28, timeline=traced()),
+    point(case(64, options=CODED), 0.86, timeline=traced(copy_ms=60.5, decode_ms=6.2)),
+    point(case(64, options=(("kv_offload", True), *CODED), gpu_weights="40GiB"), 2, timeline=traced(70, 1e3, 12, 1e2)),
+    point(case(64, options=(("ring_depth", 3),)), 2.5, timeline=traced(running=True)),
+    point(case(32, "deepspeed"), 1.5),
+]
+DATA = {
+    "sweep": sweep(), "crowd": CROWD, "twelve": TWELVE, "one": [point(case(24), repeats=1)], "traced": TRACED,
+}  # fmt: skip
 
 
 def drawn(points: Sequence[Measurement]) -> dict[str, Figure]:
@@ -119,6 +130,47 @@ def best_of(points: list[Measurement], gpu_weights: str) -> float:
     return max(p.output_tok_s or 0 for p in points if p.case.gpu_weights == gpu_weights)
 
 
+def labels(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_the_timeline_shows_the_fastest_configurations_whole_and_magnified() -> None:
+    figure = drawn(TRACED)["timeline"]
+    assert len(figure.axes) == 2 * 3
+    heads = [labels(axes)[0] for axes in figure.axes[::2]]
+    assert [head.split(", batch")[0] for head in heads] == [
+        "stream cpu weight_codec=lossless",
+        "stream cpu",
+        "stream cpu gpu-weights=40GiB kv_offload=True weight_cod…",
+    ]
+    assert heads[1].startswith("stream cpu, batch 64: 1,277.5 ms (timed: 1,2")
+    assert "the fastest 3 of 4 configurations" in figure.texts[1].get_text()
+    assert len({axes.get_xlim() for axes in figure.axes[::2]}) == 1, "whole steps share a scale"
+    assert labels(figure.axes[0])[1:] == [
+        "Busy: link 99.2%, unpack 10.2%, compute 5.9%; the busy link carries 81.4 GB/s, 149.2% of what it was "
+        "measured at.",
+        "The link waits 6.9 ms (0.8%): 6.9 before its first copy; the GPU works in 6.5 of them.",
+    ]
+    low, high = figure.axes[1].get_xlim()
+    assert low < 0 < 3 * 60.5 < high < 4 * 60.5
+    assert {"waits 6.9 ms", "layer 2", "layer 4", "0"} <= set(labels(figure.axes[1]))
+
+
+def test_only_traced_steps_over_a_link_make_a_timeline() -> None:
+    compute = tuple(span for span in traced() if span.lane == "compute")
+    assert "timeline" not in drawn(sweep())
+    assert "timeline" not in drawn([point(case(1), timeline=compute)])
+    failed = point(case(2), timeline=traced()).model_copy(update={"status": "offload_not_effective"})
+    assert "timeline" not in drawn([point(case(1)), failed])
+
+
+@pytest.mark.parametrize("launch_ms", [0.001, 5.0])
+def test_a_link_that_hardly_waits_is_not_called_idle(launch_ms: float) -> None:
+    axes = drawn([point(case(1), timeline=traced(running=True, launch_ms=launch_ms))])["timeline"].axes
+    assert labels(axes[0])[2].startswith("The link hardly waits: 0.0")
+    assert not any("waits" in label for label in labels(axes[1]))
+
+
 @pytest.mark.parametrize("name", DATA)
 def test_axes_hold_all_their_points(name: str) -> None:
     for figure in drawn(DATA[name]).values():
@@ -190,6 +242,8 @@ def digests(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
 
 
 def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> None:
+    with Store.open(results / "h100" / "bloom.jsonl") as store:
+        store.append(TRACED[2])
     found = []
     for nth, style in enumerate(["", "font.size: 17\nlines.linewidth: 5\nsavefig.bbox: tight\nsvg.fonttype: none\n"]):
         config = tmp_path / f"config{nth}"
@@ -201,7 +255,7 @@ def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> Non
         subprocess.run(command, env=environment, check=True, capture_output=True)
         found.append(digests(out, out.rglob("*.*")))
     assert found[0] == found[1]
-    assert len(found[0]) == 6
+    assert len(found[0]) == 8
 
 
 def test_the_command_prints_what_it_wrote(results: Path, tmp_path: Path) -> None:
@@ -221,6 +275,21 @@ def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
     names = {Path(line).name for line in done.stdout.splitlines()}
     assert {f"two-bloom-176b-14l-{length}-32-bfloat16-dummy-link.png" for length in (64, 512)} <= names
     assert len(names) == 6
+
+
+def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
+    words = ["plot", str(results), "-o", str(tmp_path / "plots"), "--format", "svg", "--figure"]
+    done = CliRunner().invoke(cli, [*words, "link,throughput"])
+    assert {Path(line).name for line in done.stdout.splitlines()} == {"bloom-link.svg", "bloom-throughput.svg"}
+    none = CliRunner().invoke(cli, [*words, "link,timeline"])
+    assert (none.exit_code, len(none.stdout.splitlines())) == (4, 2)
+    assert "figure timeline would show; `zinfer sweep` traces" in none.stderr
+    unknown = CliRunner().invoke(cli, [*words, "gantt"])
+    assert (unknown.exit_code, "choose from throughput, latency" in unknown.stderr) == (2, True)
+    with Store.open(results / "h100" / "bloom.jsonl") as store:
+        store.append(TRACED[1])
+    done = CliRunner().invoke(cli, [*words, "timeline"])
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/plots/h100/bloom-timeline.svg\n")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "."])

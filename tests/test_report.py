@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.results import case, point, sweep
+from tests.results import case, point, sweep, traced
 from zinfer.chart import PALETTE
 from zinfer.cli import cli
 from zinfer.machine import Machine, load
@@ -194,7 +194,7 @@ def test_other_machines_are_predicted_for_the_whole_model(described: Path) -> No
     assert {"h100", "a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200"} <= rows.keys()
     assert "does not fit" in rows["h100"]
     assert re.search(r"± \d+% \| 1\.00x", rows["h100-80gb"])
-    assert "h100: bloom-176b with stream, offload cpu, needs 347.4 GB of host memory" in text
+    assert "h100: bloom-176b with stream, offload cpu, needs 233.5 GB of host memory" in text
     assert "Every point that ran, predicted from all points but itself." in text
     assert '<tr class="predicted">' in page(described)
 
@@ -248,6 +248,26 @@ def test_figures_are_linked_from_where_the_report_is(results: Path) -> None:
     assert links == [f"h100/bloom-{name}.svg" for name in ("throughput", "latency", "link")]
     assert all((plots / link).is_file() for link in links)
     assert "<img" not in page(results)
+
+
+def test_a_traced_step_has_its_figure_and_its_table(results: Path) -> None:
+    assert "one step" not in written(results)
+    lossless = (("weight_codec", "lossless"),)
+    store(
+        results / "h100" / "bloom.jsonl",
+        [
+            point(case(64), 1.29, timeline=traced()),
+            point(case(64, options=lossless), 0.85, timeline=traced(copy_ms=60.5, decode_ms=6.2)),
+        ],
+    )
+    plots = results.parent / "plots"
+    assert invoke("plot", results, "-o", plots).exit_code == 0
+    text = written(results)
+    assert "![timeline](h100/bloom-timeline.svg)" in text
+    table = section(text, "Bottleneck").split("one step")[1]
+    assert "| stream cpu weight\\_codec=lossless | 64 | 854.8 ms |" in table
+    assert "| 99.7% | 0.0% | 3.9% | 4.21 ms | 54.2 GB/s |" in table
+    assert "one step" in page(results)
 
 
 @pytest.mark.parametrize("name", ["results", "nowhere"])

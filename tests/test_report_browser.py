@@ -122,7 +122,7 @@ def test_it_prints(browser: Browser, report: Path) -> None:
     browser.send("Emulation.setEmulatedMedia", media="")
     paper = seen.printed()
     assert paper.startswith(b"%PDF-")
-    assert len(paper) < 2_000_000
+    assert len(paper) < 4_000_000
 
 
 def test_every_figure_has_a_name_and_a_table(browser: Browser, report: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.results import case, point
+from tests.results import case, point, traced
 from zinfer.plan import Case, Workload
-from zinfer.record import Effective, Measurement
+from zinfer.record import Effective, Measurement, Span
 from zinfer.store import Header, Store, StoreError, decode, encode, read, read_usable
 
 HEADER = Header(machine="h100", recipe={"engines": ["stream"], "batch_size": [1, 2]}, versions={"zinfer": "0.1.0"})
@@ -263,6 +263,25 @@ def test_repeated_cases_are_all_kept(file: Path) -> None:
     assert read(file).points == (*POINTS, POINTS[0])
 
 
+def test_a_timeline_is_stored_as_short_rows() -> None:
+    spans = traced(layers=70, decode_ms=6.2)
+    plain, with_timeline = encode(POINTS[0]), encode(POINTS[0].model_copy(update={"timeline": spans}))
+    assert json.loads(with_timeline)["timeline"][2] == ["copy", 2, 6.854, 97.899]
+    assert len(spans) == 3 * 70 + 2
+    assert len(with_timeline) - len(plain) < 36 * len(spans)
+    found = decode(with_timeline)
+    assert isinstance(found, Measurement)
+    assert found.timeline == spans
+
+
+def test_records_without_a_timeline_are_read() -> None:
+    from zinfer import store
+
+    fields = json.loads(encode(POINTS[0]))
+    del fields["timeline"], fields["checksum"]
+    assert decode(store._sealed(fields)) == POINTS[0]
+
+
 def test_not_a_number_is_written_as_null() -> None:
     nan, infinity = float("nan"), float("inf")
     measured = POINTS[0].model_copy(
@@ -307,6 +326,12 @@ measurements = st.builds(
     gpu=st.dictionaries(text, anything, max_size=3),
     versions=st.dictionaries(text, text, max_size=3),
     predicted=st.dictionaries(text, number | st.none(), max_size=3),
+    timeline=st.lists(
+        st.tuples(st.sampled_from(["copy", "decode", "compute"]), st.none() | counts, number, number).map(
+            lambda row: Span(lane=row[0], layer=row[1], start_ms=min(row[2:]), end_ms=max(row[2:]))
+        ),
+        max_size=3,
+    ).map(tuple),
 )
 
 

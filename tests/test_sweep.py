@@ -30,9 +30,12 @@ def drive(batches: Batches, edge: int, failure: Status = "oom_gpu") -> list[Try]
         status = "ok" if attempt.batch_size <= edge else failure
 
 
-@given(st.integers(0, 3000), st.integers(1, 4000), st.integers(2, 5))
-def test_auto_finds_and_times_the_exact_edge(edge: int, limit: int, factor: int) -> None:
-    tried = drive(to_the_edge(limit, factor), edge)
+@given(
+    st.integers(0, 3000), st.integers(1, 4000), st.integers(2, 5), st.lists(st.integers(1, 64)), st.integers(0, 5000)
+)
+def test_auto_finds_and_times_the_exact_edge(edge: int, limit: int, factor: int, first: list[int], guess: int) -> None:
+    first = sorted({1, *first} if first else [])
+    tried = drive(to_the_edge(limit, factor, first, guess), edge)
     batches = [attempt.batch_size for attempt in tried]
     assert len(tried) == len(set(tried))
     assert all(1 <= batch <= limit for batch in batches)
@@ -40,6 +43,25 @@ def test_auto_finds_and_times_the_exact_edge(edge: int, limit: int, factor: int)
     assert max(timed, default=0) == min(edge, limit)
     if edge < limit:
         assert edge + 1 in batches
+
+
+def test_a_good_guess_of_the_edge_saves_attempts() -> None:
+    near, far = (drive(to_the_edge(1 << 20, 2, (1, 8, 32), guess), 119) for guess in (117, 0))
+    assert [attempt.batch_size for attempt in near] == [1, 8, 32, 117, 118, 120, 119, 119]
+    assert len(near) < len(far)
+    assert [attempt.batch_size for attempt in near if attempt.timed] == [1, 8, 32, 119]
+
+
+def test_an_edge_that_only_one_run_reaches_is_not_the_edge() -> None:
+    batches, status, tried = to_the_edge(100, 2, (1,), 10), None, []
+    while True:
+        try:
+            attempt = next(batches) if status is None else batches.send(status)
+        except StopIteration:
+            break
+        tried.append(attempt)
+        status = "ok" if attempt.batch_size <= (8 if attempt.timed else 10) else "oom_gpu"
+    assert [attempt.batch_size for attempt in tried if attempt.timed] == [1, 10, 9, 8]
 
 
 def test_listed_stops_at_out_of_memory_and_only_there() -> None:
@@ -50,13 +72,21 @@ def test_listed_stops_at_out_of_memory_and_only_there() -> None:
 
 @pytest.mark.parametrize(
     ("text", "batches"),
-    [("1,2,4", (1, 2, 4)), ("1-64*2", (1, 2, 4, 8, 16, 32, 64)), ("8-32+8", (8, 16, 24, 32)), ("3,1-5*3", (1, 3))],
+    [
+        ("1,2,4", (1, 2, 4)),
+        ("1-64*2", (1, 2, 4, 8, 16, 32, 64)),
+        ("8-32+8", (8, 16, 24, 32)),
+        ("3,1-5*3", (1, 3)),
+        ("1,8,auto", "1,8,auto"),
+    ],
 )
-def test_batch_ranges(text: str, batches: tuple[int, ...]) -> None:
+def test_batch_ranges(text: str, batches: tuple[int, ...] | str) -> None:
     assert parse_batches(text) == batches
 
 
-@pytest.mark.parametrize("text", ["", "autos", "auto*1", "0", "a", "1-8", "1-8*1", "1-8+0", "0-8*2", "-1", "1;2"])
+@pytest.mark.parametrize(
+    "text", ["", "autos", "auto*1", "0", "a", "1-8", "1-8*1", "1-8+0", "0-8*2", "-1", "1;2", "auto,1", "1,auto*4"]
+)
 def test_bad_batch_ranges_are_refused(text: str) -> None:
     with pytest.raises(RecipeError, match="--batch-size"):
         parse_batches(text)

@@ -72,7 +72,7 @@ class Walking:
         messages = Messages(self.trt)
         self.builder = self.trt.Builder(messages.logger)
         self.network = self.builder.create_network(1)
-        tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu")))
+        tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu"), mapped=True))
         model = empty_model(spec)
         self.net = make_network(library, self.network, model, spec, tensors, file.key.max_seq_len, file.key.cache)
         assert messages.errors == []
@@ -145,7 +145,7 @@ def test_the_library_builds_what_users_build(
 
 def test_tied_weights_are_in_the_plan_once(library: Library, checkpoint: Checkpoints) -> None:
     spec = resolve(str(checkpoint("bloom")), None, None)
-    tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu")))
+    tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu"), mapped=True))
     network = library.module.Builder(Messages(library.module).logger).create_network(1)
     make_network(library, network, empty_model(spec), spec, tensors, MAX_LEN, "plain")
     layers = [network.get_layer(index) for index in range(network.num_layers)]
@@ -203,7 +203,7 @@ def test_every_parameter_has_its_place(
     more: str | None, fewer: str | None, message: str, library: Library, checkpoint: Checkpoints
 ) -> None:
     spec = resolve(str(checkpoint("llama")), None, None)
-    tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu")))
+    tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu"), mapped=True))
     if more is not None:
         tensors[more] = torch.ones(16)
     if fewer is not None:

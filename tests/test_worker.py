@@ -14,7 +14,7 @@ import torch
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from zinfer.plan import Case, Option, Workload, make_plan
-from zinfer.record import Effective, Measurement
+from zinfer.record import Effective, Measurement, Span
 from zinfer.worker import Worker, WorkerDied, _Server, not_as_asked
 
 
@@ -30,7 +30,13 @@ def start(asked: Case, timeout_s: float = 60) -> tuple[Worker, Measurement | Non
 
 def test_a_point_holds_every_sample() -> None:
     notices: list[str] = []
-    worker = Worker(TARGET, timeout_s=60, notice=lambda what, _share: notices.append(what))
+    loads: list[tuple[int, float]] = []
+    worker = Worker(
+        TARGET,
+        timeout_s=60,
+        notice=lambda what, _share: notices.append(what),
+        loaded=lambda size, seconds: loads.append((size, seconds)),
+    )
     assert worker.load(make_plan(case(), SPEC, MACHINE)) is None
     point = worker.measure(case(2), repeats=3, tolerance=1e-9)
     worker.close()
@@ -42,10 +48,13 @@ def test_a_point_holds_every_sample() -> None:
     assert point.effective.streamed_bytes_per_step == 1000
     assert point.link_bandwidth is not None
     assert point.link_bandwidth > 1e8
+    assert point.timeline == (Span(lane="copy", layer=0, start_ms=-0.5, end_ms=1.235),)
     assert {"python", "torch", "zinfer"} <= point.versions.keys()
     assert point.host_peak_bytes is not None
     assert point.host_peak_bytes > 1 << 27
     assert "starting" in notices
+    assert loads == [(SPEC.weight_bytes, point.load_s)]
+    assert point.load_bytes == SPEC.weight_bytes
 
 
 def test_repeats_end_when_the_spread_is_small() -> None:
@@ -73,6 +82,15 @@ def test_what_the_engine_raises_becomes_a_status_and_the_worker_lives(fail: str,
     assert failed.error is None or "\n" not in failed.error
     assert worker.measure(case(2, fail=fail, at_batch=4), repeats=1, tolerance=0.02).status == "ok"
     worker.close()
+
+
+@pytest.mark.parametrize("fail", ["oom_gpu", "error"])
+def test_a_trace_that_fails_costs_no_sample(fail: str) -> None:
+    asked = case(4, fail=fail, stage="timeline")
+    worker, _ = start(asked)
+    point = worker.measure(asked, repeats=2, tolerance=1e-9)
+    worker.close()
+    assert (point.status, point.error, len(point.ttft_ms), point.timeline) == ("ok", None, 2, ())
 
 
 @pytest.mark.parametrize(

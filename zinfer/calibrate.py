@@ -147,10 +147,26 @@ def _seen(points: Points, machines: Mapping[str, Machine]) -> list[_Seen]:
             model = resolve(point.case.model, point.case.dtype, point.case.layers)
         except ModelError:
             continue
-        kept = point.effective.gpu_weight_bytes - model.other_bytes if point.effective else 0
-        setup = setup_of(point.case, model, max(0, kept))
-        found.append(_Seen(point=point, model=model, machine=machines[point.machine], setup=setup))
+        place = machines[point.machine]
+        found.append(_Seen(point=point, model=model, machine=place, setup=_setup(point, model, place)))
     return found
+
+
+def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Setup:
+    """The point's setup as it was, where the engine said so."""
+    effective = point.effective
+    if effective is None:
+        return setup_of(point.case, model, place)
+    told, update = effective.settings, {}
+    if "slot_bytes" in told:  # without buffers between link and slot, the slots themselves are the ring
+        slots = 1 if "buffer_bytes" in told else told["ring_depth"]
+        buffers = told["ring_depth"] * told.get("buffer_bytes", 0)
+        update["slots"] = (slots * told["slot_bytes"] + buffers) / model.layer_bytes
+    if effective.streamed_bytes_per_step:
+        wire = effective.wire_bytes_per_step or effective.streamed_bytes_per_step
+        update["wire_ratio"] = update["kept_ratio"] = min(1.0, wire / effective.streamed_bytes_per_step)
+    kept = max(0, effective.gpu_weight_bytes - model.other_bytes) / update.get("kept_ratio", 1.0)
+    return setup_of(point.case, model, place, round(kept)).model_copy(update=update)
 
 
 def _fit(seen: Sequence[_Seen]) -> Factors:

@@ -4,7 +4,7 @@ Measured series are solid lines with markers; limits and predictions are dashed 
 colour and its marker in every figure; a hollow marker means no offload, so that print without colour stays legible.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from math import ceil, log2
@@ -58,6 +58,7 @@ _STYLE = {
 }
 _WIDTH, _DPI = 9.0, 150
 _LEFT, _RIGHT, _PANEL = 0.85, 0.25, 3.7  # inches, like all below
+DRAWN = _WIDTH - _LEFT - _RIGHT  # the width of what is drawn
 _AXIS_LABEL, _LEGEND_ROW, _STRIP_ROW = 0.6, 0.2, 0.22
 _TITLE_ROW, _NOTE_ROW, _MARGIN = 0.28, 0.21, 0.18
 _CHARACTER = 0.064  # of the legend's font, generously
@@ -92,12 +93,12 @@ def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
         nth = variants[load.engine, load.offload] = variants.get((load.engine, load.offload), -1) + 1
         if nth:
             marker = _VARIANTS[(nth - 1) % len(_VARIANTS)]
-            colour = _lighter(colour, min(0.6, 0.3 * nth))
+            colour = lighter(colour, min(0.6, 0.3 * nth))
         found[load] = {
             "color": colour,
             "marker": marker,
             "markersize": 7,
-            "markerfacecolor": {"none": "white", "cpu": colour}.get(load.offload, _lighter(colour, 0.6)),
+            "markerfacecolor": {"none": "white", "cpu": colour}.get(load.offload, lighter(colour, 0.6)),
             "markeredgewidth": 1.5,
             "linewidth": 1.8,
             "label": shortened(load.label(), 90),
@@ -110,18 +111,33 @@ def shortened(text: str, length: int) -> str:
 
 
 class Sheet:
-    """One figure being drawn: `panels` side by side, an optional strip of `strip_rows` below them, a legend."""
+    """One figure being drawn: `panels` side by side, an optional strip of `strip_rows` below them, a legend; or panels
+    in a `stack`, each with the room above it and its height, in inches."""
 
-    def __init__(self, group: Group, question: str, notes: Iterable[str], panels: int = 1, strip_rows: int = 0) -> None:
+    def __init__(
+        self,
+        group: Group,
+        question: str,
+        notes: Iterable[str],
+        panels: int = 1,
+        strip_rows: int = 0,
+        stack: Sequence[tuple[float, float]] = (),
+    ) -> None:
         self._titles = wrap(f"{group.title}: {question}", 80)
         self._notes = [line for note in notes for line in wrap(note, 124)]
-        self._strip_rows, self._columns = strip_rows, panels
         self._figure = Figure()
         FigureCanvasAgg(self._figure)
-        ratios = [_PANEL, _STRIP_ROW * strip_rows] if strip_rows else [_PANEL]
-        grid = self._figure.add_gridspec(len(ratios), panels, height_ratios=ratios, hspace=0.04, wspace=0.2)
-        self.panels = [self._figure.add_subplot(grid[0, column]) for column in range(panels)]
-        self.strip = self._figure.add_subplot(grid[1, 0], sharex=self.panels[0]) if strip_rows else None
+        self.strip: Axes | None = None
+        if stack:
+            ratios = [inches for pair in stack for inches in pair]
+            grid = self._figure.add_gridspec(len(ratios), 1, height_ratios=ratios, hspace=0)
+            self.panels = [self._figure.add_subplot(grid[row, 0]) for row in range(1, len(ratios), 2)]
+        else:
+            ratios = [_PANEL, _STRIP_ROW * strip_rows] if strip_rows else [_PANEL]
+            grid = self._figure.add_gridspec(len(ratios), panels, height_ratios=ratios, hspace=0.04, wspace=0.2)
+            self.panels = [self._figure.add_subplot(grid[0, column]) for column in range(panels)]
+            self.strip = self._figure.add_subplot(grid[1, 0], sharex=self.panels[0]) if strip_rows else None
+        self._rows = ratios
 
     def finish(self) -> Figure:
         """Place title, notes and legend around the panels, each in space of its own, and give the figure."""
@@ -131,7 +147,9 @@ class Sheet:
         heads = _TITLE_ROW if any(panel.get_title(loc="left") for panel in self.panels) else 0
         top = 2 * _MARGIN + _TITLE_ROW * len(self._titles) + _NOTE_ROW * len(self._notes) + heads
         bottom = _AXIS_LABEL + _LEGEND_ROW * ceil(len(labels) / columns) + _MARGIN
-        height = top + _PANEL + _STRIP_ROW * self._strip_rows + bottom
+        height = top
+        for inches in (*self._rows, bottom):  # not sum(), whose last digit depends on the version of Python
+            height += inches
         self._figure.set_size_inches(_WIDTH, height)
         self._figure.subplots_adjust(
             left=_LEFT / _WIDTH, right=1 - _RIGHT / _WIDTH, top=1 - top / height, bottom=bottom / height
@@ -187,6 +205,7 @@ def log_axis(axes: Axes, values: Iterable[float]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
 
 
-def _lighter(colour: str, share: float) -> str:
+def lighter(colour: str, share: float) -> str:
+    """`colour`, moved towards white by `share` of the way."""
     red, green, blue = (part + (1 - part) * share for part in to_rgb(colour))
     return to_hex((red, green, blue))

@@ -65,6 +65,11 @@ class Checkpoint:
                 raise CheckpointError(f"{directory / INDEX} says that {name} lies in {file_name}: it does not")
         return cls(directory, config, tensors)
 
+    @classmethod
+    def of_file(cls, file: Path) -> "Checkpoint":
+        """The tensors of one file, without a configuration. Raises CheckpointError as `open` does."""
+        return cls(file.parent, {}, _read_header(file))
+
     @property
     def revision(self) -> str:
         """A fingerprint of the configuration and of every shard's header and size: changes when the weights' layout

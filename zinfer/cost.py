@@ -28,6 +28,10 @@ PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
 # model. More than that at once only takes memory, which the KV cache of a larger batch has better use for.
 PREFILL_TOKENS = 8192
+# In blocks within a layer's stay the weights cross once anyway, and a pass only has to be long enough for the matrix
+# products: as many tokens as have this many hidden values, 2,048 of BLOOM-176B, but not fewer than that.
+BLOCK_VALUES, BLOCK_TOKENS = 2048 * 14336, 2048
+PIECE_BYTES = 128 << 20  # of a layer that crosses the link at a time, see `zinfer.engine.stream.image`
 
 
 class Bytes(Frozen):
@@ -50,6 +54,7 @@ class Setup(Frozen):
     tier: Literal["gpu", "host", "nvme"] = "gpu"  # of the weights that are not resident
     gpus: int = Field(default=1, ge=1)  # each with its own link, and an equal part of weights, cache and work
     resident_bytes: int = 0  # of the layers' weights, on all GPUs together, besides what lies outside the layers
+    kept_ratio: float = 1.0  # bytes that a streamed weight takes where it lies, over the stored ones, if it lies coded
     weight_ratio: float = 1.0  # bytes a weight is stored in, over those of the model's dtype: int4 with scales 0.28
     wire_ratio: float = 1.0  # bytes that cross the link, over the stored ones: a lossless codec 0.67
     slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
@@ -57,6 +62,7 @@ class Setup(Frozen):
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
     also_streamed: int = 0  # bytes a pass fetches besides the layers
     overlapped: bool = True  # copies run beside compute
+    blocks: bool = False  # prefill passes go through the layers side by side, and the weights cross once for all
     pinned: bool = True
     host_rounding: int = 0  # bytes that page-locking adds to the weights
 
@@ -103,9 +109,14 @@ def wire_bytes(setup: Setup, model: ModelSpec) -> int:
     return round((left + setup.also_streamed) * setup.wire_ratio)
 
 
-def prefill_rows(batch_size: int, input_len: int) -> int:
-    """How many sequences of a batch are prefilled in one forward pass."""
-    return min(batch_size, max(1, PREFILL_TOKENS // input_len))
+def pass_tokens(setup: Setup, model: ModelSpec) -> int:
+    """Prompt tokens that one forward pass of a prefill takes at most, if they are several sequences'."""
+    return min(PREFILL_TOKENS, max(BLOCK_TOKENS, BLOCK_VALUES // model.hidden_size)) if setup.blocks else PREFILL_TOKENS
+
+
+def prefill_rows(batch_size: int, input_len: int, tokens: int | None = None) -> int:
+    """How many sequences of a batch are prefilled in one forward pass of `tokens`, by default `PREFILL_TOKENS`."""
+    return min(batch_size, max(1, (tokens or PREFILL_TOKENS) // input_len))
 
 
 def step(
@@ -124,8 +135,8 @@ def prefill(
 ) -> Times:
     """The whole prefill of `batch_size` prompts of `input_len` tokens, in as many passes as it takes."""
     factors = factors or Factors()
-    rows = prefill_rows(batch_size, input_len)
-    passes = ceil(batch_size / rows)
+    rows = prefill_rows(batch_size, input_len, pass_tokens(setup, model))
+    passes = 1 if setup.blocks else ceil(batch_size / rows)
     flops = model.prefill_flops(batch_size, input_len) // passes
     stored = model.weight_bytes * setup.weight_ratio
     one = _pass(setup, model, machine, factors, 0, stored, flops)
@@ -195,18 +206,18 @@ def tiers(
     slots = round(setup.slots * model.layer_bytes * setup.weight_ratio) if offloaded > resident else 0
     if setup.kv_on_host:
         slots += 2 * kv // model.num_layers
-    working = slots + activations(model, batch_size, input_len)
-    extra = round((factors.memory - 1) * working)
+    working = activations(setup, model, batch_size, input_len)
+    extra = round((factors.memory - 1) * (slots + working))
     gpu = Bytes(
-        weights=(resident + (others if setup.resident_others else 0)) // setup.gpus,
+        weights=(round(resident * setup.kept_ratio) + (others if setup.resident_others else 0)) // setup.gpus,
         kv_cache=0 if setup.kv_on_host else kv // setup.gpus,
         buffers=slots // setup.gpus,
-        activations=(activations(model, batch_size, input_len) + extra) // setup.gpus,
+        activations=(working + extra) // setup.gpus,
         overhead=CONTEXT_BYTES if machine.gpu_count else 0,
     )
     on_host = offloaded if setup.tier == "host" else 0
     host = Bytes(
-        weights=on_host + (0 if setup.resident_others else others),
+        weights=round(on_host * setup.kept_ratio) + (0 if setup.resident_others else others),
         kv_cache=kv if setup.kv_on_host else 0,
         buffers=2 * model.layer_bytes if setup.tier == "nvme" else 0,
         overhead=(setup.host_rounding if on_host else 0) + PROCESS_BYTES,
@@ -214,13 +225,15 @@ def tiers(
     return gpu, host, Bytes(weights=offloaded if setup.tier == "nvme" else 0)
 
 
-def activations(model: ModelSpec, batch_size: int, length: int) -> int:
+def activations(setup: Setup, model: ModelSpec, batch_size: int, length: int) -> int:
     """Peak of one layer's prefill: hidden states, the widest intermediate twice, and eager attention scores for ALiBi
-    models, for which transformers has no fused kernel (three times in the weights' type, softmax in float32)."""
-    rows = prefill_rows(batch_size, length)
+    models, for which transformers has no fused kernel (three times in the weights' type, softmax in float32). Passes
+    side by side keep their hidden states each."""
+    rows = prefill_rows(batch_size, length, pass_tokens(setup, model))
     tokens = rows * length
     wide = 2 * max(model.ffn_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
     flat = tokens * (4 * model.hidden_size + wide) * model.dtype_bytes
     eager = model.architecture == "bloom"
     scores = rows * model.num_heads * length**2 * (model.dtype_bytes * 3 + 4) if eager else 0
-    return flat + scores + batch_size * model.vocab_size * (model.dtype_bytes + 4)
+    waiting = (batch_size - rows) * length * model.hidden_size * model.dtype_bytes if setup.blocks else 0
+    return flat + scores + waiting + batch_size * model.vocab_size * (model.dtype_bytes + 4)

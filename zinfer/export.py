@@ -102,6 +102,8 @@ _COLUMNS = {
     "step_median_ms": _Column(float, _timed(lambda p: p.step_median_ms)),
     "e2e_ms": _Column(float, _timed(lambda p: mean(p.e2e_ms))),
     "load_s": _Column(float, lambda p: p.load_s),
+    "load_bytes": _Column(int, lambda p: p.load_bytes),
+    "load_bandwidth_bytes_s": _Column(float, lambda p: p.load_bandwidth),
     "h2d_bandwidth_bytes_s": _Column(float, _timed(lambda p: p.h2d_bandwidth)),
     "link_bandwidth_bytes_s": _Column(float, lambda p: p.link_bandwidth),
     "link_share": _Column(float, _timed(lambda p: p.link_share)),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def slug() -> str:
@@ -114,11 +114,16 @@ def memory_total() -> int:
 
 
 def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The least memory limit of this process's control group and of those above it, in bytes; None where there is none.
+    """The least memory limit of this process's control group and of those above it, in bytes; None if there is none."""
+    return min((limit for limit, _ in _memory_groups(groups, root)), default=None)
+
+
+def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
+    """Limit and use, in bytes, of this process's control group and of those above it, where there is a limit.
 
     Version 2 says ``max`` for no limit, version 1 a number near 2^63.
     """
-    limits = []
+    found = []
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -127,13 +132,67 @@ def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
         group = Path(path.lstrip("/"))
         for level in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):
-                limits.append(int((folder / level / file).read_text()))
-    return min((limit for limit in limits if limit < 1 << 60), default=None)
+                limit = int((folder / level / file).read_text())
+                if limit < 1 << 60:
+                    found.append((limit, _in_use(folder / level)))
+    return found
+
+
+def _in_use(group: Path) -> int:
+    """Bytes that a control group holds and cannot give back, as it can its page cache; 0 where it is not told."""
+    with contextlib.suppress(OSError, ValueError):
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        total = "total_" if "total_cache" in stat else ""  # version 1: with the groups below
+        reclaimable = sum(
+            int(stat.get(f"{total}{kind}", 0)) for kind in ("active_file", "inactive_file", "slab_reclaimable")
+        )
+        return int((group / ("memory.usage_in_bytes" if total else "memory.current")).read_text()) - reclaimable
+    return 0
+
+
+def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Host memory that a process can still get: page cache and swap count, what others hold does not.
+
+    Under a limit above all the memory there is, the limit alone counts: some hosts bring memory in as it is used.
+    """
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    texts = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"]), fields.get("SwapFree", "0")
+    total, *free = (int(text.split()[0]) * 1024 for text in texts)
+    groups = _memory_groups(proc / "self/cgroup", root)
+    room = min((limit - used for limit, used in groups), default=None)
+    if room is None:
+        return sum(free)
+    return max(0, room if min(groups)[0] > total else min(room, sum(free)))
 
 
 def host_bytes() -> int:
     """Memory that a process may use: all there is, or the control group's limit where that is lower."""
     return min(memory_total(), memory_limit() or memory_total())
+
+
+class NumaNode(NamedTuple):
+    """A NUMA node and those of its CPUs that this process may use."""
+
+    number: int
+    cpus: frozenset[int]
+
+
+def numa_node(pci: str, root: Path = Path("/sys")) -> NumaNode | None:
+    """The NUMA node that the device at a PCI address (``0000:3b:00.0``) is on; None where there is only one, where the
+    kernel does not know, and where this process may use none of its CPUs."""
+    nodes = root / "devices/system/node"
+    try:
+        number = int((root / "bus/pci/devices" / pci / "numa_node").read_text())  # -1: unknown, and no such folder
+        cpus = _cpus((nodes / f"node{number}/cpulist").read_text()) & os.sched_getaffinity(0)
+    except (OSError, ValueError):
+        return None
+    return NumaNode(number, cpus) if cpus and len(list(nodes.glob("node[0-9]*"))) > 1 else None
+
+
+def _cpus(text: str) -> frozenset[int]:
+    """The numbers in a list of the kernel's: ``0-3,8``."""
+    ranges = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
+    return frozenset(cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1))
 
 
 def host_facts() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zinfer.engine.base import Engine
 from zinfer.plan import Workload
-from zinfer.record import Status
+from zinfer.record import Span, Status
 
 WARM_UP_STEPS = 2
 SAMPLE_SECONDS = 0.25
@@ -33,12 +33,14 @@ class Samples:
     stage: str = "warm-up"
     status: Status = "ok"
     gpu: dict[str, Any] = field(default_factory=dict)
+    timeline: tuple[Span, ...] = ()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has nothing left to do."""
+    """Wait until the device has computed what it was asked for, as whoever reads the token does. What an engine copies
+    ahead for the next step on a stream of its own goes on meanwhile."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def prompts(workload: Workload, vocab_size: int) -> Tensor:
@@ -62,7 +64,8 @@ def measure(
     """Fill `samples` with up to `repeats` whole runs of `workload`, fewer once `enough` says so of their times (ms).
 
     With no repeats only the warm-up runs, which tells whether the batch fits: the KV cache is taken whole in prefill.
-    Samples are left in place whatever the engine raises. Logits that are not finite end it with status ``nan_output``.
+    Samples are left in place whatever the engine raises. After the last run one more step is traced, outside of all
+    samples; what goes wrong in it is of no consequence. Logits that are not finite end it with status ``nan_output``.
     """
     token_ids = prompts(workload, vocab_size).to(engine.device)
     mask = torch.ones_like(token_ids)
@@ -74,16 +77,22 @@ def measure(
             for _ in range(WARM_UP_STEPS):  # also where no step is timed: they show what a step streams
                 logits = engine.decode(logits.argmax(-1))
             synchronize(engine.device)
+            del logits  # in the midst of the memory that the next prefill takes
             telemetry.start()
             for repeat in range(repeats):
-                _run_once(engine, token_ids, mask, workload, samples, lambda step: beat(samples.stage, step / total))
+                token = _run_once(
+                    engine, token_ids, mask, workload, samples, lambda step: beat(samples.stage, step / total)
+                )
                 if samples.status != "ok":
                     return
                 e2e = [first + sum(rest) for first, rest in zip(samples.ttft_ms, samples.step_ms, strict=True)]
-                if repeat + 1 < repeats and enough(e2e):
+                if repeat + 1 == repeats or enough(e2e):
+                    samples.gpu = telemetry.summary()
+                    with suppress(Exception):
+                        samples.timeline = tuple(Span.model_validate(span) for span in engine.timeline(token))
                     return
         finally:
-            samples.gpu = telemetry.summary()
+            samples.gpu = samples.gpu or telemetry.summary()
             with suppress(Exception):
                 engine.release()
 
@@ -95,8 +104,9 @@ def _run_once(
     workload: Workload,
     samples: Samples,
     tick: Callable[[int], None],
-) -> None:
-    """One repeat: its prefill and its decode steps; nothing is kept of a repeat that does not finish."""
+) -> Tensor:
+    """One repeat: its prefill and its decode steps; nothing is kept of a repeat that does not finish. Returns the last
+    tokens, ``[B]``, for which the KV cache has room: a run takes one token less than is reserved."""
     done = len(samples.ttft_ms) * workload.output_len
     synchronize(engine.device)
     samples.stage = "prefill"
@@ -119,9 +129,10 @@ def _run_once(
         last = time.perf_counter()
     if not bool(torch.isfinite(logits).all()):
         samples.status = "nan_output"
-        return
+        return token
     samples.ttft_ms.append(first_ms)
     samples.step_ms.append(tuple(step_ms))
+    return token
 
 
 class Telemetry:

@@ -24,6 +24,8 @@ Option = str | int | float | bool
 LARGEST_BATCH = 1 << 20  # nobody asks for more
 HOST_SHARE = 0.97  # of host memory a load may take before it is refused
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
+CODECS = ("auto", "none", "lossless")  # of the `stream` engine's weights on the wire
+RING_DEPTH = 6  # pieces between link and slot at least: what comes while a layer of a decode step computes
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
 
 
@@ -136,8 +138,17 @@ def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0)
     return min(parse_bytes(gpu_weights), streamable)
 
 
-def setup_of(case: Case, model: ModelSpec, automatic: int = 0) -> Setup:
-    """How the case's engine keeps and moves weights; `automatic` is what ``--gpu-weights auto`` stands for, in bytes.
+def is_lossless(case: Case, machine: Machine) -> bool:
+    """Whether the case's weights cross the link coded. By default those of `stream` do wherever that can pay: a GPU
+    decodes bf16 at a third of its memory's bandwidth or more, several times what any link brings."""
+    codec = dict(case.options).get("weight_codec", "auto" if case.engine == "stream" else "none")
+    pays = case.offload != "none" and case.dtype == "bfloat16" and machine.gpu_count > 0
+    return codec == "lossless" or (codec == "auto" and pays)
+
+
+def setup_of(case: Case, model: ModelSpec, machine: Machine, automatic: int = 0, depth: int = RING_DEPTH) -> Setup:
+    """How the case's engine keeps and moves weights; `automatic` is what ``--gpu-weights auto`` stands for, in bytes,
+    `depth` what `stream`'s ``ring_depth=auto`` does.
 
     Options that any engine may be planned with: `weight_codec` (lossless), `weight_bits` (8 or 4, with a 16-bit scale
     and zero point for each 64 weights), `kv_offload` (cpu), `gpus`.
@@ -145,7 +156,7 @@ def setup_of(case: Case, model: ModelSpec, automatic: int = 0) -> Setup:
     options = dict(case.options)
     bits = float(options.get("weight_bits", 16))
     ratio = 1.0 if bits >= 16 else (bits + 32 / 64) / (8 * model.dtype_bytes)
-    lossless = options.get("weight_codec") == "lossless" and ratio == 1.0
+    lossless = is_lossless(case, machine) and ratio == 1.0 and case.dtype == "bfloat16"  # other types go as they are
     common = Setup(
         tier=TIERS[case.offload],
         gpus=int(options.get("gpus", 1)),
@@ -157,7 +168,10 @@ def setup_of(case: Case, model: ModelSpec, automatic: int = 0) -> Setup:
     streamable = cost.layers_stored(common, model)
     update: dict[str, object] = {"resident_bytes": resident_bytes(case.gpu_weights, streamable, automatic)}
     if case.engine == "stream":
-        update["slots"] = float(options.get("ring_depth", 2)) * common.wire_ratio + (1 if lossless else 0)
+        asked = options.get("ring_depth", "auto")
+        pieces = depth if asked == "auto" else int(asked)
+        buffers = pieces * piece_bytes(model) * common.wire_ratio if machine.gpu_count else 0.0
+        update |= {"slots": 1 + buffers / model.layer_bytes, "blocks": True, "kept_ratio": common.wire_ratio}
     elif case.engine == "deepspeed":  # fetched a layer at a time; each tensor is a pinned block of its own
         rounded = pinned_block(model.layer_bytes // 3) * 3 * model.num_layers - model.streamed_bytes
         update |= {"slots": 1.0, "host_rounding": max(rounded, 0)}
@@ -170,24 +184,37 @@ def setup_of(case: Case, model: ModelSpec, automatic: int = 0) -> Setup:
     return common.model_copy(update=update)
 
 
+def piece_bytes(model: ModelSpec) -> int:
+    """Of a layer, what crosses the link at a time and waits in one buffer of the ring."""
+    return min(cost.PIECE_BYTES, model.layer_bytes)
+
+
 def _tiers(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None) -> tuple[Bytes, Bytes, Bytes]:
     """Bytes on the device, the host and NVMe at the case's batch size, with nothing resident that need not be."""
     load = case.workload
-    setup = setup_of(case, model)
+    setup = setup_of(case, model, machine)
     return cost.tiers(setup, model, machine, load.batch_size, load.input_len, load.output_len, factors)
 
 
-def automatic_residency(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> int:
-    """Bytes of whole layers that fit beside all else the case needs on the GPUs: what ``--gpu-weights auto`` keeps.
+def share_out(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> tuple[int, int]:
+    """What the GPU memory that the case leaves free is good for: the pieces in `stream`'s ring, and the bytes of whole
+    layers that ``--gpu-weights auto`` keeps.
 
     With the KV cache on the GPU and the batch free, a byte holds more as cache than as a resident weight, so the batch
-    comes first; with the batch given, residency W/(W-R) is all gain.
+    comes first. A ring that holds a layer hides its copy behind a long prefill. With the batch given, residency W/(W-R)
+    is all gain.
     """
     gpu, host, _ = _tiers(case, model, machine, factors)
-    setup = setup_of(case, model)
+    setup = setup_of(case, model, machine)
     free = (machine.device_bytes - gpu.total - (0 if machine.gpu_count else host.total)) * setup.gpus
-    layer = max(1, round(model.layer_bytes * setup.weight_ratio))
-    return min(max(0, free // layer) * layer, cost.layers_stored(setup, model))
+    piece = round(piece_bytes(model) * setup.wire_ratio)
+    whole = -(-model.layer_bytes // cost.PIECE_BYTES)
+    more = max(0, min(whole - RING_DEPTH, free // piece)) if machine.gpu_count else 0
+    if case.engine == "stream" and dict(case.options).get("ring_depth", "auto") == "auto":
+        free -= more * piece
+    layer = max(1, round(model.layer_bytes * setup.weight_ratio * setup.kept_ratio))
+    layers = min(max(0, free // layer), model.num_layers)
+    return RING_DEPTH + more, layers * round(model.layer_bytes * setup.weight_ratio)
 
 
 def make_plan(
@@ -200,8 +227,8 @@ def make_plan(
     """
     load = case.workload
     limits = factors or Factors(link_share=1.0)
-    automatic = automatic_residency(case, model, machine, factors) if case.gpu_weights == "auto" else 0
-    setup = setup_of(case, model, automatic)
+    depth, automatic = share_out(case, model, machine, factors)
+    setup = setup_of(case, model, machine, automatic, depth)
     gpu, host, nvme = cost.tiers(setup, model, machine, load.batch_size, load.input_len, load.output_len, factors)
     step = cost.step(setup, model, machine, load.batch_size, load.input_len + load.output_len // 2, limits)
     prefill = cost.prefill(setup, model, machine, load.batch_size, load.input_len, limits)

@@ -3,7 +3,7 @@
 Measured is solid with markers, a limit is dashed, out of memory is a ×, and what is not known is not drawn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import mean, median
 
 from matplotlib.axes import Axes
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from zinfer.analysis import Spread, best, best_by_load, spread
 from zinfer.analysis import edges as find_edges
 from zinfer.chart import GREY, PALETTE, Sheet, batch_axis, log_axis, looks, series, shortened
+from zinfer.gantt import timeline
 from zinfer.group import Group, Points, by_load
 from zinfer.plan import Case, Plan
 from zinfer.record import Measurement
@@ -20,10 +21,10 @@ from zinfer.units import figures, gb
 _SAME_LIMIT = 1.1  # limits closer than this are drawn as one
 
 
-def draw(group: Group, points: Points) -> dict[str, Figure]:
-    """The figures of a group by name, without those that would have nothing to show."""
+def draw(group: Group, points: Points, names: Collection[str] | None = None) -> dict[str, Figure]:
+    """The figures of a group by name, all of `FIGURES` or those of `names`, without any that would show nothing."""
     with looks():
-        drawn = {figure.__name__: figure(group, points) for figure in (throughput, latency, link, residency)}
+        drawn = {name: figure(group, points) for name, figure in FIGURES.items() if names is None or name in names}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -266,3 +267,8 @@ def _strip(
     kinds = {"× out of\nmemory" if p.status.startswith("oom") else "+ failed" for own in failed.values() for p in own}
     axes.set_ylabel("\n".join(sorted(kinds, reverse=True)), rotation=0, ha="right", va="center", size=8.5)
     axes.grid(axis="y", visible=False)
+
+
+FIGURES: dict[str, Callable[[Group, Points], Figure | None]] = {
+    figure.__name__: figure for figure in (throughput, latency, link, residency, timeline)
+}

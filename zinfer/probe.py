@@ -96,6 +96,11 @@ def measure_link(device: "torch.device | str") -> float:
         return median(_rates(lambda: target.copy_(source, non_blocking=True), source.nbytes, _cuda_seconds, 5))
 
 
+def rate(work: Callable[[], object], amount: float, device: "torch.device", repeats: int) -> dict[str, Any]:
+    """Bytes a second of `work`, which takes `amount` of them, on `device`: median, spread and number of samples."""
+    return _entry(_rates(work, amount, _cuda_seconds if device.type == "cuda" else _cpu_seconds, repeats), "bytes")
+
+
 def _cpu_seconds(work: Callable[[], object]) -> float:
     start = perf_counter()
     work()

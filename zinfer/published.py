@@ -1,11 +1,14 @@
-"""Ratios that others have published, beside the planned ones.
+"""Ratios that others have published, beside the planned ones; and sizes of their lossless codecs, beside the measured.
 
 Where every weight crosses the link at each step, two machines differ as their links do. A published ratio below that
 means that the engine reached a smaller share of the faster link than of the one it was calibrated on; which share, is
 arithmetic.
 """
 
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
+from typing import ClassVar
 
 from zinfer.cost import Factors
 from zinfer.frozen import Frozen
@@ -22,6 +25,30 @@ class Published(Frozen):
     low: float
     high: float
     source: str
+
+
+class PublishedCodec(Frozen):
+    """Size of bf16 weights that a lossless codec of others leaves, as a share, from `low` to `high`."""
+
+    columns: ClassVar = ("codec", "#size", "weights", "source")
+
+    codec: str
+    low: float
+    high: float
+    weights: str
+    source: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Text under `columns`."""
+        low, high = f"{100 * self.low:g}", f"{100 * self.high:g}%"
+        return self.codec, high if self.low == self.high else f"{low}-{high}", self.weights, self.source
+
+
+def codecs() -> tuple[PublishedCodec, ...]:
+    """Those of the catalogue."""
+    with (files("zinfer") / "catalog" / "codecs.toml").open("rb") as file:
+        return tuple(PublishedCodec(codec=name, **entry) for name, entry in tomllib.load(file).items())
 
 
 class Beside(Frozen):

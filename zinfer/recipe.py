@@ -49,7 +49,7 @@ class Sweep(Frozen):
     """A recipe: the axes of a sweep. Every tuple is an axis; the sweep is their product.
 
     `batch_size` is the batches to measure, or "auto": double until memory runs out, then bisect to the exact edge
-    ("auto*4" quadruples).
+    ("auto*4" quadruples; "1,8,32,auto" measures these and the edge).
     """
 
     description: str = ""
@@ -154,19 +154,23 @@ def _product(fixed: dict[str, Option], axes: dict[str, tuple[Option, ...]]) -> I
         yield tuple(sorted(options.items()))
 
 
-def auto_factor(batch_size: str) -> int:
-    """By what ``auto`` (2) or ``auto*N`` multiplies. Raises RecipeError for anything else."""
-    match = re.fullmatch(r"auto(?:\*([2-9]|\d\d+))?", batch_size)
-    if match is None:
-        raise RecipeError(f"--batch-size {batch_size!r}: write auto, or auto*4 to quadruple instead of doubling")
-    return int(match[1] or 2)
+def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
+    """By what ``auto`` (2) or ``auto*N`` multiplies, and the batches that ``1,8,auto`` puts in the place of that.
+    Raises RecipeError for anything else."""
+    *listed, last = batch_size.split(",")
+    match = re.fullmatch(r"auto(?:\*([2-9]|\d\d+))?", last)
+    if match is None or (listed and match[1]):
+        raise RecipeError(f"--batch-size {batch_size!r}: write auto, auto*4 to quadruple instead, or 1,8,auto")
+    batches = parse_batches(",".join(listed)) if listed else ()
+    assert not isinstance(batches, str)
+    return int(match[1] or 2), batches
 
 
 def parse_batches(text: str) -> tuple[int, ...] | str:
-    """``1,2,4``; ``1-64*2`` (1, 2, 4, .. 64); ``8-32+8`` (8, 16, 24, 32); mixed with commas; ``auto`` and ``auto*4``
-    stay as they are. Raises RecipeError."""
-    if text.startswith("auto"):
-        auto_factor(text)
+    """``1,2,4``; ``1-64*2`` (1, 2, 4, .. 64); ``8-32+8`` (8, 16, 24, 32); mixed with commas; ``auto``, ``auto*4`` and
+    ``1,2,auto`` stay as they are. Raises RecipeError."""
+    if text.split(",")[-1].startswith("auto"):
+        automatic(text)
         return text
     found: list[int] = []
     for part in text.split(","):

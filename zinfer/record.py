@@ -5,9 +5,9 @@
 """
 
 from statistics import mean, median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from zinfer.frozen import Frozen
 from zinfer.plan import Case
@@ -41,6 +41,37 @@ class Effective(Frozen):
     settings: dict[str, Any] = Field(default_factory=dict)  # every knob of the engine, at the value in force
 
 
+Lane = Literal["copy", "decode", "compute"]  # over the link, from the wire's code to weights, and with them
+_Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
+
+
+class Span(Frozen):
+    """What one lane did for one layer, in ms from the beginning of a decode step, to the microsecond; no layer: the
+    embedding, the head, and all else outside the layers. Stored as a row, ``["copy",3,17.204,35.391]``: a step has
+    hundreds of them.
+    """
+
+    lane: Lane
+    layer: int | None
+    start_ms: _Moment  # negative where it was under way when the step began
+    end_ms: _Moment
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_row(cls, value: Any) -> Any:
+        return dict(zip(cls.model_fields, value, strict=True)) if isinstance(value, list | tuple) else value
+
+    @model_validator(mode="after")
+    def _forwards(self) -> Self:
+        if self.end_ms < self.start_ms:
+            raise ValueError(f"a span from {self.start_ms} to {self.end_ms} ms")
+        return self
+
+    @model_serializer
+    def _to_row(self) -> tuple[Lane, int | None, float, float]:
+        return self.lane, self.layer, self.start_ms, self.end_ms
+
+
 class Measurement(Frozen):
     """One point: a case, how it ended, and every sample taken on the way.
 
@@ -55,6 +86,7 @@ class Measurement(Frozen):
     ttft_ms: tuple[float, ...] = ()
     step_ms: tuple[tuple[float, ...], ...] = ()
     load_s: float | None = None
+    load_bytes: int | None = None  # weights that were loaded in that time
     gpu_peak_bytes: int | None = None  # most bytes that tensors held at once
     gpu_used_bytes: int | None = None  # of the device after the point: caches, context and other processes included
     host_peak_bytes: int | None = None
@@ -67,6 +99,7 @@ class Measurement(Frozen):
     versions: dict[str, str] = Field(default_factory=dict)
     started_at: str = ""  # ISO 8601, UTC
     predicted: dict[str, float | None] = Field(default_factory=dict)  # what the plan said before
+    timeline: tuple[Span, ...] = ()  # of one more decode step after the timed ones; empty where none was traced
 
     @property
     def usable(self) -> bool:
@@ -77,6 +110,11 @@ class Measurement(Frozen):
     @property
     def is_slice(self) -> bool:
         return self.num_layers is not None and self.num_layers != self.total_layers
+
+    @property
+    def load_bandwidth(self) -> float | None:
+        """Weight bytes a second of the load, coding and page-locking included."""
+        return self.load_bytes / self.load_s if self.load_bytes and self.load_s else None
 
     @property
     def e2e_ms(self) -> tuple[float, ...]:

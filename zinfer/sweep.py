@@ -8,12 +8,13 @@ import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count, takewhile
 from types import FrameType
 from typing import Any
 
 from zinfer.machine import Machine
 from zinfer.plan import LARGEST_BATCH, Case, Plan, make_plan
-from zinfer.recipe import Load, Sweep, auto_factor
+from zinfer.recipe import Load, Sweep, automatic
 from zinfer.record import Measurement, Status
 from zinfer.source import Source
 from zinfer.store import Store
@@ -61,30 +62,39 @@ class Events:
 
     point: Callable[[Measurement, bool], None] = lambda _point, _resumed: None  # the bool: from the record
     loading: Callable[[Job], None] = lambda _job: None
+    loaded: Callable[[int, float], None] = lambda _size, _seconds: None
     progress: Callable[[str, float], None] = lambda _what, _share: None
 
 
-def to_the_edge(limit: int, factor: int = 2) -> Batches:
-    """1, 2, 4, .. until memory runs out or `limit`, then bisection to the largest batch that runs, timed in the end.
+def to_the_edge(limit: int, factor: int = 2, first: Iterable[int] = (), guess: int = 0) -> Batches:
+    """`first`, or else 1, 2, 4, .., until memory runs out or `limit`; then the largest batch that runs, timed last.
 
-    A status is sent in for every batch yielded; anything but ``ok`` counts as not running.
+    It is searched for from `guess` on in growing strides, and by bisection between what ran and what did not. A status
+    is sent in for every batch yielded; anything but ``ok`` counts as not running.
     """
-    good, bad, batch = 0, limit + 1, 1
-    while batch <= limit:
-        if (yield Try(batch)) == "ok":
-            good, batch = batch, batch * factor
-        else:
-            bad = batch
+    good, bad = 0, limit + 1
+    rising = iter(sorted(first)) if first else takewhile(lambda batch: batch <= limit, _powers(factor))
+    for batch in rising:
+        if batch > limit or (yield Try(batch)) != "ok":
+            bad = min(bad, batch)
             break
+        good = batch
     largest_timed = good
+    batch, stride = (guess, 1) if guess > good else (2 * good, good)
     while good and bad - good > 1:
-        middle = (good + bad) // 2
-        if (yield Try(middle, timed=False)) == "ok":
-            good = middle
+        if not good < batch < bad:
+            batch = (good + bad) // 2
+        if (yield Try(batch, timed=False)) == "ok":
+            good, batch = batch, batch + stride
         else:
-            bad = middle
-    if good > largest_timed:
-        yield Try(good)
+            bad, batch = batch, batch - stride
+        stride *= 2
+    while good > largest_timed and (yield Try(good)) != "ok":  # several runs may need a little more than one
+        good -= 1
+
+
+def _powers(factor: int) -> Iterator[int]:
+    return (factor**power for power in count())
 
 
 def listed(batches: Iterable[int]) -> Batches:
@@ -95,11 +105,13 @@ def listed(batches: Iterable[int]) -> Batches:
 
 
 def batches_of(sweep: Sweep, plan: Plan) -> Batches:
-    """The batches to try. Without a GPU an out-of-memory would be the whole machine's, so the plan sets the limit."""
+    """The batches to try. Without a GPU an out-of-memory would be the whole machine's, so the plan sets the limit; with
+    one it guesses the edge."""
     if not isinstance(sweep.batch_size, str):
         return listed(sweep.batch_size)
     limit = LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size)
-    return to_the_edge(limit, auto_factor(sweep.batch_size))
+    factor, first = automatic(sweep.batch_size)
+    return to_the_edge(limit, factor, first, guess=min(plan.max_batch_size, limit))
 
 
 def prepare(
@@ -209,6 +221,7 @@ class _Runner:
                     self._job.target,
                     timeout_s=self._sweep.timeout_s,
                     notice=self._events.progress,
+                    loaded=self._events.loaded,
                 )
                 with self._signals.raised():
                     refused: Measurement | None = self._worker.load(self._job.plan)

@@ -24,6 +24,7 @@ from zinfer.plan import Case, Plan, resident_bytes
 from zinfer.record import Effective, Measurement, Status
 
 Notice = Callable[[str, float], None]
+Loaded = Callable[[int, float], None]  # bytes of weights, and the seconds it took
 BEAT_SECONDS = 0.2
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
 # as long. Sleeping costs next to nothing.
@@ -59,9 +60,10 @@ class Worker:
         *,
         timeout_s: float,
         notice: Notice = lambda _what, _share: None,
+        loaded: Loaded = lambda _size, _seconds: None,
         debug: bool = False,
     ) -> None:
-        self._target, self._timeout, self._notice = target, timeout_s, notice
+        self._target, self._timeout, self._notice, self._loaded = target, timeout_s, notice, loaded
         self._log: IO[bytes] | None = None if debug else tempfile.TemporaryFile()  # noqa: SIM115
         self._oom_kills = _oom_kills()
         self._process = subprocess.Popen(
@@ -85,7 +87,10 @@ class Worker:
     def load(self, plan: Plan) -> Measurement | None:
         """Load `plan`'s engine; None when it is ready, else a Measurement that says why it is not."""
         answer = self._ask({"do": "load", "target": self._target, "plan": plan.model_dump(mode="json")})
-        return Measurement.model_validate(answer["point"]) if "point" in answer else None
+        if "point" in answer:
+            return Measurement.model_validate(answer["point"])
+        self._loaded(answer["load_bytes"], answer["load_s"])
+        return None
 
     def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
         """Measure one case of the loaded engine."""
@@ -210,10 +215,11 @@ class _Server:
             self._facts |= {"versions": versions(self._plan.case.engine), "link_bandwidth": measure_link(device)}
             started = time.monotonic()
             self._engine = engine_class(self._plan, self._beat)
-            self._facts["load_s"] = round(time.monotonic() - started, 3)
+            load = {"load_s": round(time.monotonic() - started, 3), "load_bytes": spec.weight_bytes}
         except BaseException as error:
             return self._answer(self._plan.case, _told(error, "load"))
-        return {"ready": True}
+        self._facts |= load
+        return load
 
     def _answer(self, case: Case, fields: dict[str, Any]) -> dict[str, Any]:
         return {"point": Measurement(case=case, **(self._facts | fields)).model_dump(mode="json")}
@@ -250,12 +256,14 @@ class _Server:
             "ttft_ms": samples.ttft_ms,
             "step_ms": samples.step_ms,
             "gpu": samples.gpu,
+            "timeline": samples.timeline,
             "effective": effective,
             "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         if cuda:
-            free, total = torch.cuda.mem_get_info()
-            fields |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_used_bytes": total - free}
+            with suppress(RuntimeError):  # of a device that was lost after the samples were taken
+                free, total = torch.cuda.mem_get_info()
+                fields |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_used_bytes": total - free}
         status: Status = samples.status
         if status == "ok" and (shortfall := not_as_asked(asked, effective)) is not None:
             status, fields["error"] = "offload_not_effective", shortfall

@@ -23,6 +23,9 @@ PACKAGES = {
 }
 
 
+LOCKS = "; CUDA's page-locking is not bound by it"
+
+
 class Row(NamedTuple):
     """One line of the report: what was looked at, what was found, and what to do if that is not enough."""
 
@@ -81,7 +84,7 @@ def machine_rows() -> list[Row]:
     import shutil
     from pathlib import Path
 
-    from zinfer.hardware import gpus, host_bytes, memory_limit
+    from zinfer.hardware import available_bytes, gpus, host_bytes, memory_limit
     from zinfer.units import gib
 
     devices: list[dict[str, Any]] = gpus()
@@ -94,9 +97,10 @@ def machine_rows() -> list[Row]:
     why = "the control group's limit" if memory_limit() == host_bytes() else "all there is"
     return [
         Row("machine", "GPU", gpu, advice),
-        Row("machine", "host memory", f"{gib(host_bytes())}, {why}"),
-        # CUDA page-locks through its driver, which this limit does not bind; io_uring and mlock are bound by it
-        Row("machine", "memlock limit", "none" if lock == resource.RLIM_INFINITY else gib(lock, 3)),
+        Row("machine", "host memory", f"{gib(host_bytes())}, {why}; {gib(available_bytes())} of it free"),
+        # NVIDIA's driver pins pages itself and asks no limit (os-mlock.c of open-gpu-kernel-modules); mlock, by which
+        # DeepSpeed locks the buffers of offload nvme, and io_uring do.
+        Row("machine", "memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + LOCKS),
         Row("machine", "free disk", gib(shutil.disk_usage(".").free)),
     ]
 

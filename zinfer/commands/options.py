@@ -50,7 +50,7 @@ class Numbers(click.ParamType[Any]):
 
 
 class Batches(click.ParamType[Any]):
-    """``auto``, ``auto*4``, ``1,2,4``, ``1-64*2`` or ``8-64+8``."""
+    """``auto``, ``auto*4``, ``1,2,4``, ``1,8,auto``, ``1-64*2`` or ``8-64+8``."""
 
     name = "auto|n,n,..|n-n*n"
 

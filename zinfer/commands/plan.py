@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become an engine's, so axes of Case.options, with the value that changes nothing
-SCENARIOS = {"weight_codec": "none", "weight_bits": 16, "kv_offload": "none", "gpus": 1}
+SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "gpus": 1}
 
 
 @click.command("plan", short_help="Say what fits where and how fast it will be, without running.")
@@ -38,7 +38,7 @@ SCENARIOS = {"weight_codec": "none", "weight_bits": 16, "kv_offload": "none", "g
 @click.option("--dtype", type=options.Dtype(), help="Weight type; the model's own by default.")
 @click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
 @click.option("--gpu-weights", type=options.GpuWeights(), help="Of the offloaded weights, how much stays on the GPU.")
-@click.option("--weight-codec", type=options.Words(("none", "lossless")), help="How weights cross the link.")
+@click.option("--weight-codec", type=options.Words(("auto", "none", "lossless")), help="How weights cross the link.")
 @click.option("--weight-bits", type=options.Words(("16", "8", "4")), help="Quantised weights, with 16-bit scales.")
 @click.option("--kv-offload", type=options.Words(("none", "cpu")), help="Where the KV cache lives.")
 @click.option("--gpus", type=options.Numbers(), help="GPUs, each with its own link.  [default: 1]")

@@ -1,5 +1,6 @@
 """`zinfer report`: what was measured, what follows from it, and what it costs, as a document."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import click
 from zinfer.commands.prices import price_options
 
 if TYPE_CHECKING:
+    from zinfer.lossless import CodecRecord
     from zinfer.machine import Machine
     from zinfer.report.study import Findings, Question
 
@@ -79,8 +81,11 @@ def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
     from zinfer.report.study import Findings, Study
     from zinfer.store import files, read
 
-    studies, damaged = [], []
-    for file in files(results) if results.exists() else ():
+    studies: list[Study] = []
+    damaged: list[str] = []
+    paths = files(results) if results.exists() else ()
+    codecs = _codecs(dict.fromkeys(file.parent for file in paths), damaged)
+    for file in paths:
         records = read(file)
         damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in records.damaged]
         found = groups(records.points)
@@ -88,7 +93,20 @@ def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
             links = _figures(folder, group.stem(file.stem, alone=len(found) == 1))
             studies.append(Study(file.stem, group, points, _machine(file.parent), records.headers, links))
     against = None if baseline is None else (str(baseline), read(baseline).points)
-    return Findings(tuple(studies), tuple(damaged), against)
+    return Findings(tuple(studies), tuple(damaged), against, codecs=codecs)
+
+
+def _codecs(folders: Iterable[Path], damaged: list[str]) -> "tuple[CodecRecord, ...]":
+    """What `zinfer codec` left in `folders`; a file that cannot be read is named in `damaged`."""
+    from zinfer import lossless
+
+    found = []
+    for path in (folder / lossless.FILE for folder in folders):
+        try:
+            found += [lossless.load(path)] if path.exists() else []
+        except lossless.CodecError as error:
+            damaged.append(str(error))
+    return tuple(found)
 
 
 def _questions(folder: Path) -> "tuple[Question, ...]":
@@ -127,6 +145,6 @@ def _figures(folder: Path, stem: str) -> dict[str, str]:
 
     candidates = {
         name: [f"{stem}-{name}.{form}" for form in ("svg", "png")]
-        for name in ("throughput", "latency", "link", "residency")
+        for name in ("throughput", "latency", "link", "residency", "timeline")
     }
     return {name: there[0] for name, links in candidates.items() if (there := [x for x in links if isfile(folder / x)])}

@@ -96,7 +96,7 @@ def command(
     size = batch_size or max(1, min(len(texts), plan.max_batch_size))
     with Watch() as watch:
         watch.loading(sweep.Job(plan, (plan.case,), target))
-        worker = Worker(target, timeout_s=timeout_s, notice=watch.progress, debug=bool(debug))
+        worker = Worker(target, timeout_s=timeout_s, notice=watch.progress, loaded=watch.loaded, debug=bool(debug))
         try:
             refused = worker.load(plan)
             if refused is not None:

@@ -51,6 +51,10 @@ class Watch:
         weights = f"{gb(plan.model.weight_bytes)}, {plan.case.load_format}"
         self.say(f"loading {plan.case.model} ({weights}) with {plan.case.label()}")
 
+    def loaded(self, size: int, seconds: float) -> None:
+        """How fast the weights came."""
+        self.say(f"loaded {gb(size)} in {duration(seconds)}: {gb(size / max(seconds, 1e-3), 2)}/s")
+
     def point(self, point: Measurement, resumed: bool) -> None:
         """A finished point, in one line."""
         workload = point.case.workload
@@ -69,4 +73,4 @@ class Watch:
         self.say(head + tail + ("  [recorded]" if resumed else ""))
 
     def events(self) -> Events:
-        return Events(point=self.point, loading=self.loading, progress=self.progress)
+        return Events(point=self.point, loading=self.loading, loaded=self.loaded, progress=self.progress)

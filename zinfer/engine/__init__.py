@@ -33,8 +33,8 @@ ENGINES: dict[str, Kind] = {
     "stream": Kind(
         "zinfer.engine.stream:Stream",
         offloads=frozenset({"none", "cpu"}),
-        requires=_TRANSFORMERS,
-        options={"ring_depth": 2, "weight_codec": "none", "packed": "auto"},
+        requires=(*_TRANSFORMERS, "greenlet"),
+        options={"ring_depth": "auto", "weight_codec": "auto", "packed": "auto"},
         gpu_weights=True,
     ),
     "deepspeed": Kind(

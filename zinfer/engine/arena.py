@@ -7,21 +7,27 @@ and takes a fraction of the time; copies from it run at full link speed.
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zinfer.engine.base import Progress, silent
+from zinfer.hardware import NumaNode, available_bytes, numa_node
 from zinfer.units import gb
 
 ALIGNMENT = 256  # bytes; what cuBLAS wants of an operand, and a multiple of every dtype
 PAGE = 4096
-CHUNK = 256 << 20  # bytes one thread touches at a time
+CHUNK = 64 << 20  # bytes one thread touches at a time; so few pages that torch does not split them among more threads
+AHEAD = 8 << 30  # bytes that are touched before they are taken
+LOCK_LIMIT = 1 << 39  # bytes, of which a driver from 580 on cannot hold the table of pages (vLLM #51080)
+LESS = "End what else takes it, or load less: --layers, -O weight_codec=lossless, --engine accelerate --offload nvme."
 
 # Settings of torch's own pinned allocator for an engine that cannot use an arena: memory is touched by several threads
 # and then registered, without rounding. The best first; a torch that does not know a key refuses the line.
@@ -61,56 +67,90 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Block], in
 
 
 class HostArena:
-    """`size` bytes of host memory, all of them present, and page-locked if `pin`.
+    """`size` bytes of host memory, all of them present, and page-locked if `pin`; on the GPU's NUMA node as far as that
+    has room.
 
-    With `grow`, `size` is only a limit: memory is handed out by `take` and becomes present then; `seal` ends that, and
-    page-locks what was taken. Raises MemoryError, saying how much was asked for and what limits it, when the system
-    refuses to lock that much.
+    With `grow`, `size` is only a limit: memory is handed out by `take`, and becomes present then or, where there is
+    plenty, a little ahead of it while what was taken is filled; `seal` ends that, and page-locks what was taken. Raises
+    MemoryError, saying how much was asked for and what there is, before it touches more than is free, and where the
+    driver refuses to lock that much. The memory is private and anonymous: it goes with the process, however that ends,
+    and is neither inherited by children nor part of a core dump.
     """
 
     def __init__(self, size: int, pin: bool, progress: Progress = silent, grow: bool = False) -> None:
         self.size = size
         self.used = 0
-        self._map: mmap.mmap | None = mmap.mmap(-1, max(size, PAGE))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._node = _node_of_gpu()
+        self._map: mmap.mmap | None = _map(max(size, PAGE))
         self.memory: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=max(size, PAGE))
         self.pinned, self._pin = False, pin
+        self._ahead = AHEAD if grow else 0
+        self._threads: ThreadPoolExecutor | None = None
+        self._touching: deque[tuple[int, Future[None]]] = deque()  # chunks under way, by where they begin
+        self._asked = 0  # where the chunks end
         if not grow:
             self.take(size, progress)
             self.seal()
 
+    @property
+    def numa_node(self) -> int | None:
+        """The number of the NUMA node whose CPUs touch the memory; None where any CPU does."""
+        return self._node.number if self._node is not None else None
+
     def take(self, size: int, progress: Progress = silent) -> Tensor:
         """The next `size` bytes, present, uint8 ``[size]``."""
-        start, self.used = self.used, self.used + size
-        if self.used > self.size:
-            raise MemoryError(f"the arena has {gb(self.size)}, and {gb(self.used)} were taken")
-        self._touch(start, self.used, progress)
-        return self.memory[start : self.used]
+        start, end = self.used, self.used + size
+        if end > self.size:
+            raise MemoryError(f"the arena has {gb(self.size)}, and {gb(end)} were taken")
+        if end > self._asked:
+            check_free(end - self._asked)
+            plenty = available_bytes() > size + 4 * self._ahead
+            self._touch(min(self.size, end + (self._ahead if plenty else 0)))
+        while self._touching and self._touching[0][0] < end:
+            begin, done = self._touching.popleft()
+            done.result()
+            progress("taking host memory", min(1.0, (begin + CHUNK - start) / size))
+        self.used = end
+        return self.memory[start:end]
 
     def seal(self) -> None:
         """Take no more: `size` is what was taken, and that is page-locked if it is to be."""
+        self._stop()
         self.size = self.used
+        excess = self.used + -self.used % PAGE
+        if self._map is not None and excess < self._asked:
+            self._map.madvise(mmap.MADV_DONTNEED, excess, self._asked - excess)
         if self._pin:
             self._register()
 
-    def _touch(self, begin: int, end: int, progress: Progress) -> None:
-        """Make every page present, in parallel: some hosts hand memory out slowly at its first use."""
+    def _touch(self, end: int) -> None:
+        """Have every page up to `end` made present, in parallel: some hosts hand memory out slowly at its first use."""
+        if self._threads is None:
+            cpus = self._node.cpus if self._node is not None else frozenset(os.sched_getaffinity(0))
+            self._threads = ThreadPoolExecutor(len(cpus), initializer=_stay_on, initargs=(cpus,))
+        memory = self.memory
 
-        def touch(start: int) -> int:
-            self.memory[start : min(start + CHUNK, end) : PAGE].zero_()
-            return start
+        def touch(start: int) -> None:
+            memory[start : start + CHUNK : PAGE].zero_()
 
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            for start in pool.map(touch, range(begin + -begin % PAGE, end, CHUNK)):  # no page that holds data
-                progress("taking host memory", min(1.0, (start + CHUNK) / end))
+        while self._asked < end:
+            self._touching.append((self._asked, self._threads.submit(touch, self._asked)))
+            self._asked = min(self._asked + CHUNK, self.memory.numel() + -self.memory.numel() % PAGE)
+
+    def _stop(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
+        self._touching.clear()
 
     def _register(self) -> None:
-        code = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), max(self.size, PAGE), 0)
+        runtime = torch.cuda.cudart()
+        code = runtime.cudaHostRegister(self.memory.data_ptr(), max(self.size, PAGE), 0)
         if int(code) != 0:
+            most = f"many drivers lock less than {gb(LOCK_LIMIT)} at once" if self.size >= LOCK_LIMIT else ""
             raise MemoryError(
-                f"the system refused to page-lock {gb(self.size)} of host memory (CUDA error {int(code)}); "
-                "raise the memlock limit (`ulimit -l unlimited`) or use fewer layers"
+                f"the GPU's driver refused to page-lock {gb(self.size)} of host memory "
+                f"({runtime.cudaGetErrorString(code)}); {most or f'{gb(available_bytes())} more are free'}. {LESS}"
             )
         self.pinned = True
 
@@ -120,11 +160,49 @@ class HostArena:
 
     def close(self) -> None:
         """Unlock and unmap. Views must not be used afterwards."""
+        self._stop()
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
             self.pinned = False
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._map = None  # unmapped with its last view; closing it under a live view would raise
+
+
+def check_free(size: int) -> None:
+    """Raise MemoryError, which says what to do, unless `size` bytes of host memory are free."""
+    free = available_bytes()
+    if size > free:
+        raise MemoryError(f"{gb(size)} of host memory are needed and {gb(free)} are free. {LESS}")
+
+
+def _map(size: int) -> mmap.mmap:
+    """`size` bytes that are not present yet. Nothing is reserved for them (some hosts have little memory at first, and
+    more as it is used): `check_free` sees to it."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    try:
+        found = mmap.mmap(-1, size, flags=flags)
+    except OSError as error:
+        limits = "`ulimit -v` and vm.overcommit_memory may limit it"
+        raise MemoryError(f"the system refused to map {gb(size)} ({error.strerror}); {limits}. {LESS}") from None
+    # A fork of a process with page-locked memory copies that; huge pages are touched and locked faster.
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
+        with suppress(OSError):  # a kernel without it
+            found.madvise(advice)
+    return found
+
+
+def _node_of_gpu() -> NumaNode | None:
+    """The NUMA node of the GPU that computes, if there is one."""
+    if not torch.cuda.is_available():
+        return None
+    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return numa_node(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+
+
+def _stay_on(cpus: frozenset[int]) -> None:
+    """Keep the calling thread, and no other, on `cpus`: the kernel takes the memory it touches from their node."""
+    with suppress(OSError):
+        os.sched_setaffinity(0, cpus)
 
 
 def set_pinned_allocator() -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zinfer.engine import ENGINES
 from zinfer.plan import Plan
-from zinfer.record import Effective
+from zinfer.record import Effective, Span
 
 Progress = Callable[[str, float], None]  # what is being done, and the share of it that is done (0 to 1)
 
@@ -43,6 +43,14 @@ class Engine(ABC):
     @abstractmethod
     def decode(self, token_ids: Tensor) -> Tensor:
         """One step for all rows: the tokens chosen last, ``[B]``, to the next logits ``[B, V]``, both on the device."""
+
+    def timeline(self, token_ids: Tensor) -> tuple[Span, ...]:
+        """One more decode step, traced; empty, and no step made, where the engine cannot tell.
+
+        All that was under way during the step is told, also copies that began before it or end after it. A span begins
+        when its stream has done waiting: what no span of a lane covers counts as idle.
+        """
+        return ()
 
     @abstractmethod
     def effective(self) -> Effective:

@@ -6,6 +6,7 @@ left-padded rows count from their own first token, as `generate` does it.
 
 import inspect
 from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from zinfer.cost import prefill_rows
+from zinfer.cost import pass_tokens, prefill_rows
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Progress, silent
 from zinfer.engine.cache import make_cache, show_rows
-from zinfer.plan import Plan
+from zinfer.plan import Plan, setup_of
 
 
 class Decoder(Engine):
@@ -71,16 +72,26 @@ class Decoder(Engine):
         self._length = length
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self._next_position = positions[:, -1:] + 1
-        at_once = prefill_rows(batch_size, length)
-        if at_once >= batch_size or not show_rows(self._cache, slice(0, at_once), 0):
+        setup = setup_of(self.plan.case, self.plan.model, self.plan.machine)
+        at_once = prefill_rows(batch_size, length, pass_tokens(setup, self.plan.model))
+        if at_once >= batch_size or not self._show(slice(0, batch_size), 0):
             return self._step(token_ids, positions, slice(None))
-        logits = []
-        for start in range(0, batch_size, at_once):
-            rows = slice(start, min(start + at_once, batch_size))
-            show_rows(self._cache, rows, 0)
-            logits.append(self._step(token_ids[rows], positions[rows], rows))
-        show_rows(self._cache, slice(0, batch_size), length)
+        parts = [slice(start, min(start + at_once, batch_size)) for start in range(0, batch_size, at_once)]
+        logits = self._in_parts(parts, lambda rows: self._step(token_ids[rows], positions[rows], rows))
+        self._show(slice(0, batch_size), length)
         return torch.cat(logits)
+
+    def _in_parts(self, parts: list[slice], work: Callable[[slice], Tensor]) -> list[Tensor]:
+        """`work`, a forward pass, for each part of the batch, from the prompts' beginning on."""
+        logits = []
+        for rows in parts:
+            self._show(rows, 0)
+            logits.append(work(rows))
+        return logits
+
+    def _show(self, rows: slice, length: int) -> bool:
+        """Narrow the cache to `rows`, at position `length`; False where it is not of our making."""
+        return self._cache is not None and show_rows(self._cache, rows, length)
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:

@@ -1,20 +1,20 @@
 """Weights, one tensor at a time, for whoever keeps them: random ones made on the device, or a checkpoint's.
 
 A checkpoint's tensors pass through `transformers`' own conversion (names differ between versions, Mixtral's experts are
-stored one by one and used fused), a decoder layer at a time, so that the peak of host memory is one layer.
+stored one by one and used fused), a decoder layer at a time. While one layer is used, many threads read the next, so
+that a load takes as long as the slower of both; the peak of host memory is two layers.
 """
 
 import inspect
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from zinfer.checkpoint import Checkpoint, CheckpointError
 from zinfer.engine.base import Progress, silent
+from zinfer.engine.read import Group, groups_mapped, groups_read
 from zinfer.model import LAYER_INDEX, ModelError, ModelSpec
 from zinfer.plan import LoadFormat
 
@@ -86,22 +87,25 @@ def weights(
     load_format: LoadFormat,
     device: torch.device,
     progress: Progress = silent,
-) -> Iterator[tuple[str, Tensor]]:
+    mapped: bool = False,
+) -> Generator[tuple[str, Tensor]]:
     """Every parameter of `model` (as `empty_model` makes it) once, by its name in `named_parameters`; tied ones once.
 
-    The tensor is a loan until the next one is asked for, and the model has to stay as it is until the last. Raises
-    CheckpointError when the checkpoint lacks one.
+    The tensor is a loan until the next one is asked for, and the model has to stay as it is until the last; who stops
+    before that closes the generator, which reads ahead. With `mapped`, tensors of a checkpoint may be kept: they are
+    views of its files, and read when they are used. Raises CheckpointError when the checkpoint lacks one.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     done = 0
-    tensors = dummy(model, device) if load_format == "dummy" else from_checkpoint(model, spec)
-    for name, tensor in tensors:
-        yield name, tensor
-        done += tensor.numel()
-        progress("loading weights", done / total)
+    source = dummy(model, device) if load_format == "dummy" else from_checkpoint(model, spec, mapped)
+    with closing(source) as tensors:
+        for name, tensor in tensors:
+            yield name, tensor
+            done += tensor.numel()
+            progress("loading weights", done / total)
 
 
-def dummy(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def dummy(model: PreTrainedModel, device: torch.device) -> Generator[tuple[str, Tensor]]:
     """Normally distributed weights at the scale of a fresh initialisation, made on `device`.
 
     Matrices and biases have the configuration's `initializer_range` as standard deviation, norm scales the same around
@@ -117,7 +121,7 @@ def dummy(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, T
         yield name, tensor.normal_(1.0 if name in norms else 0.0, std, generator=generator)
 
 
-def from_checkpoint(model: PreTrainedModel, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def from_checkpoint(model: PreTrainedModel, spec: ModelSpec, mapped: bool = False) -> Generator[tuple[str, Tensor]]:
     """The parameters of `model` out of the safetensors under `spec.directory`, on the CPU, in the model's dtype."""
     if spec.directory is None:
         raise CheckpointError(f"{spec.name} has no local checkpoint; use --load-format dummy or give a folder")
@@ -136,38 +140,32 @@ def from_checkpoint(model: PreTrainedModel, spec: ModelSpec) -> Iterator[tuple[s
     )
     # transformers < 5.5 has a tensor-parallel plan as a required argument.
     extra = {"tp_plan": None} if "tp_plan" in inspect.signature(convert_and_load_state_dict_in_model).parameters else {}
-    for group in _by_layer(checkpoint, spec.num_layers):
-        with ExitStack() as stack:
-            files = {checkpoint.tensors[key].file for key in group}
-            readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
+    groups = _by_layer(checkpoint, spec.num_layers)
+    with closing((groups_mapped if mapped else groups_read)(checkpoint, groups)) as contents:
+        for content in contents:
             info = convert_and_load_state_dict_in_model(
-                model=model,
-                state_dict={key: readers[checkpoint.tensors[key].file].get_slice(key) for key in group},
-                load_config=load_config,
-                **extra,
+                model=model, state_dict=content, load_config=load_config, **extra
             )[0]
-        trouble = [*info.conversion_errors.values(), *info.mismatched_keys]
-        if trouble:
-            raise CheckpointError(f"{spec.directory} does not fit a {spec.architecture} model: {trouble[0]}")
-        for module, leaf, parameter in slots:
-            value = module._parameters[leaf]
-            if value is None or value is parameter:
-                continue
-            module._parameters[leaf] = parameter
-            name = names[id(parameter)]
-            if name in missing:  # a tied weight may be stored under both of its names
-                missing.remove(name)
-                yield name, value.data
+            trouble = [*info.conversion_errors.values(), *info.mismatched_keys]
+            if trouble:
+                raise CheckpointError(f"{spec.directory} does not fit a {spec.architecture} model: {trouble[0]}")
+            for module, leaf, parameter in slots:
+                value = module._parameters[leaf]
+                if value is None or value is parameter:
+                    continue
+                module._parameters[leaf] = parameter
+                name = names[id(parameter)]
+                if name in missing:  # a tied weight may be stored under both of its names
+                    missing.remove(name)
+                    yield name, value.data
     if missing:
         raise CheckpointError(f"{spec.directory} lacks {len(missing)} tensors, {min(missing)} among them")
 
 
-def _by_layer(checkpoint: Checkpoint, num_layers: int) -> Iterator[list[str]]:
+def _by_layer(checkpoint: Checkpoint, num_layers: int) -> list[Group]:
     """Checkpoint names in groups that belong together: what lies outside the layers, then each layer wanted."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name in checkpoint.tensors:
         match = LAYER_INDEX.search(name)
         groups[int(match[1]) if match else -1].append(name)
-    for index in sorted(groups):
-        if index < num_layers:
-            yield groups[index]
+    return [tuple(groups[index]) for index in sorted(groups) if index < num_layers]

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 
-from zinfer.report import evidence, measured, money, predicted
+from zinfer.report import coding, evidence, measured, money, predicted
 from zinfer.report.claims import claims
 from zinfer.report.document import Block, Document, Section
 from zinfer.report.study import Findings
+from zinfer.report.traced import link_waits
 
 
 def document(findings: Findings) -> Document:
@@ -14,11 +15,11 @@ def document(findings: Findings) -> Document:
     sections = (
         measured.answer(findings),
         measured.question(findings),
-        measured.system(findings),
+        _with(measured.system(findings), coding.blocks(findings)),
         predicted.memory(findings),
         measured.results(findings),
         measured.offload(findings),
-        predicted.bottleneck(findings, known),
+        _with(predicted.bottleneck(findings, known), link_waits(findings)),
         money.sizing(findings),
         _with(predicted.machines(findings, known), claims(findings, known)),
         evidence.comparison(findings),

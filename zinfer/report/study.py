@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from zinfer.economics import Prices
 from zinfer.group import Group, Points
+from zinfer.lossless import CodecRecord
 from zinfer.machine import Machine
 from zinfer.model import ModelError, ModelSpec, catalogue_names, resolve
 from zinfer.plan import Case
@@ -53,6 +54,7 @@ class Findings(NamedTuple):
     prices: Prices = Prices()
     demand: Demand | None = None
     questions: tuple[Question, ...] = ()
+    codecs: tuple[CodecRecord, ...] = ()
 
     @property
     def machines(self) -> dict[str, Machine]:

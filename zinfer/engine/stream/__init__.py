@@ -1,11 +1,11 @@
-"""The `stream` engine: weights in pinned host memory, a few slots on the GPU, a link that never waits.
+"""The `stream` engine: weights in pinned host memory, one layer of them on the GPU, a link that never waits.
 
 Decode reads every layer once a step and a layer's copy takes far longer than its compute, so the step time is the bytes
-over the link bandwidth, provided that a copy is always under way. The ring runs ahead of compute across layers and
-across steps: while the head turns the last layer's output into a token, the first layers of the next step are coming.
+on the wire over the link bandwidth, provided that a copy is always under way. The ring runs ahead of compute across
+layers and across steps: while the head turns the last layer's output into a token, the next step's first layer comes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import torch
@@ -13,17 +13,18 @@ from torch import Tensor, nn
 
 from zinfer.cost import Factors
 from zinfer.engine import EngineError
-from zinfer.engine.arena import Block, HostArena, lay_out
+from zinfer.engine.arena import HostArena, check_free
 from zinfer.engine.decoder import Decoder
 from zinfer.engine.stream import packed
+from zinfer.engine.stream.blocks import interleave
+from zinfer.engine.stream.image import Image, by_layer, pack, plain
 from zinfer.engine.stream.ring import Ring
-from zinfer.engine.stream.wire import CodedRing, by_layer, pack
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
-from zinfer.plan import Workload, automatic_residency, resident_bytes
-from zinfer.record import Effective
+from zinfer.plan import CODECS, LOSSLESS_RATIO, RING_DEPTH, Workload, is_lossless, resident_bytes, share_out
+from zinfer.record import Effective, Span
 from zinfer.source import revision_of
 
-# What a plan does not see of the GPU's memory (gaps, moments of a step) must not be given to resident layers.
+# What a plan does not see of the GPU's memory (gaps, moments of a step) must not be given away.
 CAUTIOUS = Factors(memory=1.5)
 
 
@@ -36,59 +37,55 @@ class Stream(Decoder):
 
     def _load(self) -> None:
         plan = self.plan
+        if self.options["weight_codec"] not in CODECS:
+            raise EngineError(f"weight_codec={self.options['weight_codec']}: choose from {', '.join(CODECS)}")
         self.model = empty_model(plan.model)
-        stack_name, self._layers = decoder_layers(self.model)
-        prefix = f"{stack_name}."
+        stack, self._layers = decoder_layers(self.model)
+        prefix = f"{stack}."
         streamed = plan.case.offload == "cpu"
-        lossless = self._lossless()
+        self._lossless = streamed and is_lossless(plan.case, plan.machine)
         resident = {
             name: nn.Parameter(torch.empty_like(parameter, device=self.device), requires_grad=False)
             for name, parameter in self.model.named_parameters()
             if not (streamed and name.startswith(prefix))
         }
         destination: dict[str, Tensor] = dict(resident)
-        if streamed and not lossless:
-            destination |= self._make_ring(prefix)
+        images = self._plain_images(prefix, destination) if streamed and not self._lossless else []
         loaded = weights(self.model, plan.model, plan.case.load_format, self.device, self.progress)
-        if streamed and lossless:
-            self._make_coded_ring(prefix, destination, loaded)
+        if self._lossless:
+            images = self._coded_images(prefix, destination, loaded)
         else:
             for name, tensor in loaded:
                 destination[name].data.copy_(tensor)
-        install(self.model, resident)
-        if self._ring is not None:
+        if self._arena is not None:
+            self._ring = Ring(self._arena.memory, images, self._least_depth, self.device)
+            for index, layer in enumerate(self._layers):
+                self._ring.attach(index, layer)
             self._ring.start()
+        install(self.model, resident)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready()
 
-    def _make_ring(self, prefix: str) -> dict[str, Tensor]:
-        """The arena and the ring; returns the host tensors to fill, by parameter name."""
-        layouts: list[tuple[dict[str, Block], int]] = [lay_out(layer.named_parameters()) for layer in self._layers]
-        bases = [0]
-        for _, size in layouts:
-            bases.append(bases[-1] + size)
-        self._arena = HostArena(bases[-1], pin=self.device.type == "cuda", progress=self.progress)
-        self._ring = Ring(self._arena.memory, bases, int(self.options["ring_depth"]), self.device)
-        host: dict[str, Tensor] = {}
-        for index, (layer, (blocks, _)) in enumerate(zip(self._layers, layouts, strict=True)):
-            views = self._arena.views(blocks, bases[index])
-            host |= {f"{prefix}{index}.{name}": view for name, view in views.items()}
-            self._ring.attach(index, layer, blocks)
-        return host
+    def _plain_images(self, prefix: str, destination: dict[str, Tensor]) -> list[Image]:
+        """The arena, laid out for the layers as they are; adds the host tensors to fill to `destination`."""
+        images: list[Image] = []
+        for layer in self._layers:
+            images.append(plain(layer.named_parameters(), images[-1].end if images else 0))
+        self._arena = HostArena(images[-1].end, pin=self.device.type == "cuda", progress=self.progress)
+        for index, image in enumerate(images):
+            views = self._arena.views(image.blocks, image.start)
+            destination |= {f"{prefix}{index}.{name}": view for name, view in views.items()}
+        return images
 
-    def _lossless(self) -> bool:
-        codecs = ("none", "lossless")
-        if self.options["weight_codec"] not in codecs:
-            raise EngineError(f"weight_codec={self.options['weight_codec']}: choose from {', '.join(codecs)}")
-        return bool(self.options["weight_codec"] == "lossless")
-
-    def _make_coded_ring(
-        self, prefix: str, destination: dict[str, Tensor], loaded: Iterator[tuple[str, Tensor]]
-    ) -> None:
-        """The arena and the ring of packed layers; takes all of `loaded`, which has a layer's tensors side by side."""
-        raw = sum(lay_out(layer.named_parameters())[1] for layer in self._layers)
+    def _coded_images(
+        self, prefix: str, destination: dict[str, Tensor], loaded: Generator[tuple[str, Tensor]]
+    ) -> list[Image]:
+        """The arena, filled with packed layers; takes all of `loaded`, which has a layer's tensors side by side."""
+        raw = sum(plain(layer.named_parameters(), 0).slot_bytes for layer in self._layers)
         self._arena = HostArena(raw, pin=self.device.type == "cuda", grow=True)
         folder = self._packed()
+        if folder is None:
+            check_free(round(raw * LOSSLESS_RATIO))
         images = dict(enumerate(packed.load(folder, self._arena, self.progress))) if folder is not None else {}
         wanted = len(destination) if images else -1  # with the layers at hand, only what lies outside them is read
         for index, group in by_layer(prefix, loaded):
@@ -104,12 +101,9 @@ class Stream(Decoder):
                 images[index] = pack(tensors, self._arena)
             if not wanted:
                 break
+        loaded.close()  # it reads ahead
         self._arena.seal()
-        ordered = [images[index] for index in range(len(self._layers))]
-        ring = CodedRing(self._arena.memory, ordered, int(self.options["ring_depth"]), self.device)
-        for index, layer in enumerate(self._layers):
-            ring.bind(index, layer)
-        self._ring = ring
+        return [images[index] for index in range(len(self._layers))]
 
     def _packed(self) -> Path | None:
         """The folder of the checkpoint's packed layers, if there is one."""
@@ -118,30 +112,52 @@ class Stream(Decoder):
             return None
         return packed.find(spec, revision_of(spec, load_format), str(self.options["packed"]))
 
+    @property
+    def _least_depth(self) -> int:
+        asked = self.options["ring_depth"]
+        return RING_DEPTH if asked == "auto" else int(asked)
+
     def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
         if self._ring is not None:
             self.release()
             self._ring.rewind()
-            self._ring.keep(self._residents(token_ids.shape[0], token_ids.shape[1], reserve))
+            self._share_out(self._ring, token_ids.shape[0], token_ids.shape[1], reserve)
         return super().prefill(token_ids, attention_mask, reserve)
 
-    def _residents(self, batch_size: int, input_len: int, output_len: int) -> list[int]:
-        """The layers that stay on the GPU, as many as the case says, spread evenly so that the link never idles."""
-        case, depth = self.plan.case, len(self._layers)
-        if case.gpu_weights is None:
-            return []
-        assert self._ring is not None
-        model, automatic = self.plan.model, 0
-        if case.gpu_weights == "auto":
-            load = Workload(batch_size=batch_size, input_len=input_len, output_len=max(1, output_len))
-            automatic = automatic_residency(
-                case.model_copy(update={"workload": load}), model, self.plan.machine, CAUTIOUS
-            )
-        if case.gpu_weights.endswith("%"):
-            count = round(resident_bytes(case.gpu_weights, depth * 100) / 100)
-        else:
-            count = min(depth, resident_bytes(case.gpu_weights, 1 << 62, automatic) // self._ring.slot_bytes)
-        return [index for index in range(depth) if (index + 1) * count // depth > index * count // depth]
+    def _share_out(self, ring: Ring, batch_size: int, input_len: int, output_len: int) -> None:
+        """Give the GPU memory that the batch leaves free to the ring, up to a layer of buffers, and to layers that stay
+        as the case says: spread evenly through the depth, so that the link never idles."""
+        load = Workload(batch_size=batch_size, input_len=input_len, output_len=max(1, output_len))
+        case = self.plan.case.model_copy(update={"workload": load})
+        buffers, automatic = share_out(case, self.plan.model, self.plan.machine, CAUTIOUS)
+        if self.options["ring_depth"] != "auto":
+            buffers = self._least_depth
+        layers, raw = len(self._layers), sum(parameter.nbytes for parameter in self._layers[0].parameters())
+        resident = resident_bytes(case.gpu_weights, layers * raw, automatic)
+        share = case.gpu_weights is not None and case.gpu_weights.endswith("%")
+        count = round(resident / raw) if share else resident // raw
+        stay = [index for index in range(layers) if (index + 1) * count // layers > index * count // layers]
+        ring.resize(min(buffers, ring.depth))  # what shrinks goes first
+        ring.keep(stay)
+        ring.resize(buffers)
+        ring.start()
+
+    def _in_parts(self, parts: list[slice], work: Callable[[slice], Tensor]) -> list[Tensor]:
+        ring, cache = self._ring, self._cache
+        if ring is None or cache is None:
+            return super()._in_parts(parts, work)
+
+        def enter(part: int, layer: int) -> None:
+            cache.layers[layer].window(parts[part], 0)
+
+        def one(rows: slice) -> Callable[[], Tensor]:
+            def run() -> Tensor:
+                self._show(rows, 0)
+                return work(rows)
+
+            return run
+
+        return interleave(ring, [one(rows) for rows in parts], enter)
 
     def decode(self, token_ids: Tensor) -> Tensor:
         before = self._ring.bytes_copied if self._ring is not None else 0
@@ -149,9 +165,16 @@ class Stream(Decoder):
         self._streamed_per_step = self._ring.bytes_copied - before if self._ring is not None else 0
         return logits
 
+    def timeline(self, token_ids: Tensor) -> tuple[Span, ...]:
+        if self._ring is None:
+            return ()
+        with self._ring.watched() as trace:
+            self.decode(token_ids)
+            return trace.spans()
+
     def _delivered(self) -> int:
-        """Weight bytes that a step found in its slots, which were fewer on the wire if they were coded."""
-        if not isinstance(self._ring, CodedRing) or not self._streamed_per_step:
+        """Weight bytes that a step found in the slot, which were fewer on the wire if they were coded."""
+        if self._ring is None or not self._streamed_per_step or not self._lossless:
             return self._streamed_per_step
         layers = [self._layers[index] for index in self._ring.streamed]
         return sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
@@ -167,8 +190,10 @@ class Stream(Decoder):
             pinned_bytes=self._arena.size if self._arena.pinned else 0,
             settings={
                 "ring_depth": self._ring.depth,
+                "buffer_bytes": self._ring.buffer_bytes,
                 "slot_bytes": self._ring.slot_bytes,
-                "weight_codec": self.options["weight_codec"],
+                "weight_codec": "lossless" if self._lossless else "none",
+                "numa_node": self._arena.numa_node,
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
                 "attention": self.model.config._attn_implementation,
             },

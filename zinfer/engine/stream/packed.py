@@ -9,30 +9,30 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
-from zinfer.engine.arena import Block, HostArena, lay_out
+from zinfer.engine.arena import Block, HostArena, check_free, lay_out
 from zinfer.engine.base import Progress, silent
+from zinfer.engine.read import as_bytes, fill, reading
 from zinfer.engine.stream.codec import Layout
-from zinfer.engine.stream.wire import Coded, Image, by_layer, pack
+from zinfer.engine.stream.image import Image, Piece, by_layer, pack
 from zinfer.engine.weights import decoder_layers, weights
 from zinfer.model import ModelSpec
 from zinfer.units import gb
 
 PACKED = Path("engines/packed")
 DATA, INDEX = "layers.bin", "packed.json"
-FORMAT = 1
-READ_BYTES = 64 << 20  # that one thread reads at a time
+FORMAT = 2
+LAYERS_AHEAD = 3  # layers that are read while one is checked: a checksum takes about as long as a fast disk
 
 
 def folder_name(spec: ModelSpec, revision: str) -> str:
@@ -72,10 +72,10 @@ def write(
                     continue
                 arena = HostArena(sizes[index], pin=False, grow=True)
                 image = pack({name: tensor.to(device, copy=True) for name, tensor in group}, arena)
-                memory = _bytes(arena.memory[: image.end])
-                images[index] = _told(image, memory) | {"start": end, "end": end + image.end}
+                memory = as_bytes(arena.memory[: arena.used])
+                images[index] = _told(image, memory) | {"start": end, "end": end + arena.used}
                 stream.write(memory)
-                end += image.end
+                end += arena.used
                 del memory
                 arena.close()
             stream.flush()
@@ -96,23 +96,18 @@ def write(
 def _told(image: Image, memory: memoryview) -> dict[str, Any]:
     """An image as JSON, with the checksums of its pieces."""
     blocks = {name: [block.offset, list(block.shape), str(block.dtype)[6:]] for name, block in image.blocks.items()}
-    names = {block: name for name, block in image.blocks.items()}
-    coded = [{"name": names[piece.block], "offset": piece.offset, **asdict(piece.layout)} for piece in image.coded]
-    sums = [zlib.crc32(piece) for piece in _pieces(image, memory)]
-    return {"slot_bytes": image.slot_bytes, "blocks": blocks, "coded": coded, "raw": image.raw, "crc32": sums}
+    pieces = [
+        [piece.start, piece.end, piece.place, piece.layout and [piece.layout.numel, *piece.layout.sections]]
+        for piece in image.pieces
+    ]
+    sums = [zlib.crc32(part) for part in _parts(image, memory)]
+    return {"slot_bytes": image.slot_bytes, "blocks": blocks, "pieces": pieces, "crc32": sums}
 
 
-def _pieces(image: Image, memory: memoryview) -> Iterator[memoryview]:
-    """The parts of an image that have a checksum each: coded tensors, then the rest."""
-    for piece in image.coded:
-        yield memory[piece.offset : piece.offset + piece.layout.size]
-    offset, _, size = image.raw
-    yield memory[offset : offset + size]
-
-
-def _bytes(memory: Tensor) -> memoryview:
-    array: Any = memory.numpy()
-    return memoryview(array)
+def _parts(image: Image, memory: memoryview) -> Iterator[memoryview]:
+    """The bytes of an image's pieces; `memory` begins where the image does."""
+    for piece in image.pieces:
+        yield memory[piece.start - image.start : piece.end - image.start]
 
 
 def find(spec: ModelSpec, revision: str, where: str) -> Path | None:
@@ -139,44 +134,38 @@ def find(spec: ModelSpec, revision: str, where: str) -> Path | None:
 def load(folder: Path, arena: HostArena, progress: Progress = silent) -> list[Image]:
     """Read the packed layers of `folder` into `arena`, with many threads, and check them.
 
-    Raises CheckpointError for data that are cut off or damaged, naming the layer.
+    Raises CheckpointError for data that are cut off or damaged, naming the layer, and MemoryError, with nothing read
+    yet, where there is too little memory for them.
     """
     told = _read(folder)
     path = folder / DATA
     if not path.is_file() or path.stat().st_size != told["bytes"]:
         raise CheckpointError(f"{path} is cut off: pack it again")
-    images = []
-    with path.open("rb") as stream, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for index, entry in enumerate(told["images"]):
-            image = _image(entry, arena.used)
-            memory = arena.take(image.end - image.start)
-            _each(pool, _reads(memory, stream.fileno(), entry["start"]))
-            if list(pool.map(zlib.crc32, _pieces(image, _bytes(memory)))) != entry["crc32"]:
+    check_free(told["bytes"])
+    images: list[Image] = []
+    under_way: deque[Future[int]] = deque()
+    with (
+        reading() as readers,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores,
+        ThreadPoolExecutor(LAYERS_AHEAD) as layers,
+    ):
+
+        def check(index: int, memory: memoryview, reads: list[Future[None]]) -> int:
+            entry = told["images"][index]
+            for done in reads:
+                done.result()
+            if list(cores.map(zlib.crc32, _parts(images[index], memory))) != entry["crc32"]:
                 raise CheckpointError(f"{path}: layer {index} is damaged: pack it again")
-            images.append(image)
-            progress("loading packed layers", entry["end"] / told["bytes"])
+            return int(entry["end"])
+
+        for index, entry in enumerate(told["images"]):
+            images.append(_image(entry, arena.used))
+            memory = arena.take(entry["end"] - entry["start"])
+            reads = fill(readers, memory, path, entry["start"])
+            under_way.append(layers.submit(check, index, as_bytes(memory), reads))
+            while len(under_way) > (LAYERS_AHEAD if index + 1 < len(told["images"]) else 0):
+                progress("loading packed layers", under_way.popleft().result() / told["bytes"])
     return images
-
-
-def _reads(memory: Tensor, file: int, start: int) -> Iterator[Callable[[], None]]:
-    """Jobs that fill `memory` with the bytes of `file` from `start` on."""
-    view = _bytes(memory)
-
-    def read(begin: int, end: int) -> None:
-        while begin < end:
-            count = os.preadv(file, [view[begin:end]], start + begin)
-            if not count:
-                raise CheckpointError("the packed layers end before their time: pack them again")
-            begin += count
-
-    for begin in range(0, len(view), READ_BYTES):
-        end = min(begin + READ_BYTES, len(view))
-        yield lambda begin=begin, end=end: read(begin, end)  # type: ignore[misc]
-
-
-def _each(pool: ThreadPoolExecutor, jobs: Iterator[Callable[[], None]]) -> None:
-    for done in [pool.submit(job) for job in jobs]:
-        done.result()
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -195,10 +184,8 @@ def _image(entry: dict[str, Any], start: int) -> Image:
         name: Block(offset, torch.Size(shape), getattr(torch, dtype))
         for name, (offset, shape, dtype) in entry["blocks"].items()
     }
-    coded = tuple(
-        Coded(one["offset"], Layout(one["numel"], tuple(one["sections"])), blocks[one["name"]])
-        for one in entry["coded"]
+    pieces = tuple(
+        Piece(start + begin, start + end, place, layout and Layout(layout[0], tuple(layout[1:])))
+        for begin, end, place, layout in entry["pieces"]
     )
-    offset, place, size = entry["raw"]
-    end = start + entry["end"] - entry["start"]
-    return Image(start, end, entry["slot_bytes"], blocks, coded, (offset, place, size))
+    return Image(pieces, blocks, entry["slot_bytes"])

@@ -162,9 +162,9 @@ def _weights(
     model: PreTrainedModel, spec: ModelSpec, load_format: LoadFormat, spooled: bool, folder: Path, progress: Progress
 ) -> Iterator[dict[str, Tensor]]:
     """The model's parameters, as views of mapped files."""
-    source = weights(model, spec, load_format, torch.device("cpu"), progress)
+    source = weights(model, spec, load_format, torch.device("cpu"), progress, mapped=not spooled)
     if not spooled:
-        yield {name: tensor.contiguous() for name, tensor in source}  # safetensors maps its file; no copy
+        yield {name: tensor.contiguous() for name, tensor in source}  # no copy
         return
     blocks, size = lay_out(model.named_parameters())
     with tempfile.TemporaryFile(dir=folder) as file:

@@ -1,0 +1,162 @@
+"""The arena: exact, on the GPU's node, refused before it is touched when there is no room, gone with its process."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zinfer import model
+from zinfer.engine import arena
+from zinfer.engine.arena import CHUNK, LOCK_LIMIT, PAGE, HostArena, lay_out
+from zinfer.engine.weights import decoder_layers, empty_model
+from zinfer.hardware import NumaNode
+from zinfer.worker import status_of
+
+HOLD = """
+import sys
+from zinfer.engine.arena import HostArena
+arena = HostArena(64 << 20, pin=False)
+arena.memory.fill_(7)
+print(arena.memory.data_ptr(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("name", ["bloom-176b", "llama-3.1-405b", "mixtral-8x22b"])
+def test_what_is_locked_is_what_is_stored(name: str) -> None:
+    layers = decoder_layers(empty_model(model.from_catalogue(name)))[1]
+    stored = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
+    size = sum(lay_out(layer.named_parameters())[1] for layer in layers)
+    assert stored <= size <= 1.01 * stored
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=-1, stdout=-1, text=True, env=env) as process:
+        assert process.stdout is not None
+        address = int(process.stdout.readline())
+        proc = Path(f"/proc/{process.pid}")
+        head, *rest = _mapping(proc, address)
+        files = {os.readlink(link) for link in (proc / "fd").iterdir()}
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(timeout=30) == -signal.SIGKILL
+    assert head.split()[1] == "rw-p"
+    assert head.split()[4] == "0", "no file stands behind it"
+    facts = dict(line.split(":", 1) for line in rest)
+    assert int(facts["Rss"].split()[0]) >= 64 << 10
+    assert {"dc", "dd"} <= set(facts["VmFlags"].split()), "neither forks nor core dumps take it along"
+    if Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        assert "hg" in facts["VmFlags"].split()
+    assert not any(file.startswith(("/dev/shm", str(tmp_path), "/memfd")) for file in files)
+    assert not proc.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _mapping(proc: Path, address: int) -> list[str]:
+    """The lines of smaps on the mapping that `address` is in."""
+    lines = (proc / "smaps").read_text().splitlines()
+    heads = [index for index, line in enumerate(lines) if "-" in line.split()[0]]
+    for start, end in zip(heads, [*heads[1:], len(lines)], strict=True):
+        low, high = (int(bound, 16) for bound in lines[start].split()[0].split("-"))
+        if low <= address < high:
+            return lines[start:end]
+    raise AssertionError("the arena is not mapped")
+
+
+def test_memory_is_touched_from_the_gpus_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    before, bound = os.sched_getaffinity(0), list[tuple[int, set[int]]]()
+
+    def bind(pid: int, cpus: Any, real: Any = os.sched_setaffinity) -> None:
+        real(pid, cpus)
+        bound.append((threading.get_ident(), os.sched_getaffinity(pid)))
+
+    monkeypatch.setattr(os, "sched_setaffinity", bind)
+    monkeypatch.setattr(arena, "_node_of_gpu", lambda: NumaNode(1, frozenset({cpu})))
+    made = HostArena(CHUNK + PAGE, pin=False)
+    assert made.numa_node == 1
+    assert [cpus for _, cpus in bound] == [{cpu}]
+    assert threading.get_ident() not in dict(bound)
+    assert os.sched_getaffinity(0) == before
+    made.close()
+
+
+def test_a_chunk_is_touched_by_one_thread() -> None:
+    assert CHUNK // PAGE < 32768, "torch splits what is larger among threads that are bound nowhere"
+
+
+def test_the_gpus_address_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
+    asked: list[str] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(arena, "numa_node", asked.append)
+    assert HostArena(PAGE, pin=False).numa_node is None
+    assert asked == ["0001:3b:00.0"]
+
+
+def test_without_room_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "available_bytes", lambda: 3_000_000)
+    monkeypatch.setattr(HostArena, "_touch", lambda *_: pytest.fail("touched"))
+    with pytest.raises(MemoryError, match=r"5\.0 MB of host memory are needed and 3\.0 MB are free") as error:
+        HostArena(5_000_000, pin=False)
+    assert all(way in str(error.value) for way in ("--layers", "-O weight_codec=lossless", "--offload nvme"))
+    assert status_of(error.value) == "oom_host"
+    growing = HostArena(5_000_000, pin=False, grow=True)
+    with pytest.raises(MemoryError, match="are free"):
+        growing.take(4_000_000)
+    assert growing.used == 0
+
+
+def test_an_arena_may_be_larger_than_the_memory_at_hand() -> None:
+    limit = HostArena(1 << 44, pin=False, grow=True)
+    assert limit.take(PAGE).numel() == PAGE
+    limit.seal()
+    assert limit.size == PAGE
+    limit.close()
+
+
+def test_what_cannot_be_mapped_is_a_shortage() -> None:
+    with pytest.raises(MemoryError, match=r"refused to map .* vm.overcommit_memory"):
+        HostArena(1 << 60, pin=False, grow=True)
+
+
+@pytest.mark.parametrize(("size", "hint"), [(PAGE, False), (LOCK_LIMIT, True)])
+def test_a_refusal_of_the_driver_names_its_cause(size: int, hint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(cudaHostRegister=lambda *_: 2, cudaGetErrorString=lambda code: "out of memory")
+    monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
+    monkeypatch.setattr(HostArena, "_touch", lambda *_: None)
+    monkeypatch.setattr(arena, "available_bytes", lambda: 1 << 40)
+    with pytest.raises(MemoryError, match=r"page-lock .*\(out of memory\); .*--layers") as error:
+        HostArena(size, pin=True)
+    assert ("549.8 GB at once" in str(error.value)) is hint
+    assert ("1099.5 GB more are free" in str(error.value)) is not hint
+    assert "memlock" not in str(error.value)
+    assert "ulimit" not in str(error.value)
+
+
+def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[tuple[int, int]] = []
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda address, size, _flags: locked.append((address, size)) or 0,
+        cudaHostUnregister=lambda address: locked.remove((address, 3 * PAGE + 1)),
+    )
+    monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
+    made = HostArena(8 * PAGE, pin=True, grow=True)
+    made.take(PAGE)
+    made.take(2 * PAGE + 1)
+    assert not made.pinned
+    made.seal()
+    assert made.pinned
+    assert locked == [(made.memory.data_ptr(), 3 * PAGE + 1)]
+    made.close()
+    assert locked == []
+    assert torch.numel(made.memory) == 0

@@ -1,0 +1,89 @@
+"""What the kernel tells of memory and NUMA nodes, read from files that stand for it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zinfer import hardware
+from zinfer.hardware import NumaNode, available_bytes, numa_node
+
+GPU = "0000:3b:00.0"
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+
+
+def two_nodes(root: Path, node: str, cpus: str = "4-5,8") -> None:
+    nodes = {"node0/cpulist": "0-3,6-7", "node1/cpulist": cpus, "possible": "0-1"}
+    write(root / "devices/system/node", nodes)
+    write(root / "bus/pci/devices" / GPU, {"numa_node": node})
+
+
+def test_a_gpu_is_on_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    two_nodes(tmp_path, "1")
+    assert numa_node(GPU, tmp_path) == NumaNode(1, frozenset({4, 5}))
+
+
+@pytest.mark.parametrize(("node", "cpus"), [("-1", "4-5"), ("1", ""), ("1", "100-101"), ("7", "4-5"), ("x", "4-5")])
+def test_without_a_node_to_stay_on_there_is_none(
+    node: str, cpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    two_nodes(tmp_path, node, cpus)
+    assert numa_node(GPU, tmp_path) is None
+    assert numa_node("0000:ff:00.0", tmp_path) is None
+
+
+def test_one_node_is_none(tmp_path: Path) -> None:
+    write(tmp_path / "devices/system/node", {"node0/cpulist": "0-1023"})
+    write(tmp_path / "bus/pci/devices" / GPU, {"numa_node": "0"})
+    assert numa_node(GPU, tmp_path) is None
+
+
+V2 = {"memory.max": "6000000", "memory.current": "5000000"}
+V2_STAT = "anon 1000000\nactive_file 500000\ninactive_file 1500000\nslab_reclaimable 100000"
+V1 = {"memory/job/memory.limit_in_bytes": "6000000", "memory/job/memory.usage_in_bytes": "5000000"}
+V1_STAT = "total_cache 9\nactive_file 1\ninactive_file 1\ntotal_active_file 500000\ntotal_inactive_file 1500000"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "kib", "free"),
+    [
+        ("0::/", {"memory.max": "max"}, (8000, 5000, 100), 5100 * 1024),
+        ("0::/", {}, (8000, 5000, 0), 5000 * 1024),
+        # the page cache of the group can be had, what else it holds cannot
+        ("0::/", V2 | {"memory.stat": V2_STAT}, (8000, 5000, 0), 6_000_000 - 5_000_000 + 2_100_000),
+        ("4:memory:/job\n0::/", V1 | {"memory/job/memory.stat": V1_STAT}, (8000, 5000, 0), 3_000_000),
+        # a group below with little room
+        (
+            "0::/a",
+            V2 | {"a/memory.max": "90", "a/memory.current": "70", "a/memory.stat": "anon 1"},
+            (8000, 5000, 0),
+            20,
+        ),
+        ("0::/a", V2 | {"a/memory.max": "90", "a/memory.current": "99", "a/memory.stat": "anon 1"}, (8000, 5000, 0), 0),
+        # a limit whose use is not told counts whole, and the machine's free memory beside it
+        ("0::/", {"memory.max": "6000000"}, (8000, 5000, 0), 5000 * 1024),
+        # less memory than the limit: more comes as it is used
+        ("0::/", V2 | {"memory.stat": V2_STAT}, (1000, 300, 0), 3_100_000),
+    ],
+)
+def test_available_memory(
+    groups: str, files: dict[str, str], kib: tuple[int, int, int], free: int, tmp_path: Path
+) -> None:
+    total, available, swap = kib
+    meminfo = (
+        f"MemTotal: {total} kB\nMemFree: 1 kB\nMemAvailable: {available} kB\nSwapFree: {swap} kB\nHugePages_Total: 0"
+    )
+    write(tmp_path, {"proc/meminfo": meminfo, "proc/self/cgroup": groups})
+    write(tmp_path / "cgroup", files)
+    assert available_bytes(tmp_path / "proc", tmp_path / "cgroup") == free
+
+
+def test_this_machine_has_memory() -> None:
+    assert 0 < available_bytes() <= hardware.memory_total() + (1 << 40)

@@ -1,0 +1,303 @@
+"""What `zinfer codec` measures, on whatever runs the tests: shares, the bound, and bits that return or do not."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from tests import trained
+from tests.results import sweep
+from zinfer import codec, lossless, probe
+from zinfer.checkpoint import CheckpointError
+from zinfer.cli import cli
+from zinfer.engine.stream import codec as coder
+from zinfer.lossless import CodecError, CodecRecord, Coded, Rate
+from zinfer.published import codecs
+from zinfer.store import Store
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def swift(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Buffers so small and samples so few that it takes no time, far from the results of this machine."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(codec, "SIZE", {"cpu": 2 * MIB})
+    monkeypatch.setattr(probe, "BUDGET_S", 0.01)
+    monkeypatch.setattr(probe, "measure_link", lambda device: 5e9)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A checkpoint of one file: a layer with two matrices and a norm, an embedding, and something in float32."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "model.embed.weight": torch.ones(64, 64).bfloat16(),
+        "model.layers.0.up.weight": (torch.randn(1024, 512, generator=generator) * 0.02).bfloat16(),
+        "model.layers.0.down.weight": (torch.randn(512, 1024, generator=generator) * 0.02).bfloat16(),
+        "model.layers.0.norm.weight": torch.ones(1024).bfloat16(),
+        "model.layers.0.gate.weight": torch.randn(512, 512, generator=generator) * 0.02,
+        "model.layers.0.ids": torch.ones(4, 4, dtype=torch.int32),
+    }
+    path = tmp_path / "small-1.5.safetensors"
+    save_file(tensors, path, {"source": "made up"})
+    return path
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["codec", *map(str, arguments)])
+
+
+def record(**fields: Any) -> CodecRecord:
+    rate = Rate(median=8e11, spread=0.02, samples=20, of="bytes")
+    row: dict[str, Any] = {
+        "name": "gaussian", "told": "normal", "total_bytes": 1 << 30, "raw_bytes": 1 << 30, "coded_bytes": 1 << 29,
+        "bound": 0.45, "status": "ok", "encode": rate, "decode": rate,
+    }  # fmt: skip
+    return CodecRecord(
+        machine="h100", device="H100", link=5e10, started_at="2026-01-01", versions={}, rows=(Coded(**row | fields),)
+    )
+
+
+def test_drawn_weights_shrink_nearly_to_the_bound() -> None:
+    found = codec.measure()
+    assert [row.name for row in found.rows] == list(codec.DRAWN)
+    for row in found.rows:
+        assert row.status == "ok"
+        assert row.raw_bytes == row.total_bytes == 2 * MIB
+        assert row.bound < row.ratio < row.bound + 0.015
+        assert row.encode is not None
+        assert row.decode is not None
+        assert row.decode.median > 0
+    gaussian, scaled, laplace = (row.bound for row in found.rows)
+    assert 0.658 < gaussian < 0.660 < scaled < 0.69  # 2.55 bits of exponent
+    assert gaussian < laplace < 0.69
+    assert found.link == 5e9
+    assert found.versions["torch"] == torch.__version__
+    assert found.failed == ()
+
+
+def test_drawn_weights_are_the_same_every_time() -> None:
+    for name in codec.DRAWN:
+        first, second = (codec.draw(name, MIB, torch.device("cpu")) for _ in range(2))
+        assert torch.equal(first, second)
+        assert first.dtype == torch.bfloat16
+
+
+def test_the_bound_is_the_entropy_of_each_block() -> None:
+    steady = torch.ones(2 * coder.BLOCK).bfloat16()
+    assert codec._bound(steady) == 8 / 16
+    fair = torch.tensor([1.0, -4.0]).bfloat16().repeat(coder.BLOCK)
+    assert codec._bound(fair) == pytest.approx(9 / 16)
+    assert codec._bound(torch.cat([steady[: coder.BLOCK], -steady[: coder.BLOCK] * 8])) == 8 / 16  # a table for each
+
+
+def test_a_decoder_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = coder.decode
+
+    def lies(data: torch.Tensor, layout: coder.Layout, out: torch.Tensor) -> None:
+        decode(data, layout, out)
+        out.view(torch.int16)[-1] ^= 1
+
+    monkeypatch.setattr(coder, "decode", lies)
+    result = invoke("-o", "codec.json")
+    assert result.exit_code == 6
+    assert "gaussian, row-scaled, laplace: the codec returned other bits" in result.stderr
+    found = lossless.load(Path("codec.json"))
+    assert found.failed == tuple(codec.DRAWN)
+    assert {(row.status, row.decode) for row in found.rows} == {("wrong_bits", None)}
+    assert found.cells()[0][-1] == "FAILED"
+
+
+def test_a_decoder_that_does_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coder, "decode", lambda data, layout, out: None)
+    assert codec.measure().failed == tuple(codec.DRAWN)
+
+
+def test_weights_that_do_not_shrink_are_a_finding() -> None:
+    noise = torch.randint(-(1 << 15), 1 << 15, (MIB,), dtype=torch.int16).view(torch.bfloat16)
+    row = codec._measure("noise", "any bits", noise.nbytes, noise, noise.nbytes)
+    assert (row.status, row.ratio, row.decode) == ("no_smaller", 1.0, None)
+    assert row.verdict(5e9) == "no, as large"
+
+
+def test_small_weights_are_decoded_in_many_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = set()
+    decode = coder.decode
+    monkeypatch.setattr(
+        coder,
+        "decode",
+        lambda data, layout, out: (places.add((data.data_ptr(), out.data_ptr())), decode(data, layout, out)),
+    )
+    values = codec.draw("gaussian", 2 * MIB, torch.device("cpu"))
+    assert codec._measure("small", "", values.nbytes, values, 5 * MIB).status == "ok"
+    assert len({data for data, _ in places}) == len({out for _, out in places}) == 3
+
+
+def test_the_matrices_of_layers_are_taken(file: Path) -> None:
+    found = codec.find(file)
+    assert (found.name, set(found.matrices)) == ("small-1.5", {f"model.layers.0.{n}.weight" for n in ("up", "down")})
+    values, told = codec.read(found, found.bytes)
+    stored = load_file(file)
+    assert torch.equal(values.sort().values, torch.cat([stored[n].view(-1) for n in found.matrices]).sort().values)
+    assert told == "made up; 2 matrices, stored as bf16"
+    with_casts = codec.find(file, cast=True)
+    assert len(with_casts.matrices) == 3
+    assert codec.read(with_casts, with_casts.bytes)[1].endswith("3 matrices, stored as bf16/f32")
+
+
+def test_of_a_large_checkpoint_a_part_of_each_matrix_is_taken(file: Path) -> None:
+    found = codec.find(file)
+    values, told = codec.read(found, found.bytes // 4)
+    assert values.nbytes == found.bytes // 4
+    assert told.endswith("the first 25.0% of each")
+    stored = load_file(file)
+    first = next(iter(found.matrices))
+    assert torch.equal(values[: stored[first].numel() // 4], stored[first].view(-1)[: stored[first].numel() // 4])
+
+
+def test_a_folder_is_a_checkpoint(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model-0.5b"
+    folder.mkdir()
+    file.rename(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    row = codec.measure([folder]).rows[-1]
+    assert (row.name, row.status) == ("model-0.5b", "ok")
+    assert row.told == "llama; made up; 2 matrices, stored as bf16"
+    assert row.bound < row.ratio < row.bound + 0.02
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["missing"], "missing is neither the folder of a checkpoint nor a .safetensors file"),
+        (["weights.bin"], "weights.bin is neither"),
+        (["empty"], "config.json is missing"),
+        (["cut.safetensors"], "is cut off"),
+        (["tiny.safetensors"], "has 64 bf16 weights to code, 1048576 is the least"),
+        (["wide.safetensors"], "--dtype bf16 measures its floats as bf16"),
+        (["--dtype", "fp16"], "only bfloat16 is coded"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_measured(words: list[str], message: str, file: Path) -> None:
+    Path("weights.bin").write_bytes(b"x")
+    Path("empty").mkdir()
+    Path("cut.safetensors").write_bytes(file.read_bytes()[:-10])
+    save_file({"w": torch.ones(8, 8).bfloat16()}, "tiny.safetensors")
+    save_file({"w": torch.ones(1024, 1024)}, "wide.safetensors")
+    result = invoke(*words)
+    assert result.exit_code != 0
+    text = result.stderr if isinstance(result.exception, SystemExit) else str(result.exception)
+    assert message in text
+    assert isinstance(result.exception, SystemExit | CodecError | CheckpointError)
+    assert "measuring" not in result.stderr
+    assert not list(Path().rglob("codec.json"))
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    with pytest.raises(CodecError, match=re.escape("pip install 'zinfer[engines]'")):
+        codec.measure()
+
+
+def test_the_record_lies_where_the_machines_results_are(file: Path) -> None:
+    result = invoke(file, "--json")
+    assert result.exit_code == 0, result.output
+    (written,) = Path("sweeps/results").glob("*/codec.json")
+    found = lossless.load(written)
+    assert written.parent.name == found.machine
+    assert json.loads(result.stdout) == json.loads(written.read_text())
+    assert [row.name for row in found.rows] == [*codec.DRAWN, "small-1.5"]
+
+
+def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    result = invoke(file)
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines()]
+    lines = [line for line in lines if line]
+    assert [line[0] for line in lines[:4]] == [*codec.DRAWN, "small-1.5"]
+    assert lines[0][2:4] == [f"{lossless.load(next(Path().rglob('codec.json'))).rows[0].ratio:.1%}", "65.9%"]
+    assert "published by others, not measured here" in result.stdout
+    assert {line[0] for line in lines} >= {one.codec for one in codecs()}
+    assert "measuring laplace" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("decode", "gain", "verdict"),
+    [
+        (8e11, 2.0, "yes, 2.00x"),
+        (7.5e10, 1.5, "yes, 1.50x"),
+        (4e10, 0.8, "no, too slow"),
+    ],
+)
+def test_it_pays_where_decoding_outruns_the_link(decode: float, gain: float, verdict: str) -> None:
+    found = record(decode=Rate(median=decode, spread=0.02, samples=20, of="bytes"))
+    assert found.rows[0].gain(found.link) == pytest.approx(gain)
+    assert found.rows[0].verdict(found.link) == verdict
+
+
+def test_cells_are_text_with_units() -> None:
+    assert record().cells() == [("gaussian", "1.1 GB", "50.0%", "45.0%", "800", "800 ± 1.0%", "yes, 2.00x")]
+    assert len(record().cells()[0]) == len(lossless.COLUMNS)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"machine": "m"}'])
+def test_what_is_no_record_is_refused(text: str) -> None:
+    Path("codec.json").write_text(text)
+    with pytest.raises(CodecError, match=r"codec.json is no record of `zinfer codec`"):
+        lossless.load(Path("codec.json"))
+
+
+def test_the_report_shows_measured_and_published_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "h100"
+    folder.mkdir(parents=True)
+    with Store.open(folder / "bloom.jsonl") as store:
+        for point in sweep():
+            store.append(point)
+
+    def text() -> str:
+        result = CliRunner().invoke(cli, ["report", str(tmp_path / "results"), "-o", str(tmp_path / "r.md")])
+        assert result.exit_code == 0, result.output
+        return (tmp_path / "r.md").read_text()
+
+    assert "Lossless coding" not in text()
+    (folder / "codec.json").write_text(record(status="wrong_bits", decode=None).model_dump_json())
+    told = text()
+    assert "Lossless coding of weights, h100" in told
+    assert "FAILED" in told
+    assert told.index("FAILED") < told.index("Published by others, not measured here") < told.index("DFloat11")
+    (folder / "codec.json").write_text("{")
+    assert "is no record of" in text()
+
+
+def test_published_sizes_have_a_source() -> None:
+    assert {one.codec for one in codecs()} == {"DFloat11", "nvCOMP, ANS"}
+    assert all(0.5 < one.low <= one.high < 1 and "arXiv" in one.source for one in codecs())
+    assert codecs()[0].cells[1] == "67.6-69.5%"
+
+
+def test_a_model_trained_here_is_weights_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained, "text", lambda: torch.arange(4096).remainder(97).byte())
+    path = tmp_path / "out" / "trained.safetensors"
+    source = trained.train(path, steps=2, batch=2, hidden_size=256, layers=1)
+    assert source.startswith("Llama of 1 million weights, trained for this on 0.0 million bytes")
+    found = codec.find(path)
+    assert len(found.matrices) == 7
+    assert codec.read(found, found.bytes)[1] == f"{source}; 7 matrices, stored as bf16"
+
+
+@pytest.mark.gpu
+def test_the_codec_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    found = codec.measure()
+    assert found.failed == ()
+    for row in found.rows:
+        assert row.decode is not None
+        assert row.decode.samples >= 10
+        assert row.decode.median > found.link

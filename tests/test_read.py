@@ -1,0 +1,150 @@
+"""Reading ahead: every byte arrives, the next group comes while one is used, and no thread outlives its reader."""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from zinfer import model
+from zinfer.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from zinfer.engine import read
+from zinfer.engine.read import Group, groups_mapped, groups_read
+from zinfer.engine.weights import empty_model, weights
+
+GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]
+TENSORS = {
+    "big": torch.randn(300, 70).to(torch.bfloat16),
+    "odd": torch.arange(7, dtype=torch.int8),
+    "flags": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "none": torch.empty(0, 4, dtype=torch.float16),
+    "wide": torch.randn(9, 1000).to(torch.float8_e4m3fn),
+    "last": torch.arange(50000, dtype=torch.int64),
+}
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Checkpoint:
+    (tmp_path / "config.json").write_text("{}")
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return Checkpoint.open(tmp_path)
+
+
+def readers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("zinfer-read")]
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("chunk", [1, 1000, 16 << 20])
+def test_every_tensor_arrives(chunk: int, opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = GROUPS if chunk > 1 else GROUPS[1:2]
+    monkeypatch.setattr(read, "CHUNK", chunk)
+    found: dict[str, Tensor] = {}
+    for group, tensors in zip(groups, groups_read(opened, groups), strict=True):
+        assert tuple(tensors) == group
+        found |= {name: tensor.clone() for name, tensor in tensors.items()}
+    assert all(same(tensor, TENSORS[name]) for name, tensor in found.items())
+    assert readers() == []
+    assert list(groups_read(opened, [])) == []
+
+
+def test_the_next_group_is_read_while_one_is_used(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, done = read._read, threading.Semaphore(0)
+
+    def tell(*args: Any) -> None:
+        real(*args)
+        done.release()
+
+    monkeypatch.setattr(read, "_read", tell)
+    groups = [("big",), ("wide",), ("last",)]
+    source = groups_read(opened, groups)
+    for begun in (2, 3, 3):
+        tensors = next(source)
+        for _ in range(begun):
+            assert done.acquire(timeout=30), "the group after this one is not on its way"
+        assert not done.acquire(timeout=0.05), "more than one group is on its way"
+        for _ in range(begun):
+            done.release()
+        assert all(same(tensor, TENSORS[name]) for name, tensor in tensors.items()), "a loan was overwritten"
+
+
+def test_who_stops_early_leaves_no_thread(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, count = read._read, []
+
+    def slowly(*args: Any) -> None:
+        count.append(args)
+        time.sleep(0.05 if len(count) > 4 else 0)
+        real(*args)
+
+    monkeypatch.setattr(read, "_read", slowly)
+    monkeypatch.setattr(read, "CHUNK", 100)
+    monkeypatch.setattr(read, "THREADS", 2)
+    source = groups_read(opened, [("odd",), ("last",)])
+    next(source)
+    assert readers() != []
+    source.close()
+    assert readers() == []
+    assert len(count) < 100, "reads that nobody waits for are given up"
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_weights_that_are_not_taken_to_the_end_leave_no_thread(mapped: bool, checkpoint: Callable[..., Path]) -> None:
+    spec = model.from_directory(checkpoint("llama"))
+    source = weights(empty_model(spec), spec, "safetensors", torch.device("cpu"), mapped=mapped)
+    assert next(source)
+    assert (readers() == []) is mapped
+    source.close()
+    assert readers() == []
+
+
+def test_a_file_that_shrinks_meanwhile_is_named(opened: Checkpoint) -> None:
+    file = opened.tensors["last"].file
+    os.truncate(file, file.stat().st_size - 8)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is cut off: copy it again"):
+        for _ in groups_read(opened, GROUPS):
+            pass
+    assert readers() == []
+
+
+def test_a_disk_that_fails_is_an_error_of_the_reader(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        next(groups_read(opened, GROUPS))
+    assert readers() == []
+
+
+def test_short_of_memory_files_are_mapped(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(read, "HostArena", None)
+    for source in (groups_read, groups_mapped):
+        found: dict[str, Any] = {}
+        for tensors in source(opened, GROUPS):
+            found |= {name: part[...] for name, part in tensors.items() if TENSORS[name].dim()}
+        assert all(same(tensor, TENSORS[name]) for name, tensor in found.items())
+        assert len(found) == len(TENSORS) - 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"dtype": "F4"}, "big is of type F4, which cannot be read"), ({"end": 100}, "the header's entry for big")],
+)
+def test_a_header_that_is_wrong_is_refused(change: dict[str, Any], says: str, opened: Checkpoint) -> None:
+    info = opened.tensors["big"]
+    wrong = TensorInfo(**({key: getattr(info, key) for key in TensorInfo.__dataclass_fields__} | change))
+    spoilt = Checkpoint(opened.directory, opened.config, {**opened.tensors, "big": wrong})
+    with pytest.raises(CheckpointError, match=says):
+        next(groups_read(spoilt, GROUPS))

@@ -1,0 +1,309 @@
+"""Layers as they cross the link: every bit arrives, through arena, ring and slot; the tokens stay the same."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.test_parity import BATCHES, greedy, load
+from zinfer.engine import EngineError
+from zinfer.engine.arena import PAGE, HostArena
+from zinfer.engine.base import Engine
+from zinfer.engine.stream import codec, image
+from zinfer.engine.stream.blocks import interleave
+from zinfer.engine.stream.image import Image, pack, plain, unpack
+from zinfer.engine.stream.ring import Ring
+from zinfer.worker import not_as_asked
+
+CPU = torch.device("cpu")
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).mul(0.02).to(dtype)
+
+
+def layer_tensors(seed: int) -> dict[str, Tensor]:
+    """Two matrices that shrink, a bias and an odd one that do not."""
+    return {
+        "a_weight": normal(256, 256 + seed),
+        "a_bias": normal(256),
+        "b_weight": normal(128, 512),
+        "b_odd": normal(7, 3 + seed, dtype=torch.float32),
+    }
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are coded too, and pieces are small: a matrix of a test has several."""
+    monkeypatch.setattr(codec, "MIN_NUMEL", 0)
+    monkeypatch.setattr(image, "PIECE", 3 * codec.BLOCK * 2)
+
+
+def packed(layers: list[dict[str, Tensor]]) -> tuple[HostArena, list[Image]]:
+    arena = HostArena(1 << 22, pin=False, grow=True)
+    images = [pack(tensors, arena) for tensors in layers]
+    arena.seal()
+    return arena, images
+
+
+def as_they_are(layers: list[dict[str, Tensor]]) -> tuple[HostArena, list[Image]]:
+    images: list[Image] = []
+    for tensors in layers:
+        images.append(plain(tensors.items(), images[-1].end if images else 0))
+    arena = HostArena(images[-1].end, pin=False)
+    for tensors, one in zip(layers, images, strict=True):
+        for name, view in arena.views(one.blocks, one.start).items():
+            view.copy_(tensors[name])
+    return arena, images
+
+
+@pytest.mark.parametrize("make", [packed, as_they_are])
+def test_layers_come_back_bit_for_bit(make: Callable[..., tuple[HostArena, list[Image]]]) -> None:
+    layers = [layer_tensors(seed) for seed in range(4)]
+    arena, images = make(layers)
+    stored = sum(tensor.nbytes for tensors in layers for tensor in tensors.values())
+    assert 0 <= arena.size - images[-1].end < 256
+    assert all(one.end <= other.start for one, other in pairwise(images))
+    assert all(len(one.pieces) >= 3 for one in images)
+    assert {one.coded for one in images} == {make is packed}
+    assert arena.size < (0.75 if make is packed else 1.05) * stored
+    slot = torch.zeros(max(one.slot_bytes for one in images), dtype=torch.uint8)
+    for tensors, one in zip(layers, images, strict=True):
+        for piece in one.pieces:
+            unpack(piece, arena.memory[piece.start : piece.end], slot)
+        for name, tensor in tensors.items():
+            assert torch.equal(bits(one.blocks[name].view(slot)), bits(tensor)), name
+    arena.close()
+
+
+def test_an_arena_that_grows_keeps_what_it_holds_and_has_an_end() -> None:
+    arena = HostArena(10 * PAGE, pin=False, grow=True)
+    taken = [arena.take(size) for size in (100, PAGE, 3, 2 * PAGE + 1)]
+    for value, part in enumerate(taken, 1):
+        part.fill_(value)
+    arena.take(PAGE)
+    for value, part in enumerate(taken, 1):
+        assert part.unique().tolist() == [value]
+    with pytest.raises(MemoryError, match="the arena has"):
+        arena.take(9 * PAGE)
+    arena.close()
+
+
+class Layer(nn.Module):
+    """Holds parameters and tells them, as they are when it is called."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name in tensors:
+            self.register_parameter(name, nn.Parameter(torch.empty(0), requires_grad=False))
+
+    def forward(self) -> dict[str, Tensor]:
+        return {name: parameter.data.clone() for name, parameter in self.named_parameters()}
+
+
+def ring_of(
+    make: Callable[..., tuple[HostArena, list[Image]]], count: int, depth: int = 2
+) -> tuple[Ring, list[Layer], list[dict[str, Tensor]], HostArena]:
+    tensors = [layer_tensors(seed) for seed in range(count)]
+    arena, images = make(tensors)
+    ring = Ring(arena.memory, images, depth, CPU)
+    layers = [Layer(one) for one in tensors]
+    for index, layer in enumerate(layers):
+        ring.attach(index, layer)
+    ring.start()
+    return ring, layers, tensors, arena
+
+
+def same(seen: dict[str, Tensor], tensors: dict[str, Tensor]) -> bool:
+    return all(torch.equal(bits(seen[name]), bits(tensor)) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("make", [packed, as_they_are])
+def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
+    make: Callable[..., tuple[HostArena, list[Image]]],
+) -> None:
+    ring, layers, tensors, arena = ring_of(make, 3, depth=3)
+    for resident in ([], [1], [0, 2], [0, 1, 2], []):
+        ring.keep(resident)
+        ring.start()
+        before = ring.bytes_copied
+        for _ in range(2):
+            assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+        moved = sum(piece.size for index in ring.streamed for piece in ring.images[index].pieces)
+        assert ring.bytes_copied - before == 2 * moved
+        assert ring.kept_bytes == sum(ring.images[index].end - ring.images[index].start for index in resident)
+    layers[0]()
+    with pytest.raises(RuntimeError, match="layer 1 is next"):
+        layers[2]()
+    ring.rewind()
+    assert same(layers[0](), tensors[0])
+    ring.close()
+    arena.close()
+
+
+def test_a_ring_needs_two_buffers() -> None:
+    arena, images = packed([layer_tensors(0)])
+    with pytest.raises(ValueError, match="ring_depth=1"):
+        Ring(arena.memory, images, 1, CPU)
+    arena.close()
+
+
+def test_passes_side_by_side_share_a_stay_and_go_layer_by_layer() -> None:
+    ring, layers, tensors, arena = ring_of(packed, 3)
+    order: list[tuple[int, int]] = []
+
+    def forward(rows: int) -> Tensor:
+        for layer, own in zip(layers, tensors, strict=True):
+            assert same(layer(), own)
+        return torch.tensor(rows)
+
+    for _ in range(2):
+        before = ring.bytes_copied
+        passes = [lambda rows=rows: forward(rows) for rows in range(4)]  # type: ignore[misc]
+        found = interleave(ring, passes, lambda part, layer: order.append((layer, part)))
+        assert [int(one) for one in found] == [0, 1, 2, 3]
+        assert order == [(layer, part) for layer in range(3) for part in range(4)]
+        assert ring.bytes_copied - before == sum(piece.size for one in ring.images for piece in one.pieces)
+        order.clear()
+    assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+    ring.close()
+    arena.close()
+
+
+def test_a_pass_that_fails_ends_all_and_the_ring_goes_on() -> None:
+    ring, layers, tensors, arena = ring_of(packed, 3)
+    left: list[int] = []
+
+    def forward(rows: int) -> Tensor:
+        try:
+            layers[0]()
+            if rows == 2:
+                raise MemoryError("no more")
+            layers[1]()
+        finally:
+            left.append(rows)
+        return torch.tensor(rows)
+
+    with pytest.raises(MemoryError, match="no more"):
+        interleave(ring, [lambda rows=rows: forward(rows) for rows in range(4)], lambda *_: None)  # type: ignore[misc]
+    assert sorted(left) == [0, 1, 2, 3]
+    ring.rewind()
+    assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+    ring.close()
+    arena.close()
+
+
+def tokens(loaded: Engine) -> list[Tensor]:
+    try:
+        return [greedy(loaded, lengths) for lengths in BATCHES]
+    finally:
+        loaded.release()
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "llama", "mixtral", "opt"])
+def test_the_engine_gives_the_same_tokens_from_fewer_bytes(
+    architecture: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = checkpoint(architecture, hidden_size=256)
+    raw = load("stream", directory, "cpu", tmp_path, "bfloat16", weight_codec="none")
+    coded = load("stream", directory, "cpu", tmp_path, "bfloat16", weight_codec="lossless")
+    for ours, theirs in zip(tokens(coded), tokens(raw), strict=True):
+        assert torch.equal(ours, theirs)
+    told, plain = coded.effective(), raw.effective()
+    assert (told.settings["weight_codec"], plain.settings["weight_codec"]) == ("lossless", "none")
+    held = sum(parameter.nbytes for layer in coded._layers for parameter in layer.parameters())  # type: ignore[attr-defined]
+    assert told.streamed_bytes_per_step == held
+    assert plain.wire_bytes_per_step == plain.streamed_bytes_per_step == pytest.approx(held, rel=0.02)
+    assert (told.wire_bytes_per_step or 0) < 0.8 * told.streamed_bytes_per_step
+    assert told.host_weight_bytes == pytest.approx(told.wire_bytes_per_step, rel=0.02)
+    coded.close()
+    raw.close()
+
+
+@pytest.mark.parametrize("weight_codec", ["none", "lossless"])
+@pytest.mark.parametrize(("share", "resident"), [("0%", 0), ("34%", 1), ("67%", 2), ("100%", 3), ("auto", 3)])
+def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
+    weight_codec: str, share: str, resident: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = checkpoint("llama", hidden_size=256)
+    plain = load("stream", directory, "cpu", tmp_path, "bfloat16", weight_codec=weight_codec)
+    case = plain.plan.case.model_copy(update={"gpu_weights": share})
+    loaded = type(plain)(plain.plan.model_copy(update={"case": case}))
+    for ours, theirs in zip(tokens(loaded), tokens(plain), strict=True):
+        assert torch.equal(ours, theirs)
+    told, full = loaded.effective(), plain.effective()
+    assert told.settings["resident_layers"] == resident
+    assert told.streamed_bytes_per_step == full.streamed_bytes_per_step * (3 - resident) // 3
+    assert told.wire_bytes_per_step == pytest.approx((full.wire_bytes_per_step or 0) * (3 - resident) / 3, rel=0.01)
+    kept = told.gpu_weight_bytes - full.gpu_weight_bytes
+    assert kept == pytest.approx(full.host_weight_bytes * resident / 3, rel=0.01)
+    assert not_as_asked(case, told) is None
+    loaded.close()
+    plain.close()
+
+
+def test_what_stays_changes_with_the_batch(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    engine = load("stream", checkpoint("llama", hidden_size=256), "cpu", tmp_path)
+    case = engine.plan.case.model_copy(update={"gpu_weights": "auto"})
+    for machine_bytes, most in ((3 << 30, 3), (2 << 30, 0)):
+        machine = engine.plan.machine.model_copy(update={"host_bytes": machine_bytes})
+        tight = type(engine)(engine.plan.model_copy(update={"case": case, "machine": machine}))
+        for batch_size, expected in ((1, most), (1 << 14, 0), (1, most)):
+            tight._share_out(tight._ring, batch_size, 64, 8)  # type: ignore[attr-defined]
+            assert tight.effective().settings["resident_layers"] == expected
+        tight.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "llama", "mixtral"])
+def test_a_prefill_in_blocks_streams_the_weights_once(
+    architecture: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = checkpoint(architecture)
+    engine = load("stream", directory, "cpu", tmp_path)
+    whole = tokens(engine)
+    monkeypatch.setattr("zinfer.cost.BLOCK_VALUES", 1)
+    monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", 1)  # a pass for each row
+    for ours, theirs in zip(tokens(engine), whole, strict=True):
+        assert torch.equal(ours, theirs)
+    ring = engine._ring  # type: ignore[attr-defined]
+    before = ring.bytes_copied
+    engine.prefill(torch.full((3, 5), 9), torch.ones(3, 5, dtype=torch.int64), reserve=4)
+    assert ring.bytes_copied - before == sum(piece.size for one in ring.images for piece in one.pieces)
+    engine.close()
+
+
+def test_weights_that_do_not_shrink_go_as_they_are(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    directory = checkpoint("llama")
+    coded = load("stream", directory, "cpu", tmp_path, "float32", weight_codec="lossless")
+    plain = load("stream", directory, "cpu", tmp_path, "float32", weight_codec="none")
+    for ours, theirs in zip(tokens(coded), tokens(plain), strict=True):
+        assert torch.equal(ours, theirs)
+    assert coded.effective().wire_bytes_per_step == plain.effective().wire_bytes_per_step
+    coded.close()
+    plain.close()
+
+
+def test_an_unknown_codec_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="weight_codec=zip: choose from auto, none, lossless"):
+        load("stream", checkpoint("llama"), "cpu", tmp_path, weight_codec="zip")
+
+
+def test_a_step_can_be_watched(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    engine = load("stream", checkpoint("llama", hidden_size=256), "cpu", tmp_path, "bfloat16", weight_codec="lossless")
+    token_ids = torch.full((2, 5), 9)
+    engine.prefill(token_ids, torch.ones_like(token_ids), reserve=3)
+    spans = engine.timeline(torch.tensor([9, 9]))
+    computed = [span for span in spans if span.lane == "compute"]
+    assert [span.layer for span in computed if span.layer is not None] == [0, 1, 2]
+    assert [span.layer for span in spans if span.lane == "decode"] == [0, 1, 2]
+    assert all(one.end_ms <= other.start_ms for one, other in pairwise(computed))
+    assert engine._ring.trace is None  # type: ignore[attr-defined]
+    engine.close()

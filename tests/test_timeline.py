@@ -1,0 +1,85 @@
+"""Where a step's time goes, from spans whose sums are known."""
+
+import pytest
+
+from tests.results import LINK, case, point, traced
+from zinfer.record import Effective, Span
+from zinfer.timeline import Waits, busy, busy_bandwidth, focus, idle, length_ms, share, waits
+
+
+def spans(*rows: tuple[str, int | None, float, float]) -> tuple[Span, ...]:
+    return tuple(Span.model_validate(row) for row in rows)
+
+
+# the link: 10 idle, 30 busy, 5 idle, 20 busy in two overlapping copies, 5 idle; meanwhile layers compute
+STEP = spans(
+    ("compute", None, 1, 2),
+    ("compute", 0, 4, 12),
+    ("copy", 1, 10, 40),
+    ("compute", 1, 41, 44),
+    ("copy", 2, 45, 60),
+    ("copy", 3, 55, 65),
+    ("compute", 2, 60, 68),
+    ("compute", None, 68, 70),
+)
+
+
+def test_busy_and_idle_fill_the_step() -> None:
+    assert length_ms(STEP) == 70
+    assert busy(STEP, "copy") == ((10, 40), (45, 65))
+    assert idle(STEP) == ((0, 10), (40, 45), (65, 70))
+    assert busy(STEP, "decode") == ()
+    assert idle(STEP, "decode") == ((0, 70),)
+    assert share(STEP, "copy") == pytest.approx(50 / 70)
+    assert share(STEP, "compute") == pytest.approx(22 / 70)
+
+
+def test_waits_are_told_by_place_and_by_what_goes_on_meanwhile() -> None:
+    assert waits(STEP) == Waits(before_ms=10, between_ms=5, after_ms=5, working_ms=1 + 6 + 3 + 5)
+    assert waits(STEP).total_ms == 20
+
+
+def test_a_step_that_hands_a_copy_on_ends_with_its_computation() -> None:
+    step = spans(("copy", 0, -5, 20), ("copy", 1, 20, 45), ("compute", 0, 20, 24), ("compute", 1, 45, 48))
+    step += spans(("copy", 0, 45, 70))
+    assert length_ms(step) == 48
+    assert busy(step, "copy") == ((0, 48),)
+    assert waits(step).total_ms == 0
+    cold = spans(("copy", 0, -25, 0), ("compute", 0, 1, 4), ("copy", 1, 4, 30), ("compute", 1, 2, 8))
+    assert length_ms(cold) == 30, "what had arrived before the step is none of it"
+    assert idle(cold) == ((0, 4),)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_ring_s_step_is_its_bytes_and_its_waits(running: bool) -> None:
+    step = traced(layers=20, copy_ms=50, running=running)
+    assert length_ms(step) == pytest.approx(20 * 50 + waits(step).total_ms, rel=0.003)
+    assert waits(step).total_ms == pytest.approx(0.1 if running else 4.2, abs=0.2)
+    assert waits(step).after_ms == 0
+
+
+def test_the_focus_is_where_the_link_waits_longest() -> None:
+    assert focus(STEP, layers=2) == (0, 30)
+    late = spans(*(("copy", n, 10 * n, 10 * n + 9 + (n != 6)) for n in range(10)), ("compute", 9, 100, 101))
+    low, high = focus(late, layers=2)
+    assert (low, high) == (59.5, 79.5), "a wait in the middle of the step is in the middle of the stretch"
+    assert focus(spans(*(("copy", n, 10 * n, 10 * n + 10) for n in range(10)))) == (0, 35)
+    assert focus(STEP, layers=100) == (0, 70)
+
+
+def test_nothing_traced_is_nothing() -> None:
+    assert length_ms(()) == share((), "copy") == waits(()).total_ms == 0
+    assert busy((), "copy") == idle(()) == ()
+    alone = spans(("compute", 0, 0, 8))
+    assert waits(alone) == Waits(8, 0, 0, 8)
+    assert focus(alone) == (0, 8)
+
+
+def test_the_busy_link_s_bandwidth_is_that_of_what_crosses_it() -> None:
+    effective = Effective(gpu_weight_bytes=0, streamed_bytes_per_step=10**9)
+    assert busy_bandwidth(point(case(), timeline=STEP, effective=effective)) == pytest.approx(1e9 / 0.050)
+    wire = effective.model_copy(update={"wire_bytes_per_step": 700_000_000})
+    assert busy_bandwidth(point(case(), timeline=STEP, effective=wire)) == pytest.approx(0.7e9 / 0.050)
+    assert busy_bandwidth(point(case(), timeline=STEP, effective=None)) is None
+    assert busy_bandwidth(point(case())) is None
+    assert busy_bandwidth(point(case(), timeline=traced())) == pytest.approx(LINK, rel=0.01)

@@ -1,0 +1,77 @@
+"""`zinfer codec`: how small and how fast lossless coding makes weights, and whether that pays on this machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zinfer.commands import options
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zinfer.lossless import CodecRecord
+
+
+@click.command("codec", short_help="Measure what lossless coding does to weights, and whether it pays.")
+@click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...", type=click.Path(path_type=Path))
+@click.option("--dtype", type=options.Dtype(), help="bf16: take other floats, too, as bf16. Only bf16 is coded.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/codec.json.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
+def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | None, as_json: bool) -> None:
+    """Code and decode weights of known distributions, and those of each CHECKPOINT (a folder, or one safetensors file):
+    to what share they shrink, how fast, whether every bit returns, and what a streamed model gains from it over this
+    machine's link. Nothing of a checkpoint is changed; of a large one, a sample of each matrix is taken.
+
+    Exits with 6 if other bits came back.
+
+    \b
+    zinfer codec
+    zinfer codec ./my-checkpoint
+    """
+    from rich.console import Console
+
+    from zinfer import codec, lossless
+    from zinfer.cli import INTEGRITY, Failure
+    from zinfer.commands.probe import write
+
+    if dtype not in (None, "bfloat16"):
+        raise click.UsageError(f"--dtype {dtype}: only bfloat16 is coded")
+    record = codec.measure(
+        checkpoints, cast=dtype is not None, progress=lambda what: click.echo(f"measuring {what}", err=True)
+    )
+    path = output or Path("sweeps/results") / record.machine
+    if output is None or path.is_dir():
+        path = path / lossless.FILE
+    text = record.model_dump_json(indent=1) + "\n"
+    write(path, text)
+    if as_json:
+        click.echo(text, nl=False)
+    else:
+        Console().print(*tables(record), sep="\n")
+    click.echo(f"wrote {path}", err=True)
+    if record.failed:
+        raise Failure(f"{', '.join(record.failed)}: the codec returned other bits", INTEGRITY)
+
+
+def tables(record: "CodecRecord") -> "list[RenderableType]":
+    """What was measured, and what others have published."""
+    from rich.table import Table
+
+    from zinfer.lossless import COLUMNS
+    from zinfer.published import PublishedCodec, codecs
+    from zinfer.units import gb
+
+    measured = f"{record.machine}, link {gb(record.link)}/s"
+    found: list[RenderableType] = []
+    for title, columns, rows in (
+        (measured, COLUMNS, record.cells()),
+        ("published by others, not measured here", PublishedCodec.columns, [one.cells for one in codecs()]),
+    ):
+        table = Table(title=title, title_justify="left")
+        for name in columns:
+            table.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
+        for row in rows:
+            table.add_row(*row)
+        found.append(table)
+    return found

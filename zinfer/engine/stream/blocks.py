@@ -1,0 +1,47 @@
+"""Several forward passes side by side, a decoder layer at a time, so that a layer's weights come once for all of them.
+
+Each pass is a coroutine that stops before every decoder layer: no model needs to know. What a pass holds while it
+stops is its hidden states; what a layer needs beyond them exists for one pass at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+from torch import Tensor
+
+from zinfer.engine.stream.ring import Ring
+
+
+def interleave(ring: Ring, passes: Sequence[Callable[[], Tensor]], enter: Callable[[int, int], None]) -> list[Tensor]:
+    """The results of `passes`, each a forward pass through all layers of `ring` in order.
+
+    `enter` is told the number of a pass and of the layer that it is about to compute. An exception of a pass ends all.
+    """
+    outputs: dict[int, Tensor] = {}
+
+    def runner(number: int) -> Callable[[], None]:
+        def run() -> None:
+            outputs[number] = passes[number]()
+
+        return run
+
+    workers: list[Any] = [greenlet(runner(number)) for number in range(len(passes))]
+    numbers = {worker: number for number, worker in enumerate(workers)}
+
+    def turn(layer: int) -> None:
+        current = getcurrent()
+        current.parent.switch()
+        enter(numbers[current], layer)
+
+    ring.stays, ring.turn = len(passes), turn
+    try:
+        while len(outputs) < len(passes):
+            for worker in workers:
+                worker.switch()
+    finally:
+        ring.stays, ring.turn = 1, None
+        for worker in workers:
+            if worker:  # begun and not finished: what it holds is freed now
+                worker.throw()
+    return [outputs[number] for number in range(len(passes))]

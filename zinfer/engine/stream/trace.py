@@ -1,0 +1,63 @@
+"""What a step did when: spans of copies, decodes and computing, timed where they run."""
+
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Literal
+
+import torch
+
+from zinfer.record import Span
+
+Lane = Literal["copy", "decode", "compute"]
+Mark = torch.cuda.Event | float
+
+
+def mark(cuda: bool) -> Mark:
+    """Now. On a GPU an event on the current stream, so that it says when the device came by; elsewhere the clock."""
+    if not cuda:
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Trace:
+    """Collects spans from its making on; `copies`, layers with their begins and ends, are those issued before that,
+    some of which may still be under way."""
+
+    def __init__(self, cuda: bool, copies: Iterable[tuple[int, Mark, Mark]] = ()) -> None:
+        self._cuda = cuda
+        self._zero = mark(cuda)
+        self._open: dict[tuple[Lane, int | None], Mark] = {}
+        self._spans: list[tuple[Lane, int | None, Mark, Mark]] = [("copy", *copy) for copy in copies]
+
+    def begin(self, lane: Lane, layer: int | None) -> None:
+        self._open[lane, layer] = mark(self._cuda)
+
+    def end(self, lane: Lane, layer: int | None) -> None:
+        self.add(lane, layer, self._open.pop((lane, layer)), mark(self._cuda))
+
+    def add(self, lane: Lane, layer: int | None, begin: Mark, end: Mark) -> None:
+        self._spans.append((lane, layer, begin, end))
+
+    def spans(self) -> tuple[Span, ...]:
+        """Of each lane, in order; spans of a layer that follow each other in a lane are one. Waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        merged: dict[Lane, list[Span]] = {"copy": [], "decode": [], "compute": []}
+        for lane, layer, begin, end in self._spans:
+            span = Span(lane=lane, layer=layer, start_ms=self._ms(begin), end_ms=self._ms(end))
+            if span.end_ms <= 0:
+                continue  # before the trace
+            last = merged[lane][-1] if merged[lane] else None
+            if last is not None and last.layer == layer and span.start_ms - last.end_ms < 0.05:
+                merged[lane][-1] = last.model_copy(update={"end_ms": span.end_ms})
+            else:
+                merged[lane].append(span)
+        return tuple(span for spans in merged.values() for span in spans)
+
+    def _ms(self, mark: Mark) -> float:
+        if isinstance(mark, float):
+            assert isinstance(self._zero, float)
+            return round((mark - self._zero) * 1e3, 3)
+        return round(float(self._zero.elapsed_time(mark)), 3)  # type: ignore[union-attr]

@@ -24,8 +24,8 @@ def rows() -> tuple[Row, ...]:
 
 
 def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Row, ...]) -> None:
-    """Of ours all, nearly. The peers' misses are known: DeepSpeed's prefill at its edge, where its allocator is short of
-    memory, and Accelerate's pageable copies, whose rate differs from host to host."""
+    """Of ours all, nearly. The peers' misses are known: DeepSpeed's prefill at its edge, where its allocator is short
+    of memory, and Accelerate's pageable copies, whose rate differs from host to host."""
     errors = {row.case: row.tok_s_error for row in rows if row.tok_s_error is not None}
     assert len(errors) == sum(row.measured_tok_s is not None for row in rows) > 10
     assert median(map(abs, errors.values())) <= 0.05

@@ -25,6 +25,7 @@ LARGEST_BATCH = 1 << 20  # nobody asks for more
 HOST_SHARE = 0.97  # of host memory a load may take before it is refused
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
 CODECS = ("auto", "none", "lossless")  # of the `stream` engine's weights on the wire
+KV_OFFLOADS = ("none", "cpu", "auto")
 RING_DEPTH = 6  # pieces between link and slot at least: what comes while a layer of a decode step computes
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
 

@@ -34,7 +34,7 @@ ENGINES: dict[str, Kind] = {
         "zinfer.engine.stream:Stream",
         offloads=frozenset({"none", "cpu"}),
         requires=(*_TRANSFORMERS, "greenlet"),
-        options={"ring_depth": "auto", "weight_codec": "auto", "packed": "auto"},
+        options={"ring_depth": "auto", "weight_codec": "auto", "packed": "auto", "kv_offload": "none"},
         gpu_weights=True,
     ),
     "deepspeed": Kind(

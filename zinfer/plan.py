@@ -152,7 +152,7 @@ def setup_of(case: Case, model: ModelSpec, machine: Machine, automatic: int = 0,
     `depth` what `stream`'s ``ring_depth=auto`` does.
 
     Options that any engine may be planned with: `weight_codec` (lossless), `weight_bits` (8 or 4, with a 16-bit scale
-    and zero point for each 64 weights), `kv_offload` (cpu), `gpus`.
+    and zero point for each 64 weights), `kv_offload` (cpu), with it `kv_attention` (cpu), `gpus`.
     """
     options = dict(case.options)
     bits = float(options.get("weight_bits", 16))
@@ -164,6 +164,7 @@ def setup_of(case: Case, model: ModelSpec, machine: Machine, automatic: int = 0,
         weight_ratio=ratio,
         wire_ratio=LOSSLESS_RATIO if lossless else 1.0,
         kv_on_host=options.get("kv_offload") == "cpu",
+        kv_on_cpu=options.get("kv_offload") == "cpu" and options.get("kv_attention") == "cpu",
         pinned=bool(options.get("pin_memory", True)),
     )
     streamable = cost.layers_stored(common, model)

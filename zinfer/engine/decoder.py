@@ -85,11 +85,14 @@ class Decoder(Engine):
 
     def _parts(self, batch_size: int, length: int) -> list[slice]:
         """The rows that go through the model together, `length` tokens of each at a time."""
+        rows = slice(0, batch_size)
+        return [rows] if length == 1 or not self._show(rows, 0) else self._split(rows, length)
+
+    def _split(self, rows: slice, length: int) -> list[slice]:
+        """`rows`, as many at a time as have activations of `length` tokens within bounds."""
         setup = setup_of(self.plan.case, self.plan.model, self.plan.machine)
-        at_once = prefill_rows(batch_size, length, pass_tokens(setup, self.plan.model))
-        if length == 1 or not self._show(slice(0, batch_size), 0):
-            return [slice(0, batch_size)]
-        return [slice(start, min(start + at_once, batch_size)) for start in range(0, batch_size, at_once)]
+        at_once = prefill_rows(rows.stop - rows.start, length, pass_tokens(setup, self.plan.model))
+        return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 
     def _in_parts(self, parts: list[slice], length: int, work: Callable[[slice], Tensor]) -> list[Tensor]:
         """`work`, a forward pass, for each part of the batch, of which `length` tokens are in the cache."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from zinfer.cost import Factors, pass_tokens, prefill_rows
+from zinfer.cost import Factors
 from zinfer.engine import EngineError
 from zinfer.engine.arena import HostArena, check_free
 from zinfer.engine.cache import FixedLayer
@@ -20,7 +20,7 @@ from zinfer.engine.decoder import Decoder
 from zinfer.engine.stream import packed
 from zinfer.engine.stream.blocks import interleave
 from zinfer.engine.stream.image import Image, by_layer, pack, plain
-from zinfer.engine.stream.kv import HostCache, SplitLayer
+from zinfer.engine.stream.kv import CpuCache, HostCache, LinkCache, SplitLayer
 from zinfer.engine.stream.ring import Ring
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
 from zinfer.plan import (
@@ -32,14 +32,16 @@ from zinfer.plan import (
     is_lossless,
     largest_batch,
     resident_bytes,
-    setup_of,
     share_out,
-)  # fmt: skip
+)
 from zinfer.record import Effective, Span
 from zinfer.source import revision_of
 
 # What a plan does not see of the GPU's memory (gaps, moments of a step) must not be given away.
 CAUTIOUS = Factors(memory=1.5)
+
+
+CHOICES = {"weight_codec": CODECS, "kv_offload": KV_OFFLOADS, "kv_attention": ("gpu", "cpu")}
 
 
 class Stream(Decoder):
@@ -53,10 +55,9 @@ class Stream(Decoder):
 
     def _load(self) -> None:
         plan = self.plan
-        if self.options["weight_codec"] not in CODECS:
-            raise EngineError(f"weight_codec={self.options['weight_codec']}: choose from {', '.join(CODECS)}")
-        if self.options["kv_offload"] not in KV_OFFLOADS:
-            raise EngineError(f"kv_offload={self.options['kv_offload']}: choose from {', '.join(KV_OFFLOADS)}")
+        for option, choices in CHOICES.items():
+            if self.options[option] not in choices:
+                raise EngineError(f"{option}={self.options[option]}: choose from {', '.join(choices)}")
         self.model = empty_model(plan.model)
         stack, self._layers = decoder_layers(self.model)
         prefix = f"{stack}."
@@ -166,18 +167,20 @@ class Stream(Decoder):
         rows = self._rows_on_host(batch_size, length, capacity)
         if self._ring is None or not rows or not isinstance(own.layers[0], FixedLayer):
             return own
-        spec, ring = self.plan.model, self._ring
-        here = batch_size - rows
-        at_once = prefill_rows(rows, length, pass_tokens(setup_of(self.plan.case, spec, self.plan.machine), spec))
-        parts = [slice(start, min(start + at_once, batch_size)) for start in range(here, batch_size, at_once)]
+        spec, ring, here = self.plan.model, self._ring, batch_size - rows
         size = spec.kv_bytes(rows, capacity)
         if self._kv_arena is None or self._kv_arena.size < size:
             self._close_kv()
             self._kv_arena = HostArena(size, pin=self.device.type == "cuda", progress=self.progress)
-        self._host = HostCache(self._kv_arena, ring, parts, capacity)
-        ring.resize(ring.depth, -(-spec.kv_bytes(at_once, capacity) // spec.num_layers))
-        ring.fetch(self._host.loads(length))
-        ring.start()
+        there = slice(here, batch_size)
+        if self.options["kv_attention"] == "cpu":
+            self._host = CpuCache(self._kv_arena, there, capacity, self.device)
+        else:
+            parts = self._split(there, length)
+            ring.resize(ring.depth, max(spec.kv_bytes(p.stop - p.start, capacity) for p in parts) // spec.num_layers)
+            self._host = link = LinkCache(self._kv_arena, ring, parts, capacity)
+            ring.fetch(link.loads(length))
+            ring.start()
         return Cache(layers=[SplitLayer(index, here, capacity, self._host) for index in range(len(own.layers))])
 
     def _rows_on_host(self, batch_size: int, length: int, capacity: int) -> int:
@@ -195,8 +198,9 @@ class Stream(Decoder):
     def _parts(self, batch_size: int, length: int) -> list[slice]:
         if self._host is None:
             return super()._parts(batch_size, length)
-        here = self._host.parts[0].start
-        return [*(super()._parts(here, length) if here else []), *self._host.parts]
+        here = self._host.rows.start
+        there = self._host.parts if length == 1 else self._split(self._host.rows, length)
+        return [*(super()._parts(here, length) if here else []), *there]
 
     def _in_parts(self, parts: list[slice], length: int, work: Callable[[slice], Tensor]) -> list[Tensor]:
         ring, cache = self._ring, self._cache
@@ -254,7 +258,8 @@ class Stream(Decoder):
                 "slot_bytes": self._ring.slot_bytes,
                 "weight_codec": "lossless" if self._lossless else "none",
                 "kv_offload": self.options["kv_offload"],
-                "kv_host_rows": sum(rows.stop - rows.start for rows in self._host.parts) if self._host else 0,
+                "kv_attention": self.options["kv_attention"],
+                "kv_host_rows": self._host.rows.stop - self._host.rows.start if self._host else 0,
                 "kv_bytes_per_step": self._fetched_per_step,
                 "numa_node": self._arena.numa_node,
                 "resident_layers": len(self._layers) - len(self._ring.streamed),

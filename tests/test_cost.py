@@ -113,6 +113,17 @@ def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:
     assert on_host.host.total * 0.97 < (H100.host_bytes or 0)
 
 
+def test_attention_on_the_cpu_reads_the_cache_beside_the_link() -> None:
+    cpu = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
+    place = linked(55e9).model_copy(update={"host_bandwidth": 100e9, "host_bytes": 800 << 30})
+    few, many = (make_plan(asked(batch_size=size, options=cpu), BLOOM, place) for size in (16, 200))
+    assert (few.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 55e9)
+    assert few.bound_by == "link"
+    assert many.bound_by == "host memory"
+    assert (many.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + BLOOM.kv_bytes(200, 528)) / 100e9)
+    assert many.gpu.kv_cache == 0
+
+
 def test_every_gpu_brings_its_own_link() -> None:
     one, four = (make_plan(asked(batch_size=8, options=(("gpus", n),)), BLOOM, linked(55e9)) for n in (1, 4))
     assert (one.step_s or 0) == pytest.approx(4 * (four.step_s or 0))

@@ -59,6 +59,7 @@ class Setup(Frozen):
     wire_ratio: float = 1.0  # bytes that cross the link, over the stored ones: a lossless codec 0.67
     slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
     kv_on_host: bool = False  # read over the link at every step, two layers' worth on the GPU at a time
+    kv_on_cpu: bool = False  # of a cache on the host: attention is computed there, and it never crosses the link
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
     also_streamed: int = 0  # bytes a pass fetches besides the layers
     overlapped: bool = True  # copies run beside compute
@@ -157,21 +158,22 @@ def _pass(
 ) -> Times:
     """A pass that reads `read` bytes of weights and `kv` of cache on the GPUs and computes `flops`."""
     link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
-    over_link = wire_bytes(setup, model) + (kv if setup.kv_on_host else 0)
+    over_link = wire_bytes(setup, model) + (kv if setup.kv_on_host and not setup.kv_on_cpu else 0)
+    from_host = wire_bytes(setup, model) + (kv if setup.kv_on_host else 0)
     if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and link is None):
         return Times()
     share = setup.gpus  # of everything that is split
     streamed = wire_bytes(setup, model) / setup.wire_ratio
     limits: dict[Bound, float] = {
         # a streamed weight is written to GPU memory before it is read
-        "hbm": (read + streamed + kv) / share / machine.hbm_bandwidth,
+        "hbm": (read + streamed + (0 if setup.kv_on_cpu else kv)) / share / machine.hbm_bandwidth,
         "compute": flops / share / (factors.mfu * machine.matmul_flops),
         "launch": factors.layer_s * model.num_layers,
     }
     if over_link and link is not None:
         limits["link"] = over_link / share / (factors.link_share * link)
-        if machine.host_bandwidth is not None:  # all links read from one memory
-            limits["host memory"] = over_link / machine.host_bandwidth
+    if from_host and machine.host_bandwidth is not None:  # all links read from one memory, and the CPU does
+        limits["host memory"] = from_host / machine.host_bandwidth
     if setup.tier == "nvme":
         if machine.nvme_bandwidth is None:
             return Times()
@@ -204,7 +206,7 @@ def tiers(
     offloaded = stored if setup.tier != "gpu" else 0
     resident = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
     slots = round(setup.slots * model.layer_bytes * setup.weight_ratio) if offloaded > resident else 0
-    if setup.kv_on_host:
+    if setup.kv_on_host and not setup.kv_on_cpu:
         slots += 2 * kv // model.num_layers
     working = activations(setup, model, batch_size, input_len)
     extra = round((factors.memory - 1) * (slots + working))

@@ -25,6 +25,7 @@ LARGEST_BATCH = 1 << 20  # nobody asks for more
 HOST_SHARE = 0.97  # of host memory a load may take before it is refused
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
 CODECS = ("auto", "none", "lossless")  # of the `stream` engine's weights on the wire
+KV_OFFLOADS = ("none", "cpu", "auto")
 RING_DEPTH = 6  # pieces between link and slot at least: what comes while a layer of a decode step computes
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
 
@@ -151,7 +152,7 @@ def setup_of(case: Case, model: ModelSpec, machine: Machine, automatic: int = 0,
     `depth` what `stream`'s ``ring_depth=auto`` does.
 
     Options that any engine may be planned with: `weight_codec` (lossless), `weight_bits` (8 or 4, with a 16-bit scale
-    and zero point for each 64 weights), `kv_offload` (cpu), `gpus`.
+    and zero point for each 64 weights), `kv_offload` (cpu), with it `kv_attention` (cpu), `gpus`.
     """
     options = dict(case.options)
     bits = float(options.get("weight_bits", 16))
@@ -163,6 +164,7 @@ def setup_of(case: Case, model: ModelSpec, machine: Machine, automatic: int = 0,
         weight_ratio=ratio,
         wire_ratio=LOSSLESS_RATIO if lossless else 1.0,
         kv_on_host=options.get("kv_offload") == "cpu",
+        kv_on_cpu=options.get("kv_offload") == "cpu" and options.get("kv_attention") == "cpu",
         pinned=bool(options.get("pin_memory", True)),
     )
     streamable = cost.layers_stored(common, model)

@@ -34,7 +34,13 @@ ENGINES: dict[str, Kind] = {
         "zinfer.engine.stream:Stream",
         offloads=frozenset({"none", "cpu"}),
         requires=(*_TRANSFORMERS, "greenlet"),
-        options={"ring_depth": "auto", "weight_codec": "auto", "packed": "auto"},
+        options={
+            "ring_depth": "auto",
+            "weight_codec": "auto",
+            "packed": "auto",
+            "kv_offload": "none",
+            "kv_attention": "gpu",
+        },
         gpu_weights=True,
     ),
     "deepspeed": Kind(

@@ -82,7 +82,8 @@ class HostArena:
         self.used = 0
         self._node = _node_of_gpu()
         self._map: mmap.mmap | None = _map(max(size, PAGE))
-        self.memory: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=max(size, PAGE))
+        with torch.inference_mode(False):  # other threads, which are not in that mode, write to it
+            self.memory: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=max(size, PAGE))
         self.pinned, self._pin = False, pin
         self._ahead = AHEAD if grow else 0
         self._threads: ThreadPoolExecutor | None = None

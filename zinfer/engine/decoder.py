@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from zinfer.cost import pass_tokens, prefill_rows
 from zinfer.engine import EngineError
@@ -63,7 +64,7 @@ class Decoder(Engine):
         self.release()
         token_ids, mask = token_ids.to(self.device), attention_mask.to(self.device)
         batch_size, length = token_ids.shape
-        self._cache = make_cache(self.model.config, batch_size, length + reserve)
+        self._cache = self._make_cache(batch_size, length, length + reserve)
         # Without padding every kernel can use plain causal attention, which needs no [B, 1, S, S] mask.
         self._mask = None if bool(mask.all()) else torch.ones((batch_size, length + reserve), dtype=mask.dtype)
         if self._mask is not None:
@@ -72,20 +73,34 @@ class Decoder(Engine):
         self._length = length
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self._next_position = positions[:, -1:] + 1
-        setup = setup_of(self.plan.case, self.plan.model, self.plan.machine)
-        at_once = prefill_rows(batch_size, length, pass_tokens(setup, self.plan.model))
-        if at_once >= batch_size or not self._show(slice(0, batch_size), 0):
-            return self._step(token_ids, positions, slice(None))
-        parts = [slice(start, min(start + at_once, batch_size)) for start in range(0, batch_size, at_once)]
-        logits = self._in_parts(parts, lambda rows: self._step(token_ids[rows], positions[rows], rows))
+        logits = self._in_parts(
+            self._parts(batch_size, length), 0, lambda rows: self._step(token_ids[rows], positions[rows], rows)
+        )
         self._show(slice(0, batch_size), length)
         return torch.cat(logits)
 
-    def _in_parts(self, parts: list[slice], work: Callable[[slice], Tensor]) -> list[Tensor]:
-        """`work`, a forward pass, for each part of the batch, from the prompts' beginning on."""
+    def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache:
+        """The cache of a batch whose prompts are `length` tokens long."""
+        return make_cache(self.model.config, batch_size, capacity)
+
+    def _parts(self, batch_size: int, length: int) -> list[slice]:
+        """The rows that go through the model together, `length` tokens of each at a time."""
+        rows = slice(0, batch_size)
+        return [rows] if length == 1 or not self._show(rows, 0) else self._split(rows, length)
+
+    def _split(self, rows: slice, length: int) -> list[slice]:
+        """`rows`, as many at a time as have activations of `length` tokens within bounds."""
+        setup = setup_of(self.plan.case, self.plan.model, self.plan.machine)
+        at_once = prefill_rows(rows.stop - rows.start, length, pass_tokens(setup, self.plan.model))
+        return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
+
+    def _in_parts(self, parts: list[slice], length: int, work: Callable[[slice], Tensor]) -> list[Tensor]:
+        """`work`, a forward pass, for each part of the batch, of which `length` tokens are in the cache."""
+        if len(parts) == 1:
+            return [work(parts[0])]
         logits = []
         for rows in parts:
-            self._show(rows, 0)
+            self._show(rows, length)
             logits.append(work(rows))
         return logits
 
@@ -99,7 +114,11 @@ class Decoder(Engine):
             raise RuntimeError("decode() before prefill()")
         self._length += 1
         positions, self._next_position = self._next_position, self._next_position + 1
-        return self._step(token_ids[:, None], positions, slice(None))
+        parts, length = self._parts(token_ids.shape[0], 1), self._length - 1
+        logits = self._in_parts(parts, length, lambda rows: self._step(token_ids[rows, None], positions[rows], rows))
+        if len(parts) > 1:
+            self._show(slice(0, token_ids.shape[0]), self._length)
+        return torch.cat(logits)
 
     def _step(self, token_ids: Tensor, positions: Tensor, rows: slice) -> Tensor:
         """One forward pass of `rows`, whose tokens and positions these are; the last position's logits."""

@@ -10,17 +10,30 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from zinfer.cost import Factors
 from zinfer.engine import EngineError
 from zinfer.engine.arena import HostArena, check_free
+from zinfer.engine.cache import FixedLayer
 from zinfer.engine.decoder import Decoder
 from zinfer.engine.stream import packed
 from zinfer.engine.stream.blocks import interleave
 from zinfer.engine.stream.image import Image, by_layer, pack, plain
+from zinfer.engine.stream.kv import CpuCache, HostCache, LinkCache, SplitLayer
 from zinfer.engine.stream.ring import Ring
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
-from zinfer.plan import CODECS, LOSSLESS_RATIO, RING_DEPTH, Workload, is_lossless, resident_bytes, share_out
+from zinfer.plan import (
+    CODECS,
+    KV_OFFLOADS,
+    LOSSLESS_RATIO,
+    RING_DEPTH,
+    Workload,
+    is_lossless,
+    largest_batch,
+    resident_bytes,
+    share_out,
+)
 from zinfer.record import Effective, Span
 from zinfer.source import revision_of
 
@@ -28,17 +41,23 @@ from zinfer.source import revision_of
 CAUTIOUS = Factors(memory=1.5)
 
 
+CHOICES = {"weight_codec": CODECS, "kv_offload": KV_OFFLOADS, "kv_attention": ("gpu", "cpu")}
+
+
 class Stream(Decoder):
     """All weights on the device (offload `none`), or the decoder layers streamed to it from host memory (`cpu`)."""
 
     _arena: HostArena | None = None
     _ring: Ring | None = None
-    _streamed_per_step = 0
+    _kv_arena: HostArena | None = None  # kept for the next batch: page-locking takes long
+    _host: HostCache | None = None  # of the running batch
+    _streamed_per_step = _fetched_per_step = 0
 
     def _load(self) -> None:
         plan = self.plan
-        if self.options["weight_codec"] not in CODECS:
-            raise EngineError(f"weight_codec={self.options['weight_codec']}: choose from {', '.join(CODECS)}")
+        for option, choices in CHOICES.items():
+            if self.options[option] not in choices:
+                raise EngineError(f"{option}={self.options[option]}: choose from {', '.join(choices)}")
         self.model = empty_model(plan.model)
         stack, self._layers = decoder_layers(self.model)
         prefix = f"{stack}."
@@ -142,17 +161,58 @@ class Stream(Decoder):
         ring.resize(buffers)
         ring.start()
 
-    def _in_parts(self, parts: list[slice], work: Callable[[slice], Tensor]) -> list[Tensor]:
+    def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache:
+        self._host = None
+        own = super()._make_cache(batch_size, length, capacity)
+        rows = self._rows_on_host(batch_size, length, capacity)
+        if self._ring is None or not rows or not isinstance(own.layers[0], FixedLayer):
+            return own
+        spec, ring, here = self.plan.model, self._ring, batch_size - rows
+        size = spec.kv_bytes(rows, capacity)
+        if self._kv_arena is None or self._kv_arena.size < size:
+            self._close_kv()
+            self._kv_arena = HostArena(size, pin=self.device.type == "cuda", progress=self.progress)
+        there = slice(here, batch_size)
+        if self.options["kv_attention"] == "cpu":
+            self._host = CpuCache(self._kv_arena, there, capacity, self.device)
+        else:
+            parts = self._split(there, length)
+            ring.resize(ring.depth, max(spec.kv_bytes(p.stop - p.start, capacity) for p in parts) // spec.num_layers)
+            self._host = link = LinkCache(self._kv_arena, ring, parts, capacity)
+            ring.fetch(link.loads(length))
+            ring.start()
+        return Cache(layers=[SplitLayer(index, here, capacity, self._host) for index in range(len(own.layers))])
+
+    def _rows_on_host(self, batch_size: int, length: int, capacity: int) -> int:
+        """How many sequences' KV cache is in host memory: all, or those that the GPU has no room for."""
+        if self.options["kv_offload"] == "cpu":
+            return batch_size
+        if self.options["kv_offload"] == "none":
+            return 0
+        case = self.plan.case
+        load = Workload(batch_size=1, input_len=length, output_len=max(1, capacity - length))
+        alone = tuple((key, value) for key, value in case.options if key != "kv_offload")
+        case = case.model_copy(update={"workload": load, "options": alone})
+        return max(0, batch_size - largest_batch(case, self.plan.model, self.plan.machine, CAUTIOUS))
+
+    def _parts(self, batch_size: int, length: int) -> list[slice]:
+        if self._host is None:
+            return super()._parts(batch_size, length)
+        here = self._host.rows.start
+        there = self._host.parts if length == 1 else self._split(self._host.rows, length)
+        return [*(super()._parts(here, length) if here else []), *there]
+
+    def _in_parts(self, parts: list[slice], length: int, work: Callable[[slice], Tensor]) -> list[Tensor]:
         ring, cache = self._ring, self._cache
-        if ring is None or cache is None:
-            return super()._in_parts(parts, work)
+        if ring is None or cache is None or (len(parts) == 1 and self._host is None):
+            return super()._in_parts(parts, length, work)
 
         def enter(part: int, layer: int) -> None:
-            cache.layers[layer].window(parts[part], 0)
+            cache.layers[layer].window(parts[part], length)
 
         def one(rows: slice) -> Callable[[], Tensor]:
             def run() -> Tensor:
-                self._show(rows, 0)
+                self._show(rows, length)
                 return work(rows)
 
             return run
@@ -160,9 +220,13 @@ class Stream(Decoder):
         return interleave(ring, [one(rows) for rows in parts], enter)
 
     def decode(self, token_ids: Tensor) -> Tensor:
-        before = self._ring.bytes_copied if self._ring is not None else 0
+        ring = self._ring
+        if ring is None:
+            return super().decode(token_ids)
+        weights, others = ring.bytes_copied, ring.other_bytes_copied
         logits = super().decode(token_ids)
-        self._streamed_per_step = self._ring.bytes_copied - before if self._ring is not None else 0
+        self._streamed_per_step = ring.bytes_copied - weights
+        self._fetched_per_step = ring.other_bytes_copied - others
         return logits
 
     def timeline(self, token_ids: Tensor) -> tuple[Span, ...]:
@@ -193,11 +257,24 @@ class Stream(Decoder):
                 "buffer_bytes": self._ring.buffer_bytes,
                 "slot_bytes": self._ring.slot_bytes,
                 "weight_codec": "lossless" if self._lossless else "none",
+                "kv_offload": self.options["kv_offload"],
+                "kv_attention": self.options["kv_attention"],
+                "kv_host_rows": self._host.rows.stop - self._host.rows.start if self._host else 0,
+                "kv_bytes_per_step": self._fetched_per_step,
                 "numa_node": self._arena.numa_node,
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
                 "attention": self.model.config._attn_implementation,
             },
         )
+
+    def release(self) -> None:
+        super().release()
+        self._host = None
+
+    def _close_kv(self) -> None:
+        if self._kv_arena is not None:
+            self._kv_arena.close()
+            self._kv_arena = None
 
     def close(self) -> None:
         super().close()
@@ -207,3 +284,4 @@ class Stream(Decoder):
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+        self._close_kv()

@@ -1,0 +1,95 @@
+"""A KV cache in host memory: the same tokens, read once a step, beside the weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_parity import BATCHES, greedy, load, reference
+from zinfer.engine import EngineError
+from zinfer.engine.stream.hosted import Hosted, host
+
+Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mixtral"])
+@pytest.mark.parametrize("at_once", [1, 8])
+@pytest.mark.parametrize("attention", ["gpu", "cpu"])
+def test_tokens_are_those_of_transformers(
+    architecture: str, attention: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    directory = checkpoint(architecture)
+    monkeypatch.setattr("zinfer.cost.BLOCK_VALUES", 1)
+    monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", 9 * at_once)
+    engine = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention=attention)
+    for lengths, expected in zip(BATCHES, reference(directory), strict=True):
+        assert torch.equal(greedy(engine, lengths), expected)
+    engine.close()
+
+
+@pytest.mark.parametrize("here", [0, 1, 2, 3])
+@pytest.mark.parametrize("attention", ["gpu", "cpu"])
+@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+def test_some_sequences_here_and_some_there(
+    architecture: str,
+    attention: str,
+    here: int,
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = checkpoint(architecture)
+    monkeypatch.setattr("zinfer.engine.stream.largest_batch", lambda *_: here)
+    engine = load("stream", directory, "cpu", tmp_path, kv_offload="auto", kv_attention=attention)
+    for lengths, expected in zip(BATCHES, reference(directory), strict=True):
+        assert torch.equal(greedy(engine, lengths), expected)
+        told = engine.effective()
+        there = max(0, len(lengths) - here)
+        assert told.settings["kv_host_rows"] == there
+        read = max(lengths) + 10  # by the last step
+        over_link = engine.plan.model.kv_bytes(there, read) if attention == "gpu" else 0
+        assert told.settings["kv_bytes_per_step"] == over_link
+        assert told.streamed_bytes_per_step >= 0.95 * engine.plan.model.streamed_bytes
+    engine.close()
+
+
+def test_a_case_that_is_no_choice_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="kv_offload=disk: choose from none, cpu, auto"):
+        load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="disk")
+
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_computed_with_a_hosted_tensor_stays_there_until_it_meets_a_parameter() -> None:
+    values = torch.randn(2, 3, 4)
+    there = host(values, CPU)
+    scores = torch.cat([there.transpose(1, 2).reshape(2, 12), torch.ones(2, 1)], dim=1) * 2 + 1
+    assert isinstance(scores, Hosted)
+    assert isinstance(scores.softmax(-1).chunk(2)[0], Hosted)
+    assert there.shape == (2, 3, 4)
+    assert there.data_ptr() == values.data_ptr()
+    linear = torch.nn.Linear(4, 5)
+    landed = linear(there)
+    assert type(landed) is torch.Tensor
+    assert torch.equal(landed, linear(values))
+    device = torch.zeros(2, 3, 4)
+    assert type(device.add_(there)) is torch.Tensor
+    assert torch.equal(device, values)
+    assert type(there) is Hosted
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+def test_grouped_attention_is_torchs(length: int, mask: str | None) -> None:
+    query, key, value = torch.randn(2, 8, length, 16), torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 16)
+    allowed = torch.rand(2, 1, length, 7) > 0.3
+    allowed[..., 0] = True
+    masks = {None: None, "bool": allowed, "float": torch.zeros(allowed.shape).masked_fill(~allowed, -1e30)}
+    attention = torch.nn.functional.scaled_dot_product_attention
+    for scale in (None, 0.3):
+        expected = attention(query, key, value, attn_mask=masks[mask], scale=scale, enable_gqa=True)
+        found = attention(query, host(key, CPU), host(value, CPU), attn_mask=masks[mask], scale=scale, enable_gqa=True)
+        assert isinstance(found, Hosted)
+        assert torch.allclose(found.as_subclass(torch.Tensor), expected, atol=1e-5)

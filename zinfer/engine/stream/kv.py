@@ -1,0 +1,171 @@
+"""The KV cache of a batch's last sequences in host memory; the GPU holds that of as many as it has room for.
+
+Two ways to attend to it. `LinkCache` brings it over the link at every step, behind the weights of the layer that needs
+it. `CpuCache` leaves it where it is and has the CPU compute with it, while the link carries weights: faster wherever
+host memory is read faster than the link carries, as both then run at once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from zinfer.engine.arena import HostArena
+from zinfer.engine.cache import FixedLayer
+from zinfer.engine.stream.hosted import host
+from zinfer.engine.stream.ring import Load, Ring
+
+
+class HostCache(ABC):
+    """Keys and values of the `rows` of a batch in `arena`, for up to `capacity` tokens a sequence."""
+
+    rows: slice
+    parts: list[slice]  # rows that go through the model together in a decode step
+
+    @abstractmethod
+    def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values, ``[rows, kv_heads, n, head_dim]``, of positions `start` on; all of them so far."""
+
+
+class CpuCache(HostCache):
+    """In the order that attention reads it, ``[rows, kv_heads, capacity, head_dim]``; comes as `Hosted` tensors."""
+
+    def __init__(self, arena: HostArena, rows: slice, capacity: int, device: torch.device) -> None:
+        self.rows, self.parts, self.capacity = rows, [rows], capacity
+        self._memory, self._used, self._device = arena.memory, 0, device
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values
+        self._writing: Any = None  # the last event after which prompts' keys are in place
+
+    def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        if layer not in self._places:
+            self._places[layer] = self._take(keys), self._take(values)
+        own = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+        end = start + keys.shape[2]
+        if not start:
+            for place, states in zip(self._places[layer], (keys, values), strict=True):
+                # One copy of whole rows: what lies beyond the prompt means nothing yet.
+                whole = pad(states, (0, 0, 0, self.capacity - end))
+                place[own].copy_(whole, non_blocking=True)
+            if keys.is_cuda:
+                self._writing = torch.cuda.Event()
+                self._writing.record()
+            return keys, values
+        if self._writing is not None:
+            self._writing.synchronize()
+            self._writing = None
+        for place, states in zip(self._places[layer], (keys, values), strict=True):
+            place[own, :, start:end].copy_(states)  # waits for the device
+        return tuple(host(place[own, :, :end], self._device) for place in self._places[layer])  # type: ignore[return-value]
+
+    def _take(self, states: Tensor) -> Tensor:
+        shape = (self.rows.stop - self.rows.start, states.shape[1], self.capacity, states.shape[3])
+        begin, self._used = self._used, self._used + prod(shape) * states.itemsize
+        return self._memory[begin : self._used].view(states.dtype).view(shape)
+
+
+class LinkCache(HostCache):
+    """In `parts`, each of which is one range of bytes in a layer, a position after the other: ``[capacity, K and V of
+    its rows]``. A step reads that in one copy, into a buffer of `ring`, and adds to it in another."""
+
+    def __init__(self, arena: HostArena, ring: Ring, parts: list[slice], capacity: int) -> None:
+        self.rows = slice(parts[0].start, parts[-1].stop)
+        self.parts, self.capacity = parts, capacity
+        self._ring, self._memory, self._used = ring, arena.memory, 0
+        self._places: dict[tuple[int, int], Tensor] = {}  # layer, part: uint8 [capacity, bytes of a position]
+        self._lengths: dict[tuple[int, int], int] = {}
+        self._cuda = ring.on_gpu
+        self._stream = torch.cuda.Stream() if self._cuda else None
+        self._written: dict[tuple[int, int], Any] = {}  # events
+
+    def loads(self, first_length: int) -> Callable[[int, int], Iterator[Load]]:
+        """What a pass fetches for a layer, for `Ring.fetch`: nothing while prompts of `first_length` tokens are
+        prefilled (pass 0), and then all that was stored before."""
+
+        def more(turn: int, layer: int) -> Iterator[Load]:
+            length = first_length + turn - 1
+            for part in range(len(self.parts)) if turn else ():
+                key = (layer, part)
+                yield Load(
+                    layer,
+                    source=partial(self._first, key, length),
+                    ready=partial(self._reaches, key, length),
+                    before=partial(self._wait, key),
+                )
+
+        return more
+
+    def _first(self, key: tuple[int, int], length: int) -> Tensor:
+        return self._places[key][:length].view(-1)
+
+    def _reaches(self, key: tuple[int, int], length: int) -> bool:
+        return self._lengths.get(key, 0) >= length
+
+    def _wait(self, key: tuple[int, int]) -> None:
+        if self._cuda:
+            self._written[key].wait()
+
+    def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        key = (layer, self.parts.index(rows))
+        packed = torch.cat([states.permute(2, 0, 1, 3).reshape(states.shape[2], -1) for states in (keys, values)], 1)
+        if key not in self._places:
+            size = self.capacity * packed[0].nbytes
+            self._places[key] = self._memory[self._used : self._used + size].view(self.capacity, -1)
+            self._used += size
+        end = start + packed.shape[0]
+        self._store(key, packed, start)
+        self._lengths[key] = end
+        if not start:
+            return keys, values
+        place = self._places[key]
+        held = self._ring.borrow(layer)
+        if self._cuda:
+            place = held[: self.capacity * place.shape[1]].view(place.shape)
+            place[start:end] = packed.view(torch.uint8)
+        seen = place[:end].view(packed.dtype)
+        count, heads = keys.shape[:2]
+        split = count * heads * keys.shape[3]
+        return (
+            seen[:, :split].view(end, count, heads, -1).permute(1, 2, 0, 3),
+            seen[:, split:].view(end, count, heads, -1).permute(1, 2, 0, 3),
+        )
+
+    def _store(self, key: tuple[int, int], packed: Tensor, start: int) -> None:
+        target = self._places[key][start : start + packed.shape[0]]
+        if self._stream is None:
+            target.copy_(packed.view(torch.uint8))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(packed.view(torch.uint8), non_blocking=True)
+            packed.record_stream(self._stream)
+            event = self._written[key] = torch.cuda.Event()
+            event.record()
+
+
+class SplitLayer(FixedLayer):
+    """The cache of decoder layer `index`: of the first `count` sequences on the device, of the others in `host`."""
+
+    def __init__(self, index: int, count: int, capacity: int, host: HostCache) -> None:
+        super().__init__(count, capacity)
+        self._index, self._host = index, host
+
+    def window(self, rows: slice, length: int) -> None:
+        if rows.stop <= self.batch_size:
+            super().window(rows, length)
+        self.rows, self.length = rows, length
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.rows.stop <= self.batch_size:
+            return super().update(key_states, value_states, *args, **kwargs)
+        start, self.length = self.length, self.length + key_states.shape[2]
+        if self.length > self.capacity:
+            raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
+        return self._host.extend(self._index, self.rows, key_states, value_states, start)

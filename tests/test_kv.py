@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_parity import BATCHES, greedy, load, reference
+from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from zinfer.engine import EngineError
 from zinfer.engine.stream.hosted import Hosted, host
 
@@ -93,3 +93,33 @@ def test_grouped_attention_is_torchs(length: int, mask: str | None) -> None:
         found = attention(query, host(key, CPU), host(value, CPU), attn_mask=masks[mask], scale=scale, enable_gqa=True)
         assert isinstance(found, Hosted)
         assert torch.allclose(found.as_subclass(torch.Tensor), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+def test_a_quantised_cache_is_half_as_large_and_nearly_as_good(
+    architecture: str, storage: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)  # a row at a time
+    directory = checkpoint(architecture)
+    engine = load("stream", directory, "cpu", tmp_path, kv_cache_dtype=storage)
+    exact = load("stream", directory, "cpu", tmp_path)
+    token_ids, mask = prompts((9, 5, 7))
+    logits = [one.prefill(token_ids, mask, reserve=8) for one in (engine, exact)]
+    assert torch.allclose(*logits, atol=1e-4), "the prompt's attention sees exact keys"
+    for _ in range(6):
+        token = logits[1].argmax(-1)
+        logits = [one.decode(token) for one in (engine, exact)]
+        error = (logits[0] - logits[1]).norm() / logits[1].norm()
+        assert 0 < error < (0.02 if storage == "int8" else 0.08)
+    layer = engine._cache.layers[0]  # type: ignore[attr-defined]
+    kept = sum(part.nbytes for pair in layer._stored for part in pair)
+    whole = exact._cache.layers[0]  # type: ignore[attr-defined]
+    assert kept < 0.35 * (whole._keys.nbytes + whole._values.nbytes)  # of float32, with a scale for 16 values
+    engine.close()
+    exact.close()
+
+
+def test_a_quantised_cache_stays_on_the_gpu(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="kv_cache_dtype is for a cache on the GPU"):
+        load("stream", checkpoint("llama"), "cpu", tmp_path, kv_cache_dtype="int8", kv_offload="cpu")

@@ -59,6 +59,7 @@ class Setup(Frozen):
     wire_ratio: float = 1.0  # bytes that cross the link, over the stored ones: a lossless codec 0.67
     slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
     kv_on_host: bool = False  # read over the link at every step, two layers' worth on the GPU at a time
+    kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     kv_on_cpu: bool = False  # of a cache on the host: attention is computed there, and it never crosses the link
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
     also_streamed: int = 0  # bytes a pass fetches besides the layers
@@ -125,7 +126,7 @@ def step(
 ) -> Times:
     """One decode step of `batch_size` sequences with `context` tokens in their KV cache, on average."""
     factors = factors or Factors()
-    kv = model.kv_bytes(batch_size, context)
+    kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
     active = _touched(model, batch_size) * setup.weight_ratio
     flops = model.decode_flops(batch_size, context)
     return _pass(setup, model, machine, factors, kv, active, flops)
@@ -202,7 +203,7 @@ def tiers(
     listed apart all the same."""
     factors = factors or Factors()
     stored, others = layers_stored(setup, model), round(model.other_bytes * setup.weight_ratio)
-    kv = model.kv_bytes(batch_size, input_len + output_len)
+    kv = round(model.kv_bytes(batch_size, input_len + output_len) * setup.kv_ratio)
     offloaded = stored if setup.tier != "gpu" else 0
     resident = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
     slots = round(setup.slots * model.layer_bytes * setup.weight_ratio) if offloaded > resident else 0

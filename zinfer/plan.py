@@ -26,6 +26,8 @@ HOST_SHARE = 0.97  # of host memory a load may take before it is refused
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
 CODECS = ("auto", "none", "lossless")  # of the `stream` engine's weights on the wire
 KV_OFFLOADS = ("none", "cpu", "auto")
+KV_CACHE_DTYPES = ("auto", "bf16", "int8", "fp8")  # auto and bf16: the model's own
+DEQUANTIZED_BYTES = 1 << 30  # of a quantised cache that is in the model's type at a time
 RING_DEPTH = 6  # pieces between link and slot at least: what comes while a layer of a decode step computes
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
 
@@ -158,12 +160,14 @@ def setup_of(case: Case, model: ModelSpec, machine: Machine, automatic: int = 0,
     bits = float(options.get("weight_bits", 16))
     ratio = 1.0 if bits >= 16 else (bits + 32 / 64) / (8 * model.dtype_bytes)
     lossless = is_lossless(case, machine) and ratio == 1.0 and case.dtype == "bfloat16"  # other types go as they are
+    quantized = options.get("kv_cache_dtype") in ("int8", "fp8")
     common = Setup(
         tier=TIERS[case.offload],
         gpus=int(options.get("gpus", 1)),
         weight_ratio=ratio,
         wire_ratio=LOSSLESS_RATIO if lossless else 1.0,
         kv_on_host=options.get("kv_offload") == "cpu",
+        kv_ratio=(1 + 4 / model.head_dim) / model.dtype_bytes if quantized else 1.0,  # a 32-bit scale a head and token
         kv_on_cpu=options.get("kv_offload") == "cpu" and options.get("kv_attention") == "cpu",
         pinned=bool(options.get("pin_memory", True)),
     )

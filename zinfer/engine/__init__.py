@@ -40,6 +40,7 @@ ENGINES: dict[str, Kind] = {
             "packed": "auto",
             "kv_offload": "none",
             "kv_attention": "gpu",
+            "kv_cache_dtype": "auto",
         },
         gpu_weights=True,
     ),

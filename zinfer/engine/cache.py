@@ -57,13 +57,69 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
 
-def make_cache(config: PreTrainedConfig, batch_size: int, capacity: int) -> Cache:
-    """A cache for `batch_size` sequences of up to `capacity` tokens. Models whose layers keep another state than keys
-    and values (recurrent, convolutional) get the cache that `transformers` makes for them."""
+class QuantizedLayer(FixedLayer):
+    """Keys and values in 8 bits (`storage` is int8 or float8_e4m3fn), each head of each token with a scale of its own.
+
+    The prompt's attention sees exact ones. A later pass sees all that is stored, brought back to the model's type: in
+    memory of its own, so the rows of a pass should be few.
+    """
+
+    def __init__(self, batch_size: int, capacity: int, storage: torch.dtype) -> None:
+        super().__init__(batch_size, capacity)
+        self._storage = storage
+        self._largest = 127.0 if storage == torch.int8 else torch.finfo(storage).max
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def _show(self) -> None:
+        """Nothing is to be seen without a pass."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        value_states = key_states if value_states is None else value_states
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._stored = []
+        for states in (key_states, value_states):
+            shape = (self.batch_size, states.shape[1], self.capacity)
+            content = torch.empty((*shape, states.shape[3]), dtype=self._storage, device=self.device)
+            self._stored.append((content, torch.empty((*shape, 1), dtype=torch.float32, device=self.device)))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, self.length = self.length, self.length + key_states.shape[2]
+        if self.length > self.capacity:
+            raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
+        for (content, scales), states in zip(self._stored, (key_states, value_states), strict=True):
+            new = states.float()
+            scale = new.abs().amax(-1, keepdim=True).clamp_(min=1e-12) / self._largest
+            new /= scale
+            content[self.rows, :, start : self.length] = new.round_() if self._storage == torch.int8 else new
+            scales[self.rows, :, start : self.length] = scale
+        if not start:
+            return key_states, value_states
+        keys, values = (
+            content[self.rows, :, : self.length].to(self.dtype).mul_(scales[self.rows, :, : self.length])
+            for content, scales in self._stored
+        )
+        return keys, values
+
+
+STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def make_cache(config: PreTrainedConfig, batch_size: int, capacity: int, storage: str = "auto") -> Cache:
+    """A cache for `batch_size` sequences of up to `capacity` tokens, in the model's type or in `STORAGE`'s. Models
+    whose layers keep another state than keys and values (recurrent, convolutional) get the cache that `transformers`
+    makes for them."""
     default = DynamicCache(config=config)
     if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in default.layers):
         return default
-    return Cache(layers=[FixedLayer(batch_size, capacity) for _ in range(config.get_text_config().num_hidden_layers)])
+    depth = config.get_text_config().num_hidden_layers
+    if storage in STORAGE:
+        return Cache(layers=[QuantizedLayer(batch_size, capacity, STORAGE[storage]) for _ in range(depth)])
+    return Cache(layers=[FixedLayer(batch_size, capacity) for _ in range(depth)])
 
 
 def show_rows(cache: Cache, rows: slice, length: int) -> bool:

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from zinfer.cost import Factors
 from zinfer.engine import EngineError
 from zinfer.engine.arena import HostArena, check_free
-from zinfer.engine.cache import FixedLayer
+from zinfer.engine.cache import STORAGE, FixedLayer, make_cache
 from zinfer.engine.decoder import Decoder
 from zinfer.engine.stream import packed
 from zinfer.engine.stream.blocks import interleave
@@ -25,6 +25,8 @@ from zinfer.engine.stream.ring import Ring
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
 from zinfer.plan import (
     CODECS,
+    DEQUANTIZED_BYTES,
+    KV_CACHE_DTYPES,
     KV_OFFLOADS,
     LOSSLESS_RATIO,
     RING_DEPTH,
@@ -41,7 +43,12 @@ from zinfer.source import revision_of
 CAUTIOUS = Factors(memory=1.5)
 
 
-CHOICES = {"weight_codec": CODECS, "kv_offload": KV_OFFLOADS, "kv_attention": ("gpu", "cpu")}
+CHOICES = {
+    "weight_codec": CODECS,
+    "kv_offload": KV_OFFLOADS,
+    "kv_attention": ("gpu", "cpu"),
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+}
 
 
 class Stream(Decoder):
@@ -58,6 +65,8 @@ class Stream(Decoder):
         for option, choices in CHOICES.items():
             if self.options[option] not in choices:
                 raise EngineError(f"{option}={self.options[option]}: choose from {', '.join(choices)}")
+        if self.options["kv_offload"] != "none" and self.options["kv_cache_dtype"] in STORAGE:
+            raise EngineError("kv_cache_dtype is for a cache on the GPU: leave out kv_offload")
         self.model = empty_model(plan.model)
         stack, self._layers = decoder_layers(self.model)
         prefix = f"{stack}."
@@ -163,11 +172,15 @@ class Stream(Decoder):
 
     def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache:
         self._host = None
-        own = super()._make_cache(batch_size, length, capacity)
+        storage = str(self.options["kv_cache_dtype"])
+        own = make_cache(self.model.config, batch_size, capacity, storage)
+        spec = self.plan.model
+        layer = max(1, spec.kv_bytes(1, capacity) // spec.num_layers)  # of a sequence
+        self._rows_at_once = max(1, DEQUANTIZED_BYTES // layer) if storage in STORAGE else batch_size
         rows = self._rows_on_host(batch_size, length, capacity)
         if self._ring is None or not rows or not isinstance(own.layers[0], FixedLayer):
             return own
-        spec, ring, here = self.plan.model, self._ring, batch_size - rows
+        ring, here = self._ring, batch_size - rows
         size = spec.kv_bytes(rows, capacity)
         if self._kv_arena is None or self._kv_arena.size < size:
             self._close_kv()
@@ -197,7 +210,11 @@ class Stream(Decoder):
 
     def _parts(self, batch_size: int, length: int) -> list[slice]:
         if self._host is None:
-            return super()._parts(batch_size, length)
+            parts = super()._parts(batch_size, length)
+            if length > 1 or self._rows_at_once >= batch_size or not self._show(slice(0, batch_size), self._length - 1):
+                return parts
+            step = self._rows_at_once
+            return [slice(start, min(start + step, batch_size)) for start in range(0, batch_size, step)]
         here = self._host.rows.start
         there = self._host.parts if length == 1 else self._split(self._host.rows, length)
         return [*(super()._parts(here, length) if here else []), *there]
@@ -258,6 +275,7 @@ class Stream(Decoder):
                 "slot_bytes": self._ring.slot_bytes,
                 "weight_codec": "lossless" if self._lossless else "none",
                 "kv_offload": self.options["kv_offload"],
+                "kv_cache_dtype": self.options["kv_cache_dtype"],
                 "kv_attention": self.options["kv_attention"],
                 "kv_host_rows": self._host.rows.stop - self._host.rows.start if self._host else 0,
                 "kv_bytes_per_step": self._fetched_per_step,

@@ -72,11 +72,12 @@ class Lines:
         """Take all lines away."""
         _cut(self._descriptor, 0, self.path)
 
-    def mend(self, check: Check, kind: str) -> tuple[tuple[int, str], ...]:
+    def mend(self, check: Check, kind: str, aside: bool = True) -> tuple[tuple[int, str], ...]:
         """The lines that `check` finds fault with, by their numbers (from 1), and why.
 
-        Garbled ones are copied to ``<file>.damaged``; those at the end, such as a line that a kill tore, are then cut
-        off. Raises StoreError, and changes nothing, where no line is right: the file is no `kind` ("results file").
+        Garbled ones are copied to ``<file>.damaged`` (unless not put `aside`); those at the end, such as a line that a
+        kill tore, are then cut off. Raises StoreError, and changes nothing, where no line is right: the file is no
+        `kind` ("results file").
         """
         lines, garbled = read_lines(self.path), []
         faults: list[tuple[int, str]] = []
@@ -92,10 +93,12 @@ class Lines:
                     garbled.append(line)
                 else:
                     end = position  # whole, but of another version: not ours to cut
-        if lines and len(garbled) == len(lines) and not (len(lines) == 1 and lines[0].startswith(b"{")):
-            raise StoreError(f"{self.path} is not a {kind}: no line is a record; name another with --output")
-        _keep_aside(self.path.with_name(self.path.name + ".damaged"), garbled)
         size = os.fstat(self._descriptor).st_size
+        torn = len(lines) == 1 and lines[0].startswith(b"{") and size < position  # the first line ever, by a kill
+        if lines and len(garbled) == len(lines) and not torn:
+            raise StoreError(f"{self.path} is not a {kind}: no line is a record; name another with --output")
+        if aside:
+            _keep_aside(self.path.with_name(self.path.name + ".damaged"), garbled)
         if end > size:  # a whole line that lacks only its newline
             _append(self._descriptor, b"\n", self.path)
         elif end < size:

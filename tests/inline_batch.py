@@ -150,7 +150,7 @@ def run_inline(
         lengths = [int(request.prompt.split("/")[0][1:]) for request in waiting]
         rows, faults = rows_of(waiting, lengths, plan.model.max_position, 40, ledger.made)
         ledger.add(map(refusal, faults))
-        standing = Job(plan, "x:Y", rows, ledger, "fake", worker, worker, **more).run()
+        standing = Job(plan, rows, ledger, "fake", worker, **more).run()
         ledger.finish()
     return standing
 
@@ -180,7 +180,7 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
             run_inline(path, lines, InlineRows(pause_s=0.0004), at_most=4)
             os._exit(0)
         os.close(writer)
-        time.sleep(dice.uniform(0, 0.08))
+        time.sleep(dice.uniform(0, 0.06))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with os.fdopen(reader, "rb") as pipe:

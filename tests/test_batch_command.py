@@ -63,7 +63,7 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
     assert again.returncode == 3
     assert again.stderr == "7 answers and 5 errors in out.jsonl\n"
     with prompts.open("a") as file:
-        file.write(line("more", prompt="x", max_tokens=2))
+        file.write(line("more", prompt="x", echo=True))
     other = zinfer(folder, *words, "--dtype", "bf16")
     assert other.returncode == 6
     assert "dtype: float32 -> bfloat16" in other.stderr
@@ -72,9 +72,9 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
     assert output.read_bytes() == before
     forced = zinfer(folder, *words, "--force")
     assert forced.returncode == 3
-    assert "8 answers and 5 errors" in forced.stderr
+    assert "7 answers and 6 errors" in forced.stderr
     assert output.read_bytes().startswith(before)
-    assert records(output)["more"]["error"] is None
+    assert len(records(output)) == 13
 
 
 PROMPT = line("a", prompt="x", max_tokens=2)

@@ -18,7 +18,7 @@ from zinfer import job as jobs
 from zinfer.batch import Request, read_requests
 from zinfer.intake import rows_of
 from zinfer.job import Job, JobFailed, Standing
-from zinfer.ledger import Ledger, job_path
+from zinfer.ledger import JobChanged, Ledger, job_path
 from zinfer.lines import StoreError
 from zinfer.packing import Shape, shaped
 from zinfer.plan import make_plan
@@ -80,6 +80,17 @@ def test_a_finished_job_has_nothing_to_do(tmp_path: Path) -> None:
     run_inline(path, LINES, again)
     assert again.loads == 0
     assert path.read_bytes() == before
+
+
+def test_more_prompts_are_added_by_force(tmp_path: Path) -> None:
+    path, worker = tmp_path / "out.jsonl", InlineRows()
+    run_inline(path, LINES[:20], InlineRows())
+    more = SETTINGS | {"prompts": "more"}
+    with pytest.raises(JobChanged, match="prompts: abc -> more"):
+        run_inline(path, [LINES[25], *LINES], worker, settings=more)
+    standing = run_inline(path, [LINES[25], *LINES[:25], *LINES[26:]], worker, settings=more, force=True)
+    assert standing.rows == 10
+    assert texts(path) == EXPECTED
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -204,22 +215,22 @@ def test_tokens_are_saved_while_the_job_runs(tmp_path: Path, monkeypatch: pytest
     assert texts(path) == EXPECTED
 
 
-def test_a_hundred_and_fifty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_a_hundred_and_twenty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     """SIGKILL at random moments of a job that goes on each time; what was reported as answered must be there once."""
     seed = str(random.Random(7).randrange(1 << 30))
-    command = [sys.executable, "-m", "tests.inline_batch", str(tmp_path), "150", seed]
+    command = [sys.executable, "-m", "tests.inline_batch", str(tmp_path), "120", seed]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     finished, answers, resumed = map(int, done.stdout.split())
     assert finished >= 3
-    assert answers > 150
+    assert answers > 120
     assert resumed > 20
 
 
 def test_more_rows_are_begun_only_within_bounds(tmp_path: Path) -> None:
     """Else a file of long answers would all be half-way before the first one is there."""
-    lines = [line(f"a20/400/{key}", 400) for key in range(200)]
-    worker = InlineRows()
+    lines = [line(f"a20/400/{key}", 400) for key in range(100)]
+    worker = InlineRows(steps=20)
     seen: set[int] = set()
     most = 0
 
@@ -254,7 +265,7 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     told: list[str] = []
     path = tmp_path / "out.jsonl"
     with Ledger.open(path, SETTINGS, 7) as ledger:
-        Job(plan, TARGET, rows, ledger, "fake", worker, make_worker, say=told.append).run()
+        Job(plan, rows, ledger, "fake", make_worker, worker, say=told.append).run()
     assert len(told) == 1
     assert "a batch of 8 failed (crashed: the worker ended: exit code 7" in told[0]
     records = [json.loads(one) for one in path.read_text().splitlines()]

@@ -77,7 +77,7 @@ def answers(
     rows, faults = rows_of(requests, lengths, worker.spec.max_position, 20, {})
     assert not faults
     with Ledger.open(output, {}, 7) as ledger:
-        Job(plan_for(worker, directory, rows), "", rows, ledger, "m", worker, **settings).run()
+        Job(plan_for(worker, directory, rows), rows, ledger, "m", lambda: worker, **settings).run()
     found = map(json.loads, output.read_text().splitlines())
     return {one["custom_id"]: one["response"]["body"] for one in found}, worker
 

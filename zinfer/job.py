@@ -93,12 +93,11 @@ class Job:
     """What `run` needs: the load, the rows without an answer, where answers go, and who is told."""
 
     plan: Plan
-    target: str  # the engine, module:Class
     rows: Sequence[Row]
     ledger: Ledger
     model: str  # the name that answers bear
-    worker: Any = None  # one that has nothing loaded, if there is one
-    make_worker: Callable[[], Any] | None = None
+    make_worker: Callable[[], Worker]
+    worker: Worker | None = None  # the first one, if it is there; nothing is loaded in it
     at_most: int | None = None  # rows of a batch
     loading: Callable[[], None] = lambda: None
     progress: Callable[[Standing], None] = lambda _standing: None
@@ -125,7 +124,7 @@ class _Runner:
         self._begun = [row for row in job.rows if row.made]
         self._fresh = sorted((row for row in job.rows if not row.made), key=row_order)
         self._size: int | None = None  # rows of the last batch
-        self._worker, self._loaded = job.worker, False
+        self._worker, self._loaded = job.worker, False  # a worker without a load, or none, until the first batch
         self._given_up = 0  # batches, since the last that yielded a token
         self._saved_at = time.monotonic()
         left = sum(row.need.left for row in job.rows)
@@ -277,11 +276,10 @@ class _Runner:
 
     def _ask(self, verb: str, **fields: Any) -> dict[str, Any]:
         """What the worker, loaded now if need be, answers. Raises _BatchFailed, and JobFailed when it cannot load."""
-        if not self._loaded:
-            self._load()
+        worker = self._ready()
         try:
             with self._signals.raised():
-                answer: dict[str, Any] = self._worker.rows(verb, **fields)
+                answer = worker.rows(verb, **fields)
         except WorkerDied as death:
             self._stop()
             raise _BatchFailed(death.status, str(death)) from None
@@ -289,19 +287,22 @@ class _Runner:
             raise _BatchFailed(answer["status"], answer["error"])
         return answer
 
-    def _load(self) -> None:
-        job = self._job
+    def _ready(self) -> Worker:
+        """The worker, with its engine loaded. Raises JobFailed."""
+        job, worker = self._job, self._worker
+        if worker is not None and self._loaded:
+            return worker
         job.loading()
-        if self._worker is None:
-            self._worker = job.make_worker() if job.make_worker else Worker(job.target, timeout_s=7200)
+        worker = self._worker = worker or job.make_worker()
         try:
             with self._signals.raised():
-                refused = self._worker.load(job.plan)
+                refused = worker.load(job.plan)
         except WorkerDied as death:
             raise JobFailed(f"loading failed ({death.status}): {death}") from None
         if refused is not None:
             raise JobFailed(f"loading failed ({refused.status}): {refused.error}")
         self._loaded = True
+        return worker
 
     def _stop(self, kill: bool = False) -> None:
         worker, self._worker, self._loaded = self._worker, None, False

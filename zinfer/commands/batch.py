@@ -180,7 +180,7 @@ def _run(
         worker.close()
         raise
     job = Job(
-        plan, target, rows, ledger, plan.case.model, worker, make_worker, how["batch_size"],
+        plan, rows, ledger, plan.case.model, make_worker, worker, how["batch_size"],
         lambda: watch.loading(loading), watch.rows, watch.say,
     )  # fmt: skip
     try:

@@ -37,7 +37,12 @@ ALLOWED = {
     "zinfer.record": TYPES,
     "zinfer.published": SHAPES | {"zinfer.cost", "zinfer.plan"},
     "zinfer.timeline": TYPES,
-    "zinfer.store": TYPES,
+    "zinfer.lines": set(),
+    "zinfer.batch": {"zinfer.lines"},
+    "zinfer.packing": SHAPES | {"zinfer.cost", "zinfer.plan"},
+    "zinfer.intake": {"zinfer.batch", "zinfer.packing"},
+    "zinfer.ledger": {"zinfer.batch", "zinfer.lines"},
+    "zinfer.store": TYPES | {"zinfer.lines"},
     "zinfer.analysis": READERS,
     "zinfer.group": READERS,
     "zinfer.chart": READERS,
@@ -87,11 +92,11 @@ def test_the_clock_stands_in_one_place() -> None:
 
 
 def test_torch_is_never_imported_by_what_the_core_install_runs(tmp_path: Path) -> None:
-    core = ["plan", "plot", "report", "best", "models", "compare", "export"]
+    core = ["plan", "plot", "report", "best", "models", "compare", "export", "batch"]
     script = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "import zinfer.sweep, zinfer.here, zinfer.source\n"
+        "import zinfer.sweep, zinfer.here, zinfer.source, zinfer.job\n"
         + "".join(f"import zinfer.commands.{verb}\n" for verb in core)
         + "from click.testing import CliRunner\n"
         "from zinfer.cli import cli\n"

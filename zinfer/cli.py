@@ -15,6 +15,7 @@ VERBS = {
     "build": "Build a TensorRT plan.",
     "pack": "Pack a checkpoint for the lossless wire format.",
     "run": "Generate text.",
+    "batch": "Answer a file of prompts, in the OpenAI batch format.",
     "sweep": "Measure batch sizes, offloads and engines; keep every point.",
     "best": "Name the best configuration and the command that runs it.",
     "plot": "Draw the figures of a result file.",

@@ -10,32 +10,19 @@ changed byte shows. Files are only ever appended to::
     points = read(Path("sweeps/results")).points
 """
 
-import errno
-import fcntl
 import json
 import math
-import os
-import stat
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import Field, ValidationError
 
 from zinfer.frozen import Frozen
+from zinfer.lines import Garbled, Lines, read_lines
+from zinfer.lines import StoreError as StoreError  # for those who catch it
 from zinfer.record import SCHEMA_VERSION, Measurement
-
-
-class StoreError(ValueError):
-    """A results file that cannot be read or written; the message says what to do next."""
-
-    exit_code = 5  # the environment's fault: disk, permissions, a second writer
-
-
-class _Garbled(ValueError):
-    """A line whose bytes are not those that were written."""
 
 
 class Header(Frozen):
@@ -121,9 +108,9 @@ def decode(line: bytes) -> Header | Measurement:
         claimed = fields.pop("checksum")
         sealed = _sealed(fields)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise _Garbled("not a whole record") from None
+        raise Garbled("not a whole record") from None
     if sealed != line:
-        raise _Garbled(f"the checksum {str(claimed)[:16]} does not match the line")
+        raise Garbled(f"the checksum {str(claimed)[:16]} does not match the line")
     version = fields.pop("schema_version", None)
     kind = fields.pop("kind", None)
     if version != SCHEMA_VERSION:
@@ -148,7 +135,7 @@ def read(path: Path) -> Records:
     headers: list[Header] = []
     damaged: list[Damage] = []
     for file in files(path):
-        for number, line in enumerate(_lines(file), start=1):
+        for number, line in enumerate(read_lines(file), start=1):
             try:
                 record = decode(line)
             except ValueError as error:
@@ -173,22 +160,13 @@ def read_usable(path: Path) -> Records:
     raise StoreError(f"none of the {len(records.points)} points in {path} succeeded ({statuses}): see `zinfer report`")
 
 
-def _lines(file: Path) -> list[bytes]:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise StoreError(f"cannot read {file}: {error.strerror}") from error
-    lines = content.split(b"\n")
-    return lines if lines[-1] else lines[:-1]
-
-
 class Store:
     """A results file open for appending, by this process alone. Make one with `Store.open`."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
+    def __init__(self, lines: Lines) -> None:
+        self.path = lines.path
         self.damaged: tuple[Damage, ...] = ()  # found on opening; garbled lines are kept in `<file>.damaged`
-        self._descriptor = descriptor
+        self._lines = lines
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -197,15 +175,9 @@ class Store:
         Garbled lines are copied to ``<file>.damaged``; those at the end, such as a record that a kill tore, are then
         cut off. Raises StoreError when another process writes the file or it cannot be written.
         """
+        store = cls(Lines.open(path))
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            store = cls(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
-        except OSError as error:
-            raise StoreError(f"cannot open {path} for writing: {error.strerror}") from error
-        try:
-            store._lock()
-            store._mend()
-            _sync_folder(path.parent)
+            store.damaged = tuple(Damage(path, *fault) for fault in store._lines.mend(decode, "results file"))
         except BaseException:
             store.close()
             raise
@@ -213,11 +185,11 @@ class Store:
 
     def append(self, point: Measurement) -> None:
         """Write one point and wait for the disk. On StoreError (disk full, say) the file ends at its last record."""
-        _append(self._descriptor, encode(point) + b"\n", self.path)
+        self._lines.append(encode(point))
 
     def append_header(self, header: Header) -> None:
         """Write the header of a start, like `append`."""
-        _append(self._descriptor, encode(header) + b"\n", self.path)
+        self._lines.append(encode(header))
 
     def points(self) -> tuple[Measurement, ...]:
         return read(self.path).points
@@ -227,9 +199,7 @@ class Store:
 
     def close(self) -> None:
         """Release the file. Safe to call twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._lines.close()
 
     def __enter__(self) -> Self:
         return self
@@ -238,89 +208,3 @@ class Store:
         self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _lock(self) -> None:
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            raise StoreError(f"{self.path} is not a regular file; name another with --output")
-        try:
-            # not lockf: a POSIX lock is lost when its process closes any descriptor of the file, as read() does
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreError(f"another zinfer is writing {self.path}; wait for it, or name another --output") from None
-        except OSError as error:
-            raise StoreError(f"cannot lock {self.path}: {error.strerror}") from error
-
-    def _mend(self) -> None:
-        lines, garbled = _lines(self.path), []
-        end = position = 0  # end: of the last line to keep
-        for number, line in enumerate(lines, start=1):
-            position += len(line) + 1
-            try:
-                decode(line)
-                end = position
-            except ValueError as error:
-                self.damaged += (Damage(self.path, number, str(error)),)
-                if isinstance(error, _Garbled):
-                    garbled.append(line)
-                else:
-                    end = position  # whole, but of another version: not ours to cut
-        if lines and len(garbled) == len(lines) and not (len(lines) == 1 and lines[0].startswith(b"{")):
-            raise StoreError(f"{self.path} is not a results file: no line is a record; name another with --output")
-        _keep_aside(self.path.with_name(self.path.name + ".damaged"), garbled)
-        size = os.fstat(self._descriptor).st_size
-        if end > size:  # a whole record that lacks only its newline
-            _append(self._descriptor, b"\n", self.path)
-        elif end < size:
-            _cut(self._descriptor, end, self.path)
-
-
-def _keep_aside(path: Path, lines: list[bytes]) -> None:
-    """Add `lines` to the file at `path`, unless they are there since an earlier opening."""
-    known = set(_lines(path)) if path.exists() else set()
-    new = b"".join(line + b"\n" for line in lines if line not in known)
-    if not new:
-        return
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        _refuse(path, error)
-    try:
-        _append(descriptor, new, path)
-        _sync_folder(path.parent)
-    finally:
-        os.close(descriptor)
-
-
-def _append(descriptor: int, data: bytes, path: Path) -> None:
-    """One write and a sync; if either fails, the file is cut back to what it was."""
-    size = os.fstat(descriptor).st_size
-    try:
-        if os.write(descriptor, data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(descriptor)
-    except OSError as error:
-        with suppress(StoreError):
-            _cut(descriptor, size, path)
-        _refuse(path, error)
-
-
-def _cut(descriptor: int, size: int, path: Path) -> None:
-    try:
-        os.ftruncate(descriptor, size)
-        os.fsync(descriptor)
-    except OSError as error:
-        _refuse(path, error)
-
-
-def _refuse(path: Path, error: OSError) -> NoReturn:
-    raise StoreError(f"cannot write {path}: {error.strerror}; the records in it are kept") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new file's name durable, where the file system can sync a folder."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from zinfer import __version__
+from zinfer.model import ModelSpec
 from zinfer.plan import Case, Plan, resident_bytes
 from zinfer.record import Effective, Measurement, Status
 
@@ -102,6 +103,11 @@ class Worker:
         """Continue `prompts` as `zinfer.generate` does: ``{"texts": [..]}``, or ``{"status": .., "error": ..}``."""
         return self._ask({"do": "generate", "prompts": prompts, "batch_size": batch_size, "sampling": sampling})
 
+    def rows(self, verb: str, **fields: Any) -> dict[str, Any]:
+        """What `verb` of the worker's `zinfer.rows.Rows` returns, or ``{"status": .., "error": ..}``. Its first call
+        has the `model`, as JSON, if nothing is loaded yet."""
+        return self._ask({"do": "rows", "verb": verb, **fields})
+
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -175,6 +181,7 @@ class _Server:
         self._last_beat = 0.0
         self._engine: Any = None
         self._facts: dict[str, Any] = {}
+        self._batch: Any = None
 
     def serve(self, requests: IO[str]) -> None:
         for line in requests:
@@ -279,6 +286,20 @@ class _Server:
             return {"texts": texts, "seconds": time.monotonic() - started}
         except Exception as error:
             return {"status": status_of(error), "error": one_line(error)}
+
+    def _rows(self, verb: str, model: Any = None, **fields: Any) -> dict[str, Any]:
+        try:
+            if self._batch is None:
+                from zinfer.rows import Rows
+
+                self._batch = Rows(ModelSpec.model_validate(model) if model else self._plan.model)
+            answer: dict[str, Any] = getattr(self._batch, verb)(self._engine, **fields)
+            return answer
+        except Exception as error:
+            told = _told(error, verb)
+        with suppress(Exception):  # what the failed batch held would be missed by the next one
+            self._engine.release()
+        return told
 
 
 def not_as_asked(asked: Case, effective: Effective) -> str | None:

@@ -7,9 +7,10 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from zinfer.job import Standing
 from zinfer.record import Measurement
 from zinfer.sweep import Events, Job
-from zinfer.units import duration, gb
+from zinfer.units import duration, figures, gb
 
 
 class Watch:
@@ -71,6 +72,14 @@ class Watch:
             fits = "fits" if point.status == "ok" else point.status
             tail = fits + (f" ({point.error})" if point.error else "")
         self.say(head + tail + ("  [recorded]" if resumed else ""))
+
+    def rows(self, standing: Standing) -> None:
+        """How far a batch job is."""
+        rate, left = standing.rate, standing.seconds_left
+        what = f"{standing.ended:,} of {standing.rows:,} rows"
+        if rate is not None and left is not None:
+            what += f", {figures(rate)} tok/s, {duration(left)} left"
+        self.progress(what, standing.ended / max(1, standing.rows))
 
     def events(self) -> Events:
         return Events(point=self.point, loading=self.loading, loaded=self.loaded, progress=self.progress)

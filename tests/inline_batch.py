@@ -1,0 +1,210 @@
+"""A batch job without processes: the parent's side for real, the worker's side in a few lines; and its slaughter.
+
+A prompt ``a30/12`` has 30 tokens and is continued by 12, if it may have so many, with tokens that depend on the prompt
+and the place alone. What follows another ``/`` only tells it from others.
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.inline import MACHINE, SPEC
+from zinfer import job as jobs
+from zinfer.batch import Request, read_requests, refusal
+from zinfer.intake import rows_of
+from zinfer.job import Job, Standing
+from zinfer.ledger import Ledger, job_path
+from zinfer.packing import Pace, Shape
+from zinfer.plan import Case, Plan, Workload, make_plan
+from zinfer.record import Measurement, Status
+from zinfer.worker import WorkerDied
+
+CASE = Case(model="fake", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=64, output_len=64))
+ADD = Ledger.add
+SETTINGS = {"prompts": "abc", "model": "fake"}
+
+
+def line(prompt: str, most: int | None = 40, **body: Any) -> bytes:
+    """A request that is its own custom_id."""
+    body |= {"prompt": prompt} | ({} if most is None else {"max_tokens": most})
+    return json.dumps({"custom_id": prompt, "method": "POST", "url": "/v1/completions", "body": body}).encode()
+
+
+def token(prompt: str, place: int) -> int:
+    return hashlib.blake2b(f"{prompt}/{place}".encode(), digest_size=1).digest()[0]
+
+
+def text(prompt: str, most: int = 40) -> str:
+    """What a prompt is continued by."""
+    natural = int(prompt.split("/")[1])
+    return " ".join(str(token(prompt, place)) for place in range(min(most, natural)))
+
+
+class InlineRows:
+    """Stands for the class Worker and for its instance. Batches of more rows than `edge` fail with `status`, as the
+    worker's death if it `dies`; `pace` tells the seconds that are reported."""
+
+    def __init__(
+        self,
+        edge: int = 1 << 20,
+        status: Status = "oom_gpu",
+        dies: bool = False,
+        pace: Pace | None = None,
+        pause_s: float = 0.0,
+        refused: Status | None = None,
+        steps: int = 4,
+    ) -> None:
+        self.edge, self.status, self.dies, self.pace, self.pause_s = edge, status, dies, pace, pause_s
+        self.refused, self.steps = refused, steps
+        self.loads, self.closed = 0, 0
+        self.shapes: list[Shape] = []
+        self.read: list[int] = []  # tokens that each prefill read
+        self.before: Callable[[str], None] = lambda _verb: None
+
+    def __call__(self) -> "InlineRows":
+        return self
+
+    def load(self, plan: Plan) -> Measurement | None:
+        self.loads += 1
+        if self.refused is not None:
+            return Measurement(case=plan.case, status=self.refused, machine="test", stage="load", error="no")
+        return None
+
+    def rows(self, verb: str, **fields: Any) -> dict[str, Any]:
+        self.before(verb)
+        answer: dict[str, Any] = getattr(self, f"_{verb}")(**fields)
+        return json.loads(json.dumps(answer))  # type: ignore[no-any-return]
+
+    def _start(self, rows: list[dict[str, Any]], reserve: int) -> dict[str, Any]:
+        rows = json.loads(json.dumps(rows))
+        length = max(int(row["prompt"].split("/")[0][1:]) + len(row["made"]) for row in rows)
+        self.shape, self.made = Shape(len(rows), length, reserve), 0
+        self.shapes.append(self.shape)
+        self.read.append(len(rows) * length)
+        if len(rows) > self.edge:
+            if self.dies:
+                raise WorkerDied(self.status, "the worker ended")
+            return {"status": self.status, "error": "too large"}
+        self.alive = rows
+        return self._step(1, self.pace.prefill(self.shape) if self.pace else 1.0)
+
+    def _go_on(self) -> dict[str, Any]:
+        steps = min(self.steps, self.shape.reserve - self.made)
+        assert steps > 0, "decoded beyond the reserve"
+        soonest = min(min(row["left"], self._natural(row) - len(row["made"])) for row in self.alive)
+        steps = max(1, min(steps, soonest))
+        return self._step(steps, steps * (self.pace.step(self.shape, self.made) if self.pace else 0.1))
+
+    def _step(self, steps: int, seconds: float) -> dict[str, Any]:
+        time.sleep(self.pause_s)
+        self.made += steps
+        told, alive = [], []
+        for row in self.alive:
+            before = len(row["made"])
+            row["made"] += [token(row["prompt"], before + place) for place in range(steps)]
+            row["left"] -= steps
+            answer = {"key": row["key"], "tokens": row["made"][before:]}
+            if row["left"] == 0 or len(row["made"]) == self._natural(row):
+                reason = "length" if row["left"] == 0 else "stop"
+                answer |= {"finish_reason": reason, "text": " ".join(map(str, row["made"]))}
+            else:
+                alive.append(row)
+            told.append(answer)
+        self.alive = alive
+        return {"steps": steps, "seconds": seconds, "rows": told}
+
+    @staticmethod
+    def _natural(row: dict[str, Any]) -> int:
+        return int(row["prompt"].split("/")[1])
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def run_inline(
+    path: Path,
+    lines: Iterable[bytes],
+    worker: InlineRows,
+    *,
+    force: bool = False,
+    plan: Plan | None = None,
+    **more: Any,
+) -> Standing:
+    """Run or go on with a job whose answers are in `path`."""
+    plan = plan or make_plan(CASE, SPEC, MACHINE)
+    requests = read_requests(b"\n".join(lines))
+    with Ledger.open(path, more.pop("settings", SETTINGS), 7, force) as ledger:
+        ledger.add(
+            refusal(fault) for fault in requests if not isinstance(fault, Request) and fault.id not in ledger.done
+        )
+        waiting = [request for request in requests if isinstance(request, Request) and request.id not in ledger.done]
+        lengths = [int(request.prompt.split("/")[0][1:]) for request in waiting]
+        rows, faults = rows_of(waiting, lengths, plan.model.max_position, 40, ledger.made)
+        ledger.add(map(refusal, faults))
+        standing = Job(plan, rows, ledger, "fake", worker, **more).run()
+        ledger.finish()
+    return standing
+
+
+def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
+    """Fork a job and SIGKILL it at a random moment, `kills` times over; the jobs that were finished, the answers found
+    on disk, and the starts that went on with unfinished rows. Exits with a message on any loss or doubling."""
+    dice = random.Random(seed)
+    jobs.SAVE_S = 0.004
+    prompts = [f"a{dice.randint(1, 90)}/{dice.randint(1, 60)}/{number}" for number in range(40)]
+    lines = [line(prompt) for prompt in prompts]
+    finished = answers = resumed = 0
+    told: set[str] = set()
+    path = folder / "0.jsonl"
+    for _ in range(kills):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+
+            def report(ledger: Ledger, records: Iterable[dict[str, Any]], writer: int = writer) -> None:
+                records = list(records)
+                ADD(ledger, records)
+                os.write(writer, b"".join(record["custom_id"].encode() + b"\n" for record in records))
+
+            Ledger.add = report  # type: ignore[method-assign]
+            run_inline(path, lines, InlineRows(pause_s=0.0004), at_most=4)
+            os._exit(0)
+        os.close(writer)
+        time.sleep(dice.uniform(0, 0.06))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with os.fdopen(reader, "rb") as pipe:
+            told |= {name.decode().strip() for name in pipe if name.endswith(b"\n")}
+        if job_path(path).is_file() and b'"tokens"' in job_path(path).read_bytes():
+            resumed += 1
+        if not path.is_file():
+            continue
+        whole, _, torn = path.read_bytes().rpartition(b"\n")
+        if torn and not torn.startswith(b"{"):
+            sys.exit("a torn line is not the beginning of one")
+        stored = [json.loads(record) for record in whole.splitlines()]
+        if any(record["response"]["body"]["choices"][0]["text"] != text(record["custom_id"]) for record in stored):
+            sys.exit("an answer is not that of its prompt")
+        names = [record["custom_id"] for record in stored]
+        if len(names) != len(set(names)):
+            sys.exit("a prompt was answered twice")
+        if not told <= set(names):
+            sys.exit(f"{len(told - set(names))} answers were lost")
+        if len(names) == len(prompts):
+            finished, answers, told = finished + 1, answers + len(names), set()
+            path = folder / f"{finished}.jsonl"
+    return finished, answers + len(told), resumed
+
+
+if __name__ == "__main__":
+    print(*_slaughter(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,189 @@
+"""The OpenAI batch format: what is understood, what is refused and how, and that ids depend on the lines alone."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zinfer.batch import Done, Fault, Request, answer, decode, encode, failure, read_requests, refusal
+from zinfer.intake import rows_of, split
+from zinfer.lines import Garbled
+
+TALK = [{"role": "user", "content": "hi"}]
+
+
+def line(body: Any, chat: bool = False, **fields: Any) -> bytes:
+    url = "/v1/chat/completions" if chat else "/v1/completions"
+    return json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body} | fields).encode()
+
+
+def one(content: bytes) -> Request | Fault:
+    (found,) = read_requests(content)
+    return found
+
+
+def test_a_request_is_understood() -> None:
+    body = {
+        "model": "gpt-4o", "prompt": "Once", "max_tokens": 9, "temperature": 0, "top_p": 0.5, "seed": 3, "stop": "\n",
+        "n": 1, "stream": False, "logprobs": None, "user": "me", "logit_bias": {}, "presence_penalty": 0.0,
+    }  # fmt: skip
+    found = one(line(body))
+    assert isinstance(found, Request)
+    assert found[1:] == ("a", False, "Once", 9, 0.0, 0.5, ("\n",), "3")
+    plain = one(line({"prompt": ""}))
+    assert isinstance(plain, Request)
+    assert (plain.output_len, plain.temperature, plain.top_p, plain.stop) == (None, 1.0, 1.0, ())
+    assert plain.id == f"batch_req_{plain.seed}"
+
+
+def test_a_chat_is_understood() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    messages = [{"role": "system", "content": parts}, {"role": "user", "content": "x", "name": "me"}]
+    found = one(line({"messages": messages, "max_tokens": 5, "max_completion_tokens": 7}, chat=True))
+    assert isinstance(found, Request)
+    assert (found.chat, found.output_len) == (True, 7)
+    assert found.prompt == [{"role": "system", "content": "one two"}, {"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "message"),
+    [
+        (b'{"custom_id": "a"', "invalid_json_line", "line 1 is not valid JSON"),
+        (b"[1]", "invalid_json_line", "not a JSON object"),
+        (b"\xff\xfe", "invalid_json_line", "not valid JSON"),
+        (b"[" * 100_000, "invalid_json_line", "not valid JSON"),
+        (line({"prompt": "x", "temperature": float("nan")}), "invalid_json_line", "not valid JSON"),
+        (line({"prompt": "x"}, custom_id=None), "missing_required_parameter", "custom_id"),
+        (line({"prompt": "x"}, custom_id=7), "missing_required_parameter", "custom_id"),
+        (line({"prompt": "x"}, method="GET"), "invalid_method", "POST"),
+        (line({"prompt": "x"}, url="/v1/embeddings"), "invalid_url", "/v1/chat/completions"),
+        (line({"prompt": "x"}, url=["/v1/completions"]), "invalid_url", "/v1/chat/completions"),
+        (line(None), "missing_required_parameter", "body"),
+        (line({}), "missing_required_parameter", "prompt"),
+        (line({"messages": TALK}), "unsupported_parameter", "messages"),
+        (line({"prompt": "x"}, chat=True), "unsupported_parameter", "prompt"),
+        (line({"prompt": ["x", "y"]}), "invalid_type", "a line for each prompt"),
+        (line({"prompt": "x", "n": 2}), "unsupported_parameter", "n=2 is not supported"),
+        (line({"prompt": "x", "n": True}), "unsupported_parameter", "n=true"),
+        (line({"prompt": "x", "logprobs": 0}), "unsupported_parameter", "logprobs=0"),
+        (line({"prompt": "x", "stream": True}), "unsupported_parameter", "stream=true"),
+        (line({"prompt": "x", "echo": True}), "unsupported_parameter", "echo=true"),
+        (line({"prompt": "x", "tools": [{}]}), "unsupported_parameter", "tools is not"),
+        (line({"prompt": "x", "frobnicate": 1}), "unsupported_parameter", "frobnicate=1"),
+        (line({"prompt": "x", "max_tokens": 0}), "invalid_value", "max_tokens must be a whole number from 1"),
+        (line({"prompt": "x", "max_tokens": 1.5}), "invalid_value", "max_tokens"),
+        (line({"prompt": "x", "max_tokens": True}), "invalid_value", "max_tokens"),
+        (line({"prompt": "x", "temperature": -1}), "invalid_value", "temperature must be a number from 0 to 2"),
+        (line({"prompt": "x", "temperature": "hot"}), "invalid_value", "temperature"),
+        (line({"prompt": "x", "top_p": 1.1}), "invalid_value", "top_p"),
+        (line({"prompt": "x", "seed": "s"}), "invalid_value", "seed must be a whole number"),
+        (line({"prompt": "x", "stop": ["a", ""]}), "invalid_value", "stop"),
+        (line({"prompt": "x", "stop": {"a": 1}}), "invalid_value", "stop"),
+        (line({"messages": []}, chat=True), "invalid_type", "messages"),
+        (line({"messages": ["hi"]}, chat=True), "invalid_value", "a role"),
+        (line({"messages": [{"role": "user"}]}, chat=True), "unsupported_parameter", "content must be text"),
+        (line({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, chat=True),
+         "unsupported_parameter", "tool_call_id in a message"),
+        (line({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, chat=True),
+         "unsupported_parameter", "content must be text"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_says_why(content: bytes, code: str, message: str) -> None:
+    found = one(content)
+    assert isinstance(found, Fault)
+    assert found.code == code
+    assert message in found.message
+
+
+def test_the_good_lines_around_a_bad_one_are_kept() -> None:
+    good = [line({"prompt": "x"}, custom_id=name) for name in "abc"]
+    content = b"\xef\xbb\xbf" + b"\n".join([good[0], b"", b"  ", b"broken", good[1] + b"\r", good[0], good[2]])
+    found = read_requests(content)
+    assert [item.custom_id for item in found] == ["a", None, "b", "a", "c"]
+    assert [type(item) for item in found] == [Request, Fault, Request, Fault, Request]
+    repeated = found[3]
+    assert isinstance(repeated, Fault)
+    assert (repeated.code, repeated.message) == ("duplicate_custom_id", "line 6: line 1 has the custom_id 'a' too")
+
+
+def test_ids_depend_on_the_lines_alone() -> None:
+    lines = [line({"prompt": "x"}, custom_id=name) for name in "ab"]
+    ids = [found.id for found in read_requests(b"\n".join([*lines, lines[0], b"broken", b"broken"]))]
+    assert len(set(ids)) == 5
+    other = line({"prompt": "first"}, custom_id="first")
+    moved = read_requests(b"\r\n".join([other, b"broken", lines[0], lines[1]]))
+    assert [moved[2].id, moved[3].id, moved[1].id] == [ids[0], ids[1], ids[3]]
+
+
+def test_answers_are_those_of_the_endpoint() -> None:
+    text, chat = one(line({"prompt": "x"})), one(line({"messages": TALK}, chat=True))
+    assert isinstance(text, Request)
+    assert isinstance(chat, Request)
+    record = answer(text, "é", "stop", (3, 2), "llama", 1700000000)
+    assert list(record) == ["id", "custom_id", "response", "error"]
+    assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("a", None, 200)
+    body = record["response"]["body"]
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"index": 0, "text": "é", "logprobs": None, "finish_reason": "stop"}]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert body["created"] == 1700000000
+    talk = answer(chat, "yes", "length", (3, 2), "llama", 0)["response"]["body"]
+    assert talk["object"] == "chat.completion"
+    assert talk["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
+    assert talk["id"].startswith("chatcmpl-")
+    assert encode(record).isascii()
+    assert decode(encode(record)) == Done(text.id, True, 2)
+
+
+def test_errors_stand_where_readers_look_for_them() -> None:
+    fault = one(line({"prompt": "x", "n": 2}))
+    assert isinstance(fault, Fault)
+    record = refusal(fault)
+    error = {"message": "n=2 is not supported", "type": "invalid_request_error", "param": "n",
+             "code": "unsupported_parameter"}  # fmt: skip
+    assert record["response"]["status_code"] == 400
+    assert record["response"]["body"] == {"error": error}
+    assert record["error"] == {"code": error["code"], "message": error["message"]}
+    request = one(line({"prompt": "x"}))
+    assert isinstance(request, Request)
+    lost = failure(request, "oom_gpu", "no room")
+    assert (lost["response"], lost["error"]) == (None, {"code": "oom_gpu", "message": "no room"})
+    assert decode(encode(record)) == Done(fault.id, False, 0)
+    assert decode(encode(lost)) == Done(request.id, False, 0)
+
+
+@given(st.binary(max_size=60) | st.builds(lambda body: line(body), st.dictionaries(st.text(), st.integers())))
+def test_no_line_raises(content: bytes) -> None:
+    for found in read_requests(content):
+        if isinstance(found, Fault):
+            assert decode(encode(refusal(found))).id == found.id
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"{}", b'{"id":1}', b'{"id":"x","custom_id":"a","response":null}', b'"x"', b"[" * 9999],
+)
+def test_what_is_no_output_is_garbled(content: bytes) -> None:
+    with pytest.raises(Garbled):
+        decode(content)
+
+
+def test_rows_get_what_they_may_have() -> None:
+    lines = [line({"prompt": "x"} | more, custom_id=str(key)) for key, more in enumerate(
+        ({}, {"max_tokens": 10}, {}, {"max_tokens": 11}, {"max_tokens": 5}, {}, {"max_tokens": 4})
+    )]  # fmt: skip
+    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, Request)]
+    made = {requests[6].id: [1, 2, 3, 4, 5]}
+    rows, faults = rows_of(requests, [10, 90, 95, 90, "no template", 100, 3], 100, 20, made)
+    assert [(row.length, row.limit) for row in rows] == [(10, 20), (90, 10), (95, 5), (3, 4)]
+    assert [(fault.custom_id, fault.code) for fault in faults] == [
+        ("3", "context_length_exceeded"), ("4", "invalid_prompt"), ("5", "context_length_exceeded")
+    ]  # fmt: skip
+    assert "exceed the model's 100 positions" in faults[0].message
+    assert (rows[3].made, rows[3].saved, rows[3].need) == ([1, 2, 3], 3, (6, 1))
+    assert rows_of(requests[:1], [10**6], None, 20, {})[0][0].limit == 20
+    kept, refused = split(rows, [True, False, True, True], "the machine")
+    assert [row.key for row in kept] == [0, 2, 3]
+    assert "more memory than the machine has" in refused[0].message

@@ -1,0 +1,136 @@
+"""`zinfer batch` as a user meets it: a file in, a file out, one line about it, and an exit code."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_cli import ROOT, folder, zinfer
+from tests.test_rows import TEMPLATE
+
+assert folder  # a fixture
+
+
+def line(name: str, chat: bool = False, **body: Any) -> str:
+    url = "/v1/chat/completions" if chat else "/v1/completions"
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}) + "\n"
+
+
+def records(path: Path) -> dict[str | None, dict[str, Any]]:
+    return {record["custom_id"]: record for record in map(json.loads, path.read_text().splitlines())}
+
+
+def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[..., Path]) -> None:
+    model = Path(shutil.copytree(checkpoint("llama"), folder / "model"))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    prompts, output = folder / "prompts.jsonl", folder / "out.jsonl"
+    good = [line(f"p{size}", prompt="ab" * size, max_tokens=size, temperature=0) for size in range(1, 7)]
+    talk = line("talk", chat=True, messages=[{"role": "user", "content": "hi"}], max_tokens=5)
+    bad = ["broken\n", line("n", prompt="x", n=2), line("empty", prompt=""), line("long", prompt="x", max_tokens=9999)]
+    prompts.write_text("".join([*good, *bad, talk, line("role", chat=True, messages=[{"role": "bad", "content": ""}])]))
+    words = ["batch", "prompts.jsonl", "-o", "out.jsonl", "-m", "model"]
+    result = zinfer(folder, *words)
+    assert result.returncode == 3, result.stderr
+    assert result.stdout == ""
+    *_, last = told = result.stderr.strip().splitlines()
+    assert len(told) <= 4
+    assert last.startswith("7 answers and 5 errors in out.jsonl; ")
+    assert "tok/s" in last
+    found = records(output)
+    assert len(output.read_text().splitlines()) == len(found) == 12
+    codes = {name: record["error"]["code"] for name, record in found.items() if record["error"]}
+    assert codes == {
+        None: "invalid_json_line", "n": "unsupported_parameter", "empty": "invalid_prompt",
+        "long": "context_length_exceeded", "role": "invalid_prompt",
+    }  # fmt: skip
+    for size in range(1, 7):
+        usage = found[f"p{size}"]["response"]["body"]["usage"]
+        assert usage["prompt_tokens"] == 2 * size
+        assert usage["completion_tokens"] <= size
+    assert found["talk"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    assert found["talk"]["response"]["body"]["model"] == "model"
+
+    before = output.read_bytes()
+    again = zinfer(folder, *words)
+    assert again.returncode == 3
+    assert again.stderr == "7 answers and 5 errors in out.jsonl\n"
+    with prompts.open("a") as file:
+        file.write(line("more", prompt="x", echo=True))
+    other = zinfer(folder, *words, "--dtype", "bf16")
+    assert other.returncode == 6
+    assert "dtype: float32 -> bfloat16" in other.stderr
+    assert "prompts: " in other.stderr
+    assert "--force" in other.stderr
+    assert output.read_bytes() == before
+    forced = zinfer(folder, *words, "--force")
+    assert forced.returncode == 3
+    assert "7 answers and 6 errors" in forced.stderr
+    assert output.read_bytes().startswith(before)
+    assert len(records(output)) == 13
+
+
+PROMPT = line("a", prompt="x", max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "code", "message"),
+    [
+        (PROMPT, [], 2, "Missing option '-o'"),
+        (PROMPT, ["-o", "out.jsonl"], 2, "Missing option '-m'"),
+        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-177b"], 2, "did you mean"),
+        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny"], 2, "--load-format dummy"),
+        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--engine", "warp"], 2, "there are stream"),
+        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--offload", "nvme"], 2, "--nvme-path"),
+        (
+            PROMPT,
+            ["-o", "out.jsonl", "-m", "bloom-tiny", "--offload", "nvme", "--nvme-path", "."],
+            2,
+            "no offload nvme",
+        ),
+        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "-O", "ring_depth=2,3"], 2, "axes belong to"),
+        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--offload", "none", "--gpu-weights", "9%"], 2, "leave out"),
+        (PROMPT, ["-o", "prompts.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"], 2, "the file of the prompts"),
+        ("\n\n", ["-o", "out.jsonl", "-m", "bloom-tiny"], 2, "holds no request"),
+        ("{}\nx\n", ["-o", "out.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"], 4, "0 answers and 2 errors"),
+        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-176b", "--load-format", "dummy"], 5, "of host memory"),
+    ],
+)
+def test_mistakes_get_one_message_and_a_code(
+    folder: Path, content: str, words: list[str], code: int, message: str
+) -> None:
+    (folder / "prompts.jsonl").write_text(content)
+    result = zinfer(folder, "batch", "prompts.jsonl", *words)
+    assert result.returncode == code, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) <= 4
+    assert result.stdout == ""
+    assert (folder / "prompts.jsonl").read_text() == content
+
+
+def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:
+    (folder / "prompts.jsonl").write_text(
+        "".join(line(str(key), prompt="x", max_tokens=3 + 40 * key) for key in range(40))
+    )
+    words = ["batch", "prompts.jsonl", "-o", "out.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-m", "zinfer.cli", *words], cwd=folder, env=env,
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    output, deadline = folder / "out.jsonl", time.monotonic() + 60
+    while time.monotonic() < deadline and not (output.exists() and output.stat().st_size):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "the same command goes on" in stderr
+    assert "Traceback" not in stderr
+    assert 0 < len(records(output)) < 40
+    assert b'"tokens"' in (folder / "out.jsonl.job").read_bytes()

@@ -1,0 +1,282 @@
+"""The job's loop: what fails is tried smaller, what is killed goes on, what a signal interrupts is kept."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import TARGET
+from tests.inline import MACHINE, SPEC
+from tests.inline_batch import CASE, SETTINGS, InlineRows, line, run_inline, text
+from zinfer import job as jobs
+from zinfer.batch import Request, read_requests
+from zinfer.intake import rows_of
+from zinfer.job import Job, JobFailed, Standing
+from zinfer.ledger import JobChanged, Ledger, job_path
+from zinfer.lines import StoreError
+from zinfer.packing import Shape, shaped
+from zinfer.plan import make_plan
+from zinfer.sweep import Interrupted
+from zinfer.worker import Worker
+
+PROMPTS = [f"a{10 * size}/{size}" for size in range(1, 31)]
+LINES = [line(prompt) for prompt in PROMPTS]
+
+
+def texts(path: Path) -> dict[str, str | None]:
+    """What is in the output by custom_id: the text, or the error's code."""
+    found = {}
+    for record in map(json.loads, path.read_text().splitlines()):
+        assert record["custom_id"] not in found
+        fine = record["error"] is None
+        found[record["custom_id"]] = (
+            record["response"]["body"]["choices"][0]["text"] if fine else record["error"]["code"]
+        )
+    return found
+
+
+EXPECTED = {prompt: text(prompt) for prompt in PROMPTS}
+
+
+def test_every_prompt_is_answered_with_its_own_text(tmp_path: Path) -> None:
+    path, worker = tmp_path / "out.jsonl", InlineRows()
+    standings: list[tuple[int, float | None]] = []
+    bad = [b"broken", line("a5/5", n=3), LINES[0]]
+    told: list[str] = []
+    standing = run_inline(
+        path, [*LINES, *bad], worker, at_most=4, say=told.append,
+        progress=lambda now: standings.append((now.ended, now.seconds_left)),
+    )  # fmt: skip
+    found = [json.loads(one) for one in path.read_text().splitlines()]
+    good = {one["custom_id"]: one["response"]["body"] for one in found if one["error"] is None}
+    assert {name: body["choices"][0]["text"] for name, body in good.items()} == EXPECTED
+    assert len(found) == 33
+    assert [one["error"]["code"] for one in found if one["error"]] == [
+        "invalid_json_line", "unsupported_parameter", "duplicate_custom_id"
+    ]  # fmt: skip
+    assert good["a50/5"]["usage"] == {"prompt_tokens": 50, "completion_tokens": 5, "total_tokens": 55}
+    assert good["a50/5"]["choices"][0]["finish_reason"] == "stop"
+    assert good["a50/5"]["created"] == 7
+    assert (worker.loads, told) == (1, [])
+    assert worker.closed >= 1
+    assert all(shape.rows <= 4 for shape in worker.shapes)
+    assert (standing.rows, standing.ended, standing.failed, standing.left) == (30, 30, 0, 0)
+    assert standing.tokens == sum(range(1, 31))
+    assert standings[-1] == (30, 0.0)
+    assert 1 <= standing.waste < 4
+    assert len(job_path(path).read_bytes().splitlines()) == 1
+
+
+def test_a_finished_job_has_nothing_to_do(tmp_path: Path) -> None:
+    path, again = tmp_path / "out.jsonl", InlineRows()
+    run_inline(path, LINES, InlineRows())
+    before = path.read_bytes()
+    run_inline(path, LINES, again)
+    assert again.loads == 0
+    assert path.read_bytes() == before
+
+
+def test_more_prompts_are_added_by_force(tmp_path: Path) -> None:
+    path, worker = tmp_path / "out.jsonl", InlineRows()
+    run_inline(path, LINES[:20], InlineRows())
+    more = SETTINGS | {"prompts": "more"}
+    with pytest.raises(JobChanged, match="prompts: abc -> more"):
+        run_inline(path, [LINES[25], *LINES], worker, settings=more)
+    standing = run_inline(path, [LINES[25], *LINES[:25], *LINES[26:]], worker, settings=more, force=True)
+    assert standing.rows == 10
+    assert texts(path) == EXPECTED
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_batch_that_fails_is_halved_and_the_job_goes_on(tmp_path: Path, dies: bool) -> None:
+    told: list[str] = []
+    worker = InlineRows(edge=7, dies=dies)
+    standing = run_inline(tmp_path / "out.jsonl", LINES, worker, at_most=24, say=told.append)
+    assert texts(tmp_path / "out.jsonl") == EXPECTED
+    assert [shape.rows for shape in worker.shapes[:3]] == [24, 12, 6]
+    assert all(shape.rows <= 7 for shape in worker.shapes[2:])
+    assert worker.loads == (3 if dies else 1)
+    assert told[0].startswith("a batch of 24 failed (oom_gpu:")
+    assert told[1].endswith("going on with batches of 6")
+    assert standing.failed == 0
+
+
+def test_rows_that_fail_again_and_again_get_an_error(tmp_path: Path) -> None:
+    """The first row cannot be run at all, the others can."""
+    path, worker = tmp_path / "out.jsonl", InlineRows()
+    poisoned = max(LINES, key=lambda one: worker._natural({"prompt": json.loads(one)["custom_id"]}))
+    poison = json.loads(poisoned)["custom_id"]
+    start = worker._start
+
+    def fail(rows: list[dict[str, Any]], reserve: int) -> dict[str, Any]:
+        worker.edge = 0 if poison in {row["prompt"] for row in rows} else 99
+        return start(rows, reserve)
+
+    worker._start = fail  # type: ignore[method-assign]
+    standing = run_inline(path, LINES, worker, at_most=8)
+    found = texts(path)
+    lost = {name for name, said in found.items() if said == "oom_gpu"}
+    assert poison in lost
+    assert len(lost) <= 4
+    assert {name: said for name, said in found.items() if name not in lost} == {
+        name: said for name, said in EXPECTED.items() if name not in lost
+    }
+    assert (standing.ended, standing.failed) == (30, len(lost))
+    record = next(json.loads(one) for one in path.read_text().splitlines() if poison in one)
+    assert record["response"] is None
+
+
+def test_a_job_whose_batches_all_fail_ends_and_loses_no_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(JobFailed, match=r"a batch of \d+ failed \(crashed: too large\), and so did the one before"):
+        run_inline(path, LINES, InlineRows(edge=0, status="crashed"), at_most=8)
+    lost = texts(path)
+    assert set(lost.values()) == {"crashed"}
+    assert len(lost) < 3
+    run_inline(path, LINES, InlineRows())
+    assert texts(path) == EXPECTED | lost
+
+
+def test_a_load_that_fails_answers_nothing(tmp_path: Path) -> None:
+    path, worker = tmp_path / "out.jsonl", InlineRows(refused="oom_host")
+    with pytest.raises(JobFailed, match=r"loading failed \(oom_host\): no"):
+        run_inline(path, LINES, worker)
+    assert texts(path) == {}
+    assert worker.closed >= 1
+
+
+def test_a_full_disk_ends_the_job_with_what_is_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, worker = tmp_path / "out.jsonl", InlineRows()
+    add = Ledger.add
+
+    def full(ledger: Ledger, records: Any) -> None:
+        if len(ledger.done) > 9:
+            raise StoreError("cannot write out.jsonl: No space left on device; the records in it are kept")
+        add(ledger, records)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "add", full)
+        with pytest.raises(StoreError, match="No space left"):
+            run_inline(path, LINES, worker, at_most=4)
+    assert worker.closed >= 1
+    assert 9 < len(texts(path)) < 30
+    run_inline(path, LINES, InlineRows())
+    assert texts(path) == EXPECTED
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("verb", ["start", "go_on"])
+def test_a_signal_keeps_what_unfinished_rows_have(tmp_path: Path, number: int, verb: str) -> None:
+    path, worker, calls = tmp_path / "out.jsonl", InlineRows(), []
+
+    def interrupt(called: str) -> None:
+        calls.append(called)
+        if called == verb and len(calls) > 12:
+            os.kill(os.getpid(), number)
+
+    worker.before = interrupt
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted) as caught:
+        run_inline(path, LINES, worker, at_most=4)
+    assert caught.value.signal == number
+    assert signal.getsignal(number) is before
+    kept = [json.loads(one) for one in job_path(path).read_bytes().splitlines()[1:]]
+    made = sum(len(one["tokens"]) for one in kept)
+    answered = sum(len(said.split()) for said in texts(path).values() if said)
+    again = InlineRows()
+    standing = run_inline(path, LINES, again, at_most=4)
+    assert texts(path) == EXPECTED
+    assert made > 0
+    assert standing.tokens == sum(range(1, 31)) - answered - made
+    assert b"tokens" not in job_path(path).read_bytes()
+
+
+def test_tokens_are_saved_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "SAVE_S", 0.0)
+    path, worker, calls = tmp_path / "out.jsonl", InlineRows(), []
+
+    def die(called: str) -> None:
+        calls.append(called)
+        if len(calls) == 12:
+            raise MemoryError
+
+    worker.before = die
+    with pytest.raises(MemoryError):
+        run_inline(path, LINES, worker, at_most=4)
+    with Ledger.open(path, SETTINGS, 7) as ledger:
+        assert sum(map(len, ledger.made.values())) > 10
+    run_inline(path, LINES, InlineRows(), at_most=2)
+    assert texts(path) == EXPECTED
+
+
+def test_a_hundred_and_twenty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
+    """SIGKILL at random moments of a job that goes on each time; what was reported as answered must be there once."""
+    seed = str(random.Random(7).randrange(1 << 30))
+    command = [sys.executable, "-m", "tests.inline_batch", str(tmp_path), "120", seed]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    finished, answers, resumed = map(int, done.stdout.split())
+    assert finished >= 3
+    assert answers > 120
+    assert resumed > 20
+
+
+def test_more_rows_are_begun_only_within_bounds(tmp_path: Path) -> None:
+    """Else a file of long answers would all be half-way before the first one is there."""
+    lines = [line(f"a20/400/{key}", 400) for key in range(100)]
+    worker = InlineRows(steps=20)
+    seen: set[int] = set()
+    most = 0
+
+    def watch(standing: Standing) -> None:
+        nonlocal most
+        seen.update(row["key"] for row in worker.alive)
+        most = max(most, len(seen) - standing.ended)
+
+    run_inline(tmp_path / "out.jsonl", lines, worker, at_most=5, progress=watch)
+    assert most <= (jobs.WINDOW + 1) * 5
+
+
+def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
+    """Real processes: with eight rows the engine's process ends, with four it does not."""
+    case = CASE.model_copy(update={"engine": TARGET, "options": (("at_batch", 5), ("fail", "exit"))})
+    plan = make_plan(shaped(case, Shape(1, 8, 4)), SPEC, MACHINE)
+    lines = [
+        json.dumps({"custom_id": str(key), "method": "POST", "url": "/v1/completions",
+                    "body": {"prompt": "x" * (key + 1), "max_tokens": 4}}).encode()
+        for key in range(8)
+    ]  # fmt: skip
+    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, Request)]
+
+    def make_worker() -> Worker:
+        return Worker(TARGET, timeout_s=60)
+
+    worker = make_worker()
+    prompts = [(one.chat, one.prompt) for one in requests]
+    lengths = worker.rows("lengths", model=SPEC.model_dump(mode="json"), prompts=prompts)["lengths"]
+    assert lengths == list(range(1, 9))
+    rows, _ = rows_of(requests, lengths, None, 4, {})
+    told: list[str] = []
+    path = tmp_path / "out.jsonl"
+    with Ledger.open(path, SETTINGS, 7) as ledger:
+        Job(plan, rows, ledger, "fake", make_worker, worker, say=told.append).run()
+    assert len(told) == 1
+    assert "a batch of 8 failed (crashed: the worker ended: exit code 7" in told[0]
+    records = [json.loads(one) for one in path.read_text().splitlines()]
+    assert {one["custom_id"] for one in records} == set(map(str, range(8)))
+    assert all(one["response"]["body"]["usage"]["completion_tokens"] == 4 for one in records)
+
+
+def test_what_is_left_is_told_by_what_finished_rows_used() -> None:
+    standing = Standing(rows=10, tokens=100, seconds=50.0, left=400)
+    assert standing.rate == 2.0
+    assert standing.seconds_left == 200.0
+    standing.used, standing.allowed = 30, 60
+    assert standing.seconds_left == 100.0
+    assert Standing(rows=10, left=400).seconds_left is None

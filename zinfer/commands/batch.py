@@ -1,0 +1,216 @@
+"""`zinfer batch`: every prompt of a file answered, in the OpenAI batch format."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zinfer.cli import ENVIRONMENT, NOTHING, PARTIAL, Failure
+from zinfer.commands import options
+
+if TYPE_CHECKING:
+    from zinfer.batch import Request
+    from zinfer.commands.watch import Watch
+    from zinfer.job import Standing
+
+AT_ONCE = 500  # prompts that are tokenised before telling
+
+
+@click.command("batch", short_help="Answer a file of prompts, in the OpenAI batch format.")
+@click.argument("prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="Where answers go, each as soon as it is there.",
+)
+@click.option("-m", "--model", required=True, help=options.MODEL_HELP)
+@click.option("--engine", default="stream", show_default=True, help="An engine, or a recipe of the folder engines/.")
+@click.option("--offload", type=click.Choice(options.OFFLOADS), help="Where the weights live.  [default: the faster]")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows at once, at most.  [default: all that fit]")
+@click.option(
+    "--output-len",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Tokens at most, for lines that do not say.",
+)
+@options.load_options
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=36000,
+    help="Seconds a load or a step, at most.",
+)
+@click.option("--force", is_flag=True, help="Add to the answers of a job with other prompts, model or settings.")
+@click.pass_obj
+def command(
+    debug: bool,
+    /,
+    prompts: Path,
+    output: Path,
+    model: str,
+    output_len: int,
+    dtype: Any,
+    load_format: Any,
+    layers: int | None,
+    force: bool,
+    **how: Any,
+) -> None:
+    """Answer every line of PROMPTS, a file of OpenAI batch requests, with an OpenAI batch output.
+
+    Prompts of like lengths run together, as many as fit; what is finished makes room for what waits. The job may be
+    killed at any moment: the same command goes on, and no answer is lost or given twice. A line that cannot be served
+    is answered with an error.
+
+    \b
+    zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint
+    zinfer batch prompts.jsonl -o out.jsonl --model bigscience/bloom-560m --offload cpu --batch-size 64
+
+    A line: {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon a time",
+    "max_tokens": 64, "temperature": 0}}, or with "messages" and /v1/chat/completions, if the model has a chat template.
+    The model that a line names is not looked at. As OpenAI has it, a line without a temperature is sampled at 1.
+    """
+    import time
+    from hashlib import sha256
+
+    from zinfer.batch import Fault, read_requests, refusal
+    from zinfer.commands.watch import Watch
+    from zinfer.ledger import Ledger
+    from zinfer.model import ModelError
+    from zinfer.source import find
+
+    if output.exists() and output.samefile(prompts):
+        raise click.UsageError(f"--output {output} is the file of the prompts: name another")
+    loads = _loads(model, layers, how)
+    content = prompts.read_bytes()
+    lines = read_requests(content)
+    if not lines:
+        raise click.UsageError(f"{prompts} holds no request")
+    source = find(model, dtype, layers, load_format or "auto", fetch=True)
+    if source.load_format == "dummy" and load_format != "dummy":
+        raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
+    identity = {
+        "prompts": sha256(content).hexdigest()[:16], "model": model, "model_revision": source.revision,
+        "dtype": source.spec.dtype, "layers": layers, "output_len": output_len,
+    }  # fmt: skip
+    with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
+        for number, reason in ledger.damaged:
+            watch.say(f"left out {output}:{number}: {reason}")
+        ledger.add(refusal(line) for line in lines if isinstance(line, Fault) and line.id not in ledger.done)
+        waiting = [line for line in lines if not isinstance(line, Fault) and line.id not in ledger.done]
+        standing = _run(waiting, loads, source, ledger, watch, output_len, debug, how) if waiting else None
+        ledger.finish()
+        errors = sum(not ledger.done[line.id].ok for line in lines)
+        watch.say(_summary(len(lines) - errors, errors, output, standing))
+    raise SystemExit(0 if not errors else PARTIAL if errors < len(lines) else NOTHING)
+
+
+def _loads(model: str, layers: int | None, how: dict[str, Any]) -> dict[Any, str]:
+    """The loads that may serve, one for each offload, with their engine."""
+    from zinfer.recipe import Sweep
+
+    offload, gpu_weights, settings = how["offload"], how["gpu_weights"], how["settings"]
+    if offload == "nvme" and how["nvme_path"] is None:
+        raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
+    if any(len(values) > 1 for values in [*settings.values(), gpu_weights or ()]):
+        raise click.UsageError("batch takes one value for each option; axes belong to `zinfer sweep`")
+    if gpu_weights and offload == "none":
+        raise click.UsageError("--gpu-weights is a share of offloaded weights: leave out --offload none")
+    offloads: Any = (offload,) if offload else ("cpu",) if gpu_weights else ("none", "cpu")
+    wanted = Sweep(
+        model=(model,), engine=(how["engine"],), offload=offloads, layers=(layers,),
+        gpu_weights=gpu_weights or (None,), options=settings,
+    )  # fmt: skip
+    loads = {load: target for load in wanted.loads() if (target := options.locate(load)) is not None}
+    if not loads:
+        raise click.UsageError(f"engine {how['engine']} has no offload {', '.join(offloads)}")
+    return loads
+
+
+def _run(
+    waiting: "list[Request]",
+    loads: dict[Any, str],
+    source: Any,
+    ledger: Any,
+    watch: "Watch",
+    output_len: int,
+    debug: bool,
+    how: dict[str, Any],
+) -> "Standing | None":
+    """Answer the requests that wait; how far it got."""
+    from zinfer import here, packing, sweep
+    from zinfer.batch import refusal
+    from zinfer.intake import needs, rows_of, split
+    from zinfer.job import Job, JobFailed
+    from zinfer.recipe import Sweep
+    from zinfer.worker import Worker, WorkerDied
+
+    spec = source.spec
+    machine = options.with_nvme(here.this_machine(), how["nvme_path"])
+    target = next(iter(loads.values()))
+    as_case = Sweep(model=("any",)).case
+    cases = [as_case(load, source.load_format, spec.dtype, (1, 1)) for load in loads]
+
+    def make_worker() -> Worker:
+        timeout_s = how["timeout_s"]
+        return Worker(target, timeout_s=timeout_s, notice=watch.progress, loaded=watch.loaded, debug=bool(debug))
+
+    worker = make_worker()
+    try:
+        lengths = _lengths(waiting, worker, spec, watch)
+        rows, faults = rows_of(waiting, lengths, spec.max_position, output_len, ledger.made)
+        ledger.add(map(refusal, faults))
+        if not rows:
+            worker.close()
+            return None
+        plan = packing.best_plan(cases, needs(rows), spec, machine, how["nvme_path"])
+        if not plan.fits:
+            raise Failure(str(plan.why_not), ENVIRONMENT)
+        fits = packing.fitting(plan.case, needs(rows), spec, machine)
+        rows, faults = split(rows, fits, f"{machine.name} with {plan.case.label()}")
+        ledger.add(map(refusal, faults))
+        loading = sweep.Job(plan, (plan.case,), target)
+    except WorkerDied as death:
+        raise Failure(f"{death.status}: {death}", ENVIRONMENT) from None
+    except BaseException:
+        worker.kill()
+        worker.close()
+        raise
+    job = Job(
+        plan, rows, ledger, plan.case.model, make_worker, worker, how["batch_size"],
+        lambda: watch.loading(loading), watch.rows, watch.say,
+    )  # fmt: skip
+    try:
+        return job.run()
+    except JobFailed as failed:
+        raise Failure(str(failed), ENVIRONMENT) from None
+    except sweep.Interrupted as interrupt:
+        watch.say("interrupted; what is answered stays, the same command goes on")
+        raise SystemExit(128 + interrupt.signal) from None
+
+
+def _lengths(waiting: "list[Request]", worker: Any, spec: Any, watch: "Watch") -> list[int | str]:
+    """How many tokens each prompt has, or why it cannot be read."""
+    lengths: list[int | str] = []
+    model = spec.model_dump(mode="json")
+    for start in range(0, len(waiting), AT_ONCE):
+        watch.progress("reading prompts", start / len(waiting))
+        part = [(request.chat, request.prompt) for request in waiting[start : start + AT_ONCE]]
+        answer = worker.rows("lengths", model=model, prompts=part)
+        if "lengths" not in answer:
+            raise Failure(f"{answer['status']}: {answer['error']}", ENVIRONMENT)
+        lengths += answer["lengths"]
+    return lengths
+
+
+def _summary(answers: int, errors: int, output: Path, standing: "Standing | None") -> str:
+    from zinfer.units import duration, figures
+
+    told = f"{answers:,} answers and {errors:,} errors in {output}"
+    if standing is None or standing.rate is None:
+        return told
+    time = f"{standing.tokens:,} tokens in {duration(standing.seconds)}: {figures(standing.rate)} tok/s"
+    return f"{told}; {time}, {standing.waste:.2f}x padding"

@@ -8,6 +8,7 @@ import torch
 
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from zinfer.engine import EngineError
+from zinfer.engine.cache import QuantizedLayer
 from zinfer.engine.stream.hosted import Hosted, host
 
 Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
@@ -111,13 +112,29 @@ def test_a_quantised_cache_is_half_as_large_and_nearly_as_good(
         token = logits[1].argmax(-1)
         logits = [one.decode(token) for one in (engine, exact)]
         error = (logits[0] - logits[1]).norm() / logits[1].norm()
-        assert 0 < error < (0.02 if storage == "int8" else 0.08)
+        # Weights twenty times wider than a fresh model's: attention is sharp, and magnifies what is rounded.
+        assert 0 < error < (0.1 if storage == "int8" else 0.5)
     layer = engine._cache.layers[0]  # type: ignore[attr-defined]
     kept = sum(part.nbytes for pair in layer._stored for part in pair)
     whole = exact._cache.layers[0]  # type: ignore[attr-defined]
     assert kept < 0.35 * (whole._keys.nbytes + whole._values.nbytes)  # of float32, with a scale for 16 values
     engine.close()
     exact.close()
+
+
+@pytest.mark.parametrize(("storage", "most"), [(torch.int8, 0.004), (torch.float8_e4m3fn, 0.0625)])
+def test_what_is_quantised_comes_back_nearly(storage: torch.dtype, most: float) -> None:
+    layer = QuantizedLayer(2, 12, storage)
+    prompt, later = (torch.randn(2, 2, 3, length, 16) * torch.logspace(-2, 2, 3)[:, None, None] for length in (9, 1))
+    assert torch.equal(layer.update(prompt[0], prompt[1])[0], prompt[0])
+    found = layer.update(later[0], later[1])
+    for states, exact in zip(found, (torch.cat([prompt[i], later[i]], 2) for i in range(2)), strict=True):
+        largest = exact.abs().amax(-1, keepdim=True)
+        scale = largest if storage == torch.int8 else exact.abs().clamp(min=1e-3 * float(largest.max()))
+        assert float(((states - exact).abs() / scale).max()) <= most
+    assert layer.get_seq_length() == 10
+    with pytest.raises(IndexError, match="holds 12 tokens"):
+        layer.update(prompt[0], prompt[1])
 
 
 def test_a_quantised_cache_stays_on_the_gpu(checkpoint: Checkpoints, tmp_path: Path) -> None:

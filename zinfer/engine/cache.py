@@ -92,9 +92,8 @@ class QuantizedLayer(FixedLayer):
         if self.length > self.capacity:
             raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
         for (content, scales), states in zip(self._stored, (key_states, value_states), strict=True):
-            new = states.float()
-            scale = new.abs().amax(-1, keepdim=True).clamp_(min=1e-12) / self._largest
-            new /= scale
+            scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=1e-12) / self._largest
+            new = states / scale
             content[self.rows, :, start : self.length] = new.round_() if self._storage == torch.int8 else new
             scales[self.rows, :, start : self.length] = scale
         if not start:

@@ -78,18 +78,27 @@ def test_rows_in_8_bits_are_as_good_as_their_bits(rows: int, tokens: int, width:
 
 def test_what_it_was_not_made_for_is_left_to_torch() -> None:
     keys = noise(2, 3, 40, 16)
-    assert not attend.suits(noise(2, 3, 65, 16), keys)  # many rows
+    assert not attend.suits(noise(2, 3, 129, 16), keys)  # many rows
     assert not attend.suits(noise(2, 3, 1, 40), keys.transpose(-1, -2))  # no row of it is whole
     assert not attend.suits(noise(3, 1, 16), keys)
     assert not attend.suits(noise(1, 2000), noise(5, 2000))
     assert not attend.suits(torch.ones(1, 4, dtype=torch.int64), torch.ones(3, 4, dtype=torch.int64))
 
 
-def test_not_a_number_stays_one() -> None:
-    keys = noise(1, 4, 8)
-    keys[0, 2] = float("nan")
-    found = attend.dots(noise(1, 1, 8), keys)[0, 0]
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_not_a_number_stays_one(dtype: torch.dtype) -> None:
+    keys = noise(1, 4, 8, dtype=dtype)
+    keys[0, 2], keys[0, 3, 1] = float("nan"), float("-inf")
+    found = attend.dots(torch.ones(1, 1, 8), keys)[0, 0]
     assert found.isnan().tolist() == [False, False, True, False]
+    assert float(found[3]) == float("-inf")
+
+
+def test_every_half_is_read_right() -> None:
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16).view(-1, 1)
+    assert torch.equal(
+        attend.dots(torch.ones(1, 1), halves)[0].nan_to_num(nan=7.0), halves[:, 0].float().nan_to_num(nan=7.0)
+    )
 
 
 @pytest.mark.parametrize("groups", [8, 2, 1])
@@ -218,6 +227,16 @@ def test_a_compiler_that_fails_is_no_accident(monkeypatch: pytest.MonkeyPatch, t
     try:
         assert attend.library() is None
         assert list((tmp_path / "zinfer").iterdir()) == []
+    finally:
+        attend.library.cache_clear()
+
+
+def test_the_next_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(attend, "COMPILERS", ("false", "no-such-compiler", *attend.COMPILERS))
+    attend.library.cache_clear()
+    try:
+        assert attend.library() is not None
     finally:
         attend.library.cache_clear()
 

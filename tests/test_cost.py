@@ -8,7 +8,20 @@ from hypothesis import strategies as st
 
 from zinfer import machine, model
 from zinfer.choice import advice, best_batch
-from zinfer.cost import Factors, Setup, Times, layers_stored, prefill, step, tiers, wire_bytes
+from zinfer.cost import (
+    PIECE_BYTES,
+    Factors,
+    Setup,
+    Times,
+    layers_stored,
+    pass_tokens,
+    piece_bytes,
+    prefill,
+    prefill_rows,
+    step,
+    tiers,
+    wire_bytes,
+)
 from zinfer.machine import FIGURES, Machine
 from zinfer.plan import Case, Workload, kv_rows_on_host, largest_batch, make_plan, setup_of, share_out
 
@@ -161,6 +174,47 @@ def test_auto_leaves_the_host_only_what_the_gpu_has_no_room_for() -> None:
     assert large.gpu.total <= place.gpu_bytes < large.gpu.total + 2 * BLOOM.kv_bytes(1, 544)
     assert large.max_batch_size > 3 * most
     assert large.step_s == small.step_s
+
+
+@pytest.mark.parametrize("lengths", [(512, 32), (128, 512), (64, 512)])
+@pytest.mark.parametrize("offload", ["cpu", "auto"])
+@pytest.mark.parametrize("gpu_weights", [None, "auto"])
+def test_a_ring_that_the_cache_comes_through_is_paid_for(
+    lengths: tuple[int, int], offload: str, gpu_weights: str | None
+) -> None:
+    place = linked(55e9).model_copy(update={"host_bytes": 800 << 30})
+    options = (("kv_attention", "gpu"), ("kv_offload", offload))
+    workload = Workload(batch_size=200, input_len=lengths[0], output_len=lengths[1])
+    case = Case(
+        model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options, gpu_weights=gpu_weights
+    )
+    setup = setup_of(case, BLOOM, place)
+    depth, resident = share_out(case, BLOOM, place)
+    part = BLOOM.kv_bytes(prefill_rows(200, lengths[0], pass_tokens(setup, BLOOM)), sum(lengths)) // BLOOM.num_layers
+    ring = depth * max(part, round(PIECE_BYTES * setup.wire_ratio))
+    here = 200 - kv_rows_on_host(case, BLOOM, place)[0]
+    others = cost_of(setup, case, place) - setup.buffers * max(part, round(PIECE_BYTES * setup.wire_ratio))
+    assert others + ring + (resident if gpu_weights else 0) * setup.kept_ratio <= place.gpu_bytes
+    assert here == 0 or offload == "auto"
+
+
+def cost_of(setup: Setup, case: Case, place: Machine) -> int:
+    load = case.workload
+    return tiers(setup, BLOOM, place, load.batch_size, load.input_len, load.output_len)[0].total
+
+
+def test_while_the_cpu_attends_the_ring_has_room_for_what_comes() -> None:
+    place = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
+    split = (("kv_offload", "auto"), ("ring_depth", "auto"))
+    for size, deep in ((8, False), (100, True)):
+        setup = setup_of(asked(batch_size=size, options=split), BLOOM, place)
+        assert (setup.buffers * piece_bytes(setup, BLOOM) >= BLOOM.layer_bytes) is deep
+        assert setup.kv_on_cpu is deep
+
+
+def test_a_cpu_that_was_not_measured_is_not_trusted_with_attention() -> None:
+    place = linked(55e9).model_copy(update={"attention_bandwidth": None, "host_bytes": 800 << 30})
+    assert not setup_of(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, place).kv_on_cpu
 
 
 def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:

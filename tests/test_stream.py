@@ -155,6 +155,28 @@ def test_a_ring_needs_two_buffers() -> None:
     arena.close()
 
 
+def no_room() -> Tensor:
+    raise torch.OutOfMemoryError("no room")
+
+
+def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [plain([("weight", torch.empty(64))], 0)]
+    ring = Ring(torch.zeros(images[-1].end, dtype=torch.uint8), images, 2, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", object)
+    ring._cuda = True
+    ring.resize(3)
+    for depth, size in ((6, 0), (3, 8192)):
+        with monkeypatch.context() as short_of_memory:
+            short_of_memory.setattr(torch, "empty", lambda *_, **__: no_room())
+            with pytest.raises(torch.OutOfMemoryError):
+                ring.resize(depth, size)
+        ring.resize(min(2, ring.depth))
+        ring.resize(2)
+        assert [buffer.numel() for buffer in ring._buffers] == [ring.buffer_bytes] * 2
+        assert ring.depth == 2
+
+
 def test_passes_side_by_side_share_a_stay_and_go_layer_by_layer() -> None:
     ring, layers, tensors, arena = ring_of(packed, 3)
     order: list[tuple[int, int]] = []

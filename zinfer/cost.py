@@ -60,7 +60,7 @@ class Setup(Frozen):
     slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
     kv_host_share: float = 0.0  # of the sequences, those with their KV cache in host memory, read at every step
     kv_on_cpu: bool = False  # attention to that cache is the CPU's, so that it never crosses the link
-    kv_buffers: int = 0  # in which it crosses a few sequences at a time; 0: as two whole layers' worth
+    buffers: int = 0  # of a ring, in which it crosses a few sequences at a time; 0: as two whole layers' worth
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
     also_streamed: int = 0  # bytes a pass fetches besides the layers
@@ -245,11 +245,23 @@ def tiers(
 
 def _kv_buffers(setup: Setup, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
     """GPU bytes that a KV cache on its way over the link takes, besides the buffers of the weights."""
-    if not setup.kv_buffers:
+    if not setup.buffers:
         return 2 * round(model.kv_bytes(batch_size, length) * setup.kv_ratio * setup.kv_host_share) // model.num_layers
-    rows = prefill_rows(batch_size, input_len, pass_tokens(setup, model))  # that share a buffer
-    part = round(model.kv_bytes(rows, length) * setup.kv_ratio) // model.num_layers
-    return setup.kv_buffers * max(0, part - round(min(PIECE_BYTES, model.layer_bytes) * setup.wire_ratio))
+    return setup.buffers * (buffer_bytes(setup, model, batch_size, input_len, length) - piece_bytes(setup, model))
+
+
+def piece_bytes(setup: Setup, model: ModelSpec) -> int:
+    """Of a layer, what crosses the link at a time and waits in one buffer of a ring."""
+    return round(min(PIECE_BYTES, model.layer_bytes) * setup.wire_ratio)
+
+
+def buffer_bytes(setup: Setup, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
+    """Of one buffer of a ring, which also takes the KV cache, of `length` tokens, of sequences prefilled together."""
+    piece = piece_bytes(setup, model)
+    if not setup.kv_host_share or setup.kv_on_cpu:
+        return piece
+    rows = prefill_rows(batch_size, input_len, pass_tokens(setup, model))
+    return max(piece, round(model.kv_bytes(rows, length) * setup.kv_ratio) // model.num_layers)
 
 
 def activations(setup: Setup, model: ModelSpec, batch_size: int, length: int) -> int:

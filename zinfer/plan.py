@@ -166,15 +166,20 @@ def setup_of(
     if offload == "none":
         return bare
     attention = options.get("kv_attention", "auto" if case.engine == "stream" else "gpu")
-    # Without streamed weights there is nothing a cache could come along with, and in 8 bits it stays where it is.
-    either = (True,) if bare.tier == "gpu" or bare.kv_ratio < 1 else (False, True)
+    either = [False, True] if machine.attention_bandwidth is not None else [False]
+    if bare.tier == "gpu" or bare.kv_ratio < 1:  # nothing streams that it could come along with; 8 bits stay
+        either = [True]
     ways = []
-    for on_cpu in either if attention == "auto" else (attention == "cpu",):
-        setup = bare.model_copy(update={"kv_host_share": 1.0, "kv_on_cpu": on_cpu})
+    for on_cpu in either if attention == "auto" else [attention == "cpu"]:
+        setup = bare
+        if on_cpu:  # while the CPU attends, what the link brings waits in the ring: a layer at most
+            setup = _weights_setup(case, model, machine, automatic, max(depth, pieces_of(model)))
+        there = batch_size
         if offload == "auto":
-            there = batch_size - _rows_on_gpu(setup, case, model, machine, factors)
-            setup = setup.model_copy(update={"kv_host_share": there / batch_size})
-        ways.append(setup)
+            if _rows_on_gpu(bare, case, model, machine, factors) == batch_size:
+                return bare
+            there -= _rows_on_gpu(setup.model_copy(update={"kv_on_cpu": on_cpu}), case, model, machine, factors)
+        ways.append(setup.model_copy(update={"kv_host_share": there / batch_size, "kv_on_cpu": on_cpu}))
     context = case.workload.input_len + case.workload.output_len // 2
     return min(ways, key=lambda way: cost.step(way, model, machine, batch_size, context, factors).seconds or 0.0)
 
@@ -227,9 +232,9 @@ def _weights_setup(case: Case, model: ModelSpec, machine: Machine, automatic: in
     if case.engine == "stream":
         asked = options.get("ring_depth", "auto")
         pieces = depth if asked == "auto" else int(asked)
-        buffers = pieces * piece_bytes(model) * common.wire_ratio if machine.gpu_count else 0.0
+        buffers = pieces * cost.piece_bytes(common, model) if machine.gpu_count else 0
         update |= {"slots": 1 + buffers / model.layer_bytes, "blocks": True, "kept_ratio": common.wire_ratio}
-        update["kv_buffers"] = pieces if machine.gpu_count else 1
+        update["buffers"] = pieces if machine.gpu_count else 1
     elif case.engine == "deepspeed":  # fetched a layer at a time; each tensor is a pinned block of its own
         rounded = pinned_block(model.layer_bytes // 3) * 3 * model.num_layers - model.streamed_bytes
         update |= {"slots": 1.0, "host_rounding": max(rounded, 0)}
@@ -248,9 +253,9 @@ def kv_ratio(case: Case, model: ModelSpec) -> float:
     return (1 + 4 / model.head_dim) / model.dtype_bytes if quantized else 1.0
 
 
-def piece_bytes(model: ModelSpec) -> int:
-    """Of a layer, what crosses the link at a time and waits in one buffer of the ring."""
-    return min(cost.PIECE_BYTES, model.layer_bytes)
+def pieces_of(model: ModelSpec) -> int:
+    """How many pieces a layer crosses the link in."""
+    return -(-model.layer_bytes // cost.PIECE_BYTES)
 
 
 def _tiers(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None) -> tuple[Bytes, Bytes, Bytes]:
@@ -269,16 +274,16 @@ def share_out(case: Case, model: ModelSpec, machine: Machine, factors: Factors |
     is all gain.
     """
     gpu, host, _ = _tiers(case, model, machine, factors)
-    setup = setup_of(case, model, machine, factors=factors)
+    setup, load = setup_of(case, model, machine, factors=factors), case.workload
     free = (machine.device_bytes - gpu.total - (0 if machine.gpu_count else host.total)) * setup.gpus
-    piece = round(piece_bytes(model) * setup.wire_ratio)
-    whole = -(-model.layer_bytes // cost.PIECE_BYTES)
-    more = max(0, min(whole - RING_DEPTH, free // piece)) if machine.gpu_count else 0
+    depth = max(RING_DEPTH, setup.buffers)
+    buffer = cost.buffer_bytes(setup, model, load.batch_size, load.input_len, load.total_len)
+    more = max(0, min(pieces_of(model) - depth, free // buffer)) if machine.gpu_count else 0
     if case.engine == "stream" and dict(case.options).get("ring_depth", "auto") == "auto":
-        free -= more * piece
+        free -= more * buffer
     layer = max(1, round(model.layer_bytes * setup.weight_ratio * setup.kept_ratio))
     layers = min(max(0, free // layer), model.num_layers)
-    return RING_DEPTH + more, layers * round(model.layer_bytes * setup.weight_ratio)
+    return depth + more, layers * round(model.layer_bytes * setup.weight_ratio)
 
 
 def make_plan(

@@ -5,6 +5,7 @@ torch's pinned allocator rounds every block up to a power of two (BLOOM-176B's 3
 and takes a fraction of the time; copies from it run at full link speed.
 """
 
+import ctypes
 import mmap
 import os
 from collections import deque
@@ -13,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +70,7 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Block], in
 
 class HostArena:
     """`size` bytes of host memory, all of them present, and page-locked if `pin`; on the GPU's NUMA node as far as that
-    has room.
+    has room, or with `spread`, for what all CPUs read, on all nodes.
 
     With `grow`, `size` is only a limit: memory is handed out by `take`, and becomes present then or, where there is
     plenty, a little ahead of it while what was taken is filled; `seal` ends that, and page-locks what was taken. Raises
@@ -77,10 +79,12 @@ class HostArena:
     and is neither inherited by children nor part of a core dump.
     """
 
-    def __init__(self, size: int, pin: bool, progress: Progress = silent, grow: bool = False) -> None:
+    def __init__(
+        self, size: int, pin: bool, progress: Progress = silent, grow: bool = False, spread: bool = False
+    ) -> None:
         self.size = size
         self.used = 0
-        self._node = _node_of_gpu()
+        self._node = None if spread else _node_of_gpu()
         self._map: mmap.mmap | None = _map(max(size, PAGE))
         with torch.inference_mode(False):  # other threads, which are not in that mode, write to it
             self.memory: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=max(size, PAGE))
@@ -148,6 +152,7 @@ class HostArena:
         runtime = torch.cuda.cudart()
         code = runtime.cudaHostRegister(self.memory.data_ptr(), max(self.size, PAGE), 0)
         if int(code) != 0:
+            _forget_error()
             most = f"many drivers lock less than {gb(LOCK_LIMIT)} at once" if self.size >= LOCK_LIMIT else ""
             raise MemoryError(
                 f"the GPU's driver refused to page-lock {gb(self.size)} of host memory "
@@ -198,6 +203,15 @@ def _node_of_gpu() -> NumaNode | None:
         return None
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     return numa_node(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+
+
+def _forget_error() -> None:
+    """Have the CUDA runtime forget the last error, which was handled: the next kernel's launch would report it as its
+    own. torch has no way to."""
+    with suppress(OSError, AttributeError):
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        for library in {line.split()[-1] for line in maps if "libcudart" in line}:
+            ctypes.CDLL(library).cudaGetLastError()
 
 
 def _stay_on(cpus: frozenset[int]) -> None:

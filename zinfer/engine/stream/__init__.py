@@ -20,7 +20,7 @@ from zinfer.engine.decoder import Decoder
 from zinfer.engine.stream import packed
 from zinfer.engine.stream.blocks import interleave
 from zinfer.engine.stream.image import Image, by_layer, pack, plain
-from zinfer.engine.stream.kv import CpuCache, HostCache, LinkCache, SplitLayer
+from zinfer.engine.stream.kv import CpuCache, HostCache, LinkCache, Sender, SplitLayer
 from zinfer.engine.stream.ring import Ring
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
 from zinfer.plan import (
@@ -73,6 +73,7 @@ class Stream(Decoder):
             raise EngineError("of a KV cache in host memory, 8 bits are int8 and attended to by the CPU")
         if plan.case.offload == "none" and self.options["kv_attention"] == "gpu":
             raise EngineError("kv_attention=gpu brings the cache along with streamed weights: it needs offload cpu")
+        self._sender = Sender(self.device)
         self.model = empty_model(plan.model)
         stack, self._layers = decoder_layers(self.model)
         prefix = f"{stack}."
@@ -174,7 +175,6 @@ class Stream(Decoder):
         ring.resize(min(buffers, ring.depth))  # what shrinks goes first
         ring.keep(stay)
         ring.resize(buffers)
-        ring.start()
 
     def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache:
         self._host = None
@@ -188,20 +188,25 @@ class Stream(Decoder):
         here = batch_size - rows
         own = make_cache(self.model.config, here, capacity, storage)
         if not rows or not isinstance(own.layers[0], FixedLayer):
+            if self._ring is not None:
+                self._ring.start()
             return own
         size = round(spec.kv_bytes(rows, capacity) * kv_ratio(case, spec))
         if self._kv_arena is None or self._kv_arena.size < size:
             self._close_kv()
-            self._kv_arena = HostArena(size, pin=self.device.type == "cuda", progress=self.progress)
+            pin = self.device.type == "cuda"
+            self._kv_arena = HostArena(size, pin, self.progress, spread=on_cpu)
         there = slice(here, batch_size)
         if on_cpu or self._ring is None:
-            self._host = CpuCache(self._kv_arena, there, capacity, self.device, storage in STORAGE)
+            in_8_bits = storage in STORAGE
+            self._host = CpuCache(self._kv_arena, self._sender, there, capacity, self.device, in_8_bits)
         else:
             parts, ring = self._split(there, length), self._ring
             ring.resize(ring.depth, max(spec.kv_bytes(p.stop - p.start, capacity) for p in parts) // spec.num_layers)
-            self._host = link = LinkCache(self._kv_arena, ring, parts, capacity)
+            self._host = link = LinkCache(self._kv_arena, self._sender, ring, parts, capacity)
             ring.fetch(link.loads(length))
-            ring.start()
+        if self._ring is not None:
+            self._ring.start()
         split = [SplitLayer(index, kept, self._host) for index, kept in enumerate(own.layers)]
         return Cache(layers=split)
 
@@ -213,7 +218,11 @@ class Stream(Decoder):
             parts = [slice(start, min(start + step, here)) for start in range(0, here, step)]
         if host is None:
             return parts
-        return [*parts, *(host.parts if length == 1 else self._split(host.rows, length))]
+        if length == 1:
+            return [*parts, *host.parts]
+        # What leaves for the host does so in whole rows, with room for all that is to come: not many at a time.
+        whole = max(length, host.capacity // 4) if isinstance(host, CpuCache) else length
+        return [*parts, *self._split(host.rows, whole)]
 
     def _in_parts(self, parts: list[slice], length: int, work: Callable[[slice], Tensor]) -> list[Tensor]:
         ring, cache = self._ring, self._cache
@@ -286,6 +295,8 @@ class Stream(Decoder):
 
     def release(self) -> None:
         super().release()
+        if self._host is not None:
+            self._sender.finish()
         self._host = None
 
     def _close_kv(self) -> None:
@@ -294,10 +305,12 @@ class Stream(Decoder):
             self._kv_arena = None
 
     def close(self) -> None:
-        super().close()
+        self.release()
         if self._ring is not None:
             self._ring.close()
             self._ring = None
+        self._layers = nn.ModuleList()
+        super().close()
         if self._arena is not None:
             self._arena.close()
             self._arena = None

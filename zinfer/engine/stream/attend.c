@@ -14,7 +14,7 @@
 
 #define COLUMNS 32  /* of values that a thread sums at a time: a cache line of bf16 */
 #define TOKENS 256  /* of keys that a thread takes at a time */
-#define ROWS 64     /* at most */
+#define ROWS 128    /* at most */
 #define WIDTH 1024  /* of keys, at most */
 
 static inline float from_bfloat16(uint16_t value) {
@@ -24,7 +24,15 @@ static inline float from_bfloat16(uint16_t value) {
     return result;
 }
 
-static inline float from_float16(_Float16 value) { return (float)value; }
+static inline float from_float16(uint16_t value) { /* not every compiler has _Float16 */
+    uint32_t top = (value & 0x7c00) == 0x7c00 ? 0x7f800000 : 0; /* infinite, or not a number */
+    uint32_t wide = (uint32_t)(value & 0x8000) << 16 | (uint32_t)(value & 0x7fff) << 13;
+    uint32_t special = wide | top;
+    float result, other;
+    memcpy(&result, &wide, sizeof result);
+    memcpy(&other, &special, sizeof other);
+    return top ? other : result * 0x1p112f;
+}
 
 static inline float from_float32(float value) { return value; }
 
@@ -105,6 +113,6 @@ static inline float scale_of(const int8_t *row, int64_t width) {
     }
 
 KERNELS(bfloat16, uint16_t, UNSCALED)
-KERNELS(float16, _Float16, UNSCALED)
+KERNELS(float16, uint16_t, UNSCALED)
 KERNELS(float32, float, UNSCALED)
 KERNELS(int8, int8_t, scale_of)

@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, torch.int8)}
 SCALE_BYTES = 4
-MOST_ROWS, WIDEST = 64, 1024  # ROWS and WIDTH in attend.c
+TINIEST = 127 * torch.finfo(torch.float32).tiny  # of which the scale is still a normal number
+MOST_ROWS, WIDEST = 128, 1024  # ROWS and WIDTH in attend.c
 
 
 def dots(rows: Tensor, keys: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ def mix(rows: Tensor, values: Tensor) -> Tensor:
 def coded(states: Tensor) -> Tensor:
     """Rows of `states`, ``[.., D]`` of any float type, in 8 bits each with its scale: uint8 ``[.., D + 4]``, of which
     ``view(torch.int8)[.., :D]`` is a matrix for `dots` and `mix`. Symmetric, rounded to nearest."""
-    scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=1e-12) / 127
+    scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=TINIEST) / 127
     content = (states.float() / scale).round_().to(torch.int8)
     return torch.cat([content.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
 
@@ -96,22 +98,24 @@ def _run(kind: str, rows: Tensor, matrix: Tensor, width: int) -> Tensor:
 @cache
 def library() -> Any:
     """`attend.c`, compiled; None where that cannot be."""
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        return None
+    for compiler in filter(None, map(shutil.which, COMPILERS)):
+        with suppress(OSError, subprocess.CalledProcessError):
+            return ctypes.CDLL(str(_compiled(compiler)))
+    return None
+
+
+def _compiled(compiler: str) -> Path:
+    """What `compiler` makes of `attend.c`, now or before. Raises OSError, and CalledProcessError where it refuses."""
     made_of = SOURCE.read_bytes() + " ".join((compiler, *FLAGS, _processor())).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zinfer"
     place = folder / f"attend-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
-    try:
-        if not place.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:  # another process may be at the same
-                made = Path(scratch) / place.name
-                subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
-                made.replace(place)
-        return ctypes.CDLL(str(place))
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    if not place.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # another process may be at the same
+            made = Path(scratch) / place.name
+            subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
+            made.replace(place)
+    return place
 
 
 def _processor() -> str:

@@ -6,6 +6,7 @@ host memory is read faster than the link carries, as both then run at once.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
@@ -20,6 +21,41 @@ from zinfer.engine.cache import FixedLayer
 from zinfer.engine.stream.attend import coded, library
 from zinfer.engine.stream.hosted import code, host
 from zinfer.engine.stream.ring import Load, Ring
+
+IN_FLIGHT = 512 << 20  # bytes on their way to the host at a time, which take as much of the device's memory
+
+
+class Sender:
+    """Copies to the host beside what the device computes, on a stream of their own, in order; without a GPU at once.
+
+    One for all batches: so nothing of a former batch arrives in memory that is used anew.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._under_way: deque[tuple[int, Any]] = deque()  # bytes, event
+
+    def send(self, states: Tensor, target: Tensor) -> Any:
+        """Copy `states` to `target`, page-locked; the event that tells when it is there, None where it is."""
+        if self._stream is None:
+            target.copy_(states)
+            return None
+        while self._under_way and sum(size for size, _ in self._under_way) + states.nbytes > IN_FLIGHT:
+            self._under_way.popleft()[1].synchronize()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(states, non_blocking=True)
+            states.record_stream(self._stream)
+            event = torch.cuda.Event()
+            event.record()
+        self._under_way.append((states.nbytes, event))
+        return event
+
+    def finish(self) -> None:
+        """Wait until all is there."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._under_way.clear()
 
 
 class HostCache(ABC):
@@ -39,14 +75,20 @@ class CpuCache(HostCache):
     `in_8_bits`, as `zinfer.engine.stream.attend.coded` has it."""
 
     def __init__(
-        self, arena: HostArena, rows: slice, capacity: int, device: torch.device, in_8_bits: bool = False
+        self,
+        arena: HostArena,
+        sender: Sender,
+        rows: slice,
+        capacity: int,
+        device: torch.device,
+        in_8_bits: bool = False,
     ) -> None:
         self.rows, self.parts, self.capacity = rows, [rows], capacity
         self._memory, self._used, self._device, self._in_8_bits = arena.memory, 0, device, in_8_bits
+        self._sender = sender
         self.place = "cpu" if library() is not None else "cpu, torch"
         self._places: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values
-        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
-        self._writing = False  # prompts' keys, on `_stream`
+        self._writing = False  # prompts' keys
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         stored = (coded(keys), coded(values)) if self._in_8_bits else (keys, values)
@@ -57,11 +99,11 @@ class CpuCache(HostCache):
         if not start:
             for place, states in zip(self._places[layer], stored, strict=True):
                 # One copy of whole rows: what lies beyond the prompt means nothing yet.
-                _send(pad(states, (0, 0, 0, self.capacity - end)), place[own], self._stream)
+                self._sender.send(pad(states, (0, 0, 0, self.capacity - end)), place[own])
             self._writing = True
             return keys, values
-        if self._writing and self._stream is not None:
-            self._stream.synchronize()
+        if self._writing:
+            self._sender.finish()
         self._writing = False
         for place, states in zip(self._places[layer], stored, strict=True):
             place[own, :, start:end].copy_(states)  # waits for the device
@@ -83,14 +125,13 @@ class LinkCache(HostCache):
 
     place = "gpu"
 
-    def __init__(self, arena: HostArena, ring: Ring, parts: list[slice], capacity: int) -> None:
+    def __init__(self, arena: HostArena, sender: Sender, ring: Ring, parts: list[slice], capacity: int) -> None:
         self.rows = slice(parts[0].start, parts[-1].stop)
         self.parts, self.capacity = parts, capacity
         self._ring, self._memory, self._used = ring, arena.memory, 0
         self._places: dict[tuple[int, int], Tensor] = {}  # layer, part: uint8 [capacity, bytes of a position]
         self._lengths: dict[tuple[int, int], int] = {}
-        self._cuda = ring.on_gpu
-        self._stream = torch.cuda.Stream() if self._cuda else None
+        self._cuda, self._sender = ring.on_gpu, sender
         self._written: dict[tuple[int, int], Any] = {}  # events
 
     def loads(self, first_length: int) -> Callable[[int, int], Iterator[Load]]:
@@ -128,7 +169,7 @@ class LinkCache(HostCache):
             self._places[key] = self._memory[self._used : self._used + size].view(self.capacity, -1)
             self._used += size
         end = start + packed.shape[0]
-        self._store(key, packed, start)
+        self._written[key] = self._sender.send(packed.view(torch.uint8), self._places[key][start:end])
         self._lengths[key] = end
         if not start:
             return keys, values
@@ -144,24 +185,6 @@ class LinkCache(HostCache):
             seen[:, :split].view(end, count, heads, -1).permute(1, 2, 0, 3),
             seen[:, split:].view(end, count, heads, -1).permute(1, 2, 0, 3),
         )
-
-    def _store(self, key: tuple[int, int], packed: Tensor, start: int) -> None:
-        target = self._places[key][start : start + packed.shape[0]]
-        _send(packed.view(torch.uint8), target, self._stream)
-        if self._stream is not None:
-            event = self._written[key] = torch.cuda.Event()
-            event.record(self._stream)
-
-
-def _send(states: Tensor, target: Tensor, stream: Any) -> None:
-    """Copy to the host on `stream`, beside what the device goes on to compute; at once without one."""
-    if stream is None:
-        target.copy_(states)
-        return
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        target.copy_(states, non_blocking=True)
-    states.record_stream(stream)
 
 
 class SplitLayer(FixedLayer):

@@ -141,6 +141,7 @@ class Ring:
         self._settle()
         if self._cuda:
             del self._buffers[depth if size == self._buffer_bytes else 0 :]
+            self._depth, self._buffer_bytes = 0, size  # until all of them are there: the device may be short of memory
             self._buffers += [
                 torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(depth - len(self._buffers))
             ]
@@ -167,7 +168,7 @@ class Ring:
         """Make the first layer the next one, whatever an interrupted pass (out of memory, ctrl-C) left behind, and the
         slot's content worth nothing. Nothing but weights is fetched from now on."""
         whole = sum(len(self.images[index].pieces) for index in self.streamed)
-        if self.more is not None or self._borrowed or (whole and self._taken % whole):
+        if self.more is not None or self._borrowed or (whole and self._taken % whole) or self._taken != self._returned:
             self._settle()
         self.more, self.turn, self.trace = None, None, None
         self._held, self._calls, self.stays = None, 0, 1
@@ -320,5 +321,7 @@ class Ring:
     def close(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
-        self._buffers, self._parameters, self._kept = [], [], {}
-        self._slot = torch.empty(0, dtype=torch.uint8)
+        self._buffers, self._parameters, self._kept, self.more = [], [], {}, None
+        self._loads = iter(())
+        self._flying.clear()
+        self._source = self._slot = torch.empty(0, dtype=torch.uint8)

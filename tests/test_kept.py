@@ -14,7 +14,8 @@ from tests.test_parity import OUTPUT_LEN, load, prompts
 from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
-from zinfer.engine.kept import Kept, told
+from zinfer.engine.kept import Kept
+from zinfer.engine.keptfile import read, told, write
 
 Checkpoints = Callable[..., Path]
 ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "qwen2", "mixtral"]
@@ -123,11 +124,11 @@ def test_a_file_gives_the_same_bits(checkpoint: Checkpoints, tmp_path: Path) -> 
     engine.prefill(token_ids, mask)
     kept = engine.keep(0, 9)
     path = tmp_path / "folder" / "one.safetensors"
-    size = kept.write(path, {"model": "m"})
+    size = write(kept, path, {"model": "m"})
     assert [file.name for file in path.parent.iterdir()] == ["one.safetensors"]
     assert size == path.stat().st_size
     assert told(path) == {"model": "m"}
-    again = Kept.read(path, 0, pin=False)
+    again = read(path, 0, pin=False)
     assert torch.equal(again.memory, kept.memory)
     assert again.length == 9
     with safe_open(path, framework="pt") as file:  # what it says it is
@@ -142,7 +143,7 @@ def test_a_file_that_is_not_whole_is_refused(checkpoint: Checkpoints, tmp_path: 
     engine = load("stream", checkpoint("llama"), "none", tmp_path)
     engine.prefill(*prompts((9,)))
     path = tmp_path / "one.safetensors"
-    engine.keep(0, 9).write(path, {"tokens": [1, 2, 3]})
+    write(engine.keep(0, 9), path, {"tokens": [1, 2, 3]})
     engine.close()
     content = path.read_bytes()
     for change, message in (
@@ -154,7 +155,7 @@ def test_a_file_that_is_not_whole_is_refused(checkpoint: Checkpoints, tmp_path: 
     ):
         path.write_bytes(change)
         with pytest.raises(CheckpointError, match=message):
-            Kept.read(path, 0, pin=False)
+            read(path, 0, pin=False)
     header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
     with pytest.raises(CheckpointError, match="no kept conversation"):

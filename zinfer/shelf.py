@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 
 from zinfer.checkpoint import CheckpointError
@@ -88,7 +89,7 @@ class Shelf:
             return
         try:
             kept = engine.keep(parent.last, len(tokens))
-        except MemoryError as error:
+        except (MemoryError, torch.OutOfMemoryError) as error:  # the GPU lays out a layer's keys before they leave it
             self._say(f"{gb(size)} of the conversation are not kept: {error}")
             return
         node = self._tree.add(parent, tuple(tokens[parent.last :]))

@@ -113,6 +113,10 @@ class Worker:
         """What `verb` of the worker's `zinfer.chat.Chat` returns, or ``{"status": .., "error": ..}``."""
         return self._ask({"do": "chat", "verb": verb, **fields})
 
+    def rerun(self, **fields: Any) -> dict[str, Any]:
+        """What `zinfer.rerun.Rerun.measure` returns, or ``{"status": .., "error": ..}``; and the load's ``facts``."""
+        return self._ask({"do": "rerun", **fields})
+
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -307,6 +311,14 @@ class _Server:
             return Chat(self._plan)
 
         return self._served("chat", make, verb, fields)
+
+    def _rerun(self, **fields: Any) -> dict[str, Any]:
+        def make() -> Any:
+            from zinfer.rerun import Rerun
+
+            return Rerun(self._plan, self._beat)
+
+        return self._served("rerun", make, "measure", fields) | {"facts": self._facts}
 
     def _served(self, name: str, make: Callable[[], Any], verb: str, fields: dict[str, Any]) -> dict[str, Any]:
         """What `verb` of a service answers, which is made at its first call."""

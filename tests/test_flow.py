@@ -34,6 +34,7 @@ ALLOWED = {
     "zinfer.lossless": VALUES,
     "zinfer.cost": SHAPES,
     "zinfer.prefix": set(),
+    "zinfer.dialogue": SHAPES,
     "zinfer.reuse": TYPES,
     "zinfer.reuse_plot": READERS,
     "zinfer.plan": SHAPES | {"zinfer.cost"},

@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from zinfer.checkpoint import CheckpointError
-from zinfer.engine import keptfile
+from zinfer.engine import EngineError, keptfile
 from zinfer.engine.base import Engine
 from zinfer.engine.kept import Kept
 from zinfer.frozen import Frozen
@@ -89,7 +89,7 @@ class Shelf:
             return
         try:
             kept = engine.keep(parent.last, len(tokens))
-        except (MemoryError, torch.OutOfMemoryError) as error:  # the GPU lays out a layer's keys before they leave it
+        except (MemoryError, EngineError, torch.OutOfMemoryError) as error:  # the GPU lays out what leaves it
             self._say(f"{gb(size)} of the conversation are not kept: {error}")
             return
         node = self._tree.add(parent, tuple(tokens[parent.last :]))

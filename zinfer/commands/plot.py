@@ -40,9 +40,9 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
         choice = ", ".join(known)
         raise click.BadParameter(f"{unknown[0]!r} is no figure: choose from {choice}, or all", param_hint="--figure")
     reuses = [results] if results.name == FILE else sorted(results.rglob(FILE))
-    sweeps = files(results) if results not in reuses else ()
+    sweeps = () if results in reuses else files(results)
     try:
-        if warning := read_usable(results).warning if sweeps else "":
+        if (sweeps or not reuses) and (warning := read_usable(results).warning):
             click.echo(warning, err=True)
     except StoreError as error:
         if not reuses:

@@ -111,6 +111,8 @@ class Decoder(Engine):
             raise EngineError(why_not)
         if self._cache is None or not 0 <= first < last <= self._length:
             raise EngineError(f"positions {first} to {last} have not been computed")
+        if not all(layer.is_initialized for layer in self._cache.layers):
+            raise EngineError(f"some layers of {self.plan.model.name} hold no keys and values of their own")
         return Kept.of(self._cache.layers, first, last, pin=self.device.type == "cuda")
 
     def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache:

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -193,7 +194,8 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F81
         nonlocal screen
         deadline = time.monotonic() + 60
         while not re.search(pattern, screen):
-            assert time.monotonic() < deadline, screen
+            ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, screen
             screen += os.read(master, 4096).decode(errors="replace")
 
     until(r"> $")
@@ -205,6 +207,8 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F81
     until(r"More\r\n.{20}")
     process.send_signal(signal.SIGINT)
     until(r"\[\d+ tokens reloaded, 5 computed.*tok/s\]\s+> $")
+    process.send_signal(signal.SIGINT)  # meant for the answer, perhaps
+    until(r"ctrl-D, or ctrl-C again, ends the conversation\s+> $")
     os.write(master, b"\x04")
     assert process.wait(timeout=30) == 0
     os.close(master)

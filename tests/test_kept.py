@@ -162,3 +162,26 @@ def test_a_file_that_is_not_whole_is_refused(checkpoint: Checkpoints, tmp_path: 
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
     with pytest.raises(CheckpointError, match="no kept conversation"):
         told(path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+def test_a_gpu_reloads_from_page_locked_memory(
+    architecture: str, offload: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    engine = load("stream", checkpoint(architecture), offload, tmp_path)  # type: ignore[arg-type]
+    token_ids, mask = prompts((9,))
+    whole, ones = second_turn(token_ids, go_on(engine, token_ids, mask).cpu())
+    expected = go_on(engine, whole, ones)
+    kept = engine.keep(0, 20)
+    write(kept, tmp_path / "one.safetensors", {})
+    again = read(tmp_path / "one.safetensors", 0, pin=True)
+    assert kept.pinned
+    assert again.pinned
+    assert torch.equal(kept.memory, again.memory)
+    for part in (kept, again):
+        for _ in range(20):  # copies that came too late would show at some time
+            assert torch.equal(go_on(engine, whole, ones, (part,)), expected)
+        part.close()
+    engine.close()

@@ -1,8 +1,8 @@
 """Conversations that were computed, kept for their next turn: in host memory and, if there is a folder, on its disk.
 
 A turn finds the longest beginning that any kept conversation shares with it, so that edited turns, and conversations
-with one system prompt, find their part as well. Each turn adds a node of what is new in it: nothing is copied or
-written twice. Memory and disk have a budget each; what was used least recently goes first, ends before beginnings.
+with one system prompt, find their part as well. A turn that goes on from what is kept adds only what is new in it.
+Memory and disk have a budget each; what was used least recently goes first, ends before beginnings.
 """
 
 import os

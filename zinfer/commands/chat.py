@@ -13,6 +13,7 @@ from zinfer.cli import ENVIRONMENT, INTERNAL, Failure
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+ANSWER = 512  # tokens at most
 CONTEXT = 4096  # tokens of a conversation that the plan makes room for, or as many as the model has positions
 
 

@@ -8,7 +8,7 @@ import click
 
 from zinfer.cli import ENVIRONMENT, INTERNAL, Failure
 from zinfer.commands import options
-from zinfer.commands.chat import CONTEXT, chat_options, talk, turns
+from zinfer.commands.chat import ANSWER, CONTEXT, chat_options, talk, turns
 
 
 @click.command("run", short_help="Generate text.")
@@ -19,7 +19,7 @@ from zinfer.commands.chat import CONTEXT, chat_options, talk, turns
 )
 @click.option("-p", "--prompt", "prompts", multiple=True, help="A prompt. Repeatable; stdin, a line each, without one.")
 @click.option("--prompt-file", type=click.File("r"), help="A file with a prompt a line.")
-@click.option("--output-len", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens at most.")
+@click.option("--output-len", type=click.IntRange(min=1), help="Tokens at most.  [default: 32; with --chat 512]")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Prompts at once.  [default: all that fit]")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
@@ -40,7 +40,7 @@ def command(
     offload: Any,
     prompts: tuple[str, ...],
     prompt_file: Any,
-    output_len: int,
+    output_len: int | None,
     batch_size: int | None,
     dtype: Any,
     load_format: Any,
@@ -76,6 +76,7 @@ def command(
     from zinfer.worker import Worker, WorkerDied
 
     _check_chat(chat, batch_size, system, kv_cache_dir)
+    output_len = output_len or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
     if offload == "nvme" and nvme_path is None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
@@ -85,7 +86,6 @@ def command(
     if source.load_format == "dummy" and load_format != "dummy":
         raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
     machine = options.with_nvme(here.this_machine(), nvme_path)
-
     length = max(1, max(map(len, texts), default=0) // 3)
     if chat:
         length = min(CONTEXT, max(1, (source.spec.max_position or CONTEXT) - output_len))

@@ -43,19 +43,23 @@ class Chat:
         self, engine: Engine, sampling: dict[str, Any], system: str | None, size: int, folder: str | None,
         folder_size: int,
     ) -> dict[str, Any]:  # fmt: skip
-        """Begin a conversation; `size` and `folder_size` are bytes. Returns ``template``, whether the model has one,
-        and ``notes``, lines for the user, as all others do."""
+        """Begin a conversation; `size` and `folder_size` are bytes. Returns ``notes``, lines for the user, as `ask` and
+        `end` do, too."""
         self._sampling = Sampling.model_validate(sampling)
         self._ends = frozenset() if self._sampling.ignore_eos else eos_token_ids(self._plan.model, self._tokenizer)
         self._generator = torch.Generator(engine.device).manual_seed(self._sampling.seed)
         self._dialogue = Dialogue(self._tokenizer, system)
+        if not self._dialogue.template:
+            self._notes.append("the model has no chat template: turns and answers follow each other as they are")
         if (why_not := engine.cannot_keep()) is not None:
             self._notes.append(f"each turn computes the whole conversation: {why_not}")
         else:
             where = None if folder is None else Path(folder)
+            if self._shelf is not None:
+                self._shelf.close()
             pin, say = engine.device.type == "cuda", self._notes.append
             self._shelf = Shelf(shelf_identity(self._plan), size, where, folder_size, say, pin)
-        return {"template": self._dialogue.template} | self._told()
+        return self._told()
 
     def ask(self, engine: Engine, turn: str) -> dict[str, Any]:
         """A user's turn and the first token of its answer: how many tokens were ``reloaded`` and ``computed``, in how
@@ -110,7 +114,7 @@ class Chat:
         last = len(self._answer) == self._left
         return {"text": text + (self._spelling.rest() if last else ""), "ended": "length" if last else None}
 
-    def _told(self) -> dict[str, list[str]]:
+    def _told(self) -> dict[str, Any]:
         notes = list(self._notes)
         self._notes.clear()
         return {"notes": notes}

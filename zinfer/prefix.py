@@ -91,6 +91,8 @@ class Tree:
 def common(first: Sequence[int], second: Sequence[int], start: int = 0) -> int:
     """How many tokens of `first` those of `second` from `start` on begin with."""
     length = min(len(first), len(second) - start)
+    if length and first[0] != second[start]:  # as most are: nothing is copied to see it
+        return 0
     if list(first[:length]) == list(second[start : start + length]):
         return length
     return next(index for index in range(length) if first[index] != second[start + index])

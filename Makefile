@@ -31,12 +31,15 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The codec on weights that training shaped: a small model is trained first, which wants a GPU.
-codec: .venv/installed .scratch/trained.safetensors
-	$(BIN)/zinfer codec .scratch/trained.safetensors
+# The codec on weights that training shaped: a small model is trained first, which wants a GPU, two are fetched.
+codec: .venv/installed .scratch/trained.safetensors .scratch/published/resemblyzer.safetensors
+	$(BIN)/zinfer codec --dtype bf16 .scratch/trained.safetensors .scratch/published/*.safetensors
 
 .scratch/trained.safetensors: tests/trained.py
 	$(BIN)/python -m tests.trained $@
+
+.scratch/published/resemblyzer.safetensors: tests/published.py
+	$(BIN)/python -m tests.published .scratch/published
 
 plots: .venv/installed
 	$(BIN)/zinfer plot

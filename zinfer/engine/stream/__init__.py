@@ -27,13 +27,16 @@ from zinfer.engine.weights import decoder_layers, empty_model, install, weights
 from zinfer.plan import (
     CODECS,
     DEQUANTIZED_BYTES,
+    KV_ATTENTIONS,
     KV_CACHE_DTYPES,
     KV_OFFLOADS,
     LOSSLESS_RATIO,
     RING_DEPTH,
+    Option,
     Workload,
     is_lossless,
-    largest_batch,
+    kv_ratio,
+    kv_rows_on_host,
     resident_bytes,
     share_out,
 )
@@ -47,7 +50,7 @@ CAUTIOUS = Factors(memory=1.5)
 CHOICES = {
     "weight_codec": CODECS,
     "kv_offload": KV_OFFLOADS,
-    "kv_attention": ("gpu", "cpu"),
+    "kv_attention": KV_ATTENTIONS,
     "kv_cache_dtype": KV_CACHE_DTYPES,
 }
 
@@ -66,8 +69,11 @@ class Stream(Decoder):
         for option, choices in CHOICES.items():
             if self.options[option] not in choices:
                 raise EngineError(f"{option}={self.options[option]}: choose from {', '.join(choices)}")
-        if self.options["kv_offload"] != "none" and self.options["kv_cache_dtype"] in STORAGE:
-            raise EngineError("kv_cache_dtype is for a cache on the GPU: leave out kv_offload")
+        eight_bits = self.options["kv_offload"] != "none" and self.options["kv_cache_dtype"] in STORAGE
+        if eight_bits and (self.options["kv_cache_dtype"] != "int8" or self.options["kv_attention"] == "gpu"):
+            raise EngineError("of a KV cache in host memory, 8 bits are int8 and attended to by the CPU")
+        if plan.case.offload == "none" and self.options["kv_attention"] == "gpu":
+            raise EngineError("kv_attention=gpu brings the cache along with streamed weights: it needs offload cpu")
         self.model = empty_model(plan.model)
         stack, self._layers = decoder_layers(self.model)
         prefix = f"{stack}."
@@ -181,51 +187,41 @@ class Stream(Decoder):
     def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache:
         self._host = None
         storage = str(self.options["kv_cache_dtype"])
-        own = make_cache(self.model.config, batch_size, capacity, storage)
         spec = self.plan.model
         layer = max(1, spec.kv_bytes(1, capacity) // spec.num_layers)  # of a sequence
         self._rows_at_once = max(1, DEQUANTIZED_BYTES // layer) if storage in STORAGE else batch_size
-        rows = self._rows_on_host(batch_size, length, capacity)
-        if self._ring is None or not rows or not isinstance(own.layers[0], FixedLayer):
+        load = Workload(batch_size=batch_size, input_len=length, output_len=max(1, capacity - length))
+        case = self.plan.case.model_copy(update={"workload": load})
+        rows, on_cpu = kv_rows_on_host(case, spec, self.plan.machine, CAUTIOUS)
+        here = batch_size - rows
+        own = make_cache(self.model.config, here, capacity, storage)
+        if not rows or not isinstance(own.layers[0], FixedLayer):
             return own
-        ring, here = self._ring, batch_size - rows
-        size = spec.kv_bytes(rows, capacity)
+        size = round(spec.kv_bytes(rows, capacity) * kv_ratio(case, spec))
         if self._kv_arena is None or self._kv_arena.size < size:
             self._close_kv()
             self._kv_arena = HostArena(size, pin=self.device.type == "cuda", progress=self.progress)
         there = slice(here, batch_size)
-        if self.options["kv_attention"] == "cpu":
-            self._host = CpuCache(self._kv_arena, there, capacity, self.device)
+        if on_cpu or self._ring is None:
+            self._host = CpuCache(self._kv_arena, there, capacity, self.device, storage in STORAGE)
         else:
-            parts = self._split(there, length)
+            parts, ring = self._split(there, length), self._ring
             ring.resize(ring.depth, max(spec.kv_bytes(p.stop - p.start, capacity) for p in parts) // spec.num_layers)
             self._host = link = LinkCache(self._kv_arena, ring, parts, capacity)
             ring.fetch(link.loads(length))
             ring.start()
-        return Cache(layers=[SplitLayer(index, here, capacity, self._host) for index in range(len(own.layers))])
-
-    def _rows_on_host(self, batch_size: int, length: int, capacity: int) -> int:
-        """How many sequences' KV cache is in host memory: all, or those that the GPU has no room for."""
-        if self.options["kv_offload"] == "cpu":
-            return batch_size
-        if self.options["kv_offload"] == "none":
-            return 0
-        case = self.plan.case
-        load = Workload(batch_size=1, input_len=length, output_len=max(1, capacity - length))
-        alone = tuple((key, value) for key, value in case.options if key != "kv_offload")
-        case = case.model_copy(update={"workload": load, "options": alone})
-        return max(0, batch_size - largest_batch(case, self.plan.model, self.plan.machine, CAUTIOUS))
+        split = [SplitLayer(index, kept, self._host) for index, kept in enumerate(own.layers)]
+        return Cache(layers=split)
 
     def _parts(self, batch_size: int, length: int) -> list[slice]:
-        if self._host is None:
-            parts = super()._parts(batch_size, length)
-            if length > 1 or self._rows_at_once >= batch_size or not self._show(slice(0, batch_size), self._length - 1):
-                return parts
-            step = self._rows_at_once
-            return [slice(start, min(start + step, batch_size)) for start in range(0, batch_size, step)]
-        here = self._host.rows.start
-        there = self._host.parts if length == 1 else self._split(self._host.rows, length)
-        return [*(super()._parts(here, length) if here else []), *there]
+        host, step = self._host, self._rows_at_once
+        here = host.rows.start if host is not None else batch_size
+        parts = super()._parts(here, length) if here else []
+        if length == 1 and here > step and self._show(slice(0, here), self._length - 1):
+            parts = [slice(start, min(start + step, here)) for start in range(0, here, step)]
+        if host is None:
+            return parts
+        return [*parts, *(host.parts if length == 1 else self._split(host.rows, length))]
 
     def _in_parts(self, parts: list[slice], length: int, work: Callable[[slice], Tensor]) -> list[Tensor]:
         ring, cache = self._ring, self._cache
@@ -269,8 +265,16 @@ class Stream(Decoder):
         return sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
 
     def effective(self) -> Effective:
+        cache: dict[str, Option] = {
+            "kv_offload": str(self.options["kv_offload"]),
+            "kv_cache_dtype": str(self.options["kv_cache_dtype"]),
+            "kv_attention": self._host.place if self._host else "gpu",
+            "kv_host_rows": self._host.rows.stop - self._host.rows.start if self._host else 0,
+            "kv_bytes_per_step": self._fetched_per_step,
+            "attention": str(self.model.config._attn_implementation),
+        }
         if self._ring is None or self._arena is None:
-            return Effective(gpu_weight_bytes=self._resident_bytes)
+            return Effective(gpu_weight_bytes=self._resident_bytes, settings=cache)
         return Effective(
             gpu_weight_bytes=self._resident_bytes + self._ring.kept_bytes,
             host_weight_bytes=self._arena.size,
@@ -282,14 +286,9 @@ class Stream(Decoder):
                 "buffer_bytes": self._ring.buffer_bytes,
                 "slot_bytes": self._ring.slot_bytes,
                 "weight_codec": "lossless" if self._lossless else "none",
-                "kv_offload": self.options["kv_offload"],
-                "kv_cache_dtype": self.options["kv_cache_dtype"],
-                "kv_attention": self.options["kv_attention"],
-                "kv_host_rows": self._host.rows.stop - self._host.rows.start if self._host else 0,
-                "kv_bytes_per_step": self._fetched_per_step,
                 "numa_node": self._arena.numa_node,
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
-                "attention": self.model.config._attn_implementation,
+                **cache,
             },
         )
 

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from zinfer.engine.arena import HostArena
 from zinfer.engine.cache import FixedLayer
+from zinfer.engine.stream.attend import coded, library
 from zinfer.engine.stream.hosted import host
 from zinfer.engine.stream.ring import Load, Ring
 
@@ -24,6 +25,7 @@ from zinfer.engine.stream.ring import Load, Ring
 class HostCache(ABC):
     """Keys and values of the `rows` of a batch in `arena`, for up to `capacity` tokens a sequence."""
 
+    place: str  # of the attention to it: gpu, cpu, or "cpu, torch" where no compiler was found
     rows: slice
     parts: list[slice]  # rows that go through the model together in a decode step
 
@@ -33,34 +35,40 @@ class HostCache(ABC):
 
 
 class CpuCache(HostCache):
-    """In the order that attention reads it, ``[rows, kv_heads, capacity, head_dim]``; comes as `Hosted` tensors."""
+    """In the order that attention reads it, ``[rows, kv_heads, capacity, head_dim]``; comes as `Hosted` tensors. With
+    `in_8_bits`, as `zinfer.engine.stream.attend.coded` has it."""
 
-    def __init__(self, arena: HostArena, rows: slice, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self, arena: HostArena, rows: slice, capacity: int, device: torch.device, in_8_bits: bool = False
+    ) -> None:
         self.rows, self.parts, self.capacity = rows, [rows], capacity
-        self._memory, self._used, self._device = arena.memory, 0, device
+        self._memory, self._used, self._device, self._in_8_bits = arena.memory, 0, device, in_8_bits
+        self.place = "cpu" if library() is not None else "cpu, torch"
         self._places: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values
-        self._writing: Any = None  # the last event after which prompts' keys are in place
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._writing = False  # prompts' keys, on `_stream`
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        stored = (coded(keys), coded(values)) if self._in_8_bits else (keys, values)
         if layer not in self._places:
-            self._places[layer] = self._take(keys), self._take(values)
+            self._places[layer] = self._take(stored[0]), self._take(stored[1])
         own = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
         end = start + keys.shape[2]
         if not start:
-            for place, states in zip(self._places[layer], (keys, values), strict=True):
+            for place, states in zip(self._places[layer], stored, strict=True):
                 # One copy of whole rows: what lies beyond the prompt means nothing yet.
-                whole = pad(states, (0, 0, 0, self.capacity - end))
-                place[own].copy_(whole, non_blocking=True)
-            if keys.is_cuda:
-                self._writing = torch.cuda.Event()
-                self._writing.record()
+                _send(pad(states, (0, 0, 0, self.capacity - end)), place[own], self._stream)
+            self._writing = True
             return keys, values
-        if self._writing is not None:
-            self._writing.synchronize()
-            self._writing = None
-        for place, states in zip(self._places[layer], (keys, values), strict=True):
+        if self._writing and self._stream is not None:
+            self._stream.synchronize()
+        self._writing = False
+        for place, states in zip(self._places[layer], stored, strict=True):
             place[own, :, start:end].copy_(states)  # waits for the device
-        return tuple(host(place[own, :, :end], self._device) for place in self._places[layer])  # type: ignore[return-value]
+        seen = (place[own, :, :end] for place in self._places[layer])
+        if self._in_8_bits:
+            seen = (place.view(torch.int8)[..., : keys.shape[3]] for place in seen)
+        return tuple(host(place, self._device) for place in seen)  # type: ignore[return-value]
 
     def _take(self, states: Tensor) -> Tensor:
         shape = (self.rows.stop - self.rows.start, states.shape[1], self.capacity, states.shape[3])
@@ -71,6 +79,8 @@ class CpuCache(HostCache):
 class LinkCache(HostCache):
     """In `parts`, each of which is one range of bytes in a layer, a position after the other: ``[capacity, K and V of
     its rows]``. A step reads that in one copy, into a buffer of `ring`, and adds to it in another."""
+
+    place = "gpu"
 
     def __init__(self, arena: HostArena, ring: Ring, parts: list[slice], capacity: int) -> None:
         self.rows = slice(parts[0].start, parts[-1].stop)
@@ -136,36 +146,42 @@ class LinkCache(HostCache):
 
     def _store(self, key: tuple[int, int], packed: Tensor, start: int) -> None:
         target = self._places[key][start : start + packed.shape[0]]
-        if self._stream is None:
-            target.copy_(packed.view(torch.uint8))
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            target.copy_(packed.view(torch.uint8), non_blocking=True)
-            packed.record_stream(self._stream)
+        _send(packed.view(torch.uint8), target, self._stream)
+        if self._stream is not None:
             event = self._written[key] = torch.cuda.Event()
-            event.record()
+            event.record(self._stream)
+
+
+def _send(states: Tensor, target: Tensor, stream: Any) -> None:
+    """Copy to the host on `stream`, beside what the device goes on to compute; at once without one."""
+    if stream is None:
+        target.copy_(states)
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        target.copy_(states, non_blocking=True)
+    states.record_stream(stream)
 
 
 class SplitLayer(FixedLayer):
-    """The cache of decoder layer `index`: of the first `count` sequences on the device, of the others in `host`."""
+    """The cache of decoder layer `index`: of the batch's first sequences in `here`, of the others in `host`."""
 
-    def __init__(self, index: int, count: int, capacity: int, host: HostCache) -> None:
-        super().__init__(count, capacity)
-        self._index, self._host = index, host
+    def __init__(self, index: int, here: FixedLayer, host: HostCache) -> None:
+        super().__init__(here.batch_size, here.capacity)
+        self._index, self._here, self._host = index, here, host
 
     def window(self, rows: slice, length: int) -> None:
-        if rows.stop <= self.batch_size:
-            super().window(rows, length)
         self.rows, self.length = rows, length
+        if rows.stop <= self.batch_size:
+            self._here.window(rows, length)
 
     def get_seq_length(self) -> int:
         return self.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.rows.stop <= self.batch_size:
-            return super().update(key_states, value_states, *args, **kwargs)
         start, self.length = self.length, self.length + key_states.shape[2]
+        if self.rows.stop <= self.batch_size:
+            return self._here.update(key_states, value_states, *args, **kwargs)
         if self.length > self.capacity:
             raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
         return self._host.extend(self._index, self.rows, key_states, value_states, start)

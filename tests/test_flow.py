@@ -22,7 +22,7 @@ TYPES = SHAPES | {"zinfer.cost", "zinfer.plan", "zinfer.record"}
 READERS = TYPES | {
     "zinfer.choice", "zinfer.store", "zinfer.analysis", "zinfer.group", "zinfer.chart", "zinfer.plot", "zinfer.report",
     "zinfer.calibrate", "zinfer.published", "zinfer.economics", "zinfer.sla", "zinfer.timeline", "zinfer.gantt",
-    "zinfer.lossless",
+    "zinfer.lossless", "zinfer.reuse", "zinfer.reuse_plot",
 }  # fmt: skip
 ALLOWED = {
     "zinfer.frozen": set(),
@@ -33,6 +33,10 @@ ALLOWED = {
     "zinfer.machine": VALUES,
     "zinfer.lossless": VALUES,
     "zinfer.cost": SHAPES,
+    "zinfer.prefix": set(),
+    "zinfer.dialogue": SHAPES,
+    "zinfer.reuse": TYPES,
+    "zinfer.reuse_plot": READERS,
     "zinfer.plan": SHAPES | {"zinfer.cost"},
     "zinfer.choice": SHAPES | {"zinfer.cost", "zinfer.plan"},
     "zinfer.record": TYPES,
@@ -93,7 +97,7 @@ def test_the_clock_stands_in_one_place() -> None:
 
 
 def test_torch_is_never_imported_by_what_the_core_install_runs(tmp_path: Path) -> None:
-    core = ["plan", "plot", "report", "best", "models", "compare", "export", "batch"]
+    core = ["plan", "plot", "report", "best", "models", "compare", "export", "batch", "reuse", "run"]
     script = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['transformers'] = None\n"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from math import ceil, log2
 from textwrap import wrap
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from matplotlib import style
 from matplotlib.axes import Axes
@@ -18,7 +18,6 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from zinfer.group import Group
 from zinfer.plan import Case
 
 Format = Literal["png", "svg"]
@@ -62,6 +61,13 @@ DRAWN = _WIDTH - _LEFT - _RIGHT  # the width of what is drawn
 _AXIS_LABEL, _LEGEND_ROW, _STRIP_ROW = 0.6, 0.2, 0.22
 _TITLE_ROW, _NOTE_ROW, _MARGIN = 0.28, 0.21, 0.18
 _CHARACTER = 0.064  # of the legend's font, generously
+
+
+class Titled(Protocol):
+    """What a figure is about."""
+
+    @property
+    def title(self) -> str: ...
 
 
 @contextmanager
@@ -116,14 +122,14 @@ class Sheet:
 
     def __init__(
         self,
-        group: Group,
+        about: Titled,
         question: str,
         notes: Iterable[str],
         panels: int = 1,
         strip_rows: int = 0,
         stack: Sequence[tuple[float, float]] = (),
     ) -> None:
-        self._titles = wrap(f"{group.title}: {question}", 80)
+        self._titles = wrap(f"{about.title}: {question}", 80)
         self._notes = [line for note in notes for line in wrap(note, 124)]
         self._figure = Figure()
         FigureCanvasAgg(self._figure)

@@ -57,7 +57,7 @@ class Group(Frozen):
         """Where this group's figures go, as ``<machine>/<sweep>``, longer where it is not `alone` in its sweep."""
         part = "" if self.layers is None else f"-{self.layers}l"
         name = f"{self.model_name}{part}-{self.input_len}-{self.output_len}-{self.dtype}-{self.load_format}"
-        return f"{_slug(self.machine)}/{_slug(sweep if alone else f'{sweep}-{name}')}"
+        return f"{path_part(self.machine)}/{path_part(sweep if alone else f'{sweep}-{name}')}"
 
 
 def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]]:
@@ -97,6 +97,6 @@ def _order(point: Measurement) -> tuple[str, int, int, str, int]:
     return case.engine, offload, len(case.options), str(case.options), case.workload.batch_size
 
 
-def _slug(text: str) -> str:
+def path_part(text: str) -> str:
     """`text` as one path component: letters, digits, dot and dash; never hidden, never empty."""
     return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip(".-") or "unnamed"

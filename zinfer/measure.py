@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from zinfer.engine.base import Engine
 from zinfer.plan import Workload
 from zinfer.record import Span, Status
+
+if TYPE_CHECKING:
+    from zinfer.engine.kept import Kept
 
 WARM_UP_STEPS = 2
 SAMPLE_SECONDS = 0.25
@@ -133,6 +136,19 @@ def _run_once(
     samples.ttft_ms.append(first_ms)
     samples.step_ms.append(tuple(step_ms))
     return token
+
+
+def first_token_ms(
+    engine: Engine, token_ids: Tensor, past: Callable[[], Sequence["Kept"]] = lambda: ()
+) -> tuple[float, Tensor]:
+    """Milliseconds until the token after ``[1, S]`` is chosen, and its logits ``[1, V]``; what it takes to have `past`
+    is part of them."""
+    synchronize(engine.device)
+    start = time.perf_counter()
+    logits = engine.prefill(token_ids, torch.ones_like(token_ids), reserve=1, past=past())
+    logits.argmax(-1)
+    synchronize(engine.device)
+    return (time.perf_counter() - start) * 1e3, logits
 
 
 class Telemetry:

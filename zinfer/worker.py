@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from zinfer import __version__
+from zinfer.failure import one_line, status_of, told
 from zinfer.model import ModelSpec
 from zinfer.plan import Case, Plan, resident_bytes
 from zinfer.record import Effective, Measurement, Status
@@ -108,6 +109,14 @@ class Worker:
         has the `model`, as JSON, if nothing is loaded yet."""
         return self._ask({"do": "rows", "verb": verb, **fields})
 
+    def chat(self, verb: str, **fields: Any) -> dict[str, Any]:
+        """What `verb` of the worker's `zinfer.chat.Chat` returns, or ``{"status": .., "error": ..}``."""
+        return self._ask({"do": "chat", "verb": verb, **fields})
+
+    def rerun(self, **fields: Any) -> dict[str, Any]:
+        """What `zinfer.rerun.Rerun.measure` returns, or ``{"status": .., "error": ..}``; and the load's ``facts``."""
+        return self._ask({"do": "rerun", **fields})
+
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -181,7 +190,7 @@ class _Server:
         self._last_beat = 0.0
         self._engine: Any = None
         self._facts: dict[str, Any] = {}
-        self._batch: Any = None
+        self._services: dict[str, Any] = {}
 
     def serve(self, requests: IO[str]) -> None:
         for line in requests:
@@ -224,7 +233,7 @@ class _Server:
             self._engine = engine_class(self._plan, self._beat)
             load = {"load_s": round(time.monotonic() - started, 3), "load_bytes": spec.weight_bytes}
         except BaseException as error:
-            return self._answer(self._plan.case, _told(error, "load"))
+            return self._answer(self._plan.case, told(error, "load"))
         self._facts |= load
         return load
 
@@ -253,11 +262,11 @@ class _Server:
             spread = relative_half_width(e2e_ms)
             return spread is not None and spread <= tolerance
 
-        told: dict[str, Any] = {}
+        failed: dict[str, Any] = {}
         try:
             measure(engine, asked.workload, spec.vocab_size, samples, repeats=repeats, enough=enough, beat=self._beat)
         except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
-            told = _told(error, samples.stage)
+            failed = told(error, samples.stage)
         effective: Effective = engine.effective()
         fields: dict[str, Any] = {
             "ttft_ms": samples.ttft_ms,
@@ -274,7 +283,7 @@ class _Server:
         status: Status = samples.status
         if status == "ok" and (shortfall := not_as_asked(asked, effective)) is not None:
             status, fields["error"] = "offload_not_effective", shortfall
-        return self._answer(asked, {"status": status} | fields | told)
+        return self._answer(asked, {"status": status} | fields | failed)
 
     def _generate(self, prompts: list[str], batch_size: int, sampling: dict[str, Any]) -> dict[str, Any]:
         from zinfer.generate import Sampling, generate
@@ -288,18 +297,41 @@ class _Server:
             return {"status": status_of(error), "error": one_line(error)}
 
     def _rows(self, verb: str, model: Any = None, **fields: Any) -> dict[str, Any]:
-        try:
-            if self._batch is None:
-                from zinfer.rows import Rows
+        def make() -> Any:
+            from zinfer.rows import Rows
 
-                self._batch = Rows(ModelSpec.model_validate(model) if model else self._plan.model)
-            answer: dict[str, Any] = getattr(self._batch, verb)(self._engine, **fields)
+            return Rows(ModelSpec.model_validate(model) if model else self._plan.model)
+
+        return self._served("rows", make, verb, fields)
+
+    def _chat(self, verb: str, **fields: Any) -> dict[str, Any]:
+        def make() -> Any:
+            from zinfer.chat import Chat
+
+            return Chat(self._plan)
+
+        return self._served("chat", make, verb, fields)
+
+    def _rerun(self, **fields: Any) -> dict[str, Any]:
+        def make() -> Any:
+            from zinfer.rerun import Rerun
+
+            return Rerun(self._plan, self._beat)
+
+        return self._served("rerun", make, "measure", fields) | {"facts": self._facts}
+
+    def _served(self, name: str, make: Callable[[], Any], verb: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """What `verb` of a service answers, which is made at its first call."""
+        try:
+            if name not in self._services:
+                self._services[name] = make()
+            answer: dict[str, Any] = getattr(self._services[name], verb)(self._engine, **fields)
             return answer
         except Exception as error:
-            told = _told(error, verb)
-        with suppress(Exception):  # what the failed batch held would be missed by the next one
+            failed = told(error, verb)
+        with suppress(Exception):  # what a failed batch held would be missed by the next one
             self._engine.release()
-        return told
+        return failed
 
 
 def not_as_asked(asked: Case, effective: Effective) -> str | None:
@@ -309,42 +341,6 @@ def not_as_asked(asked: Case, effective: Effective) -> str | None:
     if asked.offload != "none" and effective.streamed_bytes_per_step == 0 and not all_may_stay:
         return effective.shortfall or f"offload {asked.offload} was asked for, and no weight is streamed"
     return effective.shortfall
-
-
-def _told(error: BaseException, stage: str) -> dict[str, Any]:
-    """What a record says of an exception; with --debug, stderr gets its traceback."""
-    if os.environ.get("ZINFER_DEBUG") == "1":
-        import traceback
-
-        traceback.print_exception(error)
-    return {"status": status_of(error), "stage": stage, "error": one_line(error)}
-
-
-def one_line(error: BaseException) -> str:
-    """What an exception says, in one line that names it when its message does not stand alone."""
-    text = " ".join(str(error).split())[:500]
-    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
-
-
-def status_of(error: BaseException) -> Status:
-    """The status that an exception of loading or measuring stands for."""
-    from zinfer.checkpoint import CheckpointError
-    from zinfer.engine import EngineError
-    from zinfer.model import ModelError
-
-    text = str(error).lower()
-    names = {base.__name__ for base in type(error).__mro__}
-    if "OutOfMemoryError" in names or ("cuda" in text and "out of memory" in text) or "alloc_failed" in text:
-        return "oom_gpu"
-    if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
-        return "oom_host"
-    if isinstance(error, ModelError | EngineError | NotImplementedError):
-        return "unsupported"
-    if isinstance(error, CheckpointError | OSError):
-        return "io_error"
-    if isinstance(error, KeyboardInterrupt):
-        return "cancelled"
-    return "crashed"
 
 
 def versions(engine_name: str) -> dict[str, str]:

@@ -1,8 +1,14 @@
 """`zinfer plot`: the figures of what was measured."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from zinfer.chart import Format
 
 
 @click.command("plot", short_help="Draw the figures of a result file.")
@@ -12,45 +18,65 @@ import click
 @click.option("--figure", "wanted", default="all", show_default=True, help="Names, separated by commas.")
 def command(results: Path, output: Path, formats: str, wanted: str) -> None:
     """Draw what each sweep in RESULTS (a file or a folder) shows: throughput, latency and link use over batch size,
-    throughput over residency, and the timeline of a decode step where one was traced.
+    throughput over residency, and the timeline of a decode step where one was traced; and what `zinfer reuse` measured.
 
     Prints the paths it wrote, DIR/<machine>/<sweep>-<figure>.<format>. Equal results give equal bytes.
     """
     from typing import get_args
 
     from zinfer import chart, plot
-    from zinfer.cli import ENVIRONMENT, NOTHING, Failure
-    from zinfer.group import groups
+    from zinfer.cli import NOTHING, Failure
+    from zinfer.group import groups, path_part
+    from zinfer.reuse import FILE, load
+    from zinfer.reuse_plot import reuse
     from zinfer.store import StoreError, files, read, read_usable
 
     forms = [form for form in get_args(chart.Format) if form in formats.split(",")]
     if len(forms) != len(formats.split(",")):
         raise click.BadParameter(f"{formats!r}: write png, svg, or png,svg", param_hint="--format")
-    names = list(plot.FIGURES) if wanted == "all" else wanted.split(",")
-    if unknown := [name for name in names if name not in plot.FIGURES]:
-        choice = ", ".join(plot.FIGURES)
+    known = [*plot.FIGURES, "reuse"]
+    names = known if wanted == "all" else wanted.split(",")
+    if unknown := [name for name in names if name not in known]:
+        choice = ", ".join(known)
         raise click.BadParameter(f"{unknown[0]!r} is no figure: choose from {choice}, or all", param_hint="--figure")
+    reuses = [results] if results.name == FILE else sorted(results.rglob(FILE))
+    sweeps = () if results in reuses else files(results)
     try:
-        warning = read_usable(results).warning
+        if (sweeps or not reuses) and (warning := read_usable(results).warning):
+            click.echo(warning, err=True)
     except StoreError as error:
-        raise Failure(str(error), NOTHING) from error
-    if warning:
-        click.echo(warning, err=True)
+        if not reuses:
+            raise Failure(str(error), NOTHING) from error
     missing = set(names) if wanted != "all" else set()
-    for file in files(results):
+    for file in sweeps:
         found = groups(read(file).points)
         for group, points in found.items():
             stem = output / group.stem(file.stem, alone=len(found) == 1)
             for name, figure in plot.draw(group, points, names).items():
                 missing.discard(name)
-                for form in forms:
-                    path = stem.with_name(f"{stem.name}-{name}.{form}")
-                    try:
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        path.write_bytes(chart.render(figure, form))
-                    except OSError as error:
-                        raise Failure(f"cannot write {path}: {error.strerror}", ENVIRONMENT) from error
-                    click.echo(path)
+                _write(figure, stem.with_name(f"{stem.name}-{name}"), forms)
+    for file in reuses if "reuse" in names else ():
+        record = load(file)
+        for run in record.runs:
+            drawn = reuse(run, record.machine)
+            if drawn is not None:
+                missing.discard("reuse")
+                _write(drawn, output / path_part(record.machine) / f"reuse-{path_part(run.title)}", forms)
     if missing:
         why = "; `zinfer sweep` traces a step of each point that the stream engine offloads" * ("timeline" in missing)
         raise Failure(f"no point in {results} has what figure {', '.join(sorted(missing))} would show{why}", NOTHING)
+
+
+def _write(figure: "Figure", stem: Path, forms: "list[Format]") -> None:
+    """The figure as `stem` and a suffix for each form. Raises Failure where it cannot be written."""
+    from zinfer.chart import render
+    from zinfer.cli import ENVIRONMENT, Failure
+
+    for form in forms:
+        path = stem.with_name(f"{stem.name}.{form}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(render(figure, form))
+        except OSError as error:
+            raise Failure(f"cannot write {path}: {error.strerror}", ENVIRONMENT) from error
+        click.echo(path)

@@ -8,6 +8,7 @@ import click
 
 from zinfer.cli import ENVIRONMENT, INTERNAL, Failure
 from zinfer.commands import options
+from zinfer.commands.chat import ANSWER, CONTEXT, chat_options, talk, turns
 
 
 @click.command("run", short_help="Generate text.")
@@ -18,17 +19,18 @@ from zinfer.commands import options
 )
 @click.option("-p", "--prompt", "prompts", multiple=True, help="A prompt. Repeatable; stdin, a line each, without one.")
 @click.option("--prompt-file", type=click.File("r"), help="A file with a prompt a line.")
-@click.option("--output-len", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens at most.")
+@click.option("--output-len", type=click.IntRange(min=1), help="Tokens at most.  [default: 32; with --chat 512]")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Prompts at once.  [default: all that fit]")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
 @click.option("--ignore-eos", is_flag=True, help="Go on to --output-len whatever comes.")
+@chat_options
 @options.load_options
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=36000, help="Seconds at most."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON list, an object a prompt.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list, an object a prompt; or a line a turn.")
 @click.pass_obj
 def command(
     debug: bool,
@@ -38,7 +40,7 @@ def command(
     offload: Any,
     prompts: tuple[str, ...],
     prompt_file: Any,
-    output_len: int,
+    output_len: int | None,
     batch_size: int | None,
     dtype: Any,
     load_format: Any,
@@ -48,13 +50,22 @@ def command(
     settings: dict[str, tuple[Any, ...]],
     timeout_s: float,
     as_json: bool,
+    chat: bool,
+    system: str | None,
+    kv_cache_size: int,
+    kv_cache_dir: str | None,
+    kv_cache_dir_size: int,
     **sampling: Any,
 ) -> None:
     """Continue prompts with a model of any size; greedy unless --temperature is set.
 
+    With --chat they are turns of one conversation, with the model's chat template if it has one. What was computed of
+    it stays in host memory, and in --kv-cache-dir, so that a turn computes only what is new. Ctrl-C ends an answer.
+
     \b
     zinfer run --model ./my-checkpoint --prompt "Once upon a time"
     zinfer run --model bigscience/bloom-560m --offload cpu --prompt-file prompts.txt --json
+    zinfer run --model ./my-checkpoint --chat --kv-cache-dir ./kv
     """
     from zinfer import here, recipe, sweep
     from zinfer.commands.watch import Watch
@@ -64,7 +75,9 @@ def command(
     from zinfer.units import duration
     from zinfer.worker import Worker, WorkerDied
 
-    texts = _prompts(prompts, prompt_file)
+    _check_chat(chat, batch_size, system, kv_cache_dir)
+    output_len = output_len or (ANSWER if chat else 32)
+    texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
     if offload == "nvme" and nvme_path is None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
     if any(len(values) > 1 for values in [*settings.values(), gpu_weights or ()]):
@@ -73,11 +86,14 @@ def command(
     if source.load_format == "dummy" and load_format != "dummy":
         raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
     machine = options.with_nvme(here.this_machine(), nvme_path)
+    length = max(1, max(map(len, texts), default=0) // 3)
+    if chat:
+        length = min(CONTEXT, max(1, (source.spec.max_position or CONTEXT) - output_len))
 
     def plan_with(choice: Any) -> Any:
         wanted = recipe.Sweep(
             model=(model,), engine=(engine,), offload=(choice,), batch_size=(1,), layers=(layers,),
-            input_len=(max(1, max(map(len, texts)) // 3),), output_len=(output_len,),
+            input_len=(length,), output_len=(output_len,),
             gpu_weights=gpu_weights or (None,), options=settings,
         )  # fmt: skip
         load = next(wanted.loads())
@@ -101,6 +117,14 @@ def command(
             refused = worker.load(plan)
             if refused is not None:
                 raise Failure(f"loading failed ({refused.status}): {refused.error}", ENVIRONMENT)
+            if chat:
+                watch.quiet()
+                settings_of_chat = {
+                    "sampling": {"output_len": output_len, **sampling}, "system": system, "size": kv_cache_size,
+                    "folder": kv_cache_dir, "folder_size": kv_cache_dir_size,
+                }  # fmt: skip
+                talk(worker, turns(texts), settings_of_chat, watch.say, as_json)
+                return
             answer = worker.generate(texts, size, {"output_len": output_len, **sampling})
         except WorkerDied as death:
             raise Failure(f"{death.status}: {death}", ENVIRONMENT) from None
@@ -119,6 +143,16 @@ def command(
         return
     for text in answer["texts"]:
         click.echo(text["prompt"] + text["output_text"])
+
+
+def _check_chat(chat: bool, batch_size: int | None, system: str | None, kv_cache_dir: str | None) -> None:
+    """Raises UsageError for options that do not go together."""
+    alone = {"--system": system, "--kv-cache-dir": kv_cache_dir}
+    given = [name for name, value in alone.items() if value is not None]
+    if given and not chat:
+        raise click.UsageError(f"{given[0]} is for a conversation: add --chat")
+    if chat and batch_size is not None:
+        raise click.UsageError("a conversation is one row: leave out --batch-size")
 
 
 def _prompts(prompts: tuple[str, ...], prompt_file: Any) -> list[str]:

@@ -32,6 +32,10 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.quiet()
+
+    def quiet(self) -> None:
+        """Have no moving line any more; what is said still comes."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -1,15 +1,18 @@
 """The contract of an engine: two verbs, so that one loop, one clock and one sampler serve all of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from zinfer.engine import ENGINES
+from zinfer.engine import ENGINES, EngineError
 from zinfer.plan import Plan
 from zinfer.record import Effective, Span
+
+if TYPE_CHECKING:
+    from zinfer.engine.kept import Kept
 
 Progress = Callable[[str, float], None]  # what is being done, and the share of it that is done (0 to 1)
 
@@ -34,15 +37,31 @@ class Engine(ABC):
         return None
 
     @abstractmethod
-    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
+    def prefill(
+        self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: "Sequence[Kept]" = ()
+    ) -> Tensor:
         """Start a batch over: ``[B, S]`` left-padded prompts (int64) and their mask (1 real, 0 padding) to the last
         position's logits ``[B, V]`` on the device. The KV cache gets room for ``reserve`` further tokens; a batch that
         was running is forgotten.
+
+        `past` is what was kept of the first positions of these rows, one part after the other: only what follows is
+        computed, which must be a position at least. No part may be closed before the logits are there. Raises
+        EngineError for a past that is not of these rows, and where `cannot_keep` says why.
         """
 
     @abstractmethod
     def decode(self, token_ids: Tensor) -> Tensor:
         """One step for all rows: the tokens chosen last, ``[B]``, to the next logits ``[B, V]``, both on the device."""
+
+    def cannot_keep(self) -> str | None:
+        """Why the engine can neither keep what it computed nor take it up again; None where it can do both."""
+        return f"engine {self.plan.case.engine} keeps no keys and values"
+
+    def keep(self, first: int, last: int) -> "Kept":
+        """A copy, in host memory, of the running batch's keys and values of the positions from `first` up to `last`,
+        which have been computed. Raises EngineError where `cannot_keep` says why, MemoryError where there is no room.
+        """
+        raise EngineError(self.cannot_keep() or "there is nothing to keep")
 
     def timeline(self, token_ids: Tensor) -> tuple[Span, ...]:
         """One more decode step, traced; empty, and no step made, where the engine cannot tell.

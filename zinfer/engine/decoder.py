@@ -6,7 +6,7 @@ left-padded rows count from their own first token, as `generate` does it.
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +18,8 @@ from transformers.cache_utils import Cache
 from zinfer.cost import pass_tokens, prefill_rows
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Progress, silent
-from zinfer.engine.cache import make_cache, show_rows
+from zinfer.engine.cache import FixedLayer, make_cache, show_rows
+from zinfer.engine.kept import Kept
 from zinfer.plan import Plan, setup_of
 
 
@@ -60,11 +61,14 @@ class Decoder(Engine):
         return logits
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
+    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[Kept] = ()) -> Tensor:
         self.release()
         token_ids, mask = token_ids.to(self.device), attention_mask.to(self.device)
         batch_size, length = token_ids.shape
-        self._cache = self._make_cache(batch_size, length, length + reserve)
+        known = self._check_past(past, batch_size, length)
+        self._cache = cache = self._make_cache(batch_size, length, length + reserve)
+        for part in past:
+            part.put(cache.layers, self.device)
         # Without padding every kernel can use plain causal attention, which needs no [B, 1, S, S] mask.
         self._mask = None if bool(mask.all()) else torch.ones((batch_size, length + reserve), dtype=mask.dtype)
         if self._mask is not None:
@@ -74,10 +78,42 @@ class Decoder(Engine):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self._next_position = positions[:, -1:] + 1
         logits = self._in_parts(
-            self._parts(batch_size, length), 0, lambda rows: self._step(token_ids[rows], positions[rows], rows)
+            self._split(slice(0, batch_size), length - known) if past else self._parts(batch_size, length),
+            known,
+            lambda rows: self._step(token_ids[rows, known:], positions[rows, known:], rows),
         )
         self._show(slice(0, batch_size), length)
         return torch.cat(logits)
+
+    def _check_past(self, past: Sequence[Kept], batch_size: int, length: int) -> int:
+        """The positions that `past` holds. Raises EngineError for one that cannot be taken up."""
+        if not past:
+            return 0
+        if (why_not := self.cannot_keep()) is not None:
+            raise EngineError(why_not)
+        known, layers = 0, self.plan.model.num_layers
+        for part in past:
+            if part.first != known or not part.fits(layers, batch_size):
+                raise EngineError("what was kept is of other rows, of another model, or not in order")
+            known += part.length
+        if known >= length:
+            raise EngineError(f"{known} positions were kept, and the prompt has {length}: one at least must be new")
+        return known
+
+    def cannot_keep(self) -> str | None:
+        if all(type(layer) is FixedLayer for layer in make_cache(self.model.config, 1, 1).layers):
+            return None
+        return f"the layers of {self.plan.model.name} hold another state than keys and values"
+
+    @torch.inference_mode()
+    def keep(self, first: int, last: int) -> Kept:
+        if (why_not := self.cannot_keep()) is not None:
+            raise EngineError(why_not)
+        if self._cache is None or not 0 <= first < last <= self._length:
+            raise EngineError(f"positions {first} to {last} have not been computed")
+        if not all(layer.is_initialized for layer in self._cache.layers):
+            raise EngineError(f"some layers of {self.plan.model.name} hold no keys and values of their own")
+        return Kept.of(self._cache.layers, first, last, pin=self.device.type == "cuda")
 
     def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache:
         """The cache of a batch whose prompts are `length` tokens long."""

@@ -5,7 +5,7 @@ on the wire over the link bandwidth, provided that a copy is always under way. T
 layers and across steps: while the head turns the last layer's output into a token, the next step's first layer comes.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.arena import HostArena, check_free
 from zinfer.engine.cache import STORAGE, FixedLayer, make_cache
 from zinfer.engine.decoder import Decoder
+from zinfer.engine.kept import Kept
 from zinfer.engine.stream import packed
 from zinfer.engine.stream.blocks import interleave
 from zinfer.engine.stream.image import Image, by_layer, pack, plain
@@ -152,12 +153,19 @@ class Stream(Decoder):
         asked = self.options["ring_depth"]
         return RING_DEPTH if asked == "auto" else int(asked)
 
-    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
+    def cannot_keep(self) -> str | None:
+        able = {"kv_offload": ("none",), "kv_cache_dtype": ("auto", "bf16")}
+        for option, values in able.items():
+            if self.options[option] not in values:
+                return f"a KV cache with {option}={self.options[option]} is not kept"
+        return super().cannot_keep()
+
+    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[Kept] = ()) -> Tensor:
         if self._ring is not None:
             self.release()
             self._ring.rewind()
             self._share_out(self._ring, token_ids.shape[0], token_ids.shape[1], reserve)
-        return super().prefill(token_ids, attention_mask, reserve)
+        return super().prefill(token_ids, attention_mask, reserve, past)
 
     def _share_out(self, ring: Ring, batch_size: int, input_len: int, output_len: int) -> None:
         """Give the GPU memory that the batch leaves free to the ring, up to a layer of buffers, and to layers that stay

@@ -4,11 +4,14 @@ The library keeps as many bytes of weights on the GPU as its budget allows and c
 `none` sets the budget to all of them, `cpu` to what ``--gpu-weights`` says, or to what the library thinks best.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Progress, silent
+from zinfer.engine.kept import Kept
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.build import plan_key
 from zinfer.engine.tensorrt.cache import Cache, make_cache
@@ -55,7 +58,9 @@ class TensorRT(Engine):
         return Executor(self._library, self.file, case.gpu_weights, case.offload != "none", self.progress)
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
+    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[Kept] = ()) -> Tensor:
+        if past:
+            raise EngineError(self.cannot_keep() or "")
         self.release()
         batch_size, length = token_ids.shape
         self._check_shapes(batch_size, length + reserve)

@@ -1,0 +1,231 @@
+"""`zinfer run --chat`: the tokens of a model that computes every turn anew, on a terminal and in a pipe."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.test_cli import ROOT, folder, zinfer  # noqa: F401
+from tests.test_dialogue import EXTENDING, TRIMMING
+from tests.test_parity import load
+from zinfer.cli import Failure, cli
+from zinfer.commands import chat as terminal
+from zinfer.engine.base import Engine
+from zinfer.worker import _Server
+
+TURNS = ["Hello there", "And again", "third"]
+Checkpoints = Callable[..., Path]
+
+
+class Inline:
+    """The worker's end without a process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._server = _Server(io.StringIO())
+        self._server._engine, self._server._plan = engine, engine.plan
+        self.on_token: Callable[[int], None] = lambda _count: None
+        self.tokens = 0
+
+    def chat(self, verb: str, **fields: Any) -> dict[str, Any]:
+        if verb == "go_on":
+            self.tokens += 1
+            self.on_token(self.tokens)
+        answer: dict[str, Any] = json.loads(json.dumps(self._server._chat(verb, **fields)))
+        return answer
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    loaded = load("stream", checkpoint("llama"), "cpu", tmp_path_factory.mktemp("engine"))
+    yield loaded
+    loaded.close()
+
+
+def settings(output_len: int = 10, **fields: Any) -> dict[str, Any]:
+    sampling = {"output_len": output_len, "ignore_eos": fields.pop("ignore_eos", True)}
+    return {"sampling": sampling, "system": None, "size": 1 << 30, "folder": None, "folder_size": 1 << 30} | fields
+
+
+def talk(
+    worker: Any, capsys: pytest.CaptureFixture[str], turns: list[str] | None = None, **fields: Any
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """What each of `TURNS` gave, as JSON, and what was said besides."""
+    said: list[str] = []
+    terminal.talk(worker, turns or TURNS, settings(**fields), said.append, as_json=True)
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()], said
+
+
+@pytest.mark.parametrize("template", [None, EXTENDING, TRIMMING])
+def test_answers_are_those_of_transformers(
+    template: str | None, engine: Engine, checkpoint: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = Inline(engine)
+    directory = checkpoint("llama")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = template
+    assert "status" not in worker.chat("open", **settings())
+    chat = worker._server._services["chat"]
+    chat._tokenizer = tokenizer
+    found, said = talk(worker, capsys, system="Sys")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    dialogue = type(chat._dialogue)(tokenizer, "Sys")
+    for turn, told in zip(TURNS, found, strict=True):
+        ids = torch.tensor([dialogue.ask(turn)])
+        ones = torch.ones_like(ids)
+        output = model.generate(ids, attention_mask=ones, max_new_tokens=10, do_sample=False, pad_token_id=0)
+        expected = output[0, ids.shape[1] :].tolist()
+        assert told["output_ids"] == expected
+        assert told["output_text"] == dialogue.answered(expected)
+        assert told["reloaded_tokens"] + told["computed_tokens"] == ids.shape[1]
+        assert told["finish_reason"] == "length"
+    assert found[0]["reloaded_tokens"] == 0
+    if template != TRIMMING:  # all but the last token of the answer, which was not computed
+        total = found[0]["computed_tokens"] + 9
+        assert found[1]["reloaded_tokens"] == total
+        assert found[2]["reloaded_tokens"] == total + found[1]["computed_tokens"] + 9
+    assert found[2]["reloaded_tokens"] >= found[1]["computed_tokens"]
+    assert len(said) == (4 if template is None else 3)
+    assert re.fullmatch(r"\[0 tokens reloaded, \d+ computed: first token after .*s, then [\d,.]+ tok/s\]", said[-3])
+    assert ("no chat template" in said[0]) == (template is None)
+
+
+def test_an_answer_ends_at_the_end_token(
+    engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, _ = talk(Inline(engine), capsys)
+    end = free[0]["output_ids"][4]
+    length = free[0]["output_ids"].index(end)
+    monkeypatch.setattr("zinfer.chat.eos_token_ids", lambda *_: frozenset({end}))
+    ended, _ = talk(Inline(engine), capsys, turns=TURNS[:2], ignore_eos=False)
+    assert ended[0]["output_ids"] == free[0]["output_ids"][:length]
+    assert ended[0]["finish_reason"] == "stop"
+    assert ended[1]["reloaded_tokens"] == ended[0]["computed_tokens"] + length, "the end token itself is not computed"
+
+
+def test_ctrl_c_ends_the_answer_and_a_second_one_the_program(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = Inline(engine)
+    worker.on_token = lambda count: os.kill(os.getpid(), signal.SIGINT) if count == 3 else None
+    found, _ = talk(worker, capsys, turns=TURNS[:2])
+    assert [told["finish_reason"] for told in found] == ["interrupted", "length"]
+    assert len(found[0]["output_ids"]) == 4
+    assert found[1]["reloaded_tokens"] == found[0]["computed_tokens"] + 3
+    worker.on_token = lambda count: os.kill(os.getpid(), signal.SIGINT)
+
+    def twice(_count: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    worker.on_token = twice
+    with pytest.raises(KeyboardInterrupt):
+        talk(worker, capsys)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_conversation_ends_where_positions_do(
+    checkpoint: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = load("stream", checkpoint("opt"), "none", tmp_path)
+    with pytest.raises(Failure, match=r"the conversation has 74 tokens, and .* 64 positions"):
+        talk(Inline(engine), capsys, turns=["a" * 20, "b" * 20, "c" * 14, "d"])
+    lengths = [len(json.loads(line)["output_ids"]) for line in capsys.readouterr().out.splitlines()]
+    assert lengths == [10, 10], "as many as there is room for, and no more"
+    engine.close()
+
+
+def test_an_engine_that_keeps_nothing_says_so_and_answers(
+    engine: Engine, checkpoint: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu")
+    found, said = talk(Inline(other), capsys)
+    other.close()
+    assert said[1] == "each turn computes the whole conversation: a KV cache with kv_offload=cpu is not kept"
+    assert [told["reloaded_tokens"] for told in found] == [0, 0, 0]
+    kept, _ = talk(Inline(engine), capsys)
+    assert [told["output_ids"] for told in found] == [told["output_ids"] for told in kept]
+
+
+def test_a_pipe_is_a_conversation_and_finds_an_earlier_one(
+    folder: Path,  # noqa: F811
+    engine: Engine,
+    checkpoint: Checkpoints,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    earlier, _ = talk(Inline(engine), capsys, turns=TURNS[:2], folder=str(folder / "kv"))
+    assert len(list((folder / "kv").iterdir())) == 2
+    words = ["run", "-m", str(checkpoint("llama")), "--engine", "accelerate", "--offload", "cpu", "--chat", "--json"]
+    words += ["--kv-cache-dir", "kv", "--output-len", "10", "--ignore-eos"]
+    result = zinfer(folder, *words, stdin=None, input="Hello there\n\nAnd again\nthird\n")
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [told["output_ids"] for told in found[:2]] == [told["output_ids"] for told in earlier]
+    assert [told["computed_tokens"] for told in found[:2]] == [1, 1]
+    assert [(told["turn"], told["prompt"]) for told in found] == list(enumerate(TURNS, start=1))
+    assert len(list((folder / "kv").iterdir())) == 3
+    assert result.stderr.count("tokens reloaded, ") == 3
+
+
+def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F811
+    master, slave = pty.openpty()
+    words = ["run", "-m", str(checkpoint("llama")), "--offload", "none", "--chat", "--output-len", "1900"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zinfer.cli", *words, "--ignore-eos"], cwd=folder, stdin=slave, stdout=slave,
+        stderr=slave, env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(slave)
+    screen = ""
+
+    def until(pattern: str) -> None:
+        nonlocal screen
+        deadline = time.monotonic() + 60
+        while not re.search(pattern, screen):
+            ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, screen
+            screen += os.read(master, 4096).decode(errors="replace")
+
+    until(r"> $")
+    os.write(master, b"Hello\n")
+    until(r"Hello\r\n.{20}")
+    process.send_signal(signal.SIGINT)
+    until(r"\[0 tokens reloaded, .*tok/s\]\s+> $")
+    os.write(master, b"More\n")
+    until(r"More\r\n.{20}")
+    process.send_signal(signal.SIGINT)
+    until(r"\[\d+ tokens reloaded, 5 computed.*tok/s\]\s+> $")
+    process.send_signal(signal.SIGINT)  # meant for the answer, perhaps
+    until(r"ctrl-D, or ctrl-C again, ends the conversation\s+> $")
+    os.write(master, b"\x04")
+    assert process.wait(timeout=30) == 0
+    os.close(master)
+    assert "Traceback" not in screen
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--system", "x"], "--system is for a conversation: add --chat"),
+        (["--kv-cache-dir", "kv"], "--kv-cache-dir is for a conversation: add --chat"),
+        (["--chat", "--batch-size", "2"], "a conversation is one row"),
+        (["--chat", "--kv-cache-size", "lots"], "'lots' is not a size"),
+    ],
+)
+def test_options_that_do_not_go_together(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["run", "-m", "bloom-tiny", "-p", "x", *words])
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -1,0 +1,135 @@
+"""Conversations as tokens: each turn goes on from the one before wherever that is what the text says."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from zinfer.dialogue import Dialogue, Spelling, decode
+from zinfer.generate import byte_tokenizer
+from zinfer.model import ModelError
+from zinfer.prefix import common
+
+EXTENDING = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+TRIMMING = EXTENDING.replace("{{ m.content }}", "{{ m.content | trim }}")
+FORGETFUL = EXTENDING.replace("{{ m.content }}", "{{ m.content if m.role == 'user' else '' }}")
+
+
+def characters(checkpoint: Callable[..., Path], template: str | None = None) -> Any:
+    """A tokenizer with a token a character, and special ones."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint("llama"))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def sentencepiece() -> Any:
+    """One that writes a space before whatever it is given, and bytes of what it does not know, as Llama 2's does."""
+    words = ["<unk>", "▁", *(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127))]
+    model = models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_a_template_that_extends_has_every_token_used_again(checkpoint: Callable[..., Path]) -> None:
+    tokenizer = characters(checkpoint, EXTENDING)
+    talk = Dialogue(tokenizer, "Be brief.")
+    first = talk.ask("Hi")
+    assert decode(tokenizer, first, special=True) == "<s>system: Be brief.</s><s>user: Hi</s><s>assistant: "
+    answer = [40, 41, 120, 42]  # 120 is no character of the text, and another tokeniser would cut it in six
+    said = talk.answered(answer)
+    second = talk.ask("And?")
+    assert second[: len(first) + 4] == first + answer
+    assert decode(tokenizer, second[len(first) + 4 :], special=True) == "</s><s>user: And?</s><s>assistant: "
+    messages = [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
+    ]  # fmt: skip
+    theirs = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert decode(tokenizer, second, special=True) == theirs
+
+
+@pytest.mark.parametrize("template", [TRIMMING, FORGETFUL])
+def test_where_a_template_does_not_extend_the_common_beginning_is_left(
+    template: str, checkpoint: Callable[..., Path]
+) -> None:
+    tokenizer = characters(checkpoint, template)
+    talk = Dialogue(tokenizer)
+    first = talk.ask("Hi")
+    said = talk.answered([4, 40, 41, 4])  # with blanks around it
+    assert said[0] == said[-1] == " "
+    second = talk.ask("And?")
+    shown = said.strip() if template == TRIMMING else ""
+    whole = f"<s>user: Hi</s><s>assistant: {shown}</s><s>user: And?</s><s>assistant: "
+    assert second == tokenizer(whole, add_special_tokens=False).input_ids
+    assert common(first, second) == len(first)
+
+
+def test_a_turn_without_an_answer_is_not_part_of_the_conversation(checkpoint: Callable[..., Path]) -> None:
+    talk = Dialogue(characters(checkpoint, EXTENDING))
+    assert talk.ask("Hi") == talk.ask("Hi")
+
+
+def test_a_template_that_says_no_is_one_line(checkpoint: Callable[..., Path]) -> None:
+    talk = Dialogue(characters(checkpoint, "{{ raise_exception('no system\nturns') }}"), "Be brief.")
+    with pytest.raises(ModelError, match="chat template refuses the conversation: no system turns"):
+        talk.ask("Hi")
+    with pytest.raises(ModelError, match="no tokens"):
+        Dialogue(byte_tokenizer()).ask("")
+
+
+def test_without_a_template_turns_follow_each_other() -> None:
+    tokenizer = byte_tokenizer()
+    talk = Dialogue(tokenizer, "S.")
+    first = talk.ask("Hé ")
+    half = tokenizer("é").input_ids[:1]  # an answer that ends within a character
+    talk.answered(half)
+    second = talk.ask("llo")
+    assert second == first + half + tokenizer("llo").input_ids
+    assert decode(tokenizer, first) == "S.Hé "
+
+
+def test_a_tokenizer_that_adds_a_blank_is_noticed() -> None:
+    tokenizer = sentencepiece()
+    talk = Dialogue(tokenizer)
+    first = talk.ask("Hi")
+    assert decode(tokenizer, first) == "Hi"
+    answer = tokenizer("you").input_ids[1:]
+    talk.answered(answer)
+    second = talk.ask("!")
+    assert decode(tokenizer, second) == "Hiyou!"
+    assert second == tokenizer("Hiyou!").input_ids
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, sentencepiece])
+def test_text_comes_in_whole_characters(make: Callable[[], Any]) -> None:
+    tokenizer = make()
+    dice = random.Random(7)
+    alphabet = "ab é漢字🙂👩‍👩‍👧 ñ\n"
+    for _ in range(20):
+        text = "x" + "".join(dice.choice(alphabet) for _ in range(dice.randrange(30)))
+        ids = tokenizer(text).input_ids
+        spelling = Spelling(tokenizer)
+        pieces = [spelling.add(token) for token in ids]
+        assert "\ufffd" not in "".join(pieces)
+        assert "".join(pieces) + spelling.rest() == text == decode(tokenizer, ids)
+        assert max(map(len, pieces)) == 1
+
+
+def test_what_is_no_text_is_told_in_the_end() -> None:
+    tokenizer = byte_tokenizer()
+    broken = tokenizer("é").input_ids[:1]
+    spelling = Spelling(tokenizer)
+    assert [spelling.add(token) for token in (*tokenizer("a").input_ids, *broken)] == ["a", ""]
+    assert spelling.rest() == "\ufffd"
+    assert spelling.add(tokenizer("b").input_ids[0]) == "\ufffdb"

@@ -1,0 +1,187 @@
+"""Keys and values that were kept: a prefill that takes them up gives exactly what computing everything gives."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.test_parity import OUTPUT_LEN, load, prompts
+from zinfer.checkpoint import CheckpointError
+from zinfer.engine import EngineError
+from zinfer.engine.base import Engine
+from zinfer.engine.kept import Kept
+from zinfer.engine.keptfile import read, told, write
+
+Checkpoints = Callable[..., Path]
+ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "qwen2", "mixtral"]
+
+
+def go_on(engine: Engine, token_ids: Tensor, mask: Tensor, past: tuple[Kept, ...] = ()) -> Tensor:
+    """Greedy tokens, ``[B, OUTPUT_LEN]``."""
+    tokens = [engine.prefill(token_ids, mask, reserve=OUTPUT_LEN, past=past).argmax(-1)]
+    while len(tokens) < OUTPUT_LEN:
+        tokens.append(engine.decode(tokens[-1]).argmax(-1))
+    return torch.stack(tokens, dim=1)
+
+
+def second_turn(token_ids: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
+    """A first turn with its answer and six tokens more, and a mask without padding."""
+    new = torch.randint(4, 128, (len(token_ids), 6), generator=torch.Generator().manual_seed(5))
+    whole = torch.cat([token_ids, answer, new], dim=1)
+    return whole, torch.ones_like(whole)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "offload"), [("stream", "cpu"), ("stream", "none"), ("accelerate", "cpu")])
+def test_tokens_are_those_of_computing_everything(
+    name: str, offload: str, architecture: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    directory = checkpoint(architecture)
+    engine = load(name, directory, offload, tmp_path)  # type: ignore[arg-type]
+    assert engine.cannot_keep() is None
+    token_ids, mask = prompts((9,))
+    answer = go_on(engine, token_ids, mask)
+    first = engine.keep(0, 9)
+    second = engine.keep(9, 9 + OUTPUT_LEN - 1)  # the last token was chosen and not computed
+    whole, ones = second_turn(token_ids, answer)
+    computed = engine.prefill(whole, ones)
+    reloaded = engine.prefill(whole, ones, past=(first, second))
+    assert torch.allclose(computed, reloaded, atol=1e-4)
+    part = engine.prefill(whole, ones, past=(first, second.head(4)))
+    assert torch.allclose(computed, part, atol=1e-4)
+    expected = go_on(engine, whole, ones)
+    assert torch.equal(go_on(engine, whole, ones, (first, second)), expected)
+    assert torch.equal(go_on(engine, whole, ones, (first.head(5),)), expected)
+    first.memory.zero_()
+    assert not torch.allclose(computed, engine.prefill(whole, ones, past=(first, second)), atol=1e-2)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    theirs = model.generate(whole, attention_mask=ones, max_new_tokens=OUTPUT_LEN, do_sample=False)
+    assert torch.equal(expected, theirs[:, whole.shape[1] :])
+    engine.close()
+
+
+def test_deepspeed_keeps_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    engine = load("deepspeed", checkpoint("bloom"), "cpu", tmp_path)
+    token_ids, mask = prompts((9,))
+    whole, ones = second_turn(token_ids, go_on(engine, token_ids, mask))
+    kept = engine.keep(0, 15)
+    assert torch.equal(go_on(engine, whole, ones, (kept,)), go_on(engine, whole, ones))
+    engine.close()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 8])
+@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+def test_padded_rows_go_on_together_and_in_blocks(
+    architecture: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zinfer.cost.BLOCK_VALUES", 1)
+    monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", 4 * at_once)
+    engine = load("stream", checkpoint(architecture), "cpu", tmp_path)
+    token_ids, mask = prompts((9, 5, 7))
+    expected = go_on(engine, token_ids, mask)
+    engine.prefill(token_ids, mask)
+    kept = engine.keep(0, 5)
+    assert torch.equal(go_on(engine, token_ids, mask, (kept,)), expected)
+    with pytest.raises(EngineError, match="other rows"):
+        engine.prefill(token_ids[:2], mask[:2], past=(kept,))
+    engine.close()
+
+
+def test_what_cannot_be_kept_or_taken_up_is_told(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    directory = checkpoint("llama")
+    engine = load("stream", directory, "cpu", tmp_path)
+    with pytest.raises(EngineError, match="positions 0 to 3 have not been computed"):
+        engine.keep(0, 3)
+    token_ids, mask = prompts((9,))
+    engine.prefill(token_ids, mask)
+    kept, rest = engine.keep(0, 6), engine.keep(6, 9)
+    with pytest.raises(EngineError, match="positions 6 to 10 have not been computed"):
+        engine.keep(6, 10)
+    with pytest.raises(EngineError, match="9 positions were kept, and the prompt has 9"):
+        engine.prefill(token_ids, mask, past=(kept, rest))
+    with pytest.raises(EngineError, match="not in order"):
+        engine.prefill(token_ids, mask, past=(rest,))
+    engine.close()
+    for options in ({"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}):
+        engine = load("stream", directory, "cpu", tmp_path, **options)
+        (option,) = options
+        assert option in str(engine.cannot_keep())
+        engine.prefill(token_ids, mask)
+        with pytest.raises(EngineError, match=option):
+            engine.keep(0, 9)
+        with pytest.raises(EngineError, match=option):
+            engine.prefill(token_ids, mask, past=(kept,))
+        engine.close()
+
+
+def test_a_file_gives_the_same_bits(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    engine = load("stream", checkpoint("qwen2"), "none", tmp_path)
+    token_ids, mask = prompts((9,))
+    engine.prefill(token_ids, mask)
+    kept = engine.keep(0, 9)
+    path = tmp_path / "folder" / "one.safetensors"
+    size = write(kept, path, {"model": "m"})
+    assert [file.name for file in path.parent.iterdir()] == ["one.safetensors"]
+    assert size == path.stat().st_size
+    assert told(path) == {"model": "m"}
+    again = read(path, 0, pin=False)
+    assert torch.equal(again.memory, kept.memory)
+    assert again.length == 9
+    with safe_open(path, framework="pt") as file:  # what it says it is
+        assert torch.equal(file.get_tensor("2.values"), kept.blocks["2.values"].view(kept.memory))
+    assert torch.equal(
+        engine.prefill(token_ids, mask, past=(again.head(8),)), engine.prefill(token_ids, mask, past=(kept.head(8),))
+    )
+    engine.close()
+
+
+def test_a_file_that_is_not_whole_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    engine = load("stream", checkpoint("llama"), "none", tmp_path)
+    engine.prefill(*prompts((9,)))
+    path = tmp_path / "one.safetensors"
+    write(engine.keep(0, 9), path, {"tokens": [1, 2, 3]})
+    engine.close()
+    content = path.read_bytes()
+    for change, message in (
+        (content[:-1], "cut off"),
+        (content[:100], "cut off within its header"),
+        (b"", "not a safetensors file"),
+        (content[:-5] + bytes([content[-5] ^ 1]) + content[-4:], "damaged"),
+        (content.replace(b"[1, 2, 3]", b"[1, 2, 4]"), "damaged"),
+    ):
+        path.write_bytes(change)
+        with pytest.raises(CheckpointError, match=message):
+            read(path, 0, pin=False)
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    with pytest.raises(CheckpointError, match="no kept conversation"):
+        told(path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+def test_a_gpu_reloads_from_page_locked_memory(
+    architecture: str, offload: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    engine = load("stream", checkpoint(architecture), offload, tmp_path)  # type: ignore[arg-type]
+    token_ids, mask = prompts((9,))
+    whole, ones = second_turn(token_ids, go_on(engine, token_ids, mask).cpu())
+    expected = go_on(engine, whole, ones)
+    kept = engine.keep(0, 20)
+    write(kept, tmp_path / "one.safetensors", {})
+    again = read(tmp_path / "one.safetensors", 0, pin=True)
+    assert kept.pinned
+    assert again.pinned
+    assert torch.equal(kept.memory, again.memory)
+    for part in (kept, again):
+        for _ in range(20):  # copies that came too late would show at some time
+            assert torch.equal(go_on(engine, whole, ones, (part,)), expected)
+        part.close()
+    engine.close()

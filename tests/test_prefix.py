@@ -1,0 +1,36 @@
+"""The tree finds what a search through all sequences finds."""
+
+import random
+
+from zinfer.prefix import Tree, common, digest
+
+
+def test_the_longest_known_beginning_is_found() -> None:
+    dice = random.Random(4)
+    tree, known = Tree("model"), list[tuple[int, ...]]()
+    for _ in range(200):
+        tokens = tuple(dice.randrange(3) for _ in range(dice.randrange(1, 12)))
+        found = tree.match(tokens)
+        length = sum(count for _, count in found)
+        assert length == max((common(one, tokens) for one in known), default=0)
+        assert [token for node, count in found for token in node.tokens[:count]] == list(tokens[:length])
+        assert all(count == len(node.tokens) for node, count in found[:-1])
+        whole = [node for node, count in found if count == len(node.tokens)]
+        parent = whole[-1] if whole else tree.root
+        if length < len(tokens):
+            node = tree.add(parent, tokens[parent.last :])
+            assert (node.first, node.last) == (parent.last, len(tokens))
+            assert tree.get(node.digest) is node
+            assert tree.add(parent, tokens[parent.last :]) is node
+        known.append(tokens)
+    for node in list(tree):
+        if tree.get(node.digest) is not None:
+            gone = tree.remove(node)
+            assert all(tree.get(one.digest) is None for one in gone)
+    assert tree.match(known[0]) == []
+
+
+def test_a_digest_tells_sequences_and_models_apart() -> None:
+    names = {digest("a"), digest("b"), digest("a", (1, 2)), digest("a", (12,)), digest("a", (1,)), digest("a", (2, 1))}
+    assert len(names) == 6
+    assert digest("a", (1, 2)) == digest("a", [1, 2])

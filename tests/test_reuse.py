@@ -1,0 +1,206 @@
+"""`zinfer reuse`: what it measures on a real engine, the break-even it finds, its record and its figure."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.test_cli import folder, zinfer  # noqa: F401
+from tests.test_parity import load
+from zinfer import engine as engines
+from zinfer import reuse
+from zinfer.cli import cli
+from zinfer.engine import EngineError
+from zinfer.machine import Machine
+from zinfer.plan import Case, Plan, Workload
+from zinfer.probe import slug
+from zinfer.rerun import Rerun
+from zinfer.reuse import Point, ReuseError, ReuseRecord, Run, break_even, verdict
+from zinfer.worker import WorkerDied, _Server
+
+Checkpoints = Callable[..., Path]
+
+
+def point(context: int, recompute: float, memory: float, **fields: Any) -> Point:
+    return Point(
+        context=context, new_tokens=8, kept_bytes=1 << 20, recompute_ms=(recompute, recompute * 9, recompute / 9),
+        memory_ms=(memory,), same_token=True, max_difference=0.25, **fields,
+    )  # fmt: skip
+
+
+def run(*points: Point, **fields: Any) -> Run:
+    case = Case(model="m", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=1, output_len=1))
+    return Run(
+        case=case.model_copy(update=fields), num_layers=4, total_layers=8, started_at="2026-01-01", link=5e10,
+        versions={}, points=points,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected", "words"),
+    [
+        ((0.5, 2.0), 200, "wins from 200 tokens on"),
+        ((0.25, 2.0), 252, "wins from 252 tokens on"),
+        ((1.0, 2.0), 100, "wins from 100 tokens on"),
+        ((2.0, 0.5, 0.5, 2.0), 566, "wins from 566 tokens on"),
+        ((2.0, 3.0), 0, "always wins, from 100 tokens on"),
+        ((0.5, 0.9), float("inf"), "never wins, up to 400 tokens"),
+        ((2.0, 0.9), float("inf"), "does not win at 400 tokens"),
+        ((), None, None),
+    ],
+)
+def test_the_break_even(gains: tuple[float, ...], expected: float | None, words: str | None) -> None:
+    contexts = (100, 200, 400, 800) if len(gains) > 2 else (100, 400)
+    points = [point(context, 10 * gain, 10) for context, gain in zip(contexts, gains, strict=False)]
+    points.append(Point(context=9999, new_tokens=8, skipped="too long"))
+    found = break_even(points, "memory")
+    assert found == (None if expected is None else pytest.approx(expected, rel=2e-3))
+    assert break_even(points, "disk") is verdict(points, "disk") is None
+    assert words is None or str(verdict(points, "memory")).endswith(words)
+
+
+def test_a_record_keeps_the_latest_run_of_each_load(tmp_path: Path) -> None:
+    record = ReuseRecord(machine="m", device="d", runs=())
+    for one in (run(point(8, 1, 1)), run(offload="none"), run(point(16, 1, 1))):
+        record = record.with_run(one)
+    assert [(one.case.offload, len(one.points)) for one in record.runs] == [("none", 0), ("cpu", 1)]
+    path = tmp_path / reuse.FILE
+    path.write_text(record.model_dump_json())
+    assert reuse.load(path) == record
+    for text in ("", "[]", '{"machine": "m"}'):
+        path.write_text(text)
+        with pytest.raises(ReuseError, match=r"reuse.json is no record of `zinfer reuse`"):
+            reuse.load(path)
+
+
+def test_cells_are_text_with_units() -> None:
+    found = point(2048, 1500, 30, disk_ms=(60.0,))
+    assert found.cells == ("2,048", "1.0 MB", "1.5 s", "30 ms", "50.00x", "60 ms", "25.00x", "same", "0.25")
+    assert len(found.cells) == len(reuse.COLUMNS)
+    assert run(layers=4).title == "m, 4 of 8 layers, stream cpu"
+
+
+@pytest.mark.parametrize("name", ["stream", "accelerate"])
+def test_each_way_gives_the_same_token(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    engine = load(name, checkpoint("llama"), "cpu", tmp_path)
+    beats: list[float] = []
+    (tmp_path / "kv").mkdir()
+    found = Rerun(engine.plan, lambda _what, share: beats.append(share)).measure(engine, 40, 8, 2, str(tmp_path / "kv"))
+    assert {key: len(found[key]) for key in ("recompute_ms", "memory_ms", "disk_ms")} == dict.fromkeys(
+        ("recompute_ms", "memory_ms", "disk_ms"), 2
+    )
+    assert found["kept_bytes"] == engine.plan.model.kv_bytes(1, 32)
+    assert found["same_token"] is True
+    assert 0 <= found["max_difference"] < 1e-3
+    assert beats == sorted(beats)
+    assert beats[-1] == 1
+    assert not list((tmp_path / "kv").iterdir())
+    assert "disk_ms" not in Rerun(engine.plan, lambda *_: None).measure(engine, 40, 8, 1, None)
+    engine.close()
+
+
+def test_an_engine_that_cannot_says_so(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu")
+    with pytest.raises(EngineError, match="kv_offload=cpu is not kept"):
+        Rerun(engine.plan, lambda *_: None).measure(engine, 40, 8, 1, None)
+    engine.close()
+
+
+def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    words = ["reuse", "-m", "bloom-tiny", "--context", "16,128,1k,4k", "--new-tokens", "8", "--repeats", "2"]
+    result = zinfer(folder, *words, "--kv-cache-dir", "kv", "--layers", "2")
+    assert result.returncode == 0, result.stderr
+    path = folder / "sweeps" / "results" / slug() / "reuse.json"
+    record = reuse.load(path)
+    assert record.machine == slug()
+    (found,) = record.runs
+    assert [one.context for one in found.measured] == [16, 128, 1024]
+    assert all(len(one.recompute_ms) == len(one.memory_ms) == len(one.disk_ms) == 2 for one in found.measured)
+    assert found.points[-1].skipped == "bloom-tiny has 2,048 positions"
+    assert found.link is not None
+    assert "torch" in found.versions
+    assert found.measured[-1].gain("memory") > 1  # type: ignore[operator]
+    assert "4,096 tokens skipped: bloom-tiny has 2,048 positions" in result.stdout
+    assert str(verdict(found.points, "disk")) in result.stdout
+    assert "1,024 tokens: recompute" in result.stderr
+    monkeypatch.chdir(folder)
+    drawn = [CliRunner().invoke(cli, ["plot", where, "-o", where[-1]]) for where in ("sweeps/results", str(path))]
+    for one, out in zip(drawn, ("s", "n"), strict=True):
+        assert one.exit_code == 0, one.output
+        lines = one.stdout.split()
+        assert lines == [f"{out}/{slug()}/reuse-bloom-tiny-2-of-8-layers-stream-cpu.{form}" for form in ("png", "svg")]
+    first, second = (Path(one.stdout.split()[1]).read_bytes() for one in drawn)
+    assert first == second
+    assert b"break-even" in first or verdict(found.points, "memory") is not None
+
+
+class Inline:
+    """A worker without a process, which dies at `dies` tokens."""
+
+    dies = 0
+
+    def __init__(self, target: str, **_settings: Any) -> None:
+        self._target = target
+
+    def load(self, plan: Plan) -> None:
+        self._server = _Server(io.StringIO())
+        self._server._plan = plan
+        self._server._engine = engines.load(self._target)(plan)
+
+    def rerun(self, **fields: Any) -> dict[str, Any]:
+        if fields["context"] == self.dies:
+            raise WorkerDied("oom_host", "the kernel killed the worker")
+        answer: dict[str, Any] = json.loads(json.dumps(self._server._rerun(**fields)))
+        return answer
+
+    def close(self) -> None:
+        self._server._engine.close()
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Any, Run]]:
+    """`zinfer reuse` in this process: how it ended, and what it recorded."""
+    machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zinfer.here.this_machine", lambda: machine)
+    monkeypatch.setattr("zinfer.worker.Worker", Inline)
+
+    def invoke(*words: str, dies: int = 0) -> tuple[Any, Run]:
+        monkeypatch.setattr(Inline, "dies", dies)
+        result = CliRunner().invoke(cli, ["reuse", "-m", "bloom-tiny", "--repeats", "1", "-o", "r.json", *words])
+        assert Path("r.json").exists(), (result.output, result.exception)
+        return result, reuse.load(Path("r.json")).runs[-1]
+
+    return invoke
+
+
+def test_what_was_measured_before_an_accident_stays(inline: Callable[..., tuple[Any, Run]]) -> None:
+    result, found = inline("--context", "16,32,64", "--new-tokens", "8", dies=32)
+    assert result.exit_code == 0, result.output
+    assert [one.skipped for one in found.points] == [None, *["oom_host: the kernel killed the worker"] * 2]
+    result, found = inline("--context", "16,32", "--new-tokens", "8", "-O", "kv_offload=cpu")
+    assert result.exit_code == 4
+    assert "kv_offload=cpu is not kept" in result.stderr
+    assert [one.skipped for one in found.points] == [
+        "unsupported: a KV cache with kv_offload=cpu is not kept", "16 tokens failed (unsupported)",
+    ]  # fmt: skip
+    assert len(reuse.load(Path("r.json")).runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--context", "1k,many"], "write numbers of tokens"),
+        (["--context", "32"], "nothing to keep before 32 new tokens"),
+        (["--offload", "gpu"], "choose from none, cpu, nvme"),
+        (["--offload", "nvme"], "--nvme-path"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["reuse", "-m", "bloom-tiny", *words])
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -1,0 +1,197 @@
+"""What is kept of conversations, and found again: with a real engine, within budgets, and past a restart."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_parity import load
+from zinfer.engine.base import Engine
+from zinfer.shelf import Shelf
+
+MODEL = {"model": "tiny", "revision": "r1"}
+TOKENS = torch.randint(4, 128, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    loaded = load("stream", checkpoint("llama"), "none", tmp_path_factory.mktemp("engine"))
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+def shelf(engine: Engine, told: list[str], positions: int = 1000, **fields: Any) -> Shelf:
+    """One with memory for so many positions."""
+    size = engine.plan.model.kv_bytes(1, positions)
+    return Shelf(**({"identity": MODEL, "size": size, "folder_size": 1 << 30, "say": told.append} | fields))
+
+
+def run(engine: Engine, tokens: list[int], own: Shelf | None = None) -> tuple[torch.Tensor, int]:
+    """The logits after `tokens`, and how many of these were found in the shelf, where they are kept then."""
+    parts = own.find(tokens) if own else []
+    ids = torch.tensor([tokens])
+    logits = engine.prefill(ids, torch.ones_like(ids), past=parts)
+    known = sum(part.length for part in parts)
+    if own:
+        own.keep(tokens, engine)
+    return logits, known
+
+
+def check(engine: Engine, own: Shelf, tokens: list[int], known: int) -> None:
+    logits, found = run(engine, tokens, own)
+    assert found == known
+    assert torch.allclose(logits, run(engine, tokens)[0], atol=1e-4)
+
+
+def test_each_turn_finds_the_one_before_and_an_edited_one_their_beginning(engine: Engine, told: list[str]) -> None:
+    own = shelf(engine, told)
+    check(engine, own, TOKENS[:10], 0)
+    check(engine, own, TOKENS[:20], 10)
+    check(engine, own, TOKENS[:35], 20)
+    assert own.held == engine.plan.model.kv_bytes(1, 35), "no position is there twice"
+    check(engine, own, TOKENS[:35], 34)
+    check(engine, own, [*TOKENS[:25], 5, 6, 7, 8], 25)
+    check(engine, own, [*TOKENS[:25], 5, 6, 7, 8, 9], 29)
+    check(engine, own, TOKENS[:3], 2)
+    assert told == []
+    own.close()
+    assert own.held == 0
+
+
+def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning(engine: Engine, told: list[str]) -> None:
+    own = shelf(engine, told, positions=40)
+    other, third = TOKENS[::-1], [7, *TOKENS[5:]]
+    run(engine, TOKENS[:10], own)
+    run(engine, TOKENS[:20], own)
+    run(engine, other[:20], own)
+    assert own.held == engine.plan.model.kv_bytes(1, 40)
+    run(engine, third[:10], own)  # takes the place of the first one's end
+    assert own.held == engine.plan.model.kv_bytes(1, 40)
+    assert sum(part.length for part in own.find(TOKENS)) == 10
+    assert sum(part.length for part in own.find(other)) == 20
+    run(engine, third[:39], own)
+    assert sum(part.length for part in own.find(other)) == 0
+    assert told == []
+    run(engine, [8, *TOKENS, 5], own)
+    assert "more of the conversation are not kept: its memory is limited" in told[0]
+    own.close()
+
+
+def test_the_disk_gives_it_back_after_a_restart(engine: Engine, told: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    own = shelf(engine, told, folder=folder)
+    run(engine, TOKENS[:10], own)
+    run(engine, TOKENS[:30], own)
+    own.close()
+    assert len(list(folder.iterdir())) == 2
+    again = shelf(engine, told, folder=folder)
+    assert again.held == 0, "nothing is read before it is needed"
+    check(engine, again, [*TOKENS[:9], 5, 6], 9)
+    check(engine, again, TOKENS[:35], 30)
+    again.close()
+    small = shelf(engine, told, positions=12, folder=folder)
+    check(engine, small, TOKENS[:36], 10)  # as far as memory goes
+    small.close()
+    assert told == []
+
+
+def test_memory_gives_way_to_what_is_on_disk(engine: Engine, told: list[str], tmp_path: Path) -> None:
+    own = shelf(engine, told, positions=25, folder=tmp_path)
+    run(engine, TOKENS[:20], own)
+    run(engine, TOKENS[::-1][:20], own)
+    check(engine, own, TOKENS[:21], 20)
+    check(engine, own, TOKENS[::-1][:21], 20)
+    assert own.held <= engine.plan.model.kv_bytes(1, 25)
+    own.close()
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content[:-3], "cut off"),
+        (lambda content: content[:-3] + bytes([content[-3] ^ 64]) + content[-2:], "is damaged"),
+        (lambda content: content.replace(b'\\"first\\": 0', b'\\"first\\": 9'), None),
+        (lambda content: content.replace(b'tokens\\": [', b'tokens\\": [1'), "is damaged|header"),
+        (lambda content: b"x" * 100, "not a safetensors file"),
+        (lambda content: b"", "not a safetensors file"),
+    ],
+)
+def test_a_damaged_file_costs_a_line_and_is_written_again(
+    change: Callable[[bytes], bytes], message: str | None, engine: Engine, told: list[str], tmp_path: Path
+) -> None:
+    own = shelf(engine, told, folder=tmp_path)
+    run(engine, TOKENS[:20], own)
+    own.close()
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(change(path.read_bytes()))
+    again = shelf(engine, told, folder=tmp_path)
+    check(engine, again, TOKENS[:20], 0)
+    again.close()
+    if message is not None:
+        assert len(told) == 1
+        assert told[0].startswith("left out: ")
+        assert any(words in told[0] for words in message.split("|"))
+    third = shelf(engine, told, folder=tmp_path)
+    check(engine, third, TOKENS[:21], 20)
+    third.close()
+
+
+def test_files_of_others_are_left_alone(engine: Engine, told: list[str], tmp_path: Path) -> None:
+    own = shelf(engine, told, folder=tmp_path)
+    run(engine, TOKENS[:20], own)
+    own.close()
+    other = shelf(engine, told, folder=tmp_path, identity=MODEL | {"revision": "r2"})
+    check(engine, other, TOKENS[:20], 0)
+    other.close()
+    assert told == [f"left out: 1 files in {tmp_path} are of other models or versions"]
+    assert len(list(tmp_path.iterdir())) == 2
+    told.clear()
+    (tmp_path / "0.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    own = shelf(engine, told, folder=tmp_path)
+    check(engine, own, TOKENS[:21], 20)
+    own.close()
+    assert told[0].endswith("0.safetensors is no kept conversation")
+
+
+def test_the_disk_has_a_budget_and_may_fail(engine: Engine, told: list[str], tmp_path: Path) -> None:
+    own = shelf(engine, told, folder=tmp_path)
+    run(engine, TOKENS[:20], own)
+    (first,) = tmp_path.iterdir()
+    own.close()
+    tight = shelf(engine, told, folder=tmp_path, folder_size=first.stat().st_size * 3 // 2)
+    run(engine, TOKENS[::-1][:20], tight)
+    assert first.exists() is False
+    assert len(list(tmp_path.iterdir())) == 1
+    check(engine, tight, TOKENS[::-1][:21], 20)
+    tight.close()
+    assert told == []
+    none = shelf(engine, told, folder=tmp_path, folder_size=10)
+    run(engine, [9, *TOKENS], none)
+    assert "are not written" in told.pop()
+    check(engine, none, [9, *TOKENS, 3], 41)
+    none.close()
+    told.clear()
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    run(engine, TOKENS, shelf(engine, told, folder=blocked))
+    assert told == [f"{blocked} keeps nothing: File exists"]
+
+
+def test_files_that_vanish_are_missed_without_harm(engine: Engine, told: list[str], tmp_path: Path) -> None:
+    own = shelf(engine, told, folder=tmp_path)
+    run(engine, TOKENS[:20], own)
+    own.close()
+    again = shelf(engine, told, folder=tmp_path)
+    shutil.rmtree(tmp_path)
+    check(engine, again, TOKENS[:21], 0)
+    assert told[0].startswith("left out: ")
+    again.close()

@@ -1,0 +1,149 @@
+"""The terminal's side of `zinfer run --chat`: turns in, answers out as they come, and what each one took."""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any, TypeVar
+
+import click
+
+from zinfer.cli import ENVIRONMENT, INTERNAL, Failure
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+ANSWER = 512  # tokens at most
+CONTEXT = 4096  # tokens of a conversation that the plan makes room for, or as many as the model has positions
+
+
+class Size(click.ParamType[Any]):
+    """Bytes, as a person writes them."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from zinfer.units import parse_bytes
+
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def chat_options(function: Command) -> Command:
+    """What only a conversation has."""
+    for option in (
+        click.option(
+            "--kv-cache-dir-size", type=Size(), default="64GiB", show_default=True, help="Of disk, at most."
+        ),
+        click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Keep them in this folder, too."),
+        click.option(
+            "--kv-cache-size", type=Size(), default="8GiB", show_default=True,
+            help="Of host memory, at most, for what was computed of conversations.",
+        ),
+        click.option("--system", help="What a conversation begins with, before the first turn."),
+        click.option("--chat", is_flag=True, help="A conversation: each prompt is a turn. Without one they are read."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def turns(prompts: Iterable[str]) -> Iterator[str]:
+    """The turns of a conversation: the prompts given, or the lines of stdin, asked for where that is a terminal."""
+    asked = sys.stdin.isatty()
+    given = list(prompts)
+    if given:
+        yield from given
+        return
+    if not asked:
+        yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+        return
+    tired = False  # one ctrl-C at the prompt may have been meant for the answer
+    while True:
+        click.echo("> ", nl=False, err=True)
+        try:
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            if tired:
+                raise
+            tired = True
+            click.echo("\nctrl-D, or ctrl-C again, ends the conversation", err=True)
+            continue
+        tired = False
+        if not line:
+            click.echo(err=True)
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+class Stop:
+    """Ctrl-C while an answer comes: `asked` at the first, KeyboardInterrupt at the second."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> "Stop":
+        self._before = signal.signal(signal.SIGINT, self._arrived)
+        return self
+
+    def _arrived(self, _number: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *_exception: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+
+def talk(worker: Any, said: Iterable[str], settings: dict[str, Any], say: Callable[[str], None], as_json: bool) -> None:
+    """Hold the conversation of the turns `said` with a loaded `worker`; `settings` are those of `zinfer.chat.Chat`.
+
+    Raises Failure where a turn fails, KeyboardInterrupt at the second ctrl-C in an answer.
+    """
+
+    def ask(verb: str, **fields: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = worker.chat(verb, **fields)
+        if "error" in answer:
+            code = INTERNAL if answer["status"] == "crashed" else ENVIRONMENT
+            raise Failure(f"{answer['status']}: {answer['error']}", code)
+        for note in answer.get("notes", ()):
+            say(note)
+        return answer
+
+    ask("open", **settings)
+    for number, turn in enumerate(said, start=1):
+        with Stop() as stop:
+            first = step = ask("ask", turn=turn)
+            _show(step["text"], as_json)
+            seconds, steps = 0.0, 0
+            while step["ended"] is None and not stop.asked:
+                step = ask("go_on")
+                seconds, steps = seconds + step["seconds"], steps + 1
+                _show(step["text"], as_json)
+        told = {
+            "turn": number, "prompt": turn, **_answer(ask("end")), "finish_reason": step["ended"] or "interrupted",
+            "reloaded_tokens": first["reloaded"], "computed_tokens": first["computed"],
+            "ttft_s": round(first["seconds"], 6), "decode_tok_s": round(steps / seconds, 3) if seconds else None,
+        }  # fmt: skip
+        click.echo(json.dumps(told, ensure_ascii=False) if as_json else "")
+        say(summary(told))
+
+
+def _show(text: str, as_json: bool) -> None:
+    if text and not as_json:
+        click.echo(text, nl=False)
+
+
+def _answer(ended: dict[str, Any]) -> dict[str, Any]:
+    return {key: ended[key] for key in ("output_ids", "output_text")}
+
+
+def summary(told: dict[str, Any]) -> str:
+    """What a turn took, in one line."""
+    from zinfer.units import duration, figures
+
+    rate = "" if told["decode_tok_s"] is None else f", then {figures(told['decode_tok_s'])} tok/s"
+    what = f"{told['reloaded_tokens']:,} tokens reloaded, {told['computed_tokens']:,} computed"
+    return f"[{what}: first token after {duration(told['ttft_s'])}{rate}]"

@@ -1,0 +1,219 @@
+"""`zinfer reuse`: how much sooner the first token comes where a conversation's keys and values were kept."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zinfer.cli import NOTHING, Failure
+from zinfer.commands import options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from zinfer.commands.watch import Watch
+    from zinfer.reuse import Point, Run
+    from zinfer.sweep import Job
+
+
+class Contexts(click.ParamType[Any]):
+    """A comma list of token counts; k is 1024."""
+
+    name = "n,nk,.."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            words = [word.strip().lower() for word in value.split(",")]
+            found = {int(word.removesuffix("k")) * (1024 if word.endswith("k") else 1) for word in words}
+        except ValueError:
+            found = {0}
+        if min(found) < 1:
+            self.fail(f"{value!r}: write numbers of tokens with commas between, such as 512,1k,32k", param, ctx)
+        return tuple(sorted(found))
+
+
+@click.command("reuse", short_help="Measure reloading a kept conversation against computing it again.")
+@click.option("-m", "--model", required=True, help=options.MODEL_HELP)
+@click.option("--engine", type=options.Words(), default="stream", show_default=True, help="Engines, or recipes.")
+@click.option("--offload", type=options.Words(options.OFFLOADS), default="cpu", show_default=True)
+@click.option("--context", type=Contexts(), default="1k,2k,4k,8k,16k,32k", show_default=True, help="Tokens; k is 1024.")
+@click.option("--new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Of them, not kept.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Also reload from a file in this folder.")
+@options.load_options
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=3600, show_default=True,
+    help="Seconds a load or a context, at most.",
+)  # fmt: skip
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/reuse.json.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
+@click.pass_obj
+def command(
+    debug: bool,
+    /,
+    model: str,
+    engine: tuple[str, ...],
+    offload: Any,
+    context: tuple[int, ...],
+    dtype: Any,
+    load_format: Any,
+    layers: int | None,
+    nvme_path: str | None,
+    gpu_weights: tuple[str, ...] | None,
+    settings: dict[str, tuple[Any, ...]],
+    output: Path | None,
+    as_json: bool,
+    **how: Any,
+) -> None:
+    """Time to the first token of a context whose keys and values were kept in host memory (and, with --kv-cache-dir, on
+    disk), against that of computing all of it, for each context length; and the context from which on a reload wins.
+
+    Runs of other models, engines and settings stay in the record; one of the same is replaced.
+
+    \b
+    zinfer reuse --model bloom-176b --layers 14 --context 1k,2k
+    zinfer reuse --model ./my-checkpoint --offload none,cpu --kv-cache-dir /mnt/nvme/kv
+    """
+    from rich.console import Console
+
+    from zinfer import here, recipe, sweep
+    from zinfer.commands.probe import write
+    from zinfer.commands.watch import Watch
+    from zinfer.reuse import FILE, ReuseRecord, load
+    from zinfer.source import find
+
+    if "nvme" in offload and nvme_path is None:
+        raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
+    if context[0] <= how["new_tokens"]:
+        raise click.UsageError(f"--context {context[0]} has nothing to keep before {how['new_tokens']} new tokens")
+    source = find(model, dtype, layers, load_format or "auto")
+    machine = options.with_nvme(here.this_machine(), nvme_path)
+    wanted = recipe.Sweep(
+        model=(model,), engine=engine, offload=offload, input_len=context, output_len=(1,), layers=(layers,),
+        gpu_weights=gpu_weights or (None,), options=settings,
+    )  # fmt: skip
+    jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path)
+    if not jobs:
+        raise click.UsageError(f"engine {', '.join(engine)} has no offload {', '.join(offload)}")
+    path = output or here.RESULTS / machine.name
+    if output is None or path.is_dir():
+        path = path / FILE
+    record = load(path) if path.exists() else ReuseRecord(machine=machine.name, device=_device(machine), runs=())
+    done: list[Run] = []
+    with Watch() as watch:
+        for job in jobs:
+            done.append(_run(job, nvme_path, watch, debug, how))
+            record = record.with_run(done[-1])
+            write(path, record.model_dump_json(indent=1) + "\n")
+    if as_json:
+        click.echo(record.model_dump_json(indent=1))
+    else:
+        for run in done:
+            Console().print(table(run), *verdicts(run), sep="\n", highlight=False)
+    click.echo(f"wrote {path}", err=True)
+    if not any(run.measured for run in done):
+        raise Failure(next(point.skipped for run in done for point in run.points if point.skipped), NOTHING)
+
+
+def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
+    """Measure one load, context after context; a context that cannot be measured says why."""
+    from zinfer.plan import Workload, make_plan
+    from zinfer.reuse import Point, Run
+    from zinfer.worker import Worker, WorkerDied, now
+
+    spec, machine = job.plan.model, job.plan.machine
+    plans = [make_plan(case, spec, machine, nvme_path) for case in job.cases]
+    began, facts, failed = now(), dict[str, Any](), ""
+    points: list[Point] = []
+    usable = [plan for plan in plans if _why_not(plan) is None]
+    worker: Worker | None = None
+    try:
+        if usable:
+            watch.loading(job)
+            worker = Worker(
+                job.target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
+            )
+            refused = worker.load(usable[-1])
+            failed = "" if refused is None else f"loading failed ({refused.status}): {refused.error}"
+        for plan in plans:
+            point = Point(context=plan.case.workload.input_len, new_tokens=how["new_tokens"])
+            why_not = _why_not(plan) or failed
+            if why_not or worker is None:
+                points.append(point.model_copy(update={"skipped": why_not}))
+                continue
+            answer = worker.rerun(
+                context=point.context, new_tokens=point.new_tokens, repeats=how["repeats"], folder=how["kv_cache_dir"]
+            )
+            facts = answer.pop("facts")
+            if "error" in answer:  # what does not run at one context does not at a longer one
+                failed = f"{answer['status']}: {answer['error']}"
+                points.append(point.model_copy(update={"skipped": failed}))
+                failed = f"{point.context:,} tokens failed ({answer['status']})"
+            else:
+                points.append(Point.model_validate(point.model_dump() | answer))
+                watch.say(_line(points[-1]))
+    except WorkerDied as death:
+        failed = f"{death.status}: {death}"
+        for plan in plans[len(points) :]:
+            left = Point(context=plan.case.workload.input_len, new_tokens=how["new_tokens"], skipped=failed)
+            points.append(left)
+    except KeyboardInterrupt:
+        if worker is not None:
+            worker.kill()
+        raise
+    finally:
+        if worker is not None:
+            worker.close()
+    case = job.plan.case.model_copy(update={"workload": Workload(batch_size=1, input_len=1, output_len=1)})
+    return Run(
+        case=case, num_layers=spec.num_layers, total_layers=spec.total_layers, model_revision=job.revision,
+        started_at=began, link=facts.get("link_bandwidth"), versions=facts.get("versions", {}), points=tuple(points),
+    )  # fmt: skip
+
+
+def _why_not(plan: Any) -> str | None:
+    """Why a context is not measured; None where it may be."""
+    length, most = plan.case.workload.input_len, plan.model.max_position
+    if most is not None and length > most:
+        return f"{plan.model.name} has {most:,} positions"
+    return None if plan.fits else str(plan.why_not)
+
+
+def _device(machine: Any) -> str:
+    from zinfer.hardware import cpu_model
+
+    return str(machine.gpu_name or cpu_model())
+
+
+def _line(point: "Point") -> str:
+    """A measured context, in one line."""
+    from zinfer.reuse import SOURCES, told
+
+    gains = {source: point.gain(source) for source in SOURCES}
+    ways = [f"{source} {told(point.samples(source))} ({gain:.2f}x)" for source, gain in gains.items() if gain]
+    text = ", ".join([f"{point.context:,} tokens: recompute {told(point.recompute_ms)}", *ways])
+    return text if point.same_token else f"{text}, with ANOTHER token"
+
+
+def table(run: "Run") -> "Table":
+    """The medians of a run, a line a context."""
+    from rich.table import Table
+
+    from zinfer.reuse import COLUMNS
+
+    found = Table(title=f"{run.title}: time to the first token\n{run.conditions}", title_justify="left")
+    for name in COLUMNS:
+        found.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
+    for point in run.measured:
+        found.add_row(*point.cells)
+    return found
+
+
+def verdicts(run: "Run") -> list[str]:
+    """The break-even from memory and from disk, and what was skipped, a line each."""
+    from zinfer.reuse import SOURCES, verdict
+
+    told = [found for source in SOURCES if (found := verdict(run.points, source)) is not None]
+    return told + [f"{point.context:,} tokens skipped: {point.skipped}" for point in run.points if point.skipped]

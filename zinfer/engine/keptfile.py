@@ -1,0 +1,120 @@
+"""Kept keys and values on disk: a safetensors file each, with a checksum over everything in it.
+
+A file is whole or not there, is told by its header alone, and is read by many threads straight into the memory that
+the GPU copies from. Nothing is unpickled.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zinfer.checkpoint import Checkpoint, CheckpointError
+from zinfer.engine.arena import Block
+from zinfer.engine.kept import Kept
+from zinfer.engine.read import CHUNK, DTYPES, as_bytes, fill, reading
+from zinfer.lines import sync_folder
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write(kept: Kept, path: Path, told: Mapping[str, Any]) -> int:
+    """Write `kept` to `path`, whole or not at all, as safetensors whose metadata tell `told` (JSON) and a CRC-32 of
+    everything; the bytes of the file. Raises OSError."""
+    header: dict[str, Any] = {"__metadata__": {"told": json.dumps(dict(told))}}
+    for name, block in kept.blocks.items():
+        place = [block.offset, block.offset + block.size]
+        header[name] = {"dtype": _NAMES[block.dtype], "shape": list(block.shape), "data_offsets": place}
+    data = as_bytes(kept.memory)
+    header["__metadata__"]["crc32"] = str(_checksum(header, data))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return 8 + len(text) + len(data)
+
+
+def read(path: Path, first: int, pin: bool) -> Kept:
+    """What `write` wrote to `path`, of the positions from `first` on, read by many threads.
+
+    Raises CheckpointError for a file that is cut off or damaged, OSError for one that cannot be read, and
+    MemoryError where the host has no room for it.
+    """
+    header = _header(path)
+    tensors = Checkpoint.of_file(path).tensors
+    start = min((info.start for info in tensors.values()), default=0)
+    try:
+        blocks = {
+            name: Block(tensors[name].start - start, torch.Size(tensors[name].shape), DTYPES[tensors[name].dtype])
+            for name in header
+            if name != "__metadata__"
+        }
+        if not all(block.size == tensors[name].end - tensors[name].start for name, block in blocks.items()):
+            raise ValueError
+        kept = Kept(first, blocks, pin)
+    except (KeyError, IndexError, StopIteration, ValueError):
+        raise CheckpointError(f"{path} holds no keys and values") from None
+    try:
+        with reading() as pool:
+            for job in fill(pool, kept.memory, path, start):
+                job.result()
+        if str(_checksum(header, as_bytes(kept.memory))) != header["__metadata__"].get("crc32"):
+            raise CheckpointError(f"{path} is damaged")
+    except BaseException:
+        kept.close()
+        raise
+    return kept
+
+
+def told(path: Path) -> dict[str, Any]:
+    """What `write` was told to tell of the file, its data unread. Raises CheckpointError for any other file, and
+    for one that is cut off."""
+    header = _header(path)
+    try:
+        found = json.loads(header["__metadata__"]["told"])
+    except (KeyError, TypeError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is no kept conversation")
+    return found
+
+
+def drop_from_page_cache(path: Path) -> None:
+    """Have the next read of the file come from its disk, as far as the file system goes along."""
+    with path.open("rb") as stream, suppress(OSError):
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    Checkpoint.of_file(path)  # says what is wrong with the file, if anything is
+    with path.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    if not isinstance(header.get("__metadata__"), dict):
+        raise CheckpointError(f"{path} is no kept conversation")
+    return dict(header)
+
+
+def _checksum(header: Mapping[str, Any], data: memoryview) -> int:
+    """CRC-32 of the CRC-32s of the data's chunks, which all cores work on, and of everything that the header says, but
+    for the checksum itself."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        chunks = list(pool.map(zlib.crc32, (data[begin : begin + CHUNK] for begin in range(0, len(data), CHUNK))))
+    metadata = {key: value for key, value in header["__metadata__"].items() if key != "crc32"}
+    return zlib.crc32(json.dumps([chunks, {**header, "__metadata__": metadata}], sort_keys=True).encode())

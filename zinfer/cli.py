@@ -11,6 +11,7 @@ VERBS = {
     "models": "List the models of the catalogue, or show one.",
     "probe": "Measure this machine's memory, links and compute.",
     "codec": "Measure what lossless coding does to weights, and whether it pays.",
+    "accuracy": "State what a setting costs in accuracy.",
     "plan": "Say what fits where and how fast it can be, without running.",
     "build": "Build a TensorRT plan.",
     "pack": "Pack a checkpoint for the lossless wire format.",

@@ -95,9 +95,8 @@ class Worker:
 
     def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
         """Measure one case of the loaded engine."""
-        case_json = case.model_dump(mode="json")
-        answer = self._ask({"do": "measure", "case": case_json, "repeats": repeats, "tolerance": tolerance})
-        return Measurement.model_validate(answer["point"])
+        fields = {"case": case.model_dump(mode="json"), "repeats": repeats, "tolerance": tolerance}
+        return Measurement.model_validate(self._ask({"do": "measure", **fields})["point"])
 
     def generate(self, prompts: list[str], batch_size: int, sampling: dict[str, Any]) -> dict[str, Any]:
         """Continue `prompts` as `zinfer.generate` does: ``{"texts": [..]}``, or ``{"status": .., "error": ..}``."""
@@ -107,6 +106,10 @@ class Worker:
         """What `verb` of the worker's `zinfer.rows.Rows` returns, or ``{"status": .., "error": ..}``. Its first call
         has the `model`, as JSON, if nothing is loaded yet."""
         return self._ask({"do": "rows", "verb": verb, **fields})
+
+    def follow(self, verb: str, **fields: Any) -> dict[str, Any]:
+        """What `verb` of `zinfer.follow` returns of the loaded engine, or ``{"status": .., "error": ..}``."""
+        return self._ask({"do": "follow", "verb": verb, **fields})
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -280,12 +283,19 @@ class _Server:
         from zinfer.generate import Sampling, generate
 
         try:
-            choice = Sampling.model_validate(sampling)
-            started = time.monotonic()
+            started, choice = time.monotonic(), Sampling.model_validate(sampling)
             texts = generate(self._engine, self._plan.model, prompts, choice, batch_size, self._beat)
             return {"texts": texts, "seconds": time.monotonic() - started}
         except Exception as error:
             return {"status": status_of(error), "error": one_line(error)}
+
+    def _follow(self, verb: str, **fields: Any) -> dict[str, Any]:
+        from zinfer import follow
+
+        try:
+            return dict(getattr(follow, verb)(self._engine, beat=self._beat, **fields))
+        except Exception as error:
+            return _told(error, verb)
 
     def _rows(self, verb: str, model: Any = None, **fields: Any) -> dict[str, Any]:
         try:

@@ -10,42 +10,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
+from zinfer import lead
 from zinfer.accuracy import AccuracyError, Along, Deviation, Failed, Position
+from zinfer.lead import NoAnswer, Recorded, Row
 from zinfer.plan import Case, Plan
-from zinfer.record import Status
 from zinfer.units import gb
 from zinfer.worker import Worker, WorkerDied
-
-
-class NoAnswer(RuntimeError):
-    """A load that failed, or a pass: its status, and why in one line."""
-
-    def __init__(self, status: Status, message: str) -> None:
-        super().__init__(message)
-        self.status: Status = status
-
-
-class Row(NamedTuple):
-    """A prompt, and the text's tokens that follow it; None where the reference's own do."""
-
-    prompt: list[int]
-    tokens: list[int] | None
-
-    @property
-    def along(self) -> Along:
-        return "own" if self.tokens is None else "text"
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A batch of rows that the reference ran: the tokens that followed, and where its logits are."""
-
-    rows: Sequence[Row]
-    tokens: list[list[int]]
-    lengths: list[int]  # up to the token that ended the row's own text, if one did
-    file: dict[str, Any]  # as `zinfer.follow.compare` takes it
 
 
 @dataclass(frozen=True)
@@ -88,7 +59,7 @@ class Comparison:
                 self._load(worker, self.reference)
                 rows = [row for one in pieces for row in (Row(one[:cut], None), Row(one[:cut], one[cut:]))]
                 recorded = [
-                    _record(worker, rows[start : start + size], load.output_len, f"{folder}/{start}", ends)
+                    lead.record(worker, rows[start : start + size], load.output_len, f"{folder}/{start}", ends)
                     for start in range(0, len(rows), size)
                 ]
                 deviations = self._noise(worker, recorded[0])
@@ -96,7 +67,7 @@ class Comparison:
                 try:
                     with self._worker() as worker:
                         self._load(worker, plan)
-                        found = [_compare(worker, batch) for batch in recorded]
+                        found = [lead.compare(worker, batch) for batch in recorded]
                     deviations += _deviations(plan.case, recorded, found)
                 except NoAnswer as error:
                     failed.append(Failed(case=plan.case, status=error.status, error=str(error)))
@@ -119,7 +90,7 @@ class Comparison:
         """The samples, how many tokens the text has, and those after which a row's own text is over."""
         spec, length = self.reference.model, self.reference.case.workload.total_len
         model = spec.model_dump(mode="json")
-        answer = _ask(worker, "windows", model=model, text=self.text, count=self.samples, length=length)
+        answer = lead.ask(worker, "windows", model=model, text=self.text, count=self.samples, length=length)
         if answer["pieces"] is None:
             raise AccuracyError(
                 f"the text has {answer['tokens']:,} tokens, too few for {self.samples} samples of {length}: "
@@ -138,7 +109,7 @@ class Comparison:
         half = (len(batch.rows) + 1) // 2
         if half == len(batch.rows):
             return []
-        return _deviations(self.reference.case.with_batch(half), [batch], [_compare(worker, batch, half)])
+        return _deviations(self.reference.case.with_batch(half), [batch], [lead.compare(worker, batch, half)])
 
 
 def _deviations(case: Case, batches: Sequence[Recorded], found: Sequence[list[list[Position]]]) -> list[Deviation]:
@@ -147,32 +118,3 @@ def _deviations(case: Case, batches: Sequence[Recorded], found: Sequence[list[li
         for row, length, positions in zip(batch.rows, batch.lengths, rows, strict=True):
             kinds.setdefault(row.along, []).append(positions[:length])
     return [Deviation.of(case, along, rows) for along, rows in kinds.items()]
-
-
-def _ask(worker: Worker, verb: str, **fields: Any) -> dict[str, Any]:
-    answer = worker.follow(verb, **fields)
-    if "status" in answer:
-        raise NoAnswer(answer["status"], str(answer["error"]))
-    return answer
-
-
-def _record(worker: Worker, rows: Sequence[Row], steps: int, file: str, ends: frozenset[int]) -> Recorded:
-    prompts, given = [row.prompt for row in rows], [row.tokens for row in rows]
-    answer = _ask(worker, "record", prompts=prompts, tokens=given, steps=steps, file=file)
-    tokens = answer.pop("tokens")
-    lengths = [
-        next((i + 1 for i, token in enumerate(made) if row.tokens is None and token in ends), steps)
-        for row, made in zip(rows, tokens, strict=True)
-    ]
-    return Recorded(rows, tokens, lengths, {"file": file, **answer})
-
-
-def _compare(worker: Worker, batch: Recorded, size: int | None = None) -> list[list[Position]]:
-    """The positions of each row of `batch`, `size` rows at a time."""
-    size, found = size or len(batch.rows), list[list[Position]]()
-    for first in range(0, len(batch.rows), size):
-        part = slice(first, first + size)
-        prompts = [row.prompt for row in batch.rows[part]]
-        answer = _ask(worker, "compare", prompts=prompts, tokens=batch.tokens[part], first=first, **batch.file)
-        found += [[Position(*fields) for fields in row] for row in answer["rows"]]
-    return found

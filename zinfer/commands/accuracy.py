@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from zinfer.accuracy import AccuracyRecord
-    from zinfer.model import ModelSpec
     from zinfer.plan import Plan
 
 
@@ -78,8 +77,10 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     from zinfer import deviate, hardware, here, sweep
     from zinfer.accuracy import AccuracyRecord, Prompts
     from zinfer.commands.watch import Watch
+    from zinfer.lead import NoAnswer
     from zinfer.model import ModelError
     from zinfer.source import find
+    from zinfer.subject import text_of, told_of
     from zinfer.worker import Worker, now, versions
 
     if not how["settings"]:
@@ -99,7 +100,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
             f"positions of {spec.name}"
         )
     started, (reference, settings, target) = now(), _plans(how, source)
-    name, text = _text(how["prompt_file"])
+    name, text = text_of(how["prompt_file"])
     with Watch() as watch:
         comparison = deviate.Comparison(
             reference=reference,
@@ -113,7 +114,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
         )
         try:
             found = comparison.run()
-        except deviate.NoAnswer as error:
+        except NoAnswer as error:
             raise Failure(f"the reference: {error.status}: {error}", ENVIRONMENT) from None
     devices = hardware.gpus()
     return AccuracyRecord(
@@ -121,7 +122,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
         device=str(devices[0].get("name", "gpu")) if devices else hardware.cpu_model(),
         started_at=started,
         versions=versions(reference.case.engine),
-        told=_told(spec),
+        told=told_of(spec),
         revision=source.revision,
         reference=reference.case,
         logits_dtype=found.logits_dtype,
@@ -167,40 +168,6 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
         if why_not is None:
             return reference, every[1:], target
     raise Failure(str(why_not), ENVIRONMENT)
-
-
-def _text(name: str) -> tuple[str, str]:
-    """What the text is called, and the text. Raises AccuracyError for what cannot be read."""
-    import platform
-
-    from zinfer.accuracy import AccuracyError
-
-    if name == "default":
-        from pydoc_data.topics import topics
-
-        return f"the manual of Python {platform.python_version()}", "\n".join(topics[key] for key in sorted(topics))
-    try:
-        return Path(name).name, Path(name).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise AccuracyError(f"--prompt-file {name} cannot be read: {reason}") from None
-
-
-def _told(spec: "ModelSpec") -> str:
-    """What the model is: its shape, and what its file says of where it came from."""
-    told = (
-        f"{spec.architecture}, {spec.parameters / 1e6:,.0f} million weights, {spec.num_layers} layers, "
-        f"{spec.num_heads} heads of {spec.head_dim}, {spec.num_kv_heads} of keys and values"
-    )
-    if spec.directory is None:
-        return f"{told}; random weights"
-    from safetensors import safe_open
-
-    from zinfer.checkpoint import Checkpoint
-
-    with safe_open(next(iter(Checkpoint.open(Path(spec.directory)).tensors.values())).file, framework="np") as file:
-        origin = (file.metadata() or {}).get("source")
-    return f"{told}; {origin}" if origin else told
 
 
 def table(record: "AccuracyRecord") -> "Table":

@@ -4,6 +4,8 @@ A reference and a changed setting get the same tokens; at each position both say
 rows follow the reference's own greedy tokens (`own`), a setting that runs freely takes the same way up to the first
 position where its most likely token is another one, so both are told by one pass. Greedy text is what a model finds
 easy; rows that follow a given text (`text`) show what it is like elsewhere, and what the text's perplexity is.
+
+The first position of a row is its prefill's, which no setting of the KV cache changes.
 """
 
 from collections.abc import Mapping, Sequence

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 @click.option("--prompt-file", default="default", show_default=True, help="A text; default: Python's own manual.")
 @click.option("--input-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens followed.")
-@click.option("--samples", type=click.IntRange(min=1), default=16, show_default=True, help="Pieces of the text.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Two rows a sample.")
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=16, show_default=True, help="Pieces of the text, two rows each."
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Rows at once.")
 @options.load_options
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=36000, help="Seconds a batch."

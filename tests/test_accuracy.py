@@ -364,6 +364,10 @@ def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monk
     assert found.prompts.name.startswith("the manual of Python 3.")
     nothing = invoke(*words, "-O", "kv_cache_dtype=int9", "-o", "found.json")
     assert nothing.exit_code == 4
+    assert "not written" in nothing.stderr
+    assert accuracy.load(Path("found.json")) == found
+    assert invoke(*words, *AXIS).exit_code == 0
+    assert not list(Path("sweeps").rglob("accuracy.json"))
 
 
 def test_the_record_is_printed_and_lies_with_the_machines_results(folder: Path, checkpoint: Checkpoints) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=36000, help="Seconds a batch."
 )
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/accuracy.json.")
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
 @click.pass_obj
 def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> None:
     """Compare each setting of -O (a comma list is an axis) with the engine as it comes: the error of its logits, how
@@ -45,7 +45,8 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
 
     Each of --samples pieces of the text makes two rows: one goes on from the piece's first --input-len tokens with the
     reference's own greedy tokens, one with the text's. All settings are led along the same tokens, --output-len a row.
-    The reference's logits wait in TMPDIR: rows x tokens x vocabulary x 2 bytes, or 4.
+    The reference's logits wait in TMPDIR: rows x tokens x vocabulary x 2 bytes, or 4. Of random weights, which say
+    little, a record is written only where --output says so.
 
     \b
     zinfer accuracy --model ./my-checkpoint --offload cpu -O kv_cache_dtype=int8,fp8
@@ -61,12 +62,15 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     if output is None or path.is_dir():
         path = path / accuracy.FILE
     text = record.model_dump_json(indent=1) + "\n"
-    write(path, text)
+    # What says nothing of a model does not take the place of what does.
+    kept = record.compared and (output is not None or record.reference.load_format != "dummy")
+    if kept:
+        write(path, text)
     if as_json:
         click.echo(text, nl=False)
     else:
         Console().print(table(record))
-    click.echo(f"wrote {path}", err=True)
+    click.echo(f"wrote {path}" if kept else "not written: no setting was measured, or only random weights", err=True)
     if record.failed:
         told = "; ".join(f"{record.label(one.case)}: {one.status}: {one.error}" for one in record.failed)
         raise Failure(told, PARTIAL if record.compared else NOTHING)

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zinfer import machine, model
+from zinfer.choice import advice, best_batch
 from zinfer.cost import Factors, Setup, Times, layers_stored, prefill, step, tiers, wire_bytes
 from zinfer.machine import FIGURES, Machine
-from zinfer.plan import Case, Workload, advice, best_batch, largest_batch, make_plan, setup_of, share_out
+from zinfer.plan import Case, Workload, kv_rows_on_host, largest_batch, make_plan, setup_of, share_out
 
 BLOOM = model.resolve("bloom-176b", None, None)
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
@@ -103,7 +104,8 @@ def test_a_codec_takes_its_share_off_the_link_and_nothing_else() -> None:
 
 
 def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:
-    here, there = (asked(batch_size=16, options=o) for o in ((), (("kv_offload", "cpu"),)))
+    over_link = (("kv_attention", "gpu"), ("kv_offload", "cpu"))
+    here, there = (asked(batch_size=16, options=o) for o in ((), over_link))
     on_gpu, on_host = (make_plan(case, BLOOM, linked(55e9)) for case in (here, there))
     assert on_host.gpu.kv_cache == 0
     assert on_host.host.kv_cache == on_gpu.gpu.kv_cache
@@ -122,6 +124,49 @@ def test_attention_on_the_cpu_reads_the_cache_beside_the_link() -> None:
     assert many.bound_by == "host memory"
     assert (many.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + BLOOM.kv_bytes(200, 528)) / 100e9)
     assert many.gpu.kv_cache == 0
+
+
+@pytest.mark.parametrize(("cpu_reads", "bound", "read_over"), [(120e9, "link", 0), (20e9, "link", 1)])
+def test_of_the_two_ways_to_a_cache_on_the_host_the_faster_is_taken(
+    cpu_reads: float, bound: str, read_over: int
+) -> None:
+    place = linked(55e9).model_copy(update={"attention_bandwidth": cpu_reads, "host_bytes": 800 << 30})
+    found = make_plan(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, place)
+    kv = BLOOM.kv_bytes(100, 528)
+    assert found.bound_by == bound
+    assert (found.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + read_over * kv) / 55e9)
+
+
+def test_what_the_cpu_attends_to_waits_for_the_gpu_and_the_other_way_round() -> None:
+    place = linked(55e9).model_copy(update={"attention_bandwidth": 50e9, "host_bytes": 800 << 30})
+    there = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
+    found = make_plan(asked(batch_size=200, options=there), BLOOM, place)
+    assert found.bound_by == "cpu attention"
+    at_rest = make_plan(asked(batch_size=1, options=there), BLOOM, place)
+    assert (found.step_s or 0) > BLOOM.kv_bytes(200, 528) / 50e9
+    assert (found.step_s or 0) < BLOOM.kv_bytes(200, 528) / 50e9 + (at_rest.step_s or 0)
+
+
+def test_auto_leaves_the_host_only_what_the_gpu_has_no_room_for() -> None:
+    place = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
+    split = (("kv_offload", "auto"),)
+    most = largest_batch(asked(), BLOOM, place)
+    small, large = (make_plan(asked(batch_size=size, options=split), BLOOM, place) for size in (most, 2 * most))
+    assert small.host.kv_cache == 0
+    assert small.gpu == make_plan(asked(batch_size=most), BLOOM, place).gpu
+    rows, on_cpu = kv_rows_on_host(large.case, BLOOM, place)
+    assert most <= rows <= most + 2  # what waits for the others takes room too
+    assert on_cpu
+    assert large.host.kv_cache == pytest.approx(BLOOM.kv_bytes(rows, 544), rel=1e-6)
+    assert large.gpu.total <= place.gpu_bytes < large.gpu.total + 2 * BLOOM.kv_bytes(1, 544)
+    assert large.max_batch_size > 3 * most
+    assert large.step_s == small.step_s
+
+
+def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:
+    slow = linked(55e9).model_copy(update={"duplex_bandwidth": 1e9, "host_bytes": 800 << 30})
+    found = make_plan(asked(batch_size=64, options=(("kv_offload", "cpu"),)), BLOOM, slow)
+    assert (found.prefill_s or 0) == pytest.approx(BLOOM.kv_bytes(64, 512) / 1e9)
 
 
 def test_every_gpu_brings_its_own_link() -> None:
@@ -183,7 +228,7 @@ SETUPS = st.builds(
     resident_bytes=st.integers(0, 100 << 30),
     weight_ratio=st.sampled_from([1.0, 0.53, 0.28]),
     wire_ratio=st.sampled_from([1.0, 0.67]),
-    kv_on_host=st.booleans(),
+    kv_host_share=st.floats(0, 1),
     overlapped=st.booleans(),
 )
 

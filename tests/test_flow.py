@@ -20,7 +20,7 @@ VALUES = {"zinfer.frozen", "zinfer.units", "zinfer.spread", "zinfer"}
 SHAPES = VALUES | {"zinfer.model", "zinfer.machine", "zinfer.checkpoint", "zinfer.hub"}
 TYPES = SHAPES | {"zinfer.cost", "zinfer.plan", "zinfer.record"}
 READERS = TYPES | {
-    "zinfer.store", "zinfer.analysis", "zinfer.group", "zinfer.chart", "zinfer.plot", "zinfer.report",
+    "zinfer.choice", "zinfer.store", "zinfer.analysis", "zinfer.group", "zinfer.chart", "zinfer.plot", "zinfer.report",
     "zinfer.calibrate", "zinfer.published", "zinfer.economics", "zinfer.sla", "zinfer.timeline", "zinfer.gantt",
     "zinfer.lossless",
 }  # fmt: skip
@@ -35,12 +35,13 @@ ALLOWED = {
     "zinfer.accuracy": TYPES,
     "zinfer.cost": SHAPES,
     "zinfer.plan": SHAPES | {"zinfer.cost"},
+    "zinfer.choice": SHAPES | {"zinfer.cost", "zinfer.plan"},
     "zinfer.record": TYPES,
     "zinfer.published": SHAPES | {"zinfer.cost", "zinfer.plan"},
     "zinfer.timeline": TYPES,
     "zinfer.lines": set(),
     "zinfer.batch": {"zinfer.lines"},
-    "zinfer.packing": SHAPES | {"zinfer.cost", "zinfer.plan"},
+    "zinfer.packing": SHAPES | {"zinfer.cost", "zinfer.plan", "zinfer.choice"},
     "zinfer.intake": {"zinfer.batch", "zinfer.packing"},
     "zinfer.ledger": {"zinfer.batch", "zinfer.lines"},
     "zinfer.store": TYPES | {"zinfer.lines"},

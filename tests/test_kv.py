@@ -41,7 +41,7 @@ def test_some_sequences_here_and_some_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory = checkpoint(architecture)
-    monkeypatch.setattr("zinfer.engine.stream.largest_batch", lambda *_: here)
+    monkeypatch.setattr("zinfer.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
     engine = load("stream", directory, "cpu", tmp_path, kv_offload="auto", kv_attention=attention)
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
@@ -53,6 +53,17 @@ def test_some_sequences_here_and_some_there(
         assert told.settings["kv_bytes_per_step"] == over_link
         assert told.streamed_bytes_per_step >= 0.95 * engine.plan.model.streamed_bytes
     engine.close()
+
+
+def test_a_model_that_stays_can_have_its_cache_in_host_memory(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    directory = checkpoint("llama")
+    engine = load("stream", directory, "none", tmp_path, kv_offload="cpu")
+    for lengths, expected in zip(BATCHES, reference(directory), strict=True):
+        assert torch.equal(greedy(engine, lengths), expected)
+        assert engine.effective().settings["kv_host_rows"] == len(lengths)
+    engine.close()
+    with pytest.raises(EngineError, match=r"kv_attention=gpu .* needs offload cpu"):
+        load("stream", directory, "none", tmp_path, kv_offload="cpu", kv_attention="gpu")
 
 
 def test_a_case_that_is_no_choice_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

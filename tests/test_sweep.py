@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.inline import InlineWorker, run_inline
 from zinfer.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
 from zinfer.record import Measurement, Status
+from zinfer.signals import Interrupted
 from zinfer.store import Store, read
-from zinfer.sweep import Batches, Interrupted, Try, exit_code, listed, to_the_edge
+from zinfer.sweep import Batches, Try, exit_code, listed, to_the_edge
 
 
 def drive(batches: Batches, edge: int, failure: Status = "oom_gpu") -> list[Try]:

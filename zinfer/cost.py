@@ -20,7 +20,7 @@ from zinfer.frozen import Frozen
 from zinfer.machine import Machine
 from zinfer.model import ModelSpec
 
-Bound = Literal["link", "hbm", "compute", "host memory", "nvme", "launch"]
+Bound = Literal["link", "hbm", "compute", "host memory", "cpu attention", "nvme", "launch"]
 
 CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as the driver reports them
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
@@ -58,9 +58,10 @@ class Setup(Frozen):
     weight_ratio: float = 1.0  # bytes a weight is stored in, over those of the model's dtype: int4 with scales 0.28
     wire_ratio: float = 1.0  # bytes that cross the link, over the stored ones: a lossless codec 0.67
     slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
-    kv_on_host: bool = False  # read over the link at every step, two layers' worth on the GPU at a time
+    kv_host_share: float = 0.0  # of the sequences, those with their KV cache in host memory, read at every step
+    kv_on_cpu: bool = False  # attention to that cache is the CPU's, so that it never crosses the link
+    kv_buffers: int = 0  # in which it crosses a few sequences at a time; 0: as two whole layers' worth
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
-    kv_on_cpu: bool = False  # of a cache on the host: attention is computed there, and it never crosses the link
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
     also_streamed: int = 0  # bytes a pass fetches besides the layers
     overlapped: bool = True  # copies run beside compute
@@ -141,7 +142,8 @@ def prefill(
     passes = 1 if setup.blocks else ceil(batch_size / rows)
     flops = model.prefill_flops(batch_size, input_len) // passes
     stored = model.weight_bytes * setup.weight_ratio
-    one = _pass(setup, model, machine, factors, 0, stored, flops)
+    written = round(model.kv_bytes(batch_size, input_len) * setup.kv_ratio * setup.kv_host_share) // passes
+    one = _pass(setup, model, machine, factors, 0, stored, flops, written)
     if one.seconds is None:
         return one
     scaled = {bound: seconds * passes for bound, seconds in one.limits.items()}
@@ -156,34 +158,46 @@ def _pass(
     kv: int,
     read: float,
     flops: int,
+    written: int = 0,
 ) -> Times:
-    """A pass that reads `read` bytes of weights and `kv` of cache on the GPUs and computes `flops`."""
+    """A pass that reads `read` bytes of weights and `kv` of cache, computes `flops`, and sends `written` bytes of keys
+    and values to the host while weights come."""
     link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
-    over_link = wire_bytes(setup, model) + (kv if setup.kv_on_host and not setup.kv_on_cpu else 0)
-    from_host = wire_bytes(setup, model) + (kv if setup.kv_on_host else 0)
+    hosted = round(kv * setup.kv_host_share)
+    over_link = wire_bytes(setup, model) + (0 if setup.kv_on_cpu else hosted)
+    from_host = wire_bytes(setup, model) + hosted
     if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and link is None):
         return Times()
     share = setup.gpus  # of everything that is split
     streamed = wire_bytes(setup, model) / setup.wire_ratio
     limits: dict[Bound, float] = {
         # a streamed weight is written to GPU memory before it is read
-        "hbm": (read + streamed + (0 if setup.kv_on_cpu else kv)) / share / machine.hbm_bandwidth,
+        "hbm": (read + streamed + kv - (hosted if setup.kv_on_cpu else 0)) / share / machine.hbm_bandwidth,
         "compute": flops / share / (factors.mfu * machine.matmul_flops),
         "launch": factors.layer_s * model.num_layers,
     }
     if over_link and link is not None:
         limits["link"] = over_link / share / (factors.link_share * link)
+    if written and machine.duplex_bandwidth is not None:
+        limits["link"] = max(limits.get("link", 0.0), written / share / machine.duplex_bandwidth)
     if from_host and machine.host_bandwidth is not None:  # all links read from one memory, and the CPU does
         limits["host memory"] = from_host / machine.host_bandwidth
+    if hosted and setup.kv_on_cpu and machine.attention_bandwidth is not None:  # CPU and GPU wait for each other
+        on_gpu = max(limits["hbm"], limits["compute"], limits["launch"])
+        limits["cpu attention"] = hosted / machine.attention_bandwidth + on_gpu
     if setup.tier == "nvme":
         if machine.nvme_bandwidth is None:
             return Times()
         limits["nvme"] = wire_bytes(setup, model) / machine.nvme_bandwidth
+    found = _slowest(limits)
+    if setup.overlapped or found.seconds is None or found.bound_by not in ("link", "nvme", "host memory"):
+        return found
+    return found.model_copy(update={"seconds": found.seconds + max(limits["compute"], limits["launch"])})
+
+
+def _slowest(limits: dict[Bound, float]) -> Times:
     bound_by = max(limits, key=lambda bound: limits[bound])
-    seconds = limits[bound_by]
-    if not setup.overlapped and bound_by in ("link", "nvme", "host memory"):
-        seconds += max(limits["compute"], limits["launch"])
-    return Times(seconds=seconds, bound_by=bound_by, limits=limits)
+    return Times(seconds=limits[bound_by], bound_by=bound_by, limits=limits)
 
 
 def _touched(model: ModelSpec, batch_size: int) -> float:
@@ -207,13 +221,14 @@ def tiers(
     offloaded = stored if setup.tier != "gpu" else 0
     resident = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
     slots = round(setup.slots * model.layer_bytes * setup.weight_ratio) if offloaded > resident else 0
-    if setup.kv_on_host and not setup.kv_on_cpu:
-        slots += 2 * kv // model.num_layers
+    hosted = round(kv * setup.kv_host_share)
+    if hosted and not setup.kv_on_cpu:
+        slots += _kv_buffers(setup, model, batch_size, input_len, input_len + output_len)
     working = activations(setup, model, batch_size, input_len)
     extra = round((factors.memory - 1) * (slots + working))
     gpu = Bytes(
         weights=(round(resident * setup.kept_ratio) + (others if setup.resident_others else 0)) // setup.gpus,
-        kv_cache=0 if setup.kv_on_host else kv // setup.gpus,
+        kv_cache=(kv - hosted) // setup.gpus,
         buffers=slots // setup.gpus,
         activations=(working + extra) // setup.gpus,
         overhead=CONTEXT_BYTES if machine.gpu_count else 0,
@@ -221,11 +236,20 @@ def tiers(
     on_host = offloaded if setup.tier == "host" else 0
     host = Bytes(
         weights=round(on_host * setup.kept_ratio) + (0 if setup.resident_others else others),
-        kv_cache=kv if setup.kv_on_host else 0,
+        kv_cache=hosted,
         buffers=2 * model.layer_bytes if setup.tier == "nvme" else 0,
         overhead=(setup.host_rounding if on_host else 0) + PROCESS_BYTES,
     )
     return gpu, host, Bytes(weights=offloaded if setup.tier == "nvme" else 0)
+
+
+def _kv_buffers(setup: Setup, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
+    """GPU bytes that a KV cache on its way over the link takes, besides the buffers of the weights."""
+    if not setup.kv_buffers:
+        return 2 * round(model.kv_bytes(batch_size, length) * setup.kv_ratio * setup.kv_host_share) // model.num_layers
+    rows = prefill_rows(batch_size, input_len, pass_tokens(setup, model))  # that share a buffer
+    part = round(model.kv_bytes(rows, length) * setup.kv_ratio) // model.num_layers
+    return setup.kv_buffers * max(0, part - round(min(PIECE_BYTES, model.layer_bytes) * setup.wire_ratio))
 
 
 def activations(setup: Setup, model: ModelSpec, batch_size: int, length: int) -> int:

@@ -25,7 +25,7 @@ from zinfer.packing import (
 )
 from zinfer.plan import Plan
 from zinfer.record import Status
-from zinfer.sweep import Interrupted, _Signals
+from zinfer.signals import Interrupted, Signals
 from zinfer.worker import Worker, WorkerDied
 
 WINDOW = 8  # batches' worth of rows that are begun before others are
@@ -109,12 +109,12 @@ class Job:
         Raises Interrupted on SIGINT and SIGTERM, JobFailed when no worker can be had or batches fail one after the
         other, StoreError when an answer cannot be written; no worker is left behind.
         """
-        with _Signals() as signals:
+        with Signals() as signals:
             return _Runner(self, signals).run()
 
 
 class _Runner:
-    def __init__(self, job: Job, signals: _Signals) -> None:
+    def __init__(self, job: Job, signals: Signals) -> None:
         self._job, self._signals = job, signals
         plan = job.plan
         self._positions = plan.model.max_position

@@ -46,6 +46,7 @@ class Machine(Frozen):
     duplex_bandwidth: float | None = None  # each way, both directions at once
     pageable_bandwidth: float | None = None  # host to device from ordinary memory
     host_bandwidth: float | None = None  # host memcpy, read plus written
+    attention_bandwidth: float | None = None  # bf16 keys and values that the CPU attends to, a token a sequence
     nvme_bandwidth: float | None = None  # direct-I/O read
     matmul_flops: float | None = None  # dense bf16
     coherent: bool = False  # the link is cache-coherent (NVLink-C2C)

@@ -15,10 +15,11 @@ from math import expm1, log1p
 from typing import NamedTuple
 
 from zinfer import cost
+from zinfer.choice import best_batch
 from zinfer.cost import Factors
 from zinfer.machine import Machine
 from zinfer.model import ModelSpec
-from zinfer.plan import Case, Plan, Workload, best_batch, largest_batch, make_plan, setup_of, share_out
+from zinfer.plan import Case, Plan, Workload, largest_batch, make_plan, setup_of, share_out
 
 # Prefills of many shapes leave gaps in the GPU's memory that a plan does not see.
 CAUTIOUS = Factors(memory=1.5)

@@ -5,7 +5,7 @@ until the KV cache fills the device, compute catches up with the link, or the KV
 fits is what a plan looks for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import Field
@@ -15,7 +15,7 @@ from zinfer.cost import Bytes, Factors, Setup
 from zinfer.frozen import Frozen
 from zinfer.machine import Machine
 from zinfer.model import Dtype, ModelSpec
-from zinfer.units import duration, figures, gb, gib, parse_bytes
+from zinfer.units import duration, gb, gib, parse_bytes
 
 Offload = Literal["none", "cpu", "nvme"]
 LoadFormat = Literal["safetensors", "dummy"]
@@ -26,6 +26,7 @@ HOST_SHARE = 0.97  # of host memory a load may take before it is refused
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
 CODECS = ("auto", "none", "lossless")  # of the `stream` engine's weights on the wire
 KV_OFFLOADS = ("none", "cpu", "auto")
+KV_ATTENTIONS = ("auto", "gpu", "cpu")
 KV_CACHE_DTYPES = ("auto", "bf16", "int8", "fp8")  # auto and bf16: the model's own
 DEQUANTIZED_BYTES = 1 << 30  # of a quantised cache that is in the model's type at a time
 RING_DEPTH = 6  # pieces between link and slot at least: what comes while a layer of a decode step computes
@@ -149,13 +150,65 @@ def is_lossless(case: Case, machine: Machine) -> bool:
     return codec == "lossless" or (codec == "auto" and pays)
 
 
-def setup_of(case: Case, model: ModelSpec, machine: Machine, automatic: int = 0, depth: int = RING_DEPTH) -> Setup:
-    """How the case's engine keeps and moves weights; `automatic` is what ``--gpu-weights auto`` stands for, in bytes,
-    `depth` what `stream`'s ``ring_depth=auto`` does.
+def setup_of(
+    case: Case, model: ModelSpec, machine: Machine, automatic: int = 0, depth: int = RING_DEPTH,
+    factors: Factors | None = None,
+) -> Setup:  # fmt: skip
+    """How the case's engine keeps and moves weights and KV cache; `automatic` is what ``--gpu-weights auto`` stands
+    for, in bytes, `depth` what `stream`'s ``ring_depth=auto`` does, `factors` how cautiously room is shared out.
 
     Options that any engine may be planned with: `weight_codec` (lossless), `weight_bits` (8 or 4, with a 16-bit scale
-    and zero point for each 64 weights), `kv_offload` (cpu), with it `kv_attention` (cpu), `gpus`.
+    and zero point for each 64 weights), `kv_offload` (cpu, auto), with it `kv_attention` (gpu, cpu), `gpus`.
     """
+    options = dict(case.options)
+    bare = _weights_setup(case, model, machine, automatic, depth)
+    offload, batch_size = options.get("kv_offload", "none"), case.workload.batch_size
+    if offload == "none":
+        return bare
+    attention = options.get("kv_attention", "auto" if case.engine == "stream" else "gpu")
+    either = (True,) if bare.tier == "gpu" else (False, True)  # nothing streams with which a cache could come along
+    ways = []
+    for on_cpu in either if attention == "auto" else (attention == "cpu",):
+        setup = bare.model_copy(update={"kv_host_share": 1.0, "kv_on_cpu": on_cpu})
+        if offload == "auto":
+            there = batch_size - _rows_on_gpu(setup, case, model, machine, factors)
+            setup = setup.model_copy(update={"kv_host_share": there / batch_size})
+        ways.append(setup)
+    context = case.workload.input_len + case.workload.output_len // 2
+    return min(ways, key=lambda way: cost.step(way, model, machine, batch_size, context, factors).seconds or 0.0)
+
+
+def kv_rows_on_host(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> tuple[int, bool]:
+    """Of the case's sequences, how many have their KV cache in host memory, and whether the CPU attends to it."""
+    setup = setup_of(case, model, machine, factors=factors)
+    return round(setup.kv_host_share * case.workload.batch_size), setup.kv_on_cpu
+
+
+def _rows_on_gpu(setup: Setup, case: Case, model: ModelSpec, machine: Machine, factors: Factors | None) -> int:
+    """The most sequences whose KV cache the GPU has room for, beside what the others of the batch need there."""
+    load = case.workload
+    if not machine.gpu_count:
+        return load.batch_size
+
+    def fits(rows: int) -> bool:
+        split = setup.model_copy(update={"kv_host_share": 1 - rows / load.batch_size})
+        gpu, _, _ = cost.tiers(split, model, machine, load.batch_size, load.input_len, load.output_len, factors)
+        return gpu.total <= machine.gpu_bytes
+
+    return _last(fits, load.batch_size)
+
+
+def _last(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` that `fits`, as all smaller ones do; 0 if none does."""
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _weights_setup(case: Case, model: ModelSpec, machine: Machine, automatic: int, depth: int) -> Setup:
+    """`setup_of` with the KV cache on the GPU."""
     options = dict(case.options)
     bits = float(options.get("weight_bits", 16))
     ratio = 1.0 if bits >= 16 else (bits + 32 / 64) / (8 * model.dtype_bytes)
@@ -166,9 +219,7 @@ def setup_of(case: Case, model: ModelSpec, machine: Machine, automatic: int = 0,
         gpus=int(options.get("gpus", 1)),
         weight_ratio=ratio,
         wire_ratio=LOSSLESS_RATIO if lossless else 1.0,
-        kv_on_host=options.get("kv_offload") == "cpu",
         kv_ratio=(1 + 4 / model.head_dim) / model.dtype_bytes if quantized else 1.0,  # a 32-bit scale a head and token
-        kv_on_cpu=options.get("kv_offload") == "cpu" and options.get("kv_attention") == "cpu",
         pinned=bool(options.get("pin_memory", True)),
     )
     streamable = cost.layers_stored(common, model)
@@ -178,6 +229,7 @@ def setup_of(case: Case, model: ModelSpec, machine: Machine, automatic: int = 0,
         pieces = depth if asked == "auto" else int(asked)
         buffers = pieces * piece_bytes(model) * common.wire_ratio if machine.gpu_count else 0.0
         update |= {"slots": 1 + buffers / model.layer_bytes, "blocks": True, "kept_ratio": common.wire_ratio}
+        update["kv_buffers"] = pieces if machine.gpu_count else 1
     elif case.engine == "deepspeed":  # fetched a layer at a time; each tensor is a pinned block of its own
         rounded = pinned_block(model.layer_bytes // 3) * 3 * model.num_layers - model.streamed_bytes
         update |= {"slots": 1.0, "host_rounding": max(rounded, 0)}
@@ -198,7 +250,7 @@ def piece_bytes(model: ModelSpec) -> int:
 def _tiers(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None) -> tuple[Bytes, Bytes, Bytes]:
     """Bytes on the device, the host and NVMe at the case's batch size, with nothing resident that need not be."""
     load = case.workload
-    setup = setup_of(case, model, machine)
+    setup = setup_of(case, model, machine, factors=factors)
     return cost.tiers(setup, model, machine, load.batch_size, load.input_len, load.output_len, factors)
 
 
@@ -211,7 +263,7 @@ def share_out(case: Case, model: ModelSpec, machine: Machine, factors: Factors |
     is all gain.
     """
     gpu, host, _ = _tiers(case, model, machine, factors)
-    setup = setup_of(case, model, machine)
+    setup = setup_of(case, model, machine, factors=factors)
     free = (machine.device_bytes - gpu.total - (0 if machine.gpu_count else host.total)) * setup.gpus
     piece = round(piece_bytes(model) * setup.wire_ratio)
     whole = -(-model.layer_bytes // cost.PIECE_BYTES)
@@ -234,7 +286,7 @@ def make_plan(
     load = case.workload
     limits = factors or Factors(link_share=1.0)
     depth, automatic = share_out(case, model, machine, factors)
-    setup = setup_of(case, model, machine, automatic, depth)
+    setup = setup_of(case, model, machine, automatic, depth, factors)
     gpu, host, nvme = cost.tiers(setup, model, machine, load.batch_size, load.input_len, load.output_len, factors)
     step = cost.step(setup, model, machine, load.batch_size, load.input_len + load.output_len // 2, limits)
     prefill = cost.prefill(setup, model, machine, load.batch_size, load.input_len, limits)
@@ -267,48 +319,10 @@ def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Facto
             return False
         return gpu.total + (0 if machine.gpu_count else host.total) <= machine.device_bytes
 
-    low, high = 0, 1
+    high = 1
     while fits(high) and high < LARGEST_BATCH:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> Plan:
-    """The plan of `case` at the batch size with the highest predicted throughput, of equals the smallest: 1, 2, 4, ..
-    and the largest that fits. Where nothing fits, or no time is known, the plan at batch 1."""
-    largest = largest_batch(case, model, machine, factors)
-    sizes = sorted({1 << power for power in range(largest.bit_length())} | {largest} - {0}) or [1]
-    plans = [make_plan(case.with_batch(size), model, machine, factors=factors) for size in sizes]
-    return max(plans, key=lambda plan: (plan.output_tok_s or 0.0, -plan.case.workload.batch_size))
-
-
-def advice(plans: Sequence[Plan]) -> str:
-    """In a sentence, whether to stream, from the `best_batch` plans of one model, machine and pair of lengths."""
-    able = [plan for plan in plans if plan.fits and plan.output_tok_s]
-    if not able:
-        return "Nothing fits; see why below." if plans else "Nothing was planned."
-    staying, moving = (
-        max((plan for plan in able if (plan.streamed_bytes > 0) is streams), key=_rate, default=None)
-        for streams in (False, True)
-    )
-    if moving is None or staying is None:
-        (only,) = (plan for plan in (staying, moving) if plan)
-        verb = "Stream: without it the weights do not fit" if only is moving else "Do not stream: all of it fits"
-        return f"{verb}. {_words(only)}."
-    first, second = (staying, moving) if _rate(staying) >= _rate(moving) else (moving, staying)
-    verb = "Do not stream" if first is staying else "Stream"
-    return f"{verb}: {_words(first)}; {_words(second)}, {_rate(second) / _rate(first):.2f} of it."
-
-
-def _rate(plan: Plan) -> float:
-    return plan.output_tok_s or 0.0
-
-
-def _words(plan: Plan) -> str:
-    return f"{plan.case.label()} gives {figures(_rate(plan))} tok/s at batch {plan.case.workload.batch_size}"
+        high *= 2
+    return _last(fits, high - 1)
 
 
 def _shortages(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> list[str]:
@@ -350,11 +364,7 @@ def _why_not(case: Case, model: ModelSpec, machine: Machine, shortages: list[str
 
 def _layers_that_fit(case: Case, model: ModelSpec, machine: Machine) -> int:
     """The largest slice of the model that could run at batch 1, 0 if none; what a load needs grows with its layers."""
-    low, high = 0, model.num_layers
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if not _shortages(case, model.slice(middle), machine) else (low, middle)
-    return low
+    return _last(lambda layers: not _shortages(case, model.slice(layers), machine), model.num_layers - 1)
 
 
 def describe(plan: Plan) -> str:

@@ -54,7 +54,9 @@ def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable
     progress("host memory")
     size = min(largest, 256 * MIB) if not cuda else largest
     details["host_copy"] = host = _entry(_host_copy(size, repeats), "bytes")
-    fields: dict[str, Any] = {"host_bandwidth": 2 * host["median"]}
+    progress("attention on the CPU")
+    details["attention"] = attention = _entry(_attention(min(largest, 256 * MIB), repeats), "bytes of keys and values")
+    fields: dict[str, Any] = {"host_bandwidth": 2 * host["median"], "attention_bandwidth": attention["median"]}
     if cuda:
         fields |= _probe_gpu(largest, repeats, details, progress)
         fields |= {"gpu_count": torch.cuda.device_count(), "gpu_name": torch.cuda.get_device_name()}
@@ -160,6 +162,20 @@ def _host_copy(size: int, repeats: int) -> list[float]:
 
     source, target = torch.ones(size // 4), torch.empty(size // 4)
     return _rates(lambda: target.copy_(source), size, _cpu_seconds, repeats)
+
+
+def _attention(size: int, repeats: int) -> list[float]:
+    """Bytes of a bf16 KV cache in host memory that the CPU attends to a second: 512 tokens of some sequences with 32
+    heads of 128, one new token each."""
+    import torch
+
+    from zinfer.engine.stream.hosted import host
+
+    shape = (max(1, size // (2 * 2 * 32 * 512 * 128)), 32, 512, 128)
+    query, keys, values = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(3))
+    attend: Callable[..., object] = torch.nn.functional.scaled_dot_product_attention
+    work = partial(attend, query[:, :, :1], host(keys, keys.device), host(values, values.device))
+    return _rates(work, 2 * keys.nbytes, _cpu_seconds, repeats)
 
 
 def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:

@@ -4,18 +4,16 @@ With 352 GB of weights the load *is* the cost, so a process loads once and measu
 Out of memory is a finding, not an accident: it is recorded, and no larger batch of the same load is tried.
 """
 
-import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
-from types import FrameType
 from typing import Any
 
 from zinfer.machine import Machine
 from zinfer.plan import LARGEST_BATCH, Case, Plan, make_plan
 from zinfer.recipe import Load, Sweep, automatic
 from zinfer.record import Measurement, Status
+from zinfer.signals import Interrupted, Signals
 from zinfer.source import Source
 from zinfer.store import Store
 from zinfer.worker import Worker, WorkerDied, now
@@ -36,14 +34,6 @@ class Try:
 
 
 Batches = Generator[Try, Status, None]
-
-
-class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM; `signal` says which."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.signal = number
 
 
 @dataclass(frozen=True)
@@ -152,7 +142,7 @@ def run(
     known = {point.case: point for point in done if point.status in FINAL}
     events = events or Events()
     points: list[Measurement] = []
-    with _Signals() as signals:
+    with Signals() as signals:
         for job in jobs:
             points += _Runner(sweep, job, store, known, events, make_worker, signals).run()
     return points
@@ -169,7 +159,7 @@ class _Runner:
         known: dict[Case, Measurement],
         events: Events,
         make_worker: Callable[..., Any],
-        signals: "_Signals",
+        signals: Signals,
     ) -> None:
         self._sweep, self._job, self._store, self._known, self._events = sweep, job, store, known, events
         self._make_worker, self._signals = make_worker, signals
@@ -241,7 +231,7 @@ class _Runner:
             return self._failed(case, death.status, str(death), stage)
         except Interrupted as interrupt:
             self._stop(kill=True)
-            self._store.append(self._failed(case, "cancelled", signal.Signals(interrupt.signal).name, stage))
+            self._store.append(self._failed(case, "cancelled", interrupt.name, stage))
             raise
 
     def _failed(self, case: Case, status: Status, error: str, stage: str) -> Measurement:
@@ -270,41 +260,6 @@ def _advance(batches: Batches, status: Status | None) -> Try | None:
         return next(batches) if status is None else batches.send(status)
     except StopIteration:
         return None
-
-
-class _Signals:
-    """SIGINT and SIGTERM while a sweep runs: the exception Interrupted while a worker is waited for, held back until
-    the next such wait everywhere else, so that no record is lost between its measurement and the disk."""
-
-    def __init__(self) -> None:
-        self._pending: int | None = None
-        self._waiting = False
-
-    def __enter__(self) -> "_Signals":
-        self._before = {}
-        with suppress(ValueError):  # not in the main thread: signals are somebody else's
-            self._before = {number: signal.signal(number, self._arrived) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextmanager
-    def raised(self) -> Iterator[None]:
-        self._waiting = True
-        try:
-            if self._pending is not None:
-                raise Interrupted(self._pending)
-            yield
-        finally:
-            self._waiting = False
-
-    def _arrived(self, number: int, _frame: FrameType | None) -> None:
-        self._pending = number
-        if self._waiting:
-            self._waiting = False  # a second signal does not cut off the record of the first
-            raise Interrupted(number)
 
 
 def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:

@@ -146,6 +146,7 @@ def _run(
     from zinfer.intake import needs, rows_of, split
     from zinfer.job import Job, JobFailed
     from zinfer.recipe import Sweep
+    from zinfer.signals import Interrupted
     from zinfer.worker import Worker, WorkerDied
 
     spec = source.spec
@@ -187,7 +188,7 @@ def _run(
         return job.run()
     except JobFailed as failed:
         raise Failure(str(failed), ENVIRONMENT) from None
-    except sweep.Interrupted as interrupt:
+    except Interrupted as interrupt:
         watch.say("interrupted; what is answered stays, the same command goes on")
         raise SystemExit(128 + interrupt.signal) from None
 

@@ -1,7 +1,8 @@
 """The options that several verbs share, under one name with one meaning, and what they stand for."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -109,8 +110,31 @@ def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str
     return axes
 
 
+SHORTHANDS = {  # settings of `stream` with an option of their own, and their values as in `zinfer.plan`
+    "weight_codec": (("auto", "none", "lossless"), "How weights cross the link."),
+    "kv_offload": (("none", "cpu", "auto"), "Whose KV cache lies in host memory: no, all, or excess sequences'."),
+    "kv_cache_dtype": (("auto", "bf16", "int8", "fp8"), "Type of the KV cache on the GPU."),
+}
+
+
+def _shorthands(function: Command) -> Command:
+    """Options that stand for ``-O key=..``."""
+
+    @functools.wraps(function)
+    def told(*args: Any, settings: dict[str, tuple[Any, ...]], **given: Any) -> Any:
+        short = {key: values for key in SHORTHANDS if (values := given.pop(key)) is not None}
+        for key in sorted(short.keys() & settings.keys()):
+            raise click.UsageError(f"--{key.replace('_', '-')} and -O {key} say the same: leave out one")
+        return function(*args, settings=settings | short, **given)
+
+    for key, (choices, words) in reversed(SHORTHANDS.items()):
+        told = click.option(f"--{key.replace('_', '-')}", key, type=Words(choices), help=words)(told)
+    return cast("Command", told)
+
+
 def load_options(function: Command) -> Command:
     """What decides a load: weights, type, slice, NVMe folder, engine settings."""
+    function = _shorthands(function)
     for option in (
         click.option(
             "-O", "--option", "settings", multiple=True, callback=engine_options, metavar="KEY=VALUE[,VALUE..]",

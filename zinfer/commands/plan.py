@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become an engine's, so axes of Case.options, with the value that changes nothing
-SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "gpus": 1}
+SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "kv_cache_dtype": "auto", "gpus": 1}
 
 
 @click.command("plan", short_help="Say what fits where and how fast it will be, without running.")
@@ -40,7 +40,8 @@ SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "g
 @click.option("--gpu-weights", type=options.GpuWeights(), help="Of the offloaded weights, how much stays on the GPU.")
 @click.option("--weight-codec", type=options.Words(("auto", "none", "lossless")), help="How weights cross the link.")
 @click.option("--weight-bits", type=options.Words(("16", "8", "4")), help="Quantised weights, with 16-bit scales.")
-@click.option("--kv-offload", type=options.Words(("none", "cpu")), help="Where the KV cache lives.")
+@click.option("--kv-offload", type=options.Words(("none", "cpu", "auto")), help="Whose KV cache is in host memory.")
+@click.option("--kv-cache-dtype", type=options.Words(("auto", "bf16", "int8", "fp8")), help="Type of the KV cache.")
 @click.option("--gpus", type=options.Numbers(), help="GPUs, each with its own link.  [default: 1]")
 @click.option(
     "--calibrate", type=click.Path(exists=True, path_type=Path), metavar="RESULTS",
@@ -68,7 +69,7 @@ def command(
     zinfer plan bloom-176b-machines --calibrate sweeps/results
     """
     from zinfer import here, machine
-    from zinfer.plan import advice
+    from zinfer.choice import advice
     from zinfer.published import beside
 
     wanted = _sweep(recipe, given)
@@ -132,9 +133,10 @@ def _plans(
     wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Factors]"
 ) -> "Iterator[tuple[str, list[Plan]]]":
     """The plans of each model, machine and pair of lengths, with a title."""
+    from zinfer.choice import best_batch
     from zinfer.cost import Factors
     from zinfer.model import resolve
-    from zinfer.plan import best_batch, make_plan
+    from zinfer.plan import make_plan
 
     for place, (input_len, output_len), name, layers in product(places, wanted.lengths(), wanted.model, wanted.layers):
         own, cases = [], set()

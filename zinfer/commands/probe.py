@@ -71,6 +71,7 @@ def table(machine: "Machine") -> "Table":
         ("both ways at once, each", machine.duplex_bandwidth, "/s"),
         ("device memory, read and written", machine.hbm_bandwidth, "/s"),
         ("host memory, read and written", machine.host_bandwidth, "/s"),
+        ("KV cache that the CPU attends to", machine.attention_bandwidth, "/s"),
         ("disk, direct reads", machine.nvme_bandwidth, "/s"),
     ]
     found = Table("", machine.name, title_justify="left")

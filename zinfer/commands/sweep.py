@@ -54,6 +54,7 @@ def command(
     from zinfer import here, sweep
     from zinfer.commands.watch import Watch
     from zinfer.recipe import RecipeError, make_sweep, read_toml
+    from zinfer.signals import Interrupted
     from zinfer.source import find
     from zinfer.store import Header, Store, read
     from zinfer.worker import Worker, now
@@ -115,7 +116,7 @@ def command(
         try:
             recorded = done.points if done is not None else ()
             points = sweep.run(plan, jobs, store, recorded, watch.events(), partial(Worker, debug=bool(debug)))
-        except sweep.Interrupted as interrupt:
+        except Interrupted as interrupt:
             watch.say(f"interrupted; every finished point is in {output}, `--resume` goes on")
             raise SystemExit(128 + interrupt.signal) from None
     click.echo(json.dumps([_row(point) for point in points], indent=1) if as_json else output)

@@ -39,7 +39,7 @@ ENGINES: dict[str, Kind] = {
             "weight_codec": "auto",
             "packed": "auto",
             "kv_offload": "none",
-            "kv_attention": "gpu",
+            "kv_attention": "auto",
             "kv_cache_dtype": "auto",
         },
         gpu_weights=True,

@@ -96,8 +96,6 @@ class Decoder(Engine):
 
     def _in_parts(self, parts: list[slice], length: int, work: Callable[[slice], Tensor]) -> list[Tensor]:
         """`work`, a forward pass, for each part of the batch, of which `length` tokens are in the cache."""
-        if len(parts) == 1:
-            return [work(parts[0])]
         logits = []
         for rows in parts:
             self._show(rows, length)

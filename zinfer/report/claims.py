@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from zinfer.plan import Plan, advice, best_batch
+from zinfer.choice import advice, best_batch
+from zinfer.plan import Plan
 from zinfer.published import beside
 from zinfer.report.document import Block, Heading, Items, Row, Table
 from zinfer.report.measured import rated

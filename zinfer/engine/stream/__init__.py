@@ -26,13 +26,15 @@ from zinfer.engine.weights import decoder_layers, empty_model, install, weights
 from zinfer.plan import (
     CODECS,
     DEQUANTIZED_BYTES,
+    KV_ATTENTIONS,
     KV_CACHE_DTYPES,
     KV_OFFLOADS,
     LOSSLESS_RATIO,
     RING_DEPTH,
+    Option,
     Workload,
     is_lossless,
-    largest_batch,
+    kv_rows_on_host,
     resident_bytes,
     share_out,
 )
@@ -46,7 +48,7 @@ CAUTIOUS = Factors(memory=1.5)
 CHOICES = {
     "weight_codec": CODECS,
     "kv_offload": KV_OFFLOADS,
-    "kv_attention": ("gpu", "cpu"),
+    "kv_attention": KV_ATTENTIONS,
     "kv_cache_dtype": KV_CACHE_DTYPES,
 }
 
@@ -67,6 +69,8 @@ class Stream(Decoder):
                 raise EngineError(f"{option}={self.options[option]}: choose from {', '.join(choices)}")
         if self.options["kv_offload"] != "none" and self.options["kv_cache_dtype"] in STORAGE:
             raise EngineError("kv_cache_dtype is for a cache on the GPU: leave out kv_offload")
+        if plan.case.offload == "none" and self.options["kv_attention"] == "gpu":
+            raise EngineError("kv_attention=gpu brings the cache along with streamed weights: it needs offload cpu")
         self.model = empty_model(plan.model)
         stack, self._layers = decoder_layers(self.model)
         prefix = f"{stack}."
@@ -177,36 +181,26 @@ class Stream(Decoder):
         spec = self.plan.model
         layer = max(1, spec.kv_bytes(1, capacity) // spec.num_layers)  # of a sequence
         self._rows_at_once = max(1, DEQUANTIZED_BYTES // layer) if storage in STORAGE else batch_size
-        rows = self._rows_on_host(batch_size, length, capacity)
-        if self._ring is None or not rows or not isinstance(own.layers[0], FixedLayer):
+        load = Workload(batch_size=batch_size, input_len=length, output_len=max(1, capacity - length))
+        case = self.plan.case.model_copy(update={"workload": load})
+        rows, on_cpu = kv_rows_on_host(case, spec, self.plan.machine, CAUTIOUS)
+        if not rows or not isinstance(own.layers[0], FixedLayer):
             return own
-        ring, here = self._ring, batch_size - rows
+        here = batch_size - rows
         size = spec.kv_bytes(rows, capacity)
         if self._kv_arena is None or self._kv_arena.size < size:
             self._close_kv()
             self._kv_arena = HostArena(size, pin=self.device.type == "cuda", progress=self.progress)
         there = slice(here, batch_size)
-        if self.options["kv_attention"] == "cpu":
+        if on_cpu or self._ring is None:
             self._host = CpuCache(self._kv_arena, there, capacity, self.device)
         else:
-            parts = self._split(there, length)
+            parts, ring = self._split(there, length), self._ring
             ring.resize(ring.depth, max(spec.kv_bytes(p.stop - p.start, capacity) for p in parts) // spec.num_layers)
             self._host = link = LinkCache(self._kv_arena, ring, parts, capacity)
             ring.fetch(link.loads(length))
             ring.start()
         return Cache(layers=[SplitLayer(index, here, capacity, self._host) for index in range(len(own.layers))])
-
-    def _rows_on_host(self, batch_size: int, length: int, capacity: int) -> int:
-        """How many sequences' KV cache is in host memory: all, or those that the GPU has no room for."""
-        if self.options["kv_offload"] == "cpu":
-            return batch_size
-        if self.options["kv_offload"] == "none":
-            return 0
-        case = self.plan.case
-        load = Workload(batch_size=1, input_len=length, output_len=max(1, capacity - length))
-        alone = tuple((key, value) for key, value in case.options if key != "kv_offload")
-        case = case.model_copy(update={"workload": load, "options": alone})
-        return max(0, batch_size - largest_batch(case, self.plan.model, self.plan.machine, CAUTIOUS))
 
     def _parts(self, batch_size: int, length: int) -> list[slice]:
         if self._host is None:
@@ -261,8 +255,16 @@ class Stream(Decoder):
         return sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
 
     def effective(self) -> Effective:
+        cache: dict[str, Option] = {
+            "kv_offload": str(self.options["kv_offload"]),
+            "kv_cache_dtype": str(self.options["kv_cache_dtype"]),
+            "kv_attention": self._host.place if self._host else "gpu",
+            "kv_host_rows": self._host.rows.stop - self._host.rows.start if self._host else 0,
+            "kv_bytes_per_step": self._fetched_per_step,
+            "attention": str(self.model.config._attn_implementation),
+        }
         if self._ring is None or self._arena is None:
-            return Effective(gpu_weight_bytes=self._resident_bytes)
+            return Effective(gpu_weight_bytes=self._resident_bytes, settings=cache)
         return Effective(
             gpu_weight_bytes=self._resident_bytes + self._ring.kept_bytes,
             host_weight_bytes=self._arena.size,
@@ -274,14 +276,9 @@ class Stream(Decoder):
                 "buffer_bytes": self._ring.buffer_bytes,
                 "slot_bytes": self._ring.slot_bytes,
                 "weight_codec": "lossless" if self._lossless else "none",
-                "kv_offload": self.options["kv_offload"],
-                "kv_cache_dtype": self.options["kv_cache_dtype"],
-                "kv_attention": self.options["kv_attention"],
-                "kv_host_rows": self._host.rows.stop - self._host.rows.start if self._host else 0,
-                "kv_bytes_per_step": self._fetched_per_step,
                 "numa_node": self._arena.numa_node,
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
-                "attention": self.model.config._attn_implementation,
+                **cache,
             },
         )
 

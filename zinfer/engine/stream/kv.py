@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from zinfer.engine.arena import HostArena
 from zinfer.engine.cache import FixedLayer
+from zinfer.engine.stream.attend import library
 from zinfer.engine.stream.hosted import host
 from zinfer.engine.stream.ring import Load, Ring
 
@@ -24,6 +25,7 @@ from zinfer.engine.stream.ring import Load, Ring
 class HostCache(ABC):
     """Keys and values of the `rows` of a batch in `arena`, for up to `capacity` tokens a sequence."""
 
+    place: str  # of the attention to it: gpu, cpu, or "cpu, torch" where no compiler was found
     rows: slice
     parts: list[slice]  # rows that go through the model together in a decode step
 
@@ -38,8 +40,10 @@ class CpuCache(HostCache):
     def __init__(self, arena: HostArena, rows: slice, capacity: int, device: torch.device) -> None:
         self.rows, self.parts, self.capacity = rows, [rows], capacity
         self._memory, self._used, self._device = arena.memory, 0, device
+        self.place = "cpu" if library() is not None else "cpu, torch"
         self._places: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values
-        self._writing: Any = None  # the last event after which prompts' keys are in place
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._writing = False  # prompts' keys, on `_stream`
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         if layer not in self._places:
@@ -49,15 +53,12 @@ class CpuCache(HostCache):
         if not start:
             for place, states in zip(self._places[layer], (keys, values), strict=True):
                 # One copy of whole rows: what lies beyond the prompt means nothing yet.
-                whole = pad(states, (0, 0, 0, self.capacity - end))
-                place[own].copy_(whole, non_blocking=True)
-            if keys.is_cuda:
-                self._writing = torch.cuda.Event()
-                self._writing.record()
+                _send(pad(states, (0, 0, 0, self.capacity - end)), place[own], self._stream)
+            self._writing = True
             return keys, values
-        if self._writing is not None:
-            self._writing.synchronize()
-            self._writing = None
+        if self._writing and self._stream is not None:
+            self._stream.synchronize()
+        self._writing = False
         for place, states in zip(self._places[layer], (keys, values), strict=True):
             place[own, :, start:end].copy_(states)  # waits for the device
         return tuple(host(place[own, :, :end], self._device) for place in self._places[layer])  # type: ignore[return-value]
@@ -71,6 +72,8 @@ class CpuCache(HostCache):
 class LinkCache(HostCache):
     """In `parts`, each of which is one range of bytes in a layer, a position after the other: ``[capacity, K and V of
     its rows]``. A step reads that in one copy, into a buffer of `ring`, and adds to it in another."""
+
+    place = "gpu"
 
     def __init__(self, arena: HostArena, ring: Ring, parts: list[slice], capacity: int) -> None:
         self.rows = slice(parts[0].start, parts[-1].stop)
@@ -136,15 +139,21 @@ class LinkCache(HostCache):
 
     def _store(self, key: tuple[int, int], packed: Tensor, start: int) -> None:
         target = self._places[key][start : start + packed.shape[0]]
-        if self._stream is None:
-            target.copy_(packed.view(torch.uint8))
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            target.copy_(packed.view(torch.uint8), non_blocking=True)
-            packed.record_stream(self._stream)
+        _send(packed.view(torch.uint8), target, self._stream)
+        if self._stream is not None:
             event = self._written[key] = torch.cuda.Event()
-            event.record()
+            event.record(self._stream)
+
+
+def _send(states: Tensor, target: Tensor, stream: Any) -> None:
+    """Copy to the host on `stream`, beside what the device goes on to compute; at once without one."""
+    if stream is None:
+        target.copy_(states)
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        target.copy_(states, non_blocking=True)
+    states.record_stream(stream)
 
 
 class SplitLayer(FixedLayer):

@@ -1,0 +1,143 @@
+"""Products of a few rows with a long matrix in host memory: what torch says, whatever the shapes."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from zinfer.engine.stream import attend
+from zinfer.engine.stream.hosted import Hosted, host
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    attend.library.cache_clear()
+    monkeypatch.setattr(attend.shutil, "which", lambda _: None)
+    yield
+    attend.library.cache_clear()
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.lists(st.integers(1, 5), max_size=2),
+    rows=st.integers(1, 9),
+    tokens=st.sampled_from([1, 2, 31, 255, 256, 257, 700]),
+    width=st.sampled_from([1, 8, 33, 64, 128, 300]),
+    spare=st.integers(0, 3),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_both_products_are_those_of_torch(
+    batch: list[int], rows: int, tokens: int, width: int, spare: int, dtype: torch.dtype
+) -> None:
+    matrix = noise(*batch, tokens + spare, width, dtype=dtype)[..., :tokens, :]
+    queries, chances = noise(*batch, rows, width, dtype=dtype), noise(*batch, rows, tokens, dtype=torch.float32)
+    assert attend.suits(queries, matrix)
+    for found, exact in (
+        (attend.dots(queries, matrix), queries.double() @ matrix.double().transpose(-1, -2)),
+        (attend.mix(chances, matrix), chances.double() @ matrix.double()),
+    ):
+        assert found.dtype == torch.float32
+        assert torch.allclose(found.double(), exact, atol=2e-5 * (tokens + width) ** 0.5, rtol=1e-4)
+
+
+def test_what_it_was_not_made_for_is_left_to_torch() -> None:
+    keys = noise(2, 3, 40, 16)
+    assert not attend.suits(noise(2, 3, 65, 16), keys)  # many rows
+    assert not attend.suits(noise(2, 3, 1, 40), keys.transpose(-1, -2))  # no row of it is whole
+    assert not attend.suits(noise(3, 1, 16), keys)
+    assert not attend.suits(noise(1, 2000), noise(5, 2000))
+    assert not attend.suits(torch.ones(1, 4, dtype=torch.int64), torch.ones(3, 4, dtype=torch.int64))
+
+
+def test_not_a_number_stays_one() -> None:
+    keys = noise(1, 4, 8)
+    keys[0, 2] = float("nan")
+    found = attend.dots(noise(1, 1, 8), keys)[0, 0]
+    assert found.isnan().tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("groups", [8, 2, 1])
+@pytest.mark.parametrize("mask", [None, "left padding", "bias", "bias of each head"])
+@pytest.mark.parametrize("length", [1, 3])
+def test_attention_is_that_of_torch(groups: int, mask: str | None, length: int) -> None:
+    query, keys, values = noise(3, 8, length, 16), noise(3, groups, 50, 16), noise(3, groups, 60, 16)[:, :, 10:]
+    seen: Tensor | None = None
+    if mask == "left padding":
+        seen = (torch.arange(50) >= torch.tensor([0, 7, 20])[:, None])[:, None, None]
+    elif mask is not None:
+        seen = noise(3, 8 if "head" in mask else 1, 1, 50)
+    shared = {"attn_mask": seen, "enable_gqa": groups != 8}
+    expected = scaled_dot_product_attention(query.float(), keys.float(), values.float(), **_wide(shared))
+    held = (host(states, CPU) for states in (keys, values))
+    found = scaled_dot_product_attention(query, *held, **shared)
+    assert isinstance(found, Hosted)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), expected, atol=0.03)
+
+
+def _wide(given: dict[str, Any]) -> dict[str, Any]:
+    seen = given["attn_mask"]
+    return given | ({"attn_mask": seen.float()} if seen is not None and seen.dtype == torch.bfloat16 else {})
+
+
+def test_products_of_a_model_that_computes_attention_itself() -> None:
+    query, keys, values, bias = noise(6, 1, 16), noise(6, 40, 16), noise(6, 40, 16), noise(6, 1, 40)
+    there, far = host(keys, CPU), host(values, CPU)
+    scores = bias.baddbmm(batch1=query, batch2=there.transpose(-1, -2), beta=1.0, alpha=0.25)
+    assert isinstance(scores, Hosted)
+    assert torch.allclose(scores.float(), torch.baddbmm(bias, query, keys.mT, alpha=0.25).float(), atol=0.05)
+    chances = torch.softmax(scores, dim=-1, dtype=torch.float32).to(torch.bfloat16)
+    for found in (torch.bmm(chances, far), torch.matmul(chances, far), chances @ far):
+        assert torch.allclose(found.float(), torch.bmm(chances.as_subclass(Tensor), values).float(), atol=0.02)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_torch_computes_the_same() -> None:
+    assert attend.library() is None
+    queries, keys = noise(2, 4, 2, 16), noise(2, 4, 30, 16)
+    assert not attend.suits(queries, keys)
+    assert torch.equal(attend.dots(queries, keys), (queries @ keys.mT).float())
+    found = scaled_dot_product_attention(queries, host(keys, CPU), host(keys, CPU))
+    assert torch.allclose(found.float(), scaled_dot_product_attention(queries, keys, keys).float(), atol=0.02)
+
+
+def test_a_compiler_that_fails_is_no_accident(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def fail(command: list[str], **_: Any) -> None:
+        raise subprocess.CalledProcessError(1, command)
+
+    attend.library.cache_clear()
+    monkeypatch.setattr(attend.subprocess, "run", fail)
+    try:
+        assert attend.library() is None
+        assert list((tmp_path / "zinfer").iterdir()) == []
+    finally:
+        attend.library.cache_clear()
+
+
+def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    attend.library.cache_clear()
+    try:
+        assert attend.library() is not None
+        (made,) = (tmp_path / "zinfer").iterdir()
+        written = made.stat().st_mtime_ns
+        attend.library.cache_clear()
+        assert attend.library() is not None
+        assert made.stat().st_mtime_ns == written
+    finally:
+        attend.library.cache_clear()

@@ -1,0 +1,97 @@
+"""Products of a few rows with a long matrix in host memory, at the speed of that memory.
+
+`attend.c` is compiled for this processor when it is first wanted, and kept in the user's cache folder. Where there is
+no C compiler, torch computes the same, at a fraction of the rate.
+
+    rows, keys: [.., n, D] and [.., m, D]         dots(rows, keys): [.., n, m]
+    rows, values: [.., n, m] and [.., m, D]       mix(rows, values): [.., n, D]
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("attend.c")
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+MOST_ROWS, WIDEST = 64, 1024  # ROWS and WIDTH in attend.c
+
+
+def dots(rows: Tensor, keys: Tensor) -> Tensor:
+    """``rows @ keys^T`` in float32."""
+    return _run("dots", rows, keys, keys.shape[-2]) if suits(rows, keys) else (rows @ keys.transpose(-1, -2)).float()
+
+
+def mix(rows: Tensor, values: Tensor) -> Tensor:
+    """``rows @ values`` in float32."""
+    if suits(rows, values):
+        return _run("mix", rows, values, values.shape[-1])
+    return (rows.to(values.dtype) @ values).float()
+
+
+def suits(rows: Tensor, matrix: Tensor) -> bool:
+    """Whether this is compiled code's to compute: few rows, and up to two batch dimensions of a matrix whose own rows
+    are whole in memory."""
+    return (
+        matrix.dtype in NAMES
+        and rows.dtype in NAMES
+        and 2 <= matrix.dim() <= 4
+        and rows.shape[:-2] == matrix.shape[:-2]
+        and rows.shape[-2] <= MOST_ROWS
+        and matrix.shape[-1] <= WIDEST
+        and matrix.stride(-1) == 1
+        and matrix.device.type == rows.device.type == "cpu"
+        and library() is not None
+    )
+
+
+def _run(kind: str, rows: Tensor, matrix: Tensor, width: int) -> Tensor:
+    rows, out = rows.to(torch.float32).contiguous(), torch.empty((*rows.shape[:-1], width))
+    missing = 4 - matrix.dim()
+    batch, strides = (1,) * missing + matrix.shape[:-2], (0,) * missing + matrix.stride()[:-1]
+    numbers = (*batch, *strides, rows.shape[-2], *matrix.shape[-2:])
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows, matrix, out))
+    function = getattr(library(), f"{kind}_{NAMES[matrix.dtype]}")
+    function(*pointers, *map(ctypes.c_int64, numbers), ctypes.c_int(torch.get_num_threads()))
+    return out
+
+
+@cache
+def library() -> Any:
+    """`attend.c`, compiled; None where that cannot be."""
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        return None
+    made_of = SOURCE.read_bytes() + " ".join((compiler, *FLAGS, _processor())).encode()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zinfer"
+    place = folder / f"attend-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    try:
+        if not place.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:  # another process may be at the same
+                made = Path(scratch) / place.name
+                subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
+                made.replace(place)
+        return ctypes.CDLL(str(place))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    """What ``-march=native`` goes by: a home folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

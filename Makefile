@@ -37,7 +37,7 @@ codec: .venv/installed .scratch/trained/model.safetensors
 
 # What an 8-bit KV cache costs that model, on source that its training has not seen.
 accuracy: .venv/installed .scratch/trained/model.safetensors
-	$(BIN)/zinfer accuracy --model .scratch/trained --offload cpu -O kv_cache_dtype=int8,fp8 \
+	$(BIN)/zinfer accuracy --model .scratch/trained --offload cpu --kv-cache-dtype int8,fp8 \
 	  --prompt-file .scratch/trained/held-out.txt --input-len 384 --output-len 128 --samples 64 --batch-size 64
 
 .scratch/trained/model.safetensors: tests/trained.py

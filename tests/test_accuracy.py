@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -319,7 +321,7 @@ AXIS = ("-O", "kv_cache_dtype=int8")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say what to compare, as in -O kv_cache_dtype=int8,fp8"),
+        ([], "say what to compare, as in --kv-cache-dtype int8,fp8"),
         ([*AXIS, "--layers", "2"], "--layers: what a part of a model's layers say is no text"),
         ([*AXIS, "--reference", "ring_depth=2,3"], "--reference takes one value for each option"),
         (["-O", "kv=int8"], "has no option 'kv'; its options: ring_depth"),
@@ -370,11 +372,30 @@ def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monk
     assert not list(Path("sweeps").rglob("accuracy.json"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing_behind(
+    number: signal.Signals, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
+) -> None:
+    class Interrupting(Inline):
+        def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+            if message.get("verb") == "compare":
+                os.kill(os.getpid(), number)
+            return super()._ask(message)
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("zinfer.worker.Worker", Interrupting)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    before = sorted(folder.rglob("*"))
+    words = ["--samples", 2, "--input-len", 8, "--output-len", 4]
+    assert invoke("-m", checkpoint("llama"), *AXIS, *words).exit_code == 128 + number
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_the_record_is_printed_and_lies_with_the_machines_results(folder: Path, checkpoint: Checkpoints) -> None:
     (folder / "text.txt").write_text(TEXT)
     (folder / "model").symlink_to(checkpoint("llama"))
-    words = ["-m", "model", "--offload", "cpu", "-O", "kv_cache_dtype=int8", "--prompt-file", "text.txt", "--json"]
-    result = zinfer(folder, "accuracy", *words, "--input-len", "16", "--output-len", "8", "--samples", "4")
+    words = ["-m", "model", "--offload", "cpu", "--kv-cache-dtype", "int8", "--prompt-file", "text.txt"]
+    result = zinfer(folder, "accuracy", *words, "--json", "--input-len", "16", "--output-len", "8", "--samples", "4")
     assert result.returncode == 0, result.stderr
     (written,) = folder.glob("sweeps/results/*/accuracy.json")
     found = accuracy.load(written)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
 @click.pass_obj
 def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> None:
-    """Compare each setting of -O (a comma list is an axis) with the engine as it comes: the error of its logits, how
+    """Compare each setting (a comma list is an axis) with the engine as it comes: the error of its logits, how
     often its most likely token is another one, the text's perplexity, and when a greedy text first differs.
 
     Each of --samples pieces of the text makes two rows: one goes on from the piece's first --input-len tokens with the
@@ -49,8 +49,8 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     little, a record is written only where --output says so.
 
     \b
-    zinfer accuracy --model ./my-checkpoint --offload cpu -O kv_cache_dtype=int8,fp8
-    zinfer accuracy --model ./my-checkpoint --dtype fp32 -O kv_cache_dtype=int8 --prompt-file book.txt --samples 64
+    zinfer accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8,fp8
+    zinfer accuracy --model ./my-checkpoint --dtype fp32 --kv-cache-dtype int8 --prompt-file book.txt --samples 64
     """
     from rich.console import Console
 
@@ -85,12 +85,13 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     from zinfer.commands.watch import Watch
     from zinfer.lead import NoAnswer
     from zinfer.model import ModelError
+    from zinfer.signals import Interrupted, Signals
     from zinfer.source import find
     from zinfer.subject import text_of, told_of
     from zinfer.worker import Worker, now, versions
 
     if not how["settings"]:
-        raise click.UsageError("say what to compare, as in -O kv_cache_dtype=int8,fp8")
+        raise click.UsageError("say what to compare, as in --kv-cache-dtype int8,fp8")
     if how["layers"] is not None:
         raise click.UsageError("--layers: what a part of a model's layers say is no text; leave it out")
     if any(len(values) > 1 for values in how["reference"].values()):
@@ -107,7 +108,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
         )
     started, (reference, settings, target) = now(), _plans(how, source)
     name, text = text_of(how["prompt_file"])
-    with Watch() as watch:
+    with Watch() as watch, Signals() as signals:
         comparison = deviate.Comparison(
             reference=reference,
             settings=settings,
@@ -119,9 +120,12 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
             loading=lambda plan: watch.loading(sweep.Job(plan, (plan.case,), target)),
         )
         try:
-            found = comparison.run()
+            with signals.raised():
+                found = comparison.run()
         except NoAnswer as error:
             raise Failure(f"the reference: {error.status}: {error}", ENVIRONMENT) from None
+        except Interrupted as interrupt:
+            raise SystemExit(128 + interrupt.signal) from None
     devices = hardware.gpus()
     return AccuracyRecord(
         machine=here.results_folder().name,

@@ -5,7 +5,9 @@ library, and writes a whole checkpoint: the weights as bf16, with how they came 
 `held-out.txt`, source that was not trained on. Half a minute on a GPU; on a CPU take fewer `--steps` of a smaller
 `--batch`. It is no published model: much smaller, and trained on far less, than those. How much of the weights is
 training's and not what they began with, it says, too: little of it, and they are still Gaussian. Its heads are as large
-as those of published models (64), but errors add up through few layers.
+as those of published models (64), but errors add up through few layers; and how far the largest channel of its keys
+stands out, it says, because large models have some that do (Liu et al. 2024, arXiv:2402.02750), which are what makes a
+KV cache hard to quantise.
 """
 
 import argparse
@@ -49,6 +51,14 @@ def layers_of(model: LlamaForCausalLM) -> Tensor:
     return torch.cat([p.detach().flatten().cpu() for p in model.model.layers.parameters() if p.dim() == 2])
 
 
+@torch.inference_mode()
+def prominence(model: LlamaForCausalLM, tokens: Tensor) -> float:
+    """How many times as large the largest channel of a head's keys is as its median one, the mean over all heads."""
+    keys = torch.stack([layer.keys for layer in model(input_ids=tokens, use_cache=True).past_key_values.layers])
+    channels = keys.float().square().mean((1, 3)).sqrt()  # [layers, heads, head_dim]
+    return float((channels.amax(-1) / channels.median(-1).values).mean())
+
+
 def train(
     folder: Path, steps: int, batch: int, hidden_size: int = 512, layers: int = 6, learning_rate: float = 1e-3
 ) -> str:
@@ -90,7 +100,8 @@ def train(
     source = (
         f"Llama of {count / 1e6:.0f} million weights, trained for this on {steps * batch * LENGTH / 1e6:.1f} million "
         f"bytes of the standard library of Python {platform.python_version()}, to {last:.2f} nats a byte; "
-        f"{trained:.0%} of their variance is not that of their first values"
+        f"{trained:.0%} of their variance is not that of their first values; the largest channel of a head's keys is "
+        f"{prominence(model, tokens):.1f} times its median one"
     )
     folder.mkdir(parents=True, exist_ok=True)
     config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16

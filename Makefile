@@ -31,9 +31,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The codec on weights that training shaped: a small model is trained first, which wants a GPU.
-codec: .venv/installed .scratch/trained/model.safetensors
-	$(BIN)/zinfer codec .scratch/trained
+# The codec on weights that training shaped: a small model is trained first, which wants a GPU, two are fetched.
+codec: .venv/installed .scratch/trained/model.safetensors .scratch/published/resemblyzer.safetensors
+	$(BIN)/zinfer codec --dtype bf16 .scratch/trained .scratch/published/*.safetensors
 
 # What an 8-bit KV cache costs that model, on source that its training has not seen.
 accuracy: .venv/installed .scratch/trained/model.safetensors
@@ -42,6 +42,9 @@ accuracy: .venv/installed .scratch/trained/model.safetensors
 
 .scratch/trained/model.safetensors: tests/trained.py
 	$(BIN)/python -m tests.trained $(@D)
+
+.scratch/published/resemblyzer.safetensors: tests/published.py
+	$(BIN)/python -m tests.published .scratch/published
 
 plots: .venv/installed
 	$(BIN)/zinfer plot

@@ -53,6 +53,28 @@ def test_both_products_are_those_of_torch(
         assert torch.allclose(found.double(), exact, atol=2e-5 * (tokens + width) ** 0.5, rtol=1e-4)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    tokens=st.sampled_from([1, 31, 257]),
+    width=st.sampled_from([1, 33, 128]),
+)
+def test_rows_in_8_bits_are_as_good_as_their_bits(rows: int, tokens: int, width: int) -> None:
+    states = noise(2, 3, tokens, width) * torch.logspace(-3, 3, tokens)[:, None]
+    matrix = attend.coded(states).view(torch.int8)[..., :width]
+    exact = attend.widened(matrix, torch.float32)
+    assert bool(((exact - states).abs() <= states.abs().amax(-1, keepdim=True) / 253).all())
+    queries, chances = noise(2, 3, rows, width), noise(2, 3, rows, tokens, dtype=torch.float32)
+    assert attend.suits(queries, matrix)
+    magnitude = float(exact.abs().max())
+    for found, told in (
+        (attend.dots(queries, matrix), queries.float() @ exact.transpose(-1, -2)),
+        (attend.mix(chances, matrix), chances @ exact),
+    ):
+        assert torch.allclose(found, told, atol=1e-4 * magnitude, rtol=1e-3)
+    assert not attend.suits(queries, matrix.contiguous())  # the scales are lost
+
+
 def test_what_it_was_not_made_for_is_left_to_torch() -> None:
     keys = noise(2, 3, 40, 16)
     assert not attend.suits(noise(2, 3, 65, 16), keys)  # many rows

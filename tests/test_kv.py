@@ -166,6 +166,33 @@ def test_heads_of_any_size_are_quantised_alike(storage: torch.dtype, most: float
         assert not found[0, 0, 1].any()
 
 
-def test_a_quantised_cache_stays_on_the_gpu(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="kv_cache_dtype is for a cache on the GPU"):
-        load("stream", checkpoint("llama"), "cpu", tmp_path, kv_cache_dtype="int8", kv_offload="cpu")
+@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("here", [0, 1, 3])
+@pytest.mark.parametrize("architecture", ["bloom", "llama", "gpt_neox"])
+def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
+    architecture: str, here: int, compiler: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    if not compiler:
+        monkeypatch.setattr("zinfer.engine.stream.attend.library", lambda: None)
+    monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
+    monkeypatch.setattr("zinfer.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
+    directory = checkpoint(architecture)
+    alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
+    split = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8", kv_offload="auto")
+    token_ids, mask = prompts((9, 5, 7, 1))
+    logits = [one.prefill(token_ids, mask, reserve=8) for one in (alone, split)]
+    for _ in range(6):
+        assert torch.allclose(*logits, atol=2e-3)
+        token = logits[0].argmax(-1)
+        logits = [one.decode(token) for one in (alone, split)]
+    assert split.effective().settings["kv_host_rows"] == 4 - here
+    arena, kept = split._kv_arena, alone.plan.model.kv_bytes(4 - here, 17)  # type: ignore[attr-defined]
+    assert arena.size == pytest.approx(kept * (1 + 4 / alone.plan.model.head_dim) / 4, abs=4096)
+    alone.close()
+    split.close()
+
+
+def test_of_a_quantised_cache_in_host_memory_only_the_cpu_knows(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    for other in ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8", "kv_attention": "gpu"}):
+        with pytest.raises(EngineError, match="8 bits are int8 and attended to by the CPU"):
+            load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", **other)

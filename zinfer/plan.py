@@ -166,7 +166,8 @@ def setup_of(
     if offload == "none":
         return bare
     attention = options.get("kv_attention", "auto" if case.engine == "stream" else "gpu")
-    either = (True,) if bare.tier == "gpu" else (False, True)  # nothing streams with which a cache could come along
+    # Without streamed weights there is nothing a cache could come along with, and in 8 bits it stays where it is.
+    either = (True,) if bare.tier == "gpu" or bare.kv_ratio < 1 else (False, True)
     ways = []
     for on_cpu in either if attention == "auto" else (attention == "cpu",):
         setup = bare.model_copy(update={"kv_host_share": 1.0, "kv_on_cpu": on_cpu})
@@ -213,13 +214,12 @@ def _weights_setup(case: Case, model: ModelSpec, machine: Machine, automatic: in
     bits = float(options.get("weight_bits", 16))
     ratio = 1.0 if bits >= 16 else (bits + 32 / 64) / (8 * model.dtype_bytes)
     lossless = is_lossless(case, machine) and ratio == 1.0 and case.dtype == "bfloat16"  # other types go as they are
-    quantized = options.get("kv_cache_dtype") in ("int8", "fp8")
     common = Setup(
         tier=TIERS[case.offload],
         gpus=int(options.get("gpus", 1)),
         weight_ratio=ratio,
         wire_ratio=LOSSLESS_RATIO if lossless else 1.0,
-        kv_ratio=(1 + 4 / model.head_dim) / model.dtype_bytes if quantized else 1.0,  # a 32-bit scale a head and token
+        kv_ratio=kv_ratio(case, model),
         pinned=bool(options.get("pin_memory", True)),
     )
     streamable = cost.layers_stored(common, model)
@@ -240,6 +240,12 @@ def _weights_setup(case: Case, model: ModelSpec, machine: Machine, automatic: in
         matrix = model.hidden_size * max(model.ffn_size, model.hidden_size) * model.dtype_bytes
         update |= {"slots": matrix / model.layer_bytes, "overlapped": False}
     return common.model_copy(update=update)
+
+
+def kv_ratio(case: Case, model: ModelSpec) -> float:
+    """Bytes of the case's KV cache over those in the model's type; 8 bits come with a 32-bit scale a head and token."""
+    quantized = dict(case.options).get("kv_cache_dtype") in ("int8", "fp8")
+    return (1 + 4 / model.head_dim) / model.dtype_bytes if quantized else 1.0
 
 
 def piece_bytes(model: ModelSpec) -> int:

@@ -34,6 +34,7 @@ from zinfer.plan import (
     Option,
     Workload,
     is_lossless,
+    kv_ratio,
     kv_rows_on_host,
     resident_bytes,
     share_out,
@@ -67,8 +68,9 @@ class Stream(Decoder):
         for option, choices in CHOICES.items():
             if self.options[option] not in choices:
                 raise EngineError(f"{option}={self.options[option]}: choose from {', '.join(choices)}")
-        if self.options["kv_offload"] != "none" and self.options["kv_cache_dtype"] in STORAGE:
-            raise EngineError("kv_cache_dtype is for a cache on the GPU: leave out kv_offload")
+        eight_bits = self.options["kv_offload"] != "none" and self.options["kv_cache_dtype"] in STORAGE
+        if eight_bits and (self.options["kv_cache_dtype"] != "int8" or self.options["kv_attention"] == "gpu"):
+            raise EngineError("of a KV cache in host memory, 8 bits are int8 and attended to by the CPU")
         if plan.case.offload == "none" and self.options["kv_attention"] == "gpu":
             raise EngineError("kv_attention=gpu brings the cache along with streamed weights: it needs offload cpu")
         self.model = empty_model(plan.model)
@@ -177,41 +179,41 @@ class Stream(Decoder):
     def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache:
         self._host = None
         storage = str(self.options["kv_cache_dtype"])
-        own = make_cache(self.model.config, batch_size, capacity, storage)
         spec = self.plan.model
         layer = max(1, spec.kv_bytes(1, capacity) // spec.num_layers)  # of a sequence
         self._rows_at_once = max(1, DEQUANTIZED_BYTES // layer) if storage in STORAGE else batch_size
         load = Workload(batch_size=batch_size, input_len=length, output_len=max(1, capacity - length))
         case = self.plan.case.model_copy(update={"workload": load})
         rows, on_cpu = kv_rows_on_host(case, spec, self.plan.machine, CAUTIOUS)
+        here = batch_size - rows
+        own = make_cache(self.model.config, here, capacity, storage)
         if not rows or not isinstance(own.layers[0], FixedLayer):
             return own
-        here = batch_size - rows
-        size = spec.kv_bytes(rows, capacity)
+        size = round(spec.kv_bytes(rows, capacity) * kv_ratio(case, spec))
         if self._kv_arena is None or self._kv_arena.size < size:
             self._close_kv()
             self._kv_arena = HostArena(size, pin=self.device.type == "cuda", progress=self.progress)
         there = slice(here, batch_size)
         if on_cpu or self._ring is None:
-            self._host = CpuCache(self._kv_arena, there, capacity, self.device)
+            self._host = CpuCache(self._kv_arena, there, capacity, self.device, storage in STORAGE)
         else:
             parts, ring = self._split(there, length), self._ring
             ring.resize(ring.depth, max(spec.kv_bytes(p.stop - p.start, capacity) for p in parts) // spec.num_layers)
             self._host = link = LinkCache(self._kv_arena, ring, parts, capacity)
             ring.fetch(link.loads(length))
             ring.start()
-        return Cache(layers=[SplitLayer(index, here, capacity, self._host) for index in range(len(own.layers))])
+        split = [SplitLayer(index, kept, self._host) for index, kept in enumerate(own.layers)]
+        return Cache(layers=split)
 
     def _parts(self, batch_size: int, length: int) -> list[slice]:
-        if self._host is None:
-            parts = super()._parts(batch_size, length)
-            if length > 1 or self._rows_at_once >= batch_size or not self._show(slice(0, batch_size), self._length - 1):
-                return parts
-            step = self._rows_at_once
-            return [slice(start, min(start + step, batch_size)) for start in range(0, batch_size, step)]
-        here = self._host.rows.start
-        there = self._host.parts if length == 1 else self._split(self._host.rows, length)
-        return [*(super()._parts(here, length) if here else []), *there]
+        host, step = self._host, self._rows_at_once
+        here = host.rows.start if host is not None else batch_size
+        parts = super()._parts(here, length) if here else []
+        if length == 1 and here > step and self._show(slice(0, here), self._length - 1):
+            parts = [slice(start, min(start + step, here)) for start in range(0, here, step)]
+        if host is None:
+            return parts
+        return [*parts, *(host.parts if length == 1 else self._split(host.rows, length))]
 
     def _in_parts(self, parts: list[slice], length: int, work: Callable[[slice], Tensor]) -> list[Tensor]:
         ring, cache = self._ring, self._cache

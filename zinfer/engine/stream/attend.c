@@ -3,6 +3,8 @@
    Attention to one new token is two products of a few rows with a long matrix: 2 FLOPs a byte of bf16, so a core that
    widens and multiplies a vector at a time waits for memory. Libraries' products are made for many rows, and do not.
 
+   int8 rows are followed, in memory, by their scale, a float32.
+
    Matrix b of `outer * inner` begins `(b / inner) * stride_outer + (b % inner) * stride_inner` elements on; its rows,
    one a token, are `width` elements side by side and `stride` elements apart. Rows that meet it, and results, are
    float32 and contiguous. */
@@ -26,7 +28,16 @@ static inline float from_float16(_Float16 value) { return (float)value; }
 
 static inline float from_float32(float value) { return value; }
 
-#define KERNELS(NAME, TYPE)                                                                                           \
+static inline float from_int8(int8_t value) { return (float)value; }
+
+static inline float scale_of(const int8_t *row, int64_t width) {
+    float scale;
+    memcpy(&scale, row + width, sizeof scale);
+    return scale;
+}
+
+#define UNSCALED(row, width) 1.0f
+#define KERNELS(NAME, TYPE, SCALE)                                                                                    \
     /* out[b][r][t] = sum over d of rows[b][r][d] * keys[b][t][d] */                                                  \
     void dots_##NAME(const float *rows, const TYPE *keys, float *out, int64_t outer, int64_t inner,                   \
                      int64_t stride_outer, int64_t stride_inner, int64_t stride, int64_t count, int64_t tokens,       \
@@ -38,8 +49,8 @@ static inline float from_float32(float value) { return value; }
                 int64_t end = begin + TOKENS < tokens ? begin + TOKENS : tokens;                                      \
                 for (int64_t t = begin; t < end; t++) {                                                               \
                     const TYPE *key = own + t * stride;                                                               \
-                    float wide[WIDTH];                                                                                \
-                    for (int64_t d = 0; d < width; d++) wide[d] = from_##NAME(key[d]);                                \
+                    float wide[WIDTH], scale = SCALE(key, width);                                                     \
+                    for (int64_t d = 0; d < width; d++) wide[d] = scale * from_##NAME(key[d]);                        \
                     int64_t r = 0;                                                                                    \
                     for (; r + 4 <= count; r += 4) { /* what is widened once serves four rows */                      \
                         const float *row = rows + (b * count + r) * width;                                            \
@@ -82,7 +93,7 @@ static inline float from_float32(float value) { return value; }
                 for (int64_t t = 0; t < tokens; t++) {                                                                \
                     const TYPE *value = own + t * stride + begin;                                                     \
                     for (int64_t r = 0; r < count; r++) {                                                             \
-                        float part = rows[(b * count + r) * tokens + t];                                              \
+                        float part = rows[(b * count + r) * tokens + t] * SCALE(own + t * stride, width);             \
                         _Pragma("omp simd")                                                                           \
                         for (int64_t d = 0; d < size; d++) sums[r][d] += part * from_##NAME(value[d]);                \
                     }                                                                                                 \
@@ -93,6 +104,7 @@ static inline float from_float32(float value) { return value; }
         }                                                                                                             \
     }
 
-KERNELS(bfloat16, uint16_t)
-KERNELS(float16, _Float16)
-KERNELS(float32, float)
+KERNELS(bfloat16, uint16_t, UNSCALED)
+KERNELS(float16, _Float16, UNSCALED)
+KERNELS(float32, float, UNSCALED)
+KERNELS(int8, int8_t, scale_of)

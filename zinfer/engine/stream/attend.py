@@ -5,6 +5,8 @@ no C compiler, torch computes the same, at a fraction of the rate.
 
     rows, keys: [.., n, D] and [.., m, D]         dots(rows, keys): [.., n, m]
     rows, values: [.., n, m] and [.., m, D]       mix(rows, values): [.., n, D]
+
+Matrices may be int8, if `coded` made them: each row has a scale of its own, in the four bytes behind it.
 """
 
 import ctypes
@@ -24,20 +26,41 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("attend.c")
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
-NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, torch.int8)}
+SCALE_BYTES = 4
 MOST_ROWS, WIDEST = 64, 1024  # ROWS and WIDTH in attend.c
 
 
 def dots(rows: Tensor, keys: Tensor) -> Tensor:
     """``rows @ keys^T`` in float32."""
-    return _run("dots", rows, keys, keys.shape[-2]) if suits(rows, keys) else (rows @ keys.transpose(-1, -2)).float()
+    if suits(rows, keys):
+        return _run("dots", rows, keys, keys.shape[-2])
+    return (rows @ widened(keys, rows.dtype).transpose(-1, -2)).float()
 
 
 def mix(rows: Tensor, values: Tensor) -> Tensor:
     """``rows @ values`` in float32."""
     if suits(rows, values):
         return _run("mix", rows, values, values.shape[-1])
-    return (rows.to(values.dtype) @ values).float()
+    return (rows @ widened(values, rows.dtype)).float()
+
+
+def coded(states: Tensor) -> Tensor:
+    """Rows of `states`, ``[.., D]`` of any float type, in 8 bits each with its scale: uint8 ``[.., D + 4]``, of which
+    ``view(torch.int8)[.., :D]`` is a matrix for `dots` and `mix`. Symmetric, rounded to nearest."""
+    scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=1e-12) / 127
+    content = (states.float() / scale).round_().to(torch.int8)
+    return torch.cat([content.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+
+
+def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """`matrix` in `dtype`: a copy if it is int8, itself otherwise."""
+    if matrix.dtype != torch.int8:
+        return matrix
+    behind = matrix.storage_offset() + matrix.shape[-1]
+    scale = matrix.as_strided((*matrix.shape[:-1], SCALE_BYTES), matrix.stride(), behind).contiguous()
+    return (matrix.float() * scale.view(torch.float32)).to(dtype)
 
 
 def suits(rows: Tensor, matrix: Tensor) -> bool:
@@ -45,12 +68,13 @@ def suits(rows: Tensor, matrix: Tensor) -> bool:
     are whole in memory."""
     return (
         matrix.dtype in NAMES
-        and rows.dtype in NAMES
+        and rows.dtype in FLOATS
         and 2 <= matrix.dim() <= 4
         and rows.shape[:-2] == matrix.shape[:-2]
         and rows.shape[-2] <= MOST_ROWS
         and matrix.shape[-1] <= WIDEST
         and matrix.stride(-1) == 1
+        and (matrix.dtype in FLOATS or matrix.stride(-2) >= matrix.shape[-1] + SCALE_BYTES)
         and matrix.device.type == rows.device.type == "cpu"
         and library() is not None
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.utils._pytree import tree_flatten, tree_map
 
-from zinfer.engine.stream.attend import dots, mix, suits
+from zinfer.engine.stream.attend import dots, mix, suits, widened
 
 
 class Hosted(Tensor):
@@ -75,6 +75,7 @@ def _attention(
     rows = query.reshape(batch, groups, heads // groups * length, width)
     whole = (is_causal and length > 1) or (groups != heads and attn_mask is not None and attn_mask.shape[1] != 1)
     if whole or not (suits(rows, key) and suits(rows, value)):
+        key, value = widened(key, query.dtype), widened(value, query.dtype)
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -90,24 +91,28 @@ def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
     turned = matrix.transpose(-1, -2)
     if suits(rows, turned):
         return dots(rows, turned)
-    return mix(rows, matrix) if suits(rows, matrix) else None
+    if suits(rows, matrix):
+        return mix(rows, matrix)
+    if matrix.dtype != torch.int8:
+        return None
+    return dots(rows, turned) if matrix.stride(-1) != 1 else mix(rows, matrix)
 
 
 def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
     found = _product(input, mat2)
-    return torch.bmm(input, mat2) if found is None else found.to(mat2.dtype)
+    return torch.bmm(input, mat2) if found is None else found.to(input.dtype)
 
 
 def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     found = _product(batch1, batch2)
     if found is None:
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
-    return found.mul_(alpha).add_(input, alpha=beta).to(batch2.dtype)
+    return found.mul_(alpha).add_(input, alpha=beta).to(batch1.dtype)
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
     found = _product(input, other)
-    return torch.matmul(input, other) if found is None else found.to(other.dtype)
+    return torch.matmul(input, other) if found is None else found.to(input.dtype)
 
 
 # What attention to one new token is made of, wherever a model does not leave it to one operation.

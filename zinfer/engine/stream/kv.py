@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from zinfer.engine.arena import HostArena
 from zinfer.engine.cache import FixedLayer
-from zinfer.engine.stream.attend import library
+from zinfer.engine.stream.attend import coded, library
 from zinfer.engine.stream.hosted import host
 from zinfer.engine.stream.ring import Load, Ring
 
@@ -35,23 +35,27 @@ class HostCache(ABC):
 
 
 class CpuCache(HostCache):
-    """In the order that attention reads it, ``[rows, kv_heads, capacity, head_dim]``; comes as `Hosted` tensors."""
+    """In the order that attention reads it, ``[rows, kv_heads, capacity, head_dim]``; comes as `Hosted` tensors. With
+    `in_8_bits`, as `zinfer.engine.stream.attend.coded` has it."""
 
-    def __init__(self, arena: HostArena, rows: slice, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self, arena: HostArena, rows: slice, capacity: int, device: torch.device, in_8_bits: bool = False
+    ) -> None:
         self.rows, self.parts, self.capacity = rows, [rows], capacity
-        self._memory, self._used, self._device = arena.memory, 0, device
+        self._memory, self._used, self._device, self._in_8_bits = arena.memory, 0, device, in_8_bits
         self.place = "cpu" if library() is not None else "cpu, torch"
         self._places: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
         self._writing = False  # prompts' keys, on `_stream`
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        stored = (coded(keys), coded(values)) if self._in_8_bits else (keys, values)
         if layer not in self._places:
-            self._places[layer] = self._take(keys), self._take(values)
+            self._places[layer] = self._take(stored[0]), self._take(stored[1])
         own = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
         end = start + keys.shape[2]
         if not start:
-            for place, states in zip(self._places[layer], (keys, values), strict=True):
+            for place, states in zip(self._places[layer], stored, strict=True):
                 # One copy of whole rows: what lies beyond the prompt means nothing yet.
                 _send(pad(states, (0, 0, 0, self.capacity - end)), place[own], self._stream)
             self._writing = True
@@ -59,9 +63,12 @@ class CpuCache(HostCache):
         if self._writing and self._stream is not None:
             self._stream.synchronize()
         self._writing = False
-        for place, states in zip(self._places[layer], (keys, values), strict=True):
+        for place, states in zip(self._places[layer], stored, strict=True):
             place[own, :, start:end].copy_(states)  # waits for the device
-        return tuple(host(place[own, :, :end], self._device) for place in self._places[layer])  # type: ignore[return-value]
+        seen = (place[own, :, :end] for place in self._places[layer])
+        if self._in_8_bits:
+            seen = (place.view(torch.int8)[..., : keys.shape[3]] for place in seen)
+        return tuple(host(place, self._device) for place in seen)  # type: ignore[return-value]
 
     def _take(self, states: Tensor) -> Tensor:
         shape = (self.rows.stop - self.rows.start, states.shape[1], self.capacity, states.shape[3])
@@ -157,24 +164,24 @@ def _send(states: Tensor, target: Tensor, stream: Any) -> None:
 
 
 class SplitLayer(FixedLayer):
-    """The cache of decoder layer `index`: of the first `count` sequences on the device, of the others in `host`."""
+    """The cache of decoder layer `index`: of the batch's first sequences in `here`, of the others in `host`."""
 
-    def __init__(self, index: int, count: int, capacity: int, host: HostCache) -> None:
-        super().__init__(count, capacity)
-        self._index, self._host = index, host
+    def __init__(self, index: int, here: FixedLayer, host: HostCache) -> None:
+        super().__init__(here.batch_size, here.capacity)
+        self._index, self._here, self._host = index, here, host
 
     def window(self, rows: slice, length: int) -> None:
-        if rows.stop <= self.batch_size:
-            super().window(rows, length)
         self.rows, self.length = rows, length
+        if rows.stop <= self.batch_size:
+            self._here.window(rows, length)
 
     def get_seq_length(self) -> int:
         return self.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.rows.stop <= self.batch_size:
-            return super().update(key_states, value_states, *args, **kwargs)
         start, self.length = self.length, self.length + key_states.shape[2]
+        if self.rows.stop <= self.batch_size:
+            return self._here.update(key_states, value_states, *args, **kwargs)
         if self.length > self.capacity:
             raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
         return self._host.extend(self._index, self.rows, key_states, value_states, start)

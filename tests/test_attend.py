@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from zinfer.engine.stream import attend
-from zinfer.engine.stream.hosted import Hosted, host
+from zinfer.engine.stream.hosted import Coded, Hosted, code, host
 
 CPU = torch.device("cpu")
+Patch = pytest.MonkeyPatch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -124,6 +125,76 @@ def test_products_of_a_model_that_computes_attention_itself() -> None:
     chances = torch.softmax(scores, dim=-1, dtype=torch.float32).to(torch.bfloat16)
     for found in (torch.bmm(chances, far), torch.matmul(chances, far), chances @ far):
         assert torch.allclose(found.float(), torch.bmm(chances.as_subclass(Tensor), values).float(), atol=0.02)
+
+
+@pytest.fixture
+def in_8_bits() -> tuple[Coded, Tensor]:
+    """Keys as a model sees them, and what they stand for: 2 sequences, 3 heads, 40 tokens, 16 values."""
+    content = attend.coded(noise(2, 3, 50, 16)).view(torch.int8)[:, :, :40, :16]
+    return code(content, CPU, torch.bfloat16), attend.widened(content, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda keys: keys.to(torch.float32),
+        lambda keys: keys * 2,
+        lambda keys: keys[:, 1:, 5:],
+        lambda keys: keys[:, :, None].expand(2, 3, 2, 40, 16).reshape(2, 6, 40, 16),
+        lambda keys: keys.transpose(1, 2).contiguous(),
+        lambda keys: keys.mT + 1,
+        lambda keys: keys.reshape(6, 40, 16)[..., :8],
+        lambda keys: torch.cat([keys, torch.ones(2, 3, 1, 16, dtype=torch.bfloat16)], dim=2),
+        lambda keys: torch.einsum("bhtd,bhtd->bht", keys, keys),
+        lambda keys: torch.ones(1, dtype=torch.float32).to(keys.dtype) + keys,
+        lambda keys: torch.empty_like(keys).copy_(keys),
+    ],
+)
+def test_what_is_of_8_bits_passes_for_the_models_type(use: Any, in_8_bits: tuple[Coded, Tensor]) -> None:
+    keys, exact = in_8_bits
+    found, expected = use(keys), use(exact)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(found.as_subclass(Tensor), expected)
+    assert type(found) is Hosted
+    assert (keys.dtype, keys.shape, keys.size(1), len(keys)) == (torch.bfloat16, (2, 3, 40, 16), 3, 2)
+
+
+def test_attentions_products_read_8_bits_as_they_are(in_8_bits: tuple[Coded, Tensor], monkeypatch: Patch) -> None:
+    keys, exact = in_8_bits
+    query, bias = noise(6, 1, 16), noise(6, 1, 40)
+    monkeypatch.setattr(Coded, "widened", lambda _: pytest.fail("a copy was made"))
+    flat = keys.reshape(6, 40, 16)
+    assert type(flat) is type(flat.transpose(-1, -2)) is type(flat.mT) is Coded
+    scores = bias.baddbmm(batch1=query, batch2=flat.mT, alpha=0.25)
+    assert torch.allclose(
+        scores.float(), torch.baddbmm(bias, query, exact.view(6, 40, 16).mT, alpha=0.25).float(), atol=0.05
+    )
+    chances = scores.softmax(-1)
+    expected = torch.bmm(chances.as_subclass(Tensor), exact.view(6, 40, 16))
+    assert torch.allclose(torch.bmm(chances, flat).float(), expected.float(), atol=0.02)
+    attended = scaled_dot_product_attention(query.view(2, 3, 1, 16), keys, keys)
+    assert torch.allclose(
+        attended.float(), scaled_dot_product_attention(query.view(2, 3, 1, 16), exact, exact).float(), atol=0.02
+    )
+
+
+def test_what_lost_its_scales_is_no_matrix() -> None:
+    with pytest.raises(ValueError, match="lost their scales"):
+        attend.widened(torch.zeros(3, 4, dtype=torch.int8), torch.float32)
+
+
+def test_a_product_that_does_not_fit_is_torchs_to_refuse() -> None:
+    keys = host(noise(3, 40, 16), CPU)
+    for rows in (noise(3, 1, 8), noise(2, 1, 16)):
+        with pytest.raises(RuntimeError):
+            torch.bmm(rows, keys.mT)
+    assert torch.matmul(noise(16), keys.mT).shape == (3, 40)
+    out = torch.empty(3, 1, 40, dtype=torch.bfloat16)
+    torch.bmm(noise(3, 1, 16), keys.mT, out=out)
+    assert torch.equal(out, torch.bmm(noise(3, 1, 16), keys.as_subclass(Tensor).mT))
+    target = torch.zeros(3, 40, 16, dtype=torch.bfloat16)
+    target[1:] = keys[1:]
+    assert torch.equal(target[1:], keys.as_subclass(Tensor)[1:])
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -58,6 +58,8 @@ def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """`matrix` in `dtype`: a copy if it is int8, itself otherwise."""
     if matrix.dtype != torch.int8:
         return matrix
+    if matrix.stride(-2) < matrix.shape[-1] + SCALE_BYTES:
+        raise ValueError("rows in 8 bits that lost their scales")
     behind = matrix.storage_offset() + matrix.shape[-1]
     scale = matrix.as_strided((*matrix.shape[:-1], SCALE_BYTES), matrix.stride(), behind).contiguous()
     return (matrix.float() * scale.view(torch.float32)).to(dtype)
@@ -69,7 +71,7 @@ def suits(rows: Tensor, matrix: Tensor) -> bool:
     return (
         matrix.dtype in NAMES
         and rows.dtype in FLOATS
-        and 2 <= matrix.dim() <= 4
+        and 2 <= matrix.dim() == rows.dim() <= 4
         and rows.shape[:-2] == matrix.shape[:-2]
         and rows.shape[-2] <= MOST_ROWS
         and matrix.shape[-1] <= WIDEST

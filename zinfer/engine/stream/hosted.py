@@ -25,9 +25,11 @@ class Hosted(Tensor):
         kwargs = kwargs or {}
         operands = [operand for operand in tree_flatten((args, kwargs))[0] if isinstance(operand, Tensor)]
         home = next(operand.home for operand in operands if isinstance(operand, Hosted))
-        in_place = getattr(func, "__name__", "").endswith("_") and not getattr(func, "__name__", "").endswith("__")
         lands = any(isinstance(operand, nn.Parameter) for operand in operands)
-        lands |= in_place and not isinstance(args[0], Hosted)
+        name = getattr(func, "__name__", "")
+        changed = args[0] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else None
+        changed = kwargs.get("out", changed)
+        lands |= changed is not None and not isinstance(changed, Hosted)
 
         def bring(operand: Any) -> Any:
             if not isinstance(operand, Tensor):
@@ -39,16 +41,70 @@ class Hosted(Tensor):
 
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = tree_map(bring, (args, kwargs))
-            func = OURS.get(func, func)
+            if not kwargs.keys() & {"out", "tensor2"}:
+                func = OURS.get(func, func)
             result = func(*args, **kwargs)
             return result if lands else tree_map(lambda one: host(one, home) if _is_plain(one) else one, result)
 
 
-def host(tensor: Tensor, home: torch.device) -> Tensor:
+class Coded(Hosted):
+    """Rows in 8 bits, as `zinfer.engine.stream.attend.coded` makes them, that pass for ones of type `wide`: attention's
+    products read them as they are, and whatever else a model does with them gets a copy in that type."""
+
+    wide: torch.dtype
+    width: int  # of a row
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return args[0].wide
+        if func in OURS:
+            return super().__torch_function__(func, types, args, kwargs)
+        if isinstance(args[0], Coded) and (func in VIEWS or getattr(func, "__name__", "") in MEASURES):
+            one = args[0]
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(one.as_subclass(Tensor), *args[1:], **kwargs)
+                if not isinstance(result, Tensor):
+                    return result
+                if result.data_ptr() == one.data_ptr() and _has_whole_rows(result, one.width):
+                    return code(result, one.home, one.wide)
+        args, kwargs = tree_map(lambda one: one.widened() if isinstance(one, Coded) else one, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def widened(self) -> Hosted:
+        """A copy in the type that this passes for."""
+        with torch._C.DisableTorchFunctionSubclass():
+            content = self.as_subclass(Tensor)
+            turned = content.stride(-1) != 1
+            wide = widened(content.transpose(-1, -2) if turned else content, self.wide)
+            return host(wide.transpose(-1, -2) if turned else wide, self.home)
+
+
+# What a view may be made by, and what only asks how large a tensor is, or where.
+VIEWS = {Tensor.reshape, Tensor.view, Tensor.transpose, torch.transpose, torch.reshape, Tensor.mT.__get__}  # type: ignore[attr-defined]
+MEASURES = {"size", "dim", "stride", "numel", "data_ptr", "is_contiguous", "__get__", "__len__"}
+
+
+def host(tensor: Tensor, home: torch.device) -> Hosted:
     """`tensor`, on the CPU, as one that draws operations there, and whose results belong on `home`. No copy."""
     hosted = tensor.as_subclass(Hosted)
     hosted.home = home
     return hosted
+
+
+def code(content: Tensor, home: torch.device, wide: torch.dtype) -> Coded:
+    """`content` (int8, whole rows of it, or turned) as a `Coded` one. No copy."""
+    found = content.as_subclass(Coded)
+    found.home, found.wide = home, wide
+    found.width = content.size(-1) if content.stride(-1) == 1 else content.size(-2)
+    return found
+
+
+def _has_whole_rows(content: Tensor, width: int) -> bool:
+    if content.dim() < 2:
+        return False
+    return (content.stride(-1), content.size(-1)) == (1, width) or (content.stride(-2), content.size(-2)) == (1, width)
 
 
 def _fetched(operand: Tensor) -> Tensor:
@@ -87,15 +143,13 @@ def _attention(
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
-    """``rows @ matrix`` in float32, where one of the two ways to lie in memory is good for that."""
-    turned = matrix.transpose(-1, -2)
-    if suits(rows, turned):
-        return dots(rows, turned)
-    if suits(rows, matrix):
-        return mix(rows, matrix)
-    if matrix.dtype != torch.int8:
+    """``rows @ matrix`` in float32, where one of the two ways to lie in memory is good for that; None otherwise."""
+    if not rows.dim() == matrix.dim() > 1 or rows.shape[-1] != matrix.shape[-2]:
         return None
-    return dots(rows, turned) if matrix.stride(-1) != 1 else mix(rows, matrix)
+    turned = matrix.transpose(-1, -2)
+    if suits(rows, turned) or (matrix.dtype == torch.int8 and matrix.stride(-1) != 1):
+        return dots(rows, turned)
+    return mix(rows, matrix) if suits(rows, matrix) or matrix.dtype == torch.int8 else None
 
 
 def _bmm(input: Tensor, mat2: Tensor) -> Tensor:

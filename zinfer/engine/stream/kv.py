@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from zinfer.engine.arena import HostArena
 from zinfer.engine.cache import FixedLayer
 from zinfer.engine.stream.attend import coded, library
-from zinfer.engine.stream.hosted import host
+from zinfer.engine.stream.hosted import code, host
 from zinfer.engine.stream.ring import Load, Ring
 
 
@@ -67,7 +67,8 @@ class CpuCache(HostCache):
             place[own, :, start:end].copy_(states)  # waits for the device
         seen = (place[own, :, :end] for place in self._places[layer])
         if self._in_8_bits:
-            seen = (place.view(torch.int8)[..., : keys.shape[3]] for place in seen)
+            rows_of = (place.view(torch.int8)[..., : keys.shape[3]] for place in seen)
+            return tuple(code(place, self._device, keys.dtype) for place in rows_of)  # type: ignore[return-value]
         return tuple(host(place, self._device) for place in seen)  # type: ignore[return-value]
 
     def _take(self, states: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class InlineRows:
             return Measurement(case=plan.case, status=self.refused, machine="test", stage="load", error="no")
         return None
 
-    def rows(self, verb: str, **fields: Any) -> dict[str, Any]:
+    def serve(self, _service: str, verb: str, **fields: Any) -> dict[str, Any]:
         self.before(verb)
         answer: dict[str, Any] = getattr(self, f"_{verb}")(**fields)
         return json.loads(json.dumps(answer))  # type: ignore[no-any-return]

@@ -77,7 +77,7 @@ def test_answers_are_those_of_transformers(
     directory = checkpoint("llama")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = template
-    assert "status" not in worker.chat("open", **settings())
+    assert "status" not in worker.serve("chat", "open", **settings())
     chat = worker._server._services["chat"]
     chat._tokenizer = tokenizer
     found, said = talk(worker, capsys, system="Sys")

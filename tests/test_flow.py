@@ -32,6 +32,7 @@ ALLOWED = {
     "zinfer.checkpoint": VALUES,
     "zinfer.machine": VALUES,
     "zinfer.lossless": VALUES,
+    "zinfer.accuracy": TYPES,
     "zinfer.cost": SHAPES,
     "zinfer.prefix": set(),
     "zinfer.dialogue": SHAPES,

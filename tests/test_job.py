@@ -259,7 +259,7 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
 
     worker = make_worker()
     prompts = [(one.chat, one.prompt) for one in requests]
-    lengths = worker.rows("lengths", model=SPEC.model_dump(mode="json"), prompts=prompts)["lengths"]
+    lengths = worker.serve("rows", "lengths", model=SPEC.model_dump(mode="json"), prompts=prompts)["lengths"]
     assert lengths == list(range(1, 9))
     rows, _ = rows_of(requests, lengths, None, 4, {})
     told: list[str] = []

@@ -148,6 +148,24 @@ def test_what_is_quantised_comes_back_nearly(storage: torch.dtype, most: float) 
         layer.update(prompt[0], prompt[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("storage", "most"), [(torch.int8, 0.0065), (torch.float8_e4m3fn, 0.04)])
+def test_heads_of_any_size_are_quantised_alike(storage: torch.dtype, most: float, dtype: torch.dtype) -> None:
+    """Relative to the largest value of its head: half a step, and what the model's own type rounds off."""
+    states = torch.randn(1, 1, 6, 64)
+    scales = [1.0, 0.0, 1e-4, 1e3, 1.0, 1.0] if dtype == torch.float16 else [1.0, 0.0, 1e-14, 1e30, 1e-35, 1e-22]
+    states = (states / states.abs().amax(-1, keepdim=True) * torch.tensor(scales)[:, None]).to(dtype)
+    if dtype == torch.float16:
+        states[0, 0, 5] = torch.finfo(dtype).max * torch.tensor([1, -1]).repeat(32)  # the ends of the range
+    layer = QuantizedLayer(1, 7, storage)
+    layer.update(states, states)
+    for found in layer.update(states[:, :, :1], states[:, :, :1]):
+        assert found.dtype == dtype
+        error = (found[:, :, :6].double() - states.double()).abs().amax(-1)
+        assert bool((error <= most * states.double().abs().amax(-1)).all())
+        assert not found[0, 0, 1].any()
+
+
 @pytest.mark.parametrize("compiler", [True, False])
 @pytest.mark.parametrize("here", [0, 1, 3])
 @pytest.mark.parametrize("architecture", ["bloom", "llama", "gpt_neox"])

@@ -16,7 +16,9 @@ from zinfer import codec, lossless, probe
 from zinfer.checkpoint import CheckpointError
 from zinfer.cli import cli
 from zinfer.engine.stream import codec as coder
+from zinfer.generate import load_tokenizer
 from zinfer.lossless import CodecError, CodecRecord, Coded, Rate
+from zinfer.model import from_directory
 from zinfer.published import codecs
 from zinfer.store import Store
 
@@ -283,13 +285,17 @@ def test_published_sizes_have_a_source() -> None:
 
 
 def test_a_model_trained_here_is_weights_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained, "text", lambda: torch.arange(4096).remainder(97).byte())
-    path = tmp_path / "out" / "trained.safetensors"
+    monkeypatch.setattr(trained, "texts", lambda: (bytes(range(97)) * 40, "héllo".encode()))
+    path = tmp_path / "out" / "trained"
     source = trained.train(path, steps=2, batch=2, hidden_size=256, layers=1)
     assert source.startswith("Llama of 1 million weights, trained for this on 0.0 million bytes")
     found = codec.find(path)
     assert len(found.matrices) == 7
-    assert codec.read(found, found.bytes)[1] == f"{source}; 7 matrices, stored as bf16"
+    assert codec.read(found, found.bytes)[1] == f"llama; {source}; 7 matrices, stored as bf16"
+    spec = from_directory(path)
+    assert (spec.head_dim, spec.dtype, spec.max_position) == (64, "bfloat16", trained.LENGTH)
+    tokenizer = load_tokenizer(spec)
+    assert tokenizer((path / "held-out.txt").read_text()).input_ids == list("héllo".encode())
 
 
 @pytest.mark.gpu

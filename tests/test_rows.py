@@ -73,7 +73,7 @@ def answers(
     """The completions by custom_id, and the worker that gave them."""
     worker = InProcess(directory)
     prompts = [(one.chat, one.prompt) for one in requests]
-    lengths = worker.rows("lengths", prompts=prompts)["lengths"]
+    lengths = worker.serve("rows", "lengths", prompts=prompts)["lengths"]
     rows, faults = rows_of(requests, lengths, worker.spec.max_position, 20, {})
     assert not faults
     with Ledger.open(output, {}, 7) as ledger:

@@ -1,9 +1,13 @@
-"""A small language model, trained here and now: weights that training shaped, where no checkpoint is at hand.
+"""A small language model, trained here and now: a checkpoint that training shaped, where none is at hand.
 
-`python -m tests.trained FILE.safetensors` trains a Llama of 25 million weights to predict the bytes of Python's own
-standard library and writes its matrices as bf16, with how they came about. Half a minute on a GPU; on a CPU take fewer
-`--steps` of a smaller `--batch`. It is no published model: much smaller, and trained on far less, than those. How much
-of the weights is training's and not what they began with, it says, too: little of it, and they are still Gaussian.
+`python -m tests.trained FOLDER` trains a Llama of 25 million weights to predict the bytes of Python's own standard
+library, and writes a whole checkpoint: the weights as bf16, with how they came about; a tokenizer, a token a byte; and
+`held-out.txt`, source that was not trained on. Half a minute on a GPU; on a CPU take fewer `--steps` of a smaller
+`--batch`. It is no published model: much smaller, and trained on far less, than those. How much of the weights is
+training's and not what they began with, it says, too: little of it, and they are still Gaussian. Its heads are as large
+as those of published models (64), but errors add up through few layers; and how far the largest channel of its keys
+stands out, it says, because large models have some that do (Liu et al. 2024, arXiv:2402.02750), which are what makes a
+KV cache hard to quantise.
 """
 
 import argparse
@@ -15,17 +19,31 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-LENGTH = 256  # bytes of a sample
+LENGTH = 512  # bytes of a sample
+HELD_OUT = 25  # one file of so many
 
 
-def text() -> Tensor:
-    """The source of the standard library, uint8."""
+def texts() -> tuple[bytes, bytes]:
+    """The source of the standard library: what to train on, and the files that are held out."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in folder.rglob("*.py") if not {"site-packages", "dist-packages"} & {*path.parts})
-    return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+    parts: tuple[list[bytes], list[bytes]] = [], []
+    for number, path in enumerate(files):
+        parts[number % HELD_OUT == 0].append(path.read_bytes())
+    return b"\n".join(parts[0]), b"\n".join(parts[1])
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, of the byte's number."""
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    built = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    built.pre_tokenizer, built.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=built, padding_side="left", clean_up_tokenization_spaces=False)
 
 
 def layers_of(model: LlamaForCausalLM) -> Tensor:
@@ -33,10 +51,18 @@ def layers_of(model: LlamaForCausalLM) -> Tensor:
     return torch.cat([p.detach().flatten().cpu() for p in model.model.layers.parameters() if p.dim() == 2])
 
 
+@torch.inference_mode()
+def prominence(model: LlamaForCausalLM, tokens: Tensor) -> float:
+    """How many times as large the largest channel of a head's keys is as its median one, the mean over all heads."""
+    keys = torch.stack([layer.keys for layer in model(input_ids=tokens, use_cache=True).past_key_values.layers])
+    channels = keys.float().square().mean((1, 3)).sqrt()  # [layers, heads, head_dim]
+    return float((channels.amax(-1) / channels.median(-1).values).mean())
+
+
 def train(
-    file: Path, steps: int, batch: int, hidden_size: int = 512, layers: int = 6, learning_rate: float = 1e-3
+    folder: Path, steps: int, batch: int, hidden_size: int = 512, layers: int = 6, learning_rate: float = 1e-3
 ) -> str:
-    """Train, write `file`, and return what it says of itself."""
+    """Train, write the checkpoint to `folder`, and return what it says of itself."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = LlamaConfig(
         vocab_size=256, hidden_size=hidden_size, intermediate_size=4 * hidden_size, num_hidden_layers=layers,
@@ -48,7 +74,9 @@ def train(
     matrices = [p for p in model.parameters() if p.dim() == 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.dim() != 2]}]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    data, window, losses = text().to(device), torch.arange(LENGTH, device=device), []
+    seen, unseen = texts()
+    data = torch.frombuffer(bytearray(seen), dtype=torch.uint8).to(device)
+    window, losses = torch.arange(LENGTH, device=device), []
     began = time.monotonic()
     for step in range(steps):
         rate = min((step + 1) / max(steps // 20, 1), 0.55 + 0.45 * math.cos(math.pi * step / steps))
@@ -72,17 +100,22 @@ def train(
     source = (
         f"Llama of {count / 1e6:.0f} million weights, trained for this on {steps * batch * LENGTH / 1e6:.1f} million "
         f"bytes of the standard library of Python {platform.python_version()}, to {last:.2f} nats a byte; "
-        f"{trained:.0%} of their variance is not that of their first values"
+        f"{trained:.0%} of their variance is not that of their first values; the largest channel of a head's keys is "
+        f"{prominence(model, tokens):.1f} times its median one"
     )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, file, {"source": source})
+    folder.mkdir(parents=True, exist_ok=True)
+    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    config.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder / "held-out.txt").write_text(unseen.decode(errors="replace"), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", {"source": source, "format": "pt"})
     return source
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=64)
     arguments = parser.parse_args()
-    print(train(arguments.file, arguments.steps, arguments.batch))
+    print(train(arguments.folder, arguments.steps, arguments.batch))

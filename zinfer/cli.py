@@ -12,6 +12,7 @@ VERBS = {
     "probe": "Measure this machine's memory, links and compute.",
     "codec": "Measure what lossless coding does to weights, and whether it pays.",
     "reuse": "Measure reloading a kept conversation against computing it again.",
+    "accuracy": "State what a setting costs in accuracy.",
     "plan": "Say what fits where and how fast it can be, without running.",
     "build": "Build a TensorRT plan.",
     "pack": "Pack a checkpoint for the lossless wire format.",

@@ -279,7 +279,7 @@ class _Runner:
         worker = self._ready()
         try:
             with self._signals.raised():
-                answer = worker.rows(verb, **fields)
+                answer = worker.serve("rows", verb, **fields)
         except WorkerDied as death:
             self._stop()
             raise _BatchFailed(death.status, str(death)) from None

@@ -21,7 +21,6 @@ from typing import IO, Any
 
 from zinfer import __version__
 from zinfer.failure import one_line, status_of, told
-from zinfer.model import ModelSpec
 from zinfer.plan import Case, Plan, resident_bytes
 from zinfer.record import Effective, Measurement, Status
 
@@ -96,26 +95,20 @@ class Worker:
 
     def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
         """Measure one case of the loaded engine."""
-        case_json = case.model_dump(mode="json")
-        answer = self._ask({"do": "measure", "case": case_json, "repeats": repeats, "tolerance": tolerance})
-        return Measurement.model_validate(answer["point"])
+        fields = {"case": case.model_dump(mode="json"), "repeats": repeats, "tolerance": tolerance}
+        return Measurement.model_validate(self._ask({"do": "measure", **fields})["point"])
 
     def generate(self, prompts: list[str], batch_size: int, sampling: dict[str, Any]) -> dict[str, Any]:
         """Continue `prompts` as `zinfer.generate` does: ``{"texts": [..]}``, or ``{"status": .., "error": ..}``."""
         return self._ask({"do": "generate", "prompts": prompts, "batch_size": batch_size, "sampling": sampling})
 
-    def rows(self, verb: str, **fields: Any) -> dict[str, Any]:
-        """What `verb` of the worker's `zinfer.rows.Rows` returns, or ``{"status": .., "error": ..}``. Its first call
-        has the `model`, as JSON, if nothing is loaded yet."""
-        return self._ask({"do": "rows", "verb": verb, **fields})
+    def about(self) -> dict[str, Any]:
+        """What every record of this load says: versions, the link's bandwidth, how long loading took."""
+        return self._ask({"do": "about"})
 
-    def chat(self, verb: str, **fields: Any) -> dict[str, Any]:
-        """What `verb` of the worker's `zinfer.chat.Chat` returns, or ``{"status": .., "error": ..}``."""
-        return self._ask({"do": "chat", "verb": verb, **fields})
-
-    def rerun(self, **fields: Any) -> dict[str, Any]:
-        """What `zinfer.rerun.Rerun.measure` returns, or ``{"status": .., "error": ..}``; and the load's ``facts``."""
-        return self._ask({"do": "rerun", **fields})
+    def serve(self, service: str, verb: str, **fields: Any) -> dict[str, Any]:
+        """What `verb` of one of `zinfer.services` answers, or ``{"status": .., "error": ..}``."""
+        return self._ask({"do": "serve", "service": service, "verb": verb, "fields": fields})
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -289,43 +282,22 @@ class _Server:
         from zinfer.generate import Sampling, generate
 
         try:
-            choice = Sampling.model_validate(sampling)
-            started = time.monotonic()
+            started, choice = time.monotonic(), Sampling.model_validate(sampling)
             texts = generate(self._engine, self._plan.model, prompts, choice, batch_size, self._beat)
             return {"texts": texts, "seconds": time.monotonic() - started}
         except Exception as error:
             return {"status": status_of(error), "error": one_line(error)}
 
-    def _rows(self, verb: str, model: Any = None, **fields: Any) -> dict[str, Any]:
-        def make() -> Any:
-            from zinfer.rows import Rows
+    def _about(self) -> dict[str, Any]:
+        return self._facts
 
-            return Rows(ModelSpec.model_validate(model) if model else self._plan.model)
+    def _serve(self, service: str, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
+        from zinfer import services
 
-        return self._served("rows", make, verb, fields)
-
-    def _chat(self, verb: str, **fields: Any) -> dict[str, Any]:
-        def make() -> Any:
-            from zinfer.chat import Chat
-
-            return Chat(self._plan)
-
-        return self._served("chat", make, verb, fields)
-
-    def _rerun(self, **fields: Any) -> dict[str, Any]:
-        def make() -> Any:
-            from zinfer.rerun import Rerun
-
-            return Rerun(self._plan, self._beat)
-
-        return self._served("rerun", make, "measure", fields) | {"facts": self._facts}
-
-    def _served(self, name: str, make: Callable[[], Any], verb: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """What `verb` of a service answers, which is made at its first call."""
         try:
-            if name not in self._services:
-                self._services[name] = make()
-            answer: dict[str, Any] = getattr(self._services[name], verb)(self._engine, **fields)
+            if service not in self._services:
+                self._services[service] = services.make(service, self._plan, self._beat, fields)
+            answer: dict[str, Any] = getattr(self._services[service], verb)(self._engine, **fields)
             return answer
         except Exception as error:
             failed = told(error, verb)

@@ -200,7 +200,7 @@ def _lengths(waiting: "list[Request]", worker: Any, spec: Any, watch: "Watch") -
     for start in range(0, len(waiting), AT_ONCE):
         watch.progress("reading prompts", start / len(waiting))
         part = [(request.chat, request.prompt) for request in waiting[start : start + AT_ONCE]]
-        answer = worker.rows("lengths", model=model, prompts=part)
+        answer = worker.serve("rows", "lengths", model=model, prompts=part)
         if "lengths" not in answer:
             raise Failure(f"{answer['status']}: {answer['error']}", ENVIRONMENT)
         lengths += answer["lengths"]

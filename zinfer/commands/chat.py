@@ -104,7 +104,7 @@ def talk(worker: Any, said: Iterable[str], settings: dict[str, Any], say: Callab
     """
 
     def ask(verb: str, **fields: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = worker.chat(verb, **fields)
+        answer: dict[str, Any] = worker.serve("chat", verb, **fields)
         if "error" in answer:
             code = INTERNAL if answer["status"] == "crashed" else ENVIRONMENT
             raise Failure(f"{answer['status']}: {answer['error']}", code)

@@ -143,10 +143,9 @@ def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: di
             if why_not or worker is None:
                 points.append(point.model_copy(update={"skipped": why_not}))
                 continue
-            answer = worker.rerun(
-                context=point.context, new_tokens=point.new_tokens, repeats=how["repeats"], folder=how["kv_cache_dir"]
-            )
-            facts = answer.pop("facts")
+            measured = {"context": point.context, "new_tokens": point.new_tokens, "repeats": how["repeats"]}
+            answer = worker.serve("rerun", "measure", **measured, folder=how["kv_cache_dir"])
+            facts = worker.about()
             if "error" in answer:  # what does not run at one context does not at a longer one
                 failed = f"{answer['status']}: {answer['error']}"
                 points.append(point.model_copy(update={"skipped": failed}))

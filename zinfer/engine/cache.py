@@ -61,13 +61,17 @@ class QuantizedLayer(FixedLayer):
     """Keys and values in 8 bits (`storage` is int8 or float8_e4m3fn), each head of each token with a scale of its own.
 
     The prompt's attention sees exact ones. A later pass sees all that is stored, brought back to the model's type: in
-    memory of its own, so the rows of a pass should be few.
+    memory of its own, so the rows of a pass should be few. That saves memory and no time: beside an unquantised cache
+    in 16 bits, of which attention reads 2 bytes a value, a step reads 1, writes 2 and reads these 2.
     """
 
     def __init__(self, batch_size: int, capacity: int, storage: torch.dtype) -> None:
         super().__init__(batch_size, capacity)
         self._storage = storage
         self._largest = 127.0 if storage == torch.int8 else torch.finfo(storage).max
+        # The least that scales to all of the range by a normal number: 0, and what is as good as that, must not be a
+        # divisor.
+        self._least = self._largest * torch.finfo(torch.float32).tiny
 
     def get_seq_length(self) -> int:
         return self.length
@@ -92,7 +96,7 @@ class QuantizedLayer(FixedLayer):
         if self.length > self.capacity:
             raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
         for (content, scales), states in zip(self._stored, (key_states, value_states), strict=True):
-            scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=1e-12) / self._largest
+            scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=self._least) / self._largest
             new = states / scale
             content[self.rows, :, start : self.length] = new.round_() if self._storage == torch.int8 else new
             scales[self.rows, :, start : self.length] = scale

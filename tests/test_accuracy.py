@@ -1,0 +1,421 @@
+"""What a setting costs: nothing where nothing changes, more the more is rounded, and much where it is broken."""
+
+import io
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from tests.test_cli import folder, zinfer
+from tests.test_parity import MACHINE
+from zinfer import accuracy, engine, follow, lead
+from zinfer.accuracy import AccuracyError, AccuracyRecord, Deviation, Position
+from zinfer.cli import cli
+from zinfer.commands.accuracy import table
+from zinfer.deviate import Comparison, Found
+from zinfer.engine.cache import QuantizedLayer
+from zinfer.lead import NoAnswer
+from zinfer.model import from_directory
+from zinfer.plan import Case, Option, Plan, Workload, make_plan
+from zinfer.worker import Worker, WorkerDied, _Server
+
+assert folder  # a fixture
+Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
+TEXT = "".join(f"{number} is {number * number}, which is more than {number}. " for number in range(60))
+INPUT, OUTPUT, SAMPLES = 12, 10, 6
+
+
+class Inline(Worker):
+    """Both ends of a worker in this process: what goes through the pipe, goes through JSON."""
+
+    def __init__(self, target: str = "zinfer.engine.stream:Stream", **_settings: Any) -> None:
+        self._target, self._server, self._loaded = target, _Server(io.StringIO()), lambda _size, _seconds: None
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        fields = json.loads(json.dumps(message))
+        answer = getattr(self._server, "_" + fields.pop("do"))(**fields)
+        return dict(json.loads(json.dumps(answer)))
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None:
+        if self._server._engine is not None:
+            self._server._engine.close()
+
+
+@pytest.fixture(autouse=True)
+def swift(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("zinfer.probe.measure_link", lambda device: 5e9)
+
+
+def plan(directory: Path, batch_size: int = 5, **options: Option) -> Plan:
+    case = Case(
+        model=directory.name,
+        engine="stream",
+        offload="cpu",
+        workload=Workload(batch_size=batch_size, input_len=INPUT, output_len=OUTPUT),
+        dtype="float32",
+        load_format="safetensors",
+        options=tuple(options.items()),
+    )
+    return make_plan(case, from_directory(directory).with_dtype("float32"), MACHINE)
+
+
+def comparison(directory: Path, *storages: str, make_worker: Callable[[], Worker] = Inline) -> Comparison:
+    return Comparison(
+        reference=plan(directory),
+        settings=[plan(directory, kv_cache_dtype=storage) for storage in storages],
+        text=TEXT,
+        samples=SAMPLES,
+        make_worker=make_worker,
+    )
+
+
+def by_setting(found: Found) -> dict[tuple[str, str], Deviation]:
+    return {(dict(d.case.options).get("kv_cache_dtype", "noise"), d.along): d for d in found.deviations}
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+def test_less_is_the_same_the_more_is_rounded(architecture: str, checkpoint: Checkpoints) -> None:
+    run = comparison(checkpoint(architecture), "auto", "int8", "fp8")
+    found = run.run()
+    assert (found.tokens, found.logits_dtype, found.failed) == (len(TEXT), "float32", ())
+    deviations = by_setting(found)
+    assert len(deviations) == len(found.deviations) == 8
+    for along in ("own", "text"):
+        noise, same, int8, fp8 = (deviations[name, along] for name in ("noise", "auto", "int8", "fp8"))
+        assert same.rows == int8.rows == fp8.rows == SAMPLES
+        assert noise.rows == (3 if along == "own" else 2)  # of the first batch, of 5
+        assert (same.error, same.error_max, same.kl, same.kl_max, same.agreement) == (0, 0, 0, 0, 1)
+        assert 0 <= noise.error_max < 1e-4
+        assert noise.error_max < int8.error < 0.1
+        assert int8.error < fp8.error < 0.5
+        assert 0 < int8.kl < fp8.kl < 1
+        assert 0.5 < fp8.agreement <= int8.agreement <= 1
+        assert int8.error < int8.error_max
+    for name in ("auto", "int8", "fp8"):
+        assert len(deviations[name, "own"].first_differences) == SAMPLES
+        assert deviations[name, "text"].positions == SAMPLES * OUTPUT
+        assert deviations[name, "text"].first_differences == ()
+        assert deviations[name, "own"].perplexity is None
+    text = deviations["auto", "text"]
+    assert text.perplexity == text.reference_perplexity == deviations["fp8", "text"].reference_perplexity
+    assert deviations["auto", "own"].identical == 1
+
+
+def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpoint: Checkpoints) -> None:
+    directory = checkpoint("llama")
+    fp8 = by_setting(comparison(directory, "fp8").run())["fp8", "own"]
+    windows = follow.windows(None, plan(directory).model, TEXT, SAMPLES, INPUT + OUTPUT)
+    rows = [row for piece in windows["pieces"] for row in (piece[:INPUT], piece[:INPUT])]
+    freely = []
+    for asked in (plan(directory), plan(directory, kv_cache_dtype="fp8")):
+        loaded = engine.load("zinfer.engine.stream:Stream")(asked)
+        made = []
+        for start in range(0, len(rows), 5):
+            token_ids = torch.tensor(rows[start : start + 5])
+            tokens = [loaded.prefill(token_ids, torch.ones_like(token_ids), reserve=OUTPUT).argmax(-1)]
+            while len(tokens) < OUTPUT:
+                tokens.append(loaded.decode(tokens[-1]).argmax(-1))
+            made += torch.stack(tokens, 1).tolist()
+        loaded.close()
+        freely.append(made[::2])
+    ends = windows["ends"]
+    expected = []
+    for ours, theirs in zip(*freely, strict=True):
+        over = next((i + 1 for i, token in enumerate(ours) if token in ends), OUTPUT)
+        expected.append(next((i for i in range(over) if ours[i] != theirs[i]), None))
+    assert list(fp8.first_differences) == expected
+    assert any(tokens is not None for tokens in expected)
+
+
+def test_the_perplexity_is_that_of_transformers(checkpoint: Checkpoints) -> None:
+    directory = checkpoint("llama")
+    text = by_setting(comparison(directory, "auto").run())["auto", "text"]
+    windows = follow.windows(None, plan(directory).model, TEXT, SAMPLES, INPUT + OUTPUT)
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    token_ids = torch.tensor(windows["pieces"])
+    with torch.inference_mode():
+        logits = whole(token_ids).logits[:, INPUT - 1 : -1]
+    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), token_ids[:, INPUT:].flatten())
+    assert text.perplexity == pytest.approx(nats.exp().item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("broken", ["scrambled", "forgetful", "wrong scale"])
+def test_broken_quantisation_shows(broken: str, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+    directory = checkpoint("llama")
+    sound = by_setting(comparison(directory, "int8").run())["int8", "own"]
+    update = QuantizedLayer.update
+
+    def breaks(self: QuantizedLayer, *states: torch.Tensor, **rest: Any) -> Any:
+        keys, values = update(self, *states, **rest)
+        if broken == "scrambled":
+            return keys.roll(1, -1), values
+        if broken == "forgetful":
+            return keys, values.index_fill(2, torch.arange(3), 0)
+        return keys * 1.1, values
+
+    monkeypatch.setattr(QuantizedLayer, "update", breaks)
+    found = by_setting(comparison(directory, "int8").run())["int8", "own"]
+    assert found.error > 1.5 * sound.error
+    assert found.kl > 1.5 * sound.kl
+    if broken != "wrong scale":
+        assert found.agreement < 0.6 < sound.agreement
+        assert found.identical == 0
+
+
+def test_a_setting_that_fails_is_told_and_the_others_go_on(checkpoint: Checkpoints) -> None:
+    found = comparison(checkpoint("llama"), "int9", "auto").run()
+    assert [(dict(one.case.options), one.status) for one in found.failed] == [
+        ({"kv_cache_dtype": "int9"}, "unsupported")
+    ]
+    assert "choose from auto, bf16, int8, fp8" in found.failed[0].error
+    assert ("auto", "text") in by_setting(found)
+
+
+@pytest.mark.parametrize("dies_at", [1, 2])
+def test_a_worker_may_die(dies_at: int, checkpoint: Checkpoints) -> None:
+    workers = []
+
+    class Mortal(Inline):
+        def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+            if message["do"] == "load" and len(workers) == dies_at:
+                raise WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
+            return super()._ask(message)
+
+    def make() -> Worker:
+        workers.append(Mortal())
+        return workers[-1]
+
+    run = comparison(checkpoint("llama"), "int8", "auto", make_worker=make)
+    if dies_at == 1:
+        with pytest.raises(NoAnswer, match="host memory ran out"):
+            run.run()
+        return
+    found = run.run()
+    assert [one.status for one in found.failed] == ["oom_host"]
+    assert ("auto", "own") in by_setting(found)
+
+
+def test_output_that_is_no_number_is_a_failure(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+    update = QuantizedLayer.update
+
+    def breaks(self: QuantizedLayer, *states: torch.Tensor, **rest: Any) -> Any:
+        keys, values = update(self, *states, **rest)
+        return keys, values * float("nan")
+
+    monkeypatch.setattr(QuantizedLayer, "update", breaks)
+    found = comparison(checkpoint("llama"), "int8").run()
+    assert [(one.status, one.error) for one in found.failed] == [("nan_output", "the model's output is not a number")]
+
+
+def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    worker = Inline()
+    worker.load(plan(checkpoint("llama")))
+    pieces = follow.windows(None, plan(checkpoint("llama")).model, TEXT, 2, INPUT + OUTPUT)["pieces"]
+    rows = [lead.Row(pieces[0][:INPUT], None), lead.Row(pieces[0][:INPUT], pieces[0][INPUT:])]
+    free = lead.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset())
+    assert free.lengths == [OUTPUT, OUTPUT]
+    assert free.tokens[1] == pieces[0][INPUT:]
+    own = free.tokens[0]
+    ended = lead.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset({own[2], free.tokens[1][0]}))
+    assert ended.lengths == [own.index(own[2]) + 1, OUTPUT]
+    worker.close()
+
+
+def test_what_a_position_says() -> None:
+    reference, logits = torch.tensor([[0.0, math.log(3)]] * 2), torch.tensor([[0.0, 0.0], [1.0, math.log(3) + 1]])
+    first, second = (Position(*row) for row in follow.deviation(reference, logits, torch.tensor([0, 1])).tolist())
+    assert first.error == pytest.approx(math.sqrt(2))  # ln 3 / sqrt 2, over ln 3 / 2
+    assert first.kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert (first.same, second.same) == (0, 1)
+    assert (first.reference_nats, first.nats) == pytest.approx((math.log(4), math.log(2)))
+    assert second.kl == pytest.approx(0, abs=1e-12)  # what is added to all logits changes no probability
+    assert second.error == pytest.approx(2 / math.log(3))
+    assert second.nats == pytest.approx(second.reference_nats)
+
+
+def test_pieces_are_spread_and_begin_as_the_tokenizer_has_it(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+    spec = plan(checkpoint("llama")).model
+    found = follow.windows(None, spec, "abcdefghijk", 3, 3)
+    letters = [[chr(token + 28) for token in piece] for piece in found["pieces"]]
+    assert letters == [list("abc"), list("efg"), list("ijk")]
+    assert (found["tokens"], found["ends"]) == (11, [2])
+    assert follow.windows(None, spec, "abcdefgh", 3, 3)["pieces"] is None
+
+    class Begins:
+        bos_token_id = 1
+
+        def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> Any:
+            ids = [1] * add_special_tokens + [ord(letter) for letter in text]
+            return type("Encoded", (), {"input_ids": ids})
+
+    monkeypatch.setattr(follow, "load_tokenizer", lambda _spec: Begins())
+    assert follow.windows(None, spec, "abcd", 2, 3)["pieces"] == [[1, 97, 98], [1, 99, 100]]
+
+
+def position(error: float, same: bool, nats: float = 1.0) -> Position:
+    return Position(error, error / 10, float(same), 1.0, nats)
+
+
+def record(**fields: Any) -> AccuracyRecord:
+    workload = Workload(batch_size=4, input_len=256, output_len=3)
+    case = Case(model="m", engine="stream", offload="cpu", workload=workload, load_format="safetensors")
+    int8 = case.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
+    own = [[position(0.01, True), position(0.03, False)], [position(0.02, True)] * 3]
+    deviations = (
+        Deviation.of(case.with_batch(2), "own", own[1:]),
+        Deviation.of(int8, "own", own),
+        Deviation.of(int8, "text", [[position(0.5, True, 1.1)]]),
+    )
+    given = {"machine": "h100", "device": "H100", "started_at": "2026-01-01", "versions": {}, "told": "llama"}
+    given |= {"revision": "r", "reference": case, "logits_dtype": "bfloat16", "samples": 2, "deviations": deviations}
+    given |= {"prompts": {"name": "book.txt", "sha256": "0" * 64, "tokens": 1000}}
+    return AccuracyRecord.model_validate(given | fields)
+
+
+def test_cells_say_what_was_counted() -> None:
+    found = record()
+    assert found.cells() == [
+        ("batch 2", "own", "3", "2%", "2%", "0.002", "0.002", "100.00%", "", "100% of 1", "all 3"),
+        ("kv_cache_dtype=int8", "own", "5", "2%", "3%", "0.002", "0.003", "80.00%", "", "50% of 2", "1"),
+        ("kv_cache_dtype=int8", "text", "1", "50%", "50%", "0.05", "0.05", "100.00%", "2.718 +10.52%", "", ""),
+    ]
+    assert {len(row) for row in found.cells()} == {len(accuracy.COLUMNS)}
+    assert found.deviations[1].first_differences == (1, None)
+    assert [case.options for case in found.compared] == [(("kv_cache_dtype", "int8"),)]
+    assert "RANDOM" not in found.title
+    assert record(reference=found.reference.model_copy(update={"load_format": "dummy"})).title.startswith("RANDOM")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"machine": "m"}'])
+def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "accuracy.json"
+    path.write_text(text)
+    with pytest.raises(AccuracyError, match=r"accuracy.json is no record of `zinfer accuracy`"):
+        accuracy.load(path)
+    path.write_text(record().model_dump_json())
+    assert accuracy.load(path) == record()
+
+
+def invoke(*words: object) -> Result:
+    return CliRunner().invoke(cli, ["accuracy", *map(str, words)])
+
+
+def told(result: Result) -> str:
+    return result.stderr if isinstance(result.exception, SystemExit) else str(result.exception)
+
+
+AXIS = ("-O", "kv_cache_dtype=int8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "say what to compare, as in --kv-cache-dtype int8,fp8"),
+        ([*AXIS, "--layers", "2"], "--layers: what a part of a model's layers say is no text"),
+        ([*AXIS, "--reference", "ring_depth=2,3"], "--reference takes one value for each option"),
+        (["-O", "kv=int8"], "has no option 'kv'; its options: ring_depth"),
+        ([*AXIS, "--reference", "kv=auto"], "has no option 'kv'"),
+        ([*AXIS, "--engine", "warp"], "no engine 'warp'"),
+        ([*AXIS, "--offload", "nvme"], "--offload nvme needs --nvme-path"),
+        ([*AXIS, "--offload", "none", "--gpu-weights", "50%"], "leave out --offload none"),
+        ([*AXIS, "--prompt-file", "missing.txt"], "--prompt-file missing.txt cannot be read: No such file"),
+        ([*AXIS, "--prompt-file", "model/model.bin"], "cannot be read: it is not UTF-8"),
+        ([*AXIS, "--input-len", "99"], "exceed the 64 positions of model"),
+        ([*AXIS, "--samples", "99"], f"the text has {len(TEXT):,} tokens, too few for 99 samples of 32"),
+        (["-m", "bloom-tiny", *AXIS], "bloom-tiny has no weights to fetch: give a checkpoint folder"),
+        ([*AXIS, "--reference", "kv_cache_dtype=int9"], "the reference: unsupported: loading failed: kv_cache_dtype="),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], message: str, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("zinfer.worker.Worker", Inline)
+    Path("text.txt").write_text(TEXT)
+    Path("model").symlink_to(checkpoint("opt"))
+    (folder / "model.bin").write_bytes(b"\xff")
+    words = [word.replace("model/model.bin", "model.bin") for word in words]
+    result = invoke("-m", "model", "--prompt-file", "text.txt", "--input-len", 16, "--output-len", 16, *words)
+    assert result.exit_code != 0
+    assert message in told(result)
+    assert not isinstance(result.exception, SystemExit) or len(result.stderr.strip().splitlines()) <= 4
+    assert not list(Path().rglob("accuracy.json"))
+
+
+def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("zinfer.worker.Worker", Inline)
+    words = ["-m", "bloom-tiny", "--load-format", "dummy", "--samples", 2, "--input-len", 8, "--output-len", 4]
+    result = invoke(*words, "-O", "kv_cache_dtype=int9,fp8", "-o", "found.json")
+    assert result.exit_code == 3
+    assert "Error: kv_cache_dtype=int9: unsupported: loading failed" in result.stderr
+    assert "RANDOM WEIGHTS" in result.stdout
+    found = accuracy.load(Path("found.json"))
+    assert found.told.endswith("random weights")
+    assert found.prompts.name.startswith("the manual of Python 3.")
+    nothing = invoke(*words, "-O", "kv_cache_dtype=int9", "-o", "found.json")
+    assert nothing.exit_code == 4
+    assert "not written" in nothing.stderr
+    assert accuracy.load(Path("found.json")) == found
+    assert invoke(*words, *AXIS).exit_code == 0
+    assert not list(Path("sweeps").rglob("accuracy.json"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing_behind(
+    number: signal.Signals, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
+) -> None:
+    class Interrupting(Inline):
+        def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+            if message.get("verb") == "compare":
+                os.kill(os.getpid(), number)
+            return super()._ask(message)
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("zinfer.worker.Worker", Interrupting)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    before = sorted(folder.rglob("*"))
+    words = ["--samples", 2, "--input-len", 8, "--output-len", 4]
+    assert invoke("-m", checkpoint("llama"), *AXIS, *words).exit_code == 128 + number
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_the_record_is_printed_and_lies_with_the_machines_results(folder: Path, checkpoint: Checkpoints) -> None:
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "model").symlink_to(checkpoint("llama"))
+    words = ["-m", "model", "--offload", "cpu", "--kv-cache-dtype", "int8", "--prompt-file", "text.txt"]
+    result = zinfer(folder, "accuracy", *words, "--json", "--input-len", "16", "--output-len", "8", "--samples", "4")
+    assert result.returncode == 0, result.stderr
+    (written,) = folder.glob("sweeps/results/*/accuracy.json")
+    found = accuracy.load(written)
+    assert json.loads(result.stdout) == json.loads(written.read_text())
+    assert written.parent.name == found.machine
+    assert found.told.startswith("llama, 0 million weights, 3 layers, 4 heads of 16, 2 of keys and values")
+    assert (found.prompts.tokens, found.samples, found.reference.options) == (len(TEXT), 4, ())
+    assert {(found.label(one.case), one.along) for one in found.deviations} == {
+        (setting, along) for setting in ("batch 4", "kv_cache_dtype=int8") for along in ("own", "text")
+    }
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(found))
+    text = console.export_text()
+    assert all(cell in text for row in found.cells() for cell in row)
+    assert "tokens in, 8 followed" in text
+
+
+@pytest.mark.gpu
+def test_eight_bits_on_a_gpu(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+    monkeypatch.undo()
+    deviations = by_setting(comparison(checkpoint("llama"), "auto", "int8", "fp8").run())
+    assert deviations["auto", "own"].error_max == 0
+    assert deviations["int8", "own"].error < deviations["fp8", "own"].error < 0.5

@@ -40,11 +40,11 @@ class Inline:
         self.on_token: Callable[[int], None] = lambda _count: None
         self.tokens = 0
 
-    def chat(self, verb: str, **fields: Any) -> dict[str, Any]:
+    def serve(self, service: str, verb: str, **fields: Any) -> dict[str, Any]:
         if verb == "go_on":
             self.tokens += 1
             self.on_token(self.tokens)
-        answer: dict[str, Any] = json.loads(json.dumps(self._server._chat(verb, **fields)))
+        answer: dict[str, Any] = json.loads(json.dumps(self._server._serve(service, verb, fields)))
         return answer
 
 
@@ -78,7 +78,7 @@ def test_answers_are_those_of_transformers(
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = template
     assert "status" not in worker.serve("chat", "open", **settings())
-    chat = worker._server._services["chat"]
+    chat = worker._server._services._made["chat"]
     chat._tokenizer = tokenizer
     found, said = talk(worker, capsys, system="Sys")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

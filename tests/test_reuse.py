@@ -151,10 +151,13 @@ class Inline:
         self._server._plan = plan
         self._server._engine = engines.load(self._target)(plan)
 
-    def rerun(self, **fields: Any) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
+        return self._server._about()
+
+    def serve(self, service: str, verb: str, **fields: Any) -> dict[str, Any]:
         if fields["context"] == self.dies:
             raise WorkerDied("oom_host", "the kernel killed the worker")
-        answer: dict[str, Any] = json.loads(json.dumps(self._server._rerun(**fields)))
+        answer: dict[str, Any] = json.loads(json.dumps(self._server._serve(service, verb, fields)))
         return answer
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class InProcess:
     def load(self, plan: Plan) -> None:
         self.engine = Stream(plan)
 
-    def rows(self, verb: str, **fields: Any) -> Any:
+    def serve(self, _service: str, verb: str, **fields: Any) -> Any:
         self.reserves += [fields["reserve"]] if verb == "start" else []
         return json.loads(json.dumps(getattr(self.rows_of, verb)(self.engine, **json.loads(json.dumps(fields)))))
 

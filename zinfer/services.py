@@ -17,24 +17,36 @@ if TYPE_CHECKING:
     from zinfer.engine.base import Progress
 
 
-def make(service: str, plan: Plan, beat: "Progress", fields: dict[str, Any]) -> Any:
-    """The `service` for the load of `plan`; `beat` hears of progress. Of `fields`, those of its first request, it takes
-    what it is made of: ``rows`` the `model`, as JSON, where nothing is loaded yet."""
-    if service == "rows":
-        from zinfer.rows import Rows
+class Services:
+    """Those of one worker, each made at its first request; `beat` hears of progress."""
 
-        model = fields.pop("model", None)
-        return Rows(ModelSpec.model_validate(model) if model else plan.model)
-    if service == "chat":
-        from zinfer.chat import Chat
+    def __init__(self, beat: "Progress") -> None:
+        self._beat = beat
+        self._made: dict[str, Any] = {}
 
-        return Chat(plan)
-    if service == "rerun":
-        from zinfer.rerun import Rerun
+    def answer(self, service: str, verb: str, engine: Any, plan: Plan | None, fields: dict[str, Any]) -> dict[str, Any]:
+        """What `verb` of `service` answers, whose arguments are `fields`, for the `engine` and `plan` that are loaded.
+        Those of ``rows`` may have the `model` among them, as JSON, for before anything is."""
+        model = fields.pop("model", None) if service == "rows" else None
+        if service not in self._made:
+            self._made[service] = self._make(service, plan, model)
+        answer: dict[str, Any] = getattr(self._made[service], verb)(engine, **fields)
+        return answer
 
-        return Rerun(plan, beat)
-    from zinfer import follow
+    def _make(self, service: str, plan: Any, model: Any) -> Any:
+        if service == "rows":
+            from zinfer.rows import Rows
 
-    return SimpleNamespace(
-        **{verb: partial(getattr(follow, verb), beat=beat) for verb in ("windows", "record", "compare")}
-    )
+            return Rows(plan.model if plan is not None else ModelSpec.model_validate(model))
+        if service == "chat":
+            from zinfer.chat import Chat
+
+            return Chat(plan)
+        if service == "rerun":
+            from zinfer.rerun import Rerun
+
+            return Rerun(plan, self._beat)
+        from zinfer import follow
+
+        verbs = ("windows", "record", "compare")
+        return SimpleNamespace(**{verb: partial(getattr(follow, verb), beat=self._beat) for verb in verbs})

@@ -23,6 +23,7 @@ from zinfer import __version__
 from zinfer.failure import one_line, status_of, told
 from zinfer.plan import Case, Plan, resident_bytes
 from zinfer.record import Effective, Measurement, Status
+from zinfer.services import Services
 
 Notice = Callable[[str, float], None]
 Loaded = Callable[[int, float], None]  # bytes of weights, and the seconds it took
@@ -182,8 +183,9 @@ class _Server:
         self._lock = threading.Lock()
         self._last_beat = 0.0
         self._engine: Any = None
+        self._plan: Any = None  # of what is loaded
         self._facts: dict[str, Any] = {}
-        self._services: dict[str, Any] = {}
+        self._services = Services(self._beat)
 
     def serve(self, requests: IO[str]) -> None:
         for line in requests:
@@ -292,13 +294,8 @@ class _Server:
         return self._facts
 
     def _serve(self, service: str, verb: str, fields: dict[str, Any]) -> dict[str, Any]:
-        from zinfer import services
-
         try:
-            if service not in self._services:
-                self._services[service] = services.make(service, self._plan, self._beat, fields)
-            answer: dict[str, Any] = getattr(self._services[service], verb)(self._engine, **fields)
-            return answer
+            return self._services.answer(service, verb, self._engine, self._plan, fields)
         except Exception as error:
             failed = told(error, verb)
         with suppress(Exception):  # what a failed batch held would be missed by the next one

@@ -52,9 +52,8 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     zinfer accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8,fp8
     zinfer accuracy --model ./my-checkpoint --dtype fp32 --kv-cache-dtype int8 --prompt-file book.txt --samples 64
     """
-    from rich.console import Console
-
     from zinfer import accuracy
+    from zinfer.commands.out import console
     from zinfer.commands.probe import write
 
     record = _measure(debug, how)
@@ -69,7 +68,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     if as_json:
         click.echo(text, nl=False)
     else:
-        Console().print(table(record))
+        console().print(table(record))
     click.echo(f"wrote {path}" if kept else "not written: no setting was measured, or only random weights", err=True)
     if record.failed:
         told = "; ".join(f"{record.label(one.case)}: {one.status}: {one.error}" for one in record.failed)

@@ -82,11 +82,11 @@ def command(results: Path, model: str | None, machine: str | None, as_json: bool
 
 
 def _show(points: "Points", command: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from zinfer import analysis
+    from zinfer.commands.out import console
     from zinfer.units import duration, figures, gib
 
     winner = analysis.best(points)
@@ -110,9 +110,7 @@ def _show(points: "Points", command: bool) -> None:
             str(edges[point.case.load].smallest_oom or ""),
         )
         table.add_row(*map(Text, cells))
-    console = Console()
-    # cells are cut to fit a terminal, never a file
-    (console if console.is_terminal else Console(width=160)).print(table)
+    console().print(table)
     for edge in edges.values():
         if edge.largest_ok is None:
             own = [point for point in points if point.case.load == edge.load]

@@ -29,10 +29,9 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     zinfer codec
     zinfer codec ./my-checkpoint
     """
-    from rich.console import Console
-
     from zinfer import codec, lossless
     from zinfer.cli import INTEGRITY, Failure
+    from zinfer.commands.out import console
     from zinfer.commands.probe import write
 
     if dtype not in (None, "bfloat16"):
@@ -48,7 +47,7 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     if as_json:
         click.echo(text, nl=False)
     else:
-        Console().print(*tables(record), sep="\n")
+        console().print(*tables(record), sep="\n")
     click.echo(f"wrote {path}", err=True)
     if record.failed:
         raise Failure(f"{', '.join(record.failed)}: the codec returned other bits", INTEGRITY)

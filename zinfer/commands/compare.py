@@ -111,17 +111,16 @@ def _nothing_common(before: Path, after: Path, found: "Comparison") -> str:
 
 
 def _show(before: Path, after: Path, metric: "Metric", found: "Comparison") -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from zinfer.commands.out import console
     from zinfer.compare import HIGHER_IS_BETTER
 
     click.echo(f"A: {before}\nB: {after}")
     for name, ours, theirs in found.differences:
         click.echo(f"{name}: {ours or 'unknown'} → {theirs or 'unknown'}")
-    console = Console()
-    console = console if console.is_terminal else Console(width=160)  # cells are cut to fit a terminal, never a file
+    out = console()
     sense = "higher" if HIGHER_IS_BETTER[metric] else "lower"
     sections: dict[str, list[Change]] = {}
     for change in found.changes:
@@ -132,7 +131,7 @@ def _show(before: Path, after: Path, metric: "Metric", found: "Comparison") -> N
         for change in changes:
             cells = (change.label, str(change.after_case.workload.batch_size), *_cells(change, metric))
             table.add_row(*map(Text, cells))
-        console.print(table)
+        out.print(table)
     verdicts = {change.verdict for change in found.changes}
     if "unknown" in verdicts:
         click.echo("? one side has a single repeat, so its noise is unknown: measure with --repeats 3 or more")

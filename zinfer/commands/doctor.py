@@ -41,11 +41,11 @@ def command(as_json: bool) -> None:
     """Check what is installed and which engines can run here. The exit code is 5 when none can."""
     import json
 
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from zinfer.cli import ENVIRONMENT
+    from zinfer.commands.out import console
 
     engines = engine_rows()
     rows = [*package_rows(), *machine_rows(), *engines]
@@ -56,7 +56,7 @@ def command(as_json: bool) -> None:
         for index, row in enumerate(rows):
             last = index + 1 == len(rows) or rows[index + 1].group != row.group
             table.add_row(row.name, escape(row.found), escape(row.advice), end_section=last)
-        Console().print(table)
+        console().print(table)
     if all(row.advice for row in engines):
         raise SystemExit(ENVIRONMENT)
 

@@ -10,10 +10,10 @@ def command(name: str | None, as_json: bool) -> None:
     """List the catalogue's models with their sizes; with NAME (also a folder or a hub id), show one."""
     import json
 
-    from rich.console import Console
     from rich.table import Column, Table
 
     from zinfer import model
+    from zinfer.commands.out import console
     from zinfer.units import gb
 
     specs = [model.resolve(name)] if name else [model.from_catalogue(entry) for entry in model.catalogue_names()]
@@ -37,4 +37,4 @@ def command(name: str | None, as_json: bool) -> None:
             f"{spec.kv_bytes_per_token / 1e3:.1f} kB",
             spec.architecture,
         )
-    Console().print(table)
+    console().print(table)

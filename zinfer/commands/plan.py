@@ -170,9 +170,9 @@ def _row(plan: "Plan") -> dict[str, Any]:
 
 
 def _print(title: str, plans: "list[Plan]", calibrated: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from zinfer.commands.out import console
     from zinfer.units import duration, figures, gb
 
     what = "predicted" if calibrated else "physical limits"
@@ -200,9 +200,7 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool) -> None:
             figures(plan.output_tok_s) if fits and plan.output_tok_s else "-",
             band if fits and plan.output_tok_s else "",
         )
-    console = Console()
-    # cells are cut to fit a terminal, never a file
-    (console if console.is_terminal else Console(width=160)).print(table)
+    console().print(table)
 
 
 def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Factors]") -> None:

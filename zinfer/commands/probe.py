@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the machine as JSON, besides writing it.")
 def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: bool) -> None:
     """Measure the links between this machine's memories, its compute and, if asked, its disk; write machine.json."""
-    from rich.console import Console
-
+    from zinfer.commands.out import console
     from zinfer.probe import probe
 
     machine = probe(nvme_path, quick, progress=lambda what: click.echo(f"measuring {what}", err=True))
@@ -31,7 +30,7 @@ def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: b
     if as_json:
         click.echo(text, nl=False)
     else:
-        Console().print(table(machine))
+        console().print(table(machine))
     click.echo(f"wrote {path}", err=True)
 
 

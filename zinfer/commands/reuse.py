@@ -76,9 +76,8 @@ def command(
     zinfer reuse --model bloom-176b --layers 14 --context 1k,2k
     zinfer reuse --model ./my-checkpoint --offload none,cpu --kv-cache-dir /mnt/nvme/kv
     """
-    from rich.console import Console
-
     from zinfer import here, recipe, sweep
+    from zinfer.commands.out import console
     from zinfer.commands.probe import write
     from zinfer.commands.watch import Watch
     from zinfer.reuse import FILE, ReuseRecord, load
@@ -111,7 +110,7 @@ def command(
         click.echo(record.model_dump_json(indent=1))
     else:
         for run in done:
-            Console().print(table(run), *verdicts(run), sep="\n", highlight=False)
+            console().print(table(run), *verdicts(run), sep="\n", highlight=False)
     click.echo(f"wrote {path}", err=True)
     if not any(run.measured for run in done):
         raise Failure(next(point.skipped for run in done for point in run.points if point.skipped), NOTHING)

@@ -1,18 +1,22 @@
-"""Every figure in the README comes from a record: its tables are made again here and have to stand there."""
+"""Every figure in the README comes from a record: its tables are made again here and have to stand there. What it and
+the guide tell a reader to type or to open is there."""
 
 import hashlib
 import json
 import re
+import shlex
 from pathlib import Path
 
+import click
 import pytest
 
 from zinfer import lossless
+from zinfer.cli import cli
 from zinfer.record import Measurement
 from zinfer.store import read
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README, GUIDE = ((ROOT / name).read_text() for name in ("README.md", "GUIDE.md"))
 H100 = ROOT / "sweeps" / "results" / "nvidia-h100-80gb-hbm3"
 
 
@@ -91,6 +95,27 @@ def test_the_codecs_table_is_that_of_its_record() -> None:
 
 
 def test_linked_files_are_there() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert len(links) > 3
+    links = re.findall(r"\]\(([^)#]+)\)", README + GUIDE)
+    assert len(links) > 5
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def commands() -> list[str]:
+    """Each ``zinfer ..`` of a code block, and of the text where options follow."""
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", README + GUIDE, flags=re.DOTALL)).replace("\\\n", " ")
+    inline = re.findall(r"`(zinfer [a-z]+ [^`]*)`", " ".join((README + GUIDE).split()))
+    return [line for line in [*blocks.splitlines(), *inline] if line.startswith("zinfer ")]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_what_a_reader_may_type_is_understood(line: str) -> None:
+    verb, *words = shlex.split(line, comments=True)[1:]
+    context = click.Context(cli)
+    command = cli.get_command(context, verb)
+    assert command is not None
+    if ">" not in words and "<" not in words:
+        command.make_parser(click.Context(command, info_name=verb)).parse_args(words)
+
+
+def test_there_is_something_to_type() -> None:
+    assert {line.split()[1] for line in commands()} >= {"sweep", "plan", "run", "batch", "best", "report", "build"}

@@ -1,0 +1,117 @@
+"""What has a path of its own on a GPU: the tokens of `transformers`, wherever weights and KV cache are. Not run by
+default (`pytest -m gpu`); the same on the CPU is in `test_parity`, `test_stream` and `test_kv`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
+from zinfer.engine.base import Engine
+
+pytestmark = pytest.mark.gpu
+
+Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
+ARCHITECTURES = ("bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mixtral")
+TURNS = 4  # copies that come too late show at some time
+
+
+def tokens(engine: Engine, lengths: tuple[int, ...]) -> Tensor:
+    """Greedy tokens of one batch, ``[B, OUTPUT_LEN]``, on the CPU."""
+    token_ids, mask = prompts(lengths)
+    chosen = [engine.prefill(token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
+    while len(chosen) < OUTPUT_LEN:
+        chosen.append(engine.decode(chosen[-1]).argmax(-1))
+    return torch.stack(chosen, dim=1).cpu()
+
+
+def follow(engine: Engine, given: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Logits of one batch along given tokens, on the CPU."""
+    token_ids, mask = prompts(lengths)
+    found = [engine.prefill(token_ids, mask, reserve=OUTPUT_LEN)]
+    found += [engine.decode(token.to(engine.device)) for token in given.unbind(1)[:-1]]
+    return [logits.float().cpu() for logits in found]
+
+
+def check(engine: Engine, directory: Path) -> None:
+    for _ in range(TURNS):
+        for lengths, expected in zip(BATCHES, reference(directory), strict=True):
+            assert torch.equal(tokens(engine, lengths), expected)
+    engine.close()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("here", [0, 2])
+@pytest.mark.parametrize("attention", ["gpu", "cpu"])
+def test_a_kv_cache_in_host_memory_gives_the_same_tokens(
+    architecture: str, attention: str, here: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("zinfer.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
+    monkeypatch.setattr("zinfer.cost.BLOCK_VALUES", 1)
+    monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", 9)
+    directory = checkpoint(architecture)
+    check(load("stream", directory, "cpu", tmp_path, kv_offload="auto", kv_attention=attention), directory)
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+def test_a_model_that_stays_can_have_its_cache_in_host_memory(
+    architecture: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    directory = checkpoint(architecture)
+    check(load("stream", directory, "none", tmp_path, kv_offload="cpu"), directory)
+
+
+@pytest.mark.parametrize("here", [0, 2])
+@pytest.mark.parametrize("architecture", ["bloom", "llama", "gpt_neox"])
+def test_in_8_bits_the_cache_is_the_same_wherever_it_is(
+    architecture: str, here: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("zinfer.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
+    directory, lengths = checkpoint(architecture), BATCHES[0]
+    given = reference(directory)[0]
+    alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
+    expected = follow(alone, given, lengths)
+    alone.close()
+    split = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8", kv_offload="auto")
+    for _ in range(TURNS):
+        for found, told in zip(follow(split, given, lengths), expected, strict=True):
+            assert torch.allclose(found, told, atol=0.02 * float(told.abs().max()))
+    split.close()
+
+
+@pytest.mark.parametrize("codec", ["none", "lossless"])
+@pytest.mark.parametrize("share", ["0%", "40%", "100%"])
+def test_layers_that_stay_give_the_same_logits(share: str, codec: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    directory, lengths = checkpoint("llama"), BATCHES[0]
+    given = reference(directory)[0]
+    plain = load("stream", directory, "none", tmp_path, dtype="bfloat16")
+    expected = follow(plain, given, lengths)
+    plain.close()
+    engine = load("stream", directory, "cpu", tmp_path, dtype="bfloat16", weight_codec=codec)
+    engine.plan = engine.plan.model_copy(update={"case": engine.plan.case.model_copy(update={"gpu_weights": share})})
+    for _ in range(TURNS):
+        for found, told in zip(follow(engine, given, lengths), expected, strict=True):
+            assert torch.equal(found, told)
+    engine.close()
+
+
+def test_a_batch_that_ran_out_of_memory_leaves_the_engine_usable(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    directory = checkpoint("llama")
+    engine = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention="gpu")
+    lengths, expected = BATCHES[0], reference(directory)[0]
+    assert torch.equal(tokens(engine, lengths), expected)
+    many = torch.ones((64, 9), dtype=torch.int64)
+    with monkeypatch.context() as short_of_memory:
+        short_of_memory.setattr("zinfer.engine.stream.kv.LinkCache.extend", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.prefill(many, many, reserve=OUTPUT_LEN)
+    assert torch.equal(tokens(engine, lengths), expected)
+    engine.close()
+
+
+def no_room(*_: object) -> None:
+    raise torch.OutOfMemoryError("no room")

@@ -10,7 +10,7 @@ from zinfer import calibrate, cost, machine, model
 from zinfer.calibrate import Row, fit, load_machines, load_points, predict, table
 from zinfer.cost import Factors
 from zinfer.machine import Machine
-from zinfer.plan import Case, make_plan
+from zinfer.plan import Case, Option, Plan, kv_rows_on_host, make_plan
 from zinfer.published import Beside, Published, beside
 from zinfer.record import Effective, Measurement
 
@@ -57,9 +57,10 @@ def test_the_largest_batch_is_predicted() -> None:
         assert plan.max_batch_size == pytest.approx(edge, rel=0.125)
 
 
-def fabricated(told: Factors, size: int, offload: str) -> Measurement:
+def fabricated(told: Factors, size: int, offload: str, **options: Option) -> Measurement:
     """A point of OPT-30B on a machine whose engine has exactly the factors `told`."""
-    asked = case(size, model="opt-30b", layers=None, offload=offload, options=(("weight_codec", "none"),))
+    chosen = tuple(sorted({"weight_codec": "none", **options}.items()))
+    asked = case(size, model="opt-30b", layers=None, offload=offload, options=chosen)
     spec = model.resolve("opt-30b", None, None)
     plan = make_plan(asked, spec, H100, factors=told)
     assert plan.prefill_s is not None
@@ -74,9 +75,17 @@ def fabricated(told: Factors, size: int, offload: str) -> Measurement:
         effective=Effective(
             gpu_weight_bytes=plan.gpu.weights, host_weight_bytes=plan.host.weights,
             streamed_bytes_per_step=plan.streamed_bytes,
-            settings={"slot_bytes": plan.gpu.buffers, "buffer_bytes": 0, "ring_depth": 0},
+            settings={"slot_bytes": plan.gpu.buffers, "buffer_bytes": 0, "ring_depth": 0} | cache_of(asked, plan),
         ),
     )  # fmt: skip
+
+
+def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
+    """What `stream` tells of the KV cache."""
+    if "kv_offload" not in dict(asked.options):
+        return {}
+    rows, on_cpu = kv_rows_on_host(asked, plan.model, H100, Factors())
+    return {"kv_host_rows": rows, "kv_attention": "cpu" if on_cpu else "gpu"}
 
 
 def test_a_fit_finds_the_factors_that_made_the_records() -> None:
@@ -91,6 +100,16 @@ def test_a_fit_finds_the_factors_that_made_the_records() -> None:
     assert found.error == calibrate.LEAST_ERROR
     errors = [row.tok_s_error for row in table(points, {"h100": H100})]
     assert errors == pytest.approx([0.0] * 6, abs=1e-3)
+
+
+def test_a_cache_on_the_host_tells_of_the_link_where_it_is_what_one_waits_for() -> None:
+    told = Factors(link_share=0.83)
+    for options in ({"kv_attention": "gpu"}, {"kv_attention": "cpu"}):
+        (one,) = calibrate._seen([fabricated(told, 64, "cpu", kv_offload="cpu", **options)], {"h100": H100})
+        assert calibrate._link_share(one) == pytest.approx(0.83, rel=1e-3)
+    slow = H100.model_copy(update={"attention_bandwidth": 1e9})
+    (one,) = calibrate._seen([fabricated(told, 64, "cpu", kv_offload="cpu", kv_attention="cpu")], {"h100": slow})
+    assert calibrate._link_share(one) is None
 
 
 def test_a_point_is_never_predicted_from_itself() -> None:

@@ -9,7 +9,7 @@ factors fitted without it.
     predict(case, spec, machine, factors).output_tok_s
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -162,6 +162,10 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Setup:
         slots = 1 if "buffer_bytes" in told else told["ring_depth"]
         buffers = told["ring_depth"] * told.get("buffer_bytes", 0)
         update["slots"] = (slots * told["slot_bytes"] + buffers) / model.layer_bytes
+        update["buffers"] = 1  # what the KV cache adds to them is counted
+    if "kv_host_rows" in told:
+        update["kv_host_share"] = told["kv_host_rows"] / point.case.workload.batch_size
+        update["kv_on_cpu"] = str(told["kv_attention"]).startswith("cpu")
     if effective.streamed_bytes_per_step:
         wire = effective.wire_bytes_per_step or effective.streamed_bytes_per_step
         update["wire_ratio"] = update["kept_ratio"] = min(1.0, wire / effective.streamed_bytes_per_step)
@@ -179,12 +183,12 @@ def _fit(seen: Sequence[_Seen]) -> Factors:
 
 def _link_share(one: _Seen) -> float | None:
     """Of the machine's link, from a decode step that waits for nothing else."""
-    over_link, seconds = cost.wire_bytes(one.setup, one.model), one.point.step_median_ms
-    link = one.machine.h2d_bandwidth if one.setup.pinned else one.machine.pageable_bandwidth
-    if not over_link or not seconds or not link or one.setup.tier != "host":
+    seconds, limits = one.point.step_median_ms, _limits(one)
+    if not seconds or "link" not in limits or one.setup.tier != "host":
         return None
-    compute = 0.0 if one.setup.overlapped else _physics(one, lambda limits: limits["compute"])
-    return over_link / (seconds / 1e3 - compute) / link
+    if limits.get("cpu attention", 0.0) > limits["link"]:
+        return None
+    return limits["link"] / (seconds / 1e3 - (0.0 if one.setup.overlapped else limits["compute"]))
 
 
 def _layer_s(one: _Seen) -> float | None:
@@ -192,15 +196,16 @@ def _layer_s(one: _Seen) -> float | None:
     seconds = one.point.step_median_ms
     if not seconds or one.setup.tier != "gpu":
         return None
-    physical = _physics(one, lambda limits: max(limits.values()))
+    physical = max(_limits(one).values(), default=0.0)
     return seconds / 1e3 / one.model.num_layers if seconds / 1e3 > EVIDENT * physical else 0.0
 
 
-def _physics(one: _Seen, choose: Callable[[Mapping[str, float]], float]) -> float:
+def _limits(one: _Seen) -> Mapping[str, float]:
+    """Seconds of a decode step, for each physical limit; empty where the machine's figures are not known."""
     load = one.point.case.workload
     context = load.input_len + load.output_len // 2
     times = cost.step(one.setup, one.model, one.machine, load.batch_size, context, Factors(link_share=1.0))
-    return choose({str(bound): seconds for bound, seconds in times.limits.items()}) if times.limits else 0.0
+    return {str(bound): seconds for bound, seconds in times.limits.items()}
 
 
 def _mfu(one: _Seen) -> float | None:

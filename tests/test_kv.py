@@ -10,6 +10,7 @@ from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from zinfer.engine import EngineError
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.engine.stream.hosted import Hosted, host
+from zinfer.measure import Samples, measure
 
 Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
 
@@ -53,6 +54,17 @@ def test_some_sequences_here_and_some_there(
         assert told.settings["kv_bytes_per_step"] == over_link
         assert told.streamed_bytes_per_step >= 0.95 * engine.plan.model.streamed_bytes
     engine.close()
+
+
+def test_a_record_tells_where_the_cache_was(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    for attention, place in (("gpu", "gpu"), ("cpu", "cpu")):
+        engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention=attention)
+        load_of_one = engine.plan.case.workload
+        measure(engine, load_of_one, engine.plan.model.vocab_size, Samples(), repeats=1)  # and released
+        told = engine.effective().settings
+        assert (told["kv_host_rows"], told["kv_attention"]) == (load_of_one.batch_size, place)
+        assert (told["kv_bytes_per_step"] > 0) is (attention == "gpu")
+        engine.close()
 
 
 def test_a_model_that_stays_can_have_its_cache_in_host_memory(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class Stream(Decoder):
     _ring: Ring | None = None
     _kv_arena: HostArena | None = None  # kept for the next batch: page-locking takes long
     _host: HostCache | None = None  # of the running batch
+    _kv_rows, _kv_place = 0, "gpu"  # of the last batch: sequences with their KV cache in host memory, where it is used
     _streamed_per_step = _fetched_per_step = 0
 
     def _load(self) -> None:
@@ -195,6 +196,7 @@ class Stream(Decoder):
         rows, on_cpu = kv_rows_on_host(case, spec, self.plan.machine, CAUTIOUS)
         here = batch_size - rows
         own = make_cache(self.model.config, here, capacity, storage)
+        self._kv_rows, self._kv_place = 0, "gpu"
         if not rows or not isinstance(own.layers[0], FixedLayer):
             if self._ring is not None:
                 self._ring.start()
@@ -215,6 +217,7 @@ class Stream(Decoder):
             ring.fetch(link.loads(length))
         if self._ring is not None:
             self._ring.start()
+        self._kv_rows, self._kv_place = rows, self._host.place
         split = [SplitLayer(index, kept, self._host) for index, kept in enumerate(own.layers)]
         return Cache(layers=split)
 
@@ -277,8 +280,8 @@ class Stream(Decoder):
         cache: dict[str, Option] = {
             "kv_offload": str(self.options["kv_offload"]),
             "kv_cache_dtype": str(self.options["kv_cache_dtype"]),
-            "kv_attention": self._host.place if self._host else "gpu",
-            "kv_host_rows": self._host.rows.stop - self._host.rows.start if self._host else 0,
+            "kv_attention": self._kv_place,
+            "kv_host_rows": self._kv_rows,
             "kv_bytes_per_step": self._fetched_per_step,
             "attention": str(self.model.config._attn_implementation),
         }

@@ -22,7 +22,7 @@ TYPES = SHAPES | {"zinfer.cost", "zinfer.plan", "zinfer.record"}
 READERS = TYPES | {
     "zinfer.choice", "zinfer.store", "zinfer.analysis", "zinfer.group", "zinfer.chart", "zinfer.plot", "zinfer.report",
     "zinfer.calibrate", "zinfer.published", "zinfer.economics", "zinfer.sla", "zinfer.timeline", "zinfer.gantt",
-    "zinfer.lossless", "zinfer.reuse", "zinfer.reuse_plot",
+    "zinfer.lossless", "zinfer.accuracy", "zinfer.reuse", "zinfer.reuse_plot",
 }  # fmt: skip
 ALLOWED = {
     "zinfer.frozen": set(),

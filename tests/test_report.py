@@ -10,6 +10,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.results import case, point, sweep, traced
+from tests.test_accuracy import record as measured_accuracy
+from tests.test_reuse import point as kept_point
+from tests.test_reuse import run as kept_run
+from zinfer import accuracy, reuse
 from zinfer.chart import PALETTE
 from zinfer.cli import cli
 from zinfer.machine import Machine, load
@@ -268,6 +272,23 @@ def test_a_traced_step_has_its_figure_and_its_table(results: Path) -> None:
     assert "| stream cpu weight\\_codec=lossless | 64 | 854.8 ms |" in table
     assert "| 99.7% | 0.0% | 3.9% | 4.21 ms | 54.2 GB/s |" in table
     assert "one step" in page(results)
+
+
+def test_accuracy_and_kept_conversations_are_told_where_they_were_measured(results: Path) -> None:
+    assert "Accuracy of settings" not in written(results)
+    folder = results / "h100"
+    (folder / accuracy.FILE).write_text(measured_accuracy().model_dump_json())
+    one = kept_run(kept_point(64, 1, 2), kept_point(512, 8, 2))
+    kept = reuse.ReuseRecord(machine="h100", device="H100", runs=(one,))
+    (folder / reuse.FILE).write_text(kept.model_dump_json())
+    text = written(results)
+    assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% | 0.002 | 0.003 | 80.00% |  | 50% of 2 | 1 |" in text
+    assert "The model: llama." in text
+    assert "| 512 | 1.0 MB | 8 ms | 2 ms | 4.00x |" in text
+    assert "reload from memory wins from 128 tokens on" in text
+    assert "Keeping a conversation, m, stream cpu, h100" in page(results)
+    (folder / reuse.FILE).write_text("{}")
+    assert "is no record of" in written(results)
 
 
 @pytest.mark.parametrize("name", ["results", "nowhere"])

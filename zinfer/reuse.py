@@ -92,6 +92,13 @@ class Run(Frozen):
         return f"{name}{part}, {self.case.label()}"
 
     @property
+    def verdicts(self) -> tuple[str, ...]:
+        """The break-even from memory and from disk, and what was skipped, a line each."""
+        found = (verdict(self.points, source) for source in SOURCES)
+        skipped = (f"{point.context:,} tokens skipped: {point.skipped}" for point in self.points if point.skipped)
+        return (*filter(None, found), *skipped)
+
+    @property
     def conditions(self) -> str:
         weights = "dummy weights" if self.case.load_format == "dummy" else "weights of the checkpoint"
         new = ", ".join(sorted({str(point.new_tokens) for point in self.points}))

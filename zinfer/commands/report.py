@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zinfer.commands.prices import price_options
 
 if TYPE_CHECKING:
-    from zinfer.lossless import CodecRecord
     from zinfer.machine import Machine
     from zinfer.report.study import Findings, Question
 
@@ -77,6 +76,7 @@ def command(
 
 
 def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
+    from zinfer import accuracy, lossless, reuse
     from zinfer.group import groups
     from zinfer.report.study import Findings, Study
     from zinfer.store import files, read
@@ -84,7 +84,9 @@ def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
     studies: list[Study] = []
     damaged: list[str] = []
     paths = files(results) if results.exists() else ()
-    codecs = _codecs(dict.fromkeys(file.parent for file in paths), damaged)
+    kinds = {"codecs": lossless, "accuracies": accuracy, "reuses": reuse}
+    folders = dict.fromkeys(file.parent for file in paths)
+    asides = {name: _records(folders, kind, damaged) for name, kind in kinds.items()}
     for file in paths:
         records = read(file)
         damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in records.damaged]
@@ -93,18 +95,17 @@ def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
             links = _figures(folder, group.stem(file.stem, alone=len(found) == 1))
             studies.append(Study(file.stem, group, points, _machine(file.parent), records.headers, links))
     against = None if baseline is None else (str(baseline), read(baseline).points)
-    return Findings(tuple(studies), tuple(damaged), against, codecs=codecs)
+    return Findings(tuple(studies), tuple(damaged), against, **asides)
 
 
-def _codecs(folders: Iterable[Path], damaged: list[str]) -> "tuple[CodecRecord, ...]":
-    """What `zinfer codec` left in `folders`; a file that cannot be read is named in `damaged`."""
-    from zinfer import lossless
-
+def _records(folders: Iterable[Path], kind: Any, damaged: list[str]) -> tuple[Any, ...]:
+    """What lies in `folders` of a `kind`, a module with a FILE and a way to `load` it; a file that cannot be read is
+    named in `damaged`."""
     found = []
-    for path in (folder / lossless.FILE for folder in folders):
+    for path in (folder / kind.FILE for folder in folders):
         try:
-            found += [lossless.load(path)] if path.exists() else []
-        except lossless.CodecError as error:
+            found += [kind.load(path)] if path.exists() else []
+        except ValueError as error:
             damaged.append(str(error))
     return tuple(found)
 

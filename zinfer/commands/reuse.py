@@ -110,7 +110,7 @@ def command(
         click.echo(record.model_dump_json(indent=1))
     else:
         for run in done:
-            console().print(table(run), *verdicts(run), sep="\n", highlight=False)
+            console().print(table(run), *run.verdicts, sep="\n", highlight=False)
     click.echo(f"wrote {path}", err=True)
     if not any(run.measured for run in done):
         raise Failure(next(point.skipped for run in done for point in run.points if point.skipped), NOTHING)
@@ -207,11 +207,3 @@ def table(run: "Run") -> "Table":
     for point in run.measured:
         found.add_row(*point.cells)
     return found
-
-
-def verdicts(run: "Run") -> list[str]:
-    """The break-even from memory and from disk, and what was skipped, a line each."""
-    from zinfer.reuse import SOURCES, verdict
-
-    told = [found for source in SOURCES if (found := verdict(run.points, source)) is not None]
-    return told + [f"{point.context:,} tokens skipped: {point.skipped}" for point in run.points if point.skipped]

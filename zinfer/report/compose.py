@@ -1,8 +1,9 @@
 """The order of a report: what to do, what was asked, what it rests on, what it costs, and how to check it."""
 
 from collections.abc import Iterable
+from itertools import chain
 
-from zinfer.report import coding, evidence, measured, money, predicted
+from zinfer.report import asides, coding, evidence, measured, money, predicted
 from zinfer.report.claims import claims
 from zinfer.report.document import Block, Document, Section
 from zinfer.report.study import Findings
@@ -15,7 +16,7 @@ def document(findings: Findings) -> Document:
     sections = (
         measured.answer(findings),
         measured.question(findings),
-        _with(measured.system(findings), coding.blocks(findings)),
+        _with(measured.system(findings), coding.blocks(findings), asides.blocks(findings)),
         predicted.memory(findings),
         measured.results(findings),
         measured.offload(findings),
@@ -29,8 +30,8 @@ def document(findings: Findings) -> Document:
     return Document("Capacity report", _subtitle(findings), sections)
 
 
-def _with(section: Section, blocks: Iterable[Block]) -> Section:
-    return section._replace(blocks=[*section.blocks, *blocks])
+def _with(section: Section, *more: Iterable[Block]) -> Section:
+    return section._replace(blocks=[*section.blocks, *chain(*more)])
 
 
 def _subtitle(findings: Findings) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from os.path import expanduser, isdir
 from typing import NamedTuple
 
+from zinfer.accuracy import AccuracyRecord
 from zinfer.economics import Prices
 from zinfer.group import Group, Points
 from zinfer.lossless import CodecRecord
@@ -11,6 +12,7 @@ from zinfer.machine import Machine
 from zinfer.model import ModelError, ModelSpec, catalogue_names, resolve
 from zinfer.plan import Case
 from zinfer.published import Published
+from zinfer.reuse import ReuseRecord
 from zinfer.store import Header
 
 
@@ -55,6 +57,8 @@ class Findings(NamedTuple):
     demand: Demand | None = None
     questions: tuple[Question, ...] = ()
     codecs: tuple[CodecRecord, ...] = ()
+    accuracies: tuple[AccuracyRecord, ...] = ()
+    reuses: tuple[ReuseRecord, ...] = ()
 
     @property
     def machines(self) -> dict[str, Machine]:

@@ -23,7 +23,7 @@ from zinfer.cost import (
     wire_bytes,
 )
 from zinfer.machine import FIGURES, Machine
-from zinfer.plan import Case, Workload, kv_rows_on_host, largest_batch, make_plan, setup_of, share_out
+from zinfer.plan import CAUTIOUS, Case, Workload, kv_rows_on_host, largest_batch, make_plan, setup_of, share_out
 
 BLOOM = model.resolve("bloom-176b", None, None)
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
@@ -163,7 +163,7 @@ def test_what_the_cpu_attends_to_waits_for_the_gpu_and_the_other_way_round() -> 
 def test_auto_leaves_the_host_only_what_the_gpu_has_no_room_for() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
     split = (("kv_offload", "auto"),)
-    most = largest_batch(asked(), BLOOM, place)
+    most = largest_batch(asked(), BLOOM, place, CAUTIOUS)
     small, large = (make_plan(asked(batch_size=size, options=split), BLOOM, place) for size in (most, 2 * most))
     assert small.host.kv_cache == 0
     assert small.gpu == make_plan(asked(batch_size=most), BLOOM, place).gpu
@@ -171,7 +171,9 @@ def test_auto_leaves_the_host_only_what_the_gpu_has_no_room_for() -> None:
     assert most <= rows <= most + 2  # what waits for the others takes room too
     assert on_cpu
     assert large.host.kv_cache == pytest.approx(BLOOM.kv_bytes(rows, 544), rel=1e-6)
-    assert large.gpu.total <= place.gpu_bytes < large.gpu.total + 2 * BLOOM.kv_bytes(1, 544)
+    cautious = make_plan(large.case, BLOOM, place, factors=CAUTIOUS)
+    assert cautious.gpu.total <= place.gpu_bytes < cautious.gpu.total + 2 * BLOOM.kv_bytes(1, 544)
+    assert cautious.host == large.host  # whoever asks
     assert large.max_batch_size > 3 * most
     assert large.step_s == small.step_s
 
@@ -215,6 +217,21 @@ def test_while_the_cpu_attends_the_ring_has_room_for_what_comes() -> None:
 def test_a_cpu_that_was_not_measured_is_not_trusted_with_attention() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": None, "host_bytes": 800 << 30})
     assert not setup_of(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, place).kv_on_cpu
+
+
+@pytest.mark.parametrize("attention_bandwidth", [None, 120e9])
+def test_where_all_fit_none_is_on_the_host(attention_bandwidth: float | None) -> None:
+    """Also where all but one would not fit, for the buffers that one on its way needs."""
+    place = linked(55e9).model_copy(update={"attention_bandwidth": attention_bandwidth, "host_bytes": 800 << 30})
+
+    def short(size: int, *options: tuple[str, str]) -> Case:
+        workload = Workload(batch_size=size, input_len=32, output_len=32)
+        return Case(model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options)
+
+    most = largest_batch(short(1), BLOOM, place, CAUTIOUS)
+    rows = [kv_rows_on_host(short(size, ("kv_offload", "auto")), BLOOM, place)[0] for size in range(most - 4, most + 2)]
+    assert rows[:-1] == [0] * 5
+    assert rows[-1] > 0
 
 
 def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from zinfer.engine import EngineError
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.engine.stream.hosted import Hosted, host
+from zinfer.engine.stream.kv import CpuCache
 from zinfer.measure import Samples, measure
 
 Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
@@ -54,6 +56,31 @@ def test_some_sequences_here_and_some_there(
         assert told.settings["kv_bytes_per_step"] == over_link
         assert told.streamed_bytes_per_step >= 0.95 * engine.plan.model.streamed_bytes
     engine.close()
+
+
+def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("zinfer.cost.BLOCK_VALUES", 1)
+    monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", 1)
+    there, here = (
+        load("stream", checkpoint("llama"), "cpu", tmp_path, **options)
+        for options in ({"kv_offload": "cpu", "kv_attention": "cpu"}, {"kv_offload": "none"})
+    )
+    many: list[int] = []
+    monkeypatch.setattr(CpuCache, "extend", _counted(CpuCache.extend, many))
+    assert torch.equal(greedy(there, (1, 1, 1)), greedy(here, (1, 1, 1)))
+    layers = there.plan.model.num_layers
+    assert many[: 3 * layers] == [1] * 3 * layers, "prompts come a few rows at a time"
+    assert set(many[3 * layers :]) == {3}, "and tokens for all rows at once"
+    there.close()
+    here.close()
+
+
+def _counted(extend: Callable[..., Any], many: list[int]) -> Callable[..., Any]:
+    def counted(self: CpuCache, layer: int, rows: slice, *states: Any) -> Any:
+        many.append(rows.stop - rows.start)
+        return extend(self, layer, rows, *states)
+
+    return counted
 
 
 def test_a_record_tells_where_the_cache_was(checkpoint: Checkpoints, tmp_path: Path) -> None:

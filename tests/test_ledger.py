@@ -131,3 +131,11 @@ def test_a_job_that_answered_nothing_may_become_another(tmp_path: Path) -> None:
         assert ledger.created == 8
     job_path(path).write_bytes(b"")  # a power cut
     Ledger.open(path, SETTINGS, 9).close()
+
+
+def test_a_file_of_somebody_elses_is_not_taken_for_the_jobs(output: Path) -> None:
+    path = job_path(output)
+    path.write_text('{"custom_id": "1"}\n')
+    with pytest.raises(StoreError, match="is no job file of `zinfer batch`"):
+        Ledger.open(output, SETTINGS, 7)
+    assert path.read_text() == '{"custom_id": "1"}\n'

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -148,3 +149,21 @@ def test_a_header_that_is_wrong_is_refused(change: dict[str, Any], says: str, op
     spoilt = Checkpoint(opened.directory, opened.config, {**opened.tensors, "big": wrong})
     with pytest.raises(CheckpointError, match=says):
         next(groups_read(spoilt, GROUPS))
+
+
+def test_the_revision_changes_with_any_matrix(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Also where what ends the file, a norm that nobody trains, stays as it is."""
+    directory = checkpoint("llama")
+    other = tmp_path / directory.name
+    shutil.copytree(directory, other)
+    assert Checkpoint.open(other).revision == Checkpoint.open(directory).revision
+    before = {Checkpoint.open(other).revision}
+    for name, info in Checkpoint.open(other).tensors.items():
+        with info.file.open("r+b") as file:
+            file.seek(info.start)
+            byte = file.read(1)
+            file.seek(info.start)
+            file.write(bytes([byte[0] ^ 1]))
+        found = Checkpoint.open(other).revision
+        assert found not in before, name
+        before.add(found)

@@ -1,5 +1,6 @@
 """What is kept of conversations, and found again: with a real engine, within budgets, and past a restart."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from tests.test_parity import load
+from zinfer.checkpoint import CheckpointError
+from zinfer.engine import keptfile
 from zinfer.engine.base import Engine
 from zinfer.shelf import Shelf
 
@@ -195,3 +198,31 @@ def test_files_that_vanish_are_missed_without_harm(engine: Engine, told: list[st
     check(engine, again, TOKENS[:21], 0)
     assert told[0].startswith("left out: ")
     again.close()
+
+
+@pytest.mark.parametrize(
+    "header", ["[1,2]", "12", '{"a":' * 5000 + "1" + "}" * 5000, '{"a": {"data_offsets": [0, 1.5]}}']
+)
+def test_a_file_that_is_nothing_costs_a_line(engine: Engine, told: list[str], tmp_path: Path, header: str) -> None:
+    text = header.encode()
+    (tmp_path / "bad.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    own = shelf(engine, told, folder=tmp_path)
+    assert len(told) == 1
+    assert "left out: " in told[0]
+    check(engine, own, TOKENS[:10], 0)
+
+
+def test_a_file_takes_no_more_memory_than_it_has(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [1, 1, 64, 1], "data_offsets": [0, 256]}
+    header = {"__metadata__": {"told": "{}", "crc32": "0"}, **{f"{i}.keys": entry for i in range(99)}}
+    text = json.dumps(header).encode()
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(256))
+    with pytest.raises(CheckpointError, match="holds no keys and values"):
+        keptfile.read(path, 0, pin=False)
+
+
+def test_what_was_said_is_private(engine: Engine, told: list[str], tmp_path: Path) -> None:
+    check(engine, shelf(engine, told, folder=tmp_path), TOKENS[:10], 0)
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600

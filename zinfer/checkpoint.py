@@ -9,6 +9,7 @@ Source of the format: the safetensors README, "Format".
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # the limit of the reference implementation
+SAMPLE = 4096  # bytes of either end of a tensor that tell retrained weights of one layout apart
 
 
 class CheckpointError(ValueError):
@@ -72,16 +74,19 @@ class Checkpoint:
 
     @property
     def revision(self) -> str:
-        """A fingerprint of the configuration and of every shard's header and size: changes when the weights' layout
-        does. (Hashing 350 GB of data would cost more than many a sweep.)"""
+        """A fingerprint of the configuration, of every shard's header, and of the first and last bytes of every tensor:
+        changes when the weights' layout does, and with any training that touches a matrix as a whole. (Hashing 350 GB
+        of data would cost more than many a sweep.)"""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in sorted(self.tensors):
             info = self.tensors[name]
             digest.update(f"{name} {info.file.name} {info.dtype} {info.shape} {info.start} {info.end}\n".encode())
         for file in sorted({info.file for info in self.tensors.values()}):
-            with file.open("rb") as stream:  # one page of data a shard tells retrained weights of one layout apart
-                stream.seek(-min(4096, file.stat().st_size), 2)
-                digest.update(stream.read())
+            with file.open("rb", buffering=0) as stream:
+                own = (info for info in self.tensors.values() if info.file == file)
+                for info in sorted(own, key=lambda info: info.start):
+                    for begin in sorted({info.start, max(info.start, info.end - SAMPLE)}):
+                        digest.update(os.pread(stream.fileno(), min(SAMPLE, info.end - begin), begin))
         return digest.hexdigest()[:16]
 
 
@@ -116,8 +121,10 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             raise CheckpointError(f"{file} is not a safetensors file, or is cut off within its header")
         try:
             header = json.loads(stream.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: its header is damaged ({error})") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: its header is damaged (no object)")
     tensors, end_of_data, base = {}, 0, 8 + length
     for name, entry in header.items():
         if name == "__metadata__":
@@ -125,6 +132,8 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         try:
             start, end = entry["data_offsets"]
             info = TensorInfo(file, entry["dtype"], tuple(entry["shape"]), base + start, base + end)
+            if not all(isinstance(number, int) and number >= 0 for number in (start, end, *info.shape)):
+                raise ValueError
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{file}: the header's entry for {name} is damaged") from None
         if not 0 <= start <= end:

@@ -63,6 +63,8 @@ class Ledger:
     def _open(self, settings: Mapping[str, Any], created: int, force: bool) -> None:
         path = job_path(self._output.path)
         before, made = _read_job(path)
+        if before is None and not force and path.exists() and path.stat().st_size:
+            raise StoreError(f"{path} is no job file of `zinfer batch`: name another file with --output")
         self.done = {done.id: done for done in _answers(self._output.path)}
         changes = _changes(before, settings)
         if changes and (self.done or made) and not force:

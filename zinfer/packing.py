@@ -16,13 +16,10 @@ from typing import NamedTuple
 
 from zinfer import cost
 from zinfer.choice import best_batch
-from zinfer.cost import Factors
 from zinfer.machine import Machine
 from zinfer.model import ModelSpec
-from zinfer.plan import Case, Plan, Workload, largest_batch, make_plan, setup_of, share_out
+from zinfer.plan import CAUTIOUS, Case, Plan, Workload, largest_batch, make_plan, setup_of, share_out
 
-# Prefills of many shapes leave gaps in the GPU's memory that a plan does not see.
-CAUTIOUS = Factors(memory=1.5)
 GRAIN = 16  # tokens to which lengths are rounded up when the plan is asked for room
 MOST_ROWS = 4096  # that are looked at for one batch
 GAIN = 1.2  # what packing anew in mid-block has to promise: predictions are not better than that

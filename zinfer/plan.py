@@ -30,6 +30,8 @@ KV_ATTENTIONS = ("auto", "gpu", "cpu")
 KV_CACHE_DTYPES = ("auto", "bf16", "int8", "fp8")  # auto and bf16: the model's own
 DEQUANTIZED_BYTES = 1 << 30  # of a quantised cache that is in the model's type at a time
 RING_DEPTH = 6  # pieces between link and slot at least: what comes while a layer of a decode step computes
+# Where `stream` shares out the GPU's memory, what a plan does not see of it (gaps, moments of a step) stays free.
+CAUTIOUS = Factors(memory=1.5)
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
 
 
@@ -195,13 +197,16 @@ def _rows_on_gpu(setup: Setup, case: Case, model: ModelSpec, machine: Machine, f
     load = case.workload
     if not machine.gpu_count:
         return load.batch_size
+    if case.engine == "stream":  # what a plan does not see must not be given away, so the engine leaves room for it
+        factors = CAUTIOUS if factors is None or factors.memory < CAUTIOUS.memory else factors
 
     def fits(rows: int) -> bool:
         split = setup.model_copy(update={"kv_host_share": 1 - rows / load.batch_size})
         gpu, _, _ = cost.tiers(split, model, machine, load.batch_size, load.input_len, load.output_len, factors)
         return gpu.total <= machine.gpu_bytes
 
-    return _last(fits, load.batch_size)
+    # Without a row on the host, none needs buffers on its way: all may fit where one fewer does not.
+    return load.batch_size if fits(load.batch_size) else _last(fits, load.batch_size - 1)
 
 
 def _last(fits: Callable[[int], bool], limit: int) -> int:

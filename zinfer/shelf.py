@@ -164,7 +164,7 @@ class Shelf:
                 name = digest(label.parent, label.tokens)
                 if label.format != FORMAT or dict(label.identity) != self._identity:
                     others += 1
-                elif f"{name}.safetensors" != path.name or not label.tokens:
+                elif f"{name}.safetensors" != path.name or not label.tokens or label.bytes != keptfile.data_bytes(path):
                     raise CheckpointError(f"{path} is damaged")
                 else:
                     labels[name] = label, path
@@ -209,7 +209,10 @@ class Shelf:
     def _room_on_disk(self, size: int, spare: Sequence[Node], folder: Path) -> bool:
         """Make room for `size` bytes in `folder`, whatever model they are of, without `spare`; whether there is."""
         names = {f"{node.digest}.safetensors" for node in spare}
-        files = [(path, path.stat()) for path in folder.glob("*.safetensors") if OURS.fullmatch(path.name)]
+        files = []
+        for path in folder.glob("*.safetensors"):
+            with suppress(FileNotFoundError):  # another process makes room, too
+                files += [(path, path.stat())] if OURS.fullmatch(path.name) else []
         total = sum(status.st_size for _, status in files)
         for path, status in sorted(files, key=lambda one: one[1].st_mtime_ns):
             if total + size <= self._folder_size:

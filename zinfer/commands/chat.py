@@ -61,8 +61,8 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
         return
     tired = False  # one ctrl-C at the prompt may have been meant for the answer
     while True:
-        click.echo("> ", nl=False, err=True)
         try:
+            click.echo("> ", nl=False, err=True)
             line = sys.stdin.readline()
         except KeyboardInterrupt:
             if tired:

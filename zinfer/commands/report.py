@@ -84,9 +84,8 @@ def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
     studies: list[Study] = []
     damaged: list[str] = []
     paths = files(results) if results.exists() else ()
-    kinds = {"codecs": lossless, "accuracies": accuracy, "reuses": reuse}
     folders = dict.fromkeys(file.parent for file in paths)
-    asides = {name: _records(folders, kind, damaged) for name, kind in kinds.items()}
+    codecs, accuracies, reuses = (_records(folders, kind, damaged) for kind in (lossless, accuracy, reuse))
     for file in paths:
         records = read(file)
         damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in records.damaged]
@@ -95,7 +94,7 @@ def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
             links = _figures(folder, group.stem(file.stem, alone=len(found) == 1))
             studies.append(Study(file.stem, group, points, _machine(file.parent), records.headers, links))
     against = None if baseline is None else (str(baseline), read(baseline).points)
-    return Findings(tuple(studies), tuple(damaged), against, **asides)
+    return Findings(tuple(studies), tuple(damaged), against, codecs=codecs, accuracies=accuracies, reuses=reuses)
 
 
 def _records(folders: Iterable[Path], kind: Any, damaged: list[str]) -> tuple[Any, ...]:

@@ -1,6 +1,9 @@
 """`zinfer reuse`: how much sooner the first token comes where a conversation's keys and values were kept."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -103,8 +106,9 @@ def command(
     done: list[Run] = []
     with Watch() as watch:
         for job in jobs:
-            done.append(_run(job, nvme_path, watch, debug, how))
-            record = record.with_run(done[-1])
+            with _scratch(how["kv_cache_dir"]) as folder:
+                done.append(_run(job, nvme_path, watch, debug, how | {"folder": folder}))
+            record = (load(path) if path.exists() else record).with_run(done[-1])  # others may have written, too
             write(path, record.model_dump_json(indent=1) + "\n")
     if as_json:
         click.echo(record.model_dump_json(indent=1))
@@ -114,6 +118,17 @@ def command(
     click.echo(f"wrote {path}", err=True)
     if not any(run.measured for run in done):
         raise Failure(next(point.skipped for run in done for point in run.points if point.skipped), NOTHING)
+
+
+@contextmanager
+def _scratch(folder: str | None) -> Iterator[str | None]:
+    """A folder in `folder`, if that is given, which is gone in the end, also where the worker is killed."""
+    if folder is None:
+        yield None
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="zinfer-reuse-", dir=folder) as found:
+        yield found
 
 
 def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
@@ -143,7 +158,7 @@ def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: di
                 points.append(point.model_copy(update={"skipped": why_not}))
                 continue
             measured = {"context": point.context, "new_tokens": point.new_tokens, "repeats": how["repeats"]}
-            answer = worker.serve("rerun", "measure", **measured, folder=how["kv_cache_dir"])
+            answer = worker.serve("rerun", "measure", **measured, folder=how["folder"])
             facts = worker.about()
             if "error" in answer:  # what does not run at one context does not at a longer one
                 failed = f"{answer['status']}: {answer['error']}"

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def write(kept: Kept, path: Path, told: Mapping[str, Any]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as stream:
+        with open(
+            os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
+        ) as stream:  # what was said is private
             stream.write(len(text).to_bytes(8, "little") + text)
             stream.write(data)
             stream.flush()
@@ -66,10 +69,12 @@ def read(path: Path, first: int, pin: bool) -> Kept:
             for name in header
             if name != "__metadata__"
         }
-        if not all(block.size == tensors[name].end - tensors[name].start for name, block in blocks.items()):
+        ends = [(info.start, info.end) for info in sorted(tensors.values(), key=lambda one: one.start)]
+        apart = all(end <= begin for (_, end), (begin, _) in pairwise(ends))  # so they take no more than the file has
+        if not apart or any(block.size != tensors[name].end - tensors[name].start for name, block in blocks.items()):
             raise ValueError
         kept = Kept(first, blocks, pin)
-    except (KeyError, IndexError, StopIteration, ValueError):
+    except (KeyError, IndexError, StopIteration, TypeError, ValueError, OverflowError, RuntimeError):
         raise CheckpointError(f"{path} holds no keys and values") from None
     try:
         with reading() as pool:
@@ -89,11 +94,16 @@ def told(path: Path) -> dict[str, Any]:
     header = _header(path)
     try:
         found = json.loads(header["__metadata__"]["told"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is no kept conversation")
     return found
+
+
+def data_bytes(path: Path) -> int:
+    """Of the tensors in the file, by its header. Raises CheckpointError as `told` does."""
+    return sum(info.end - info.start for info in Checkpoint.of_file(path).tensors.values())
 
 
 def drop_from_page_cache(path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from zinfer.cost import Factors
 from zinfer.engine import EngineError
 from zinfer.engine.arena import HostArena, check_free
 from zinfer.engine.cache import STORAGE, FixedLayer, make_cache
@@ -25,6 +24,7 @@ from zinfer.engine.stream.kv import CpuCache, HostCache, LinkCache, Sender, Spli
 from zinfer.engine.stream.ring import Ring
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
 from zinfer.plan import (
+    CAUTIOUS,
     CODECS,
     DEQUANTIZED_BYTES,
     KV_ATTENTIONS,
@@ -37,15 +37,12 @@ from zinfer.plan import (
     is_lossless,
     kv_ratio,
     kv_rows_on_host,
+    pieces_of,
     resident_bytes,
     share_out,
 )
 from zinfer.record import Effective, Span
 from zinfer.source import revision_of
-
-# What a plan does not see of the GPU's memory (gaps, moments of a step) must not be given away.
-CAUTIOUS = Factors(memory=1.5)
-
 
 CHOICES = {
     "weight_codec": CODECS,
@@ -176,6 +173,8 @@ class Stream(Decoder):
         buffers, automatic = share_out(case, self.plan.model, self.plan.machine, CAUTIOUS)
         if self.options["ring_depth"] != "auto":
             buffers = self._least_depth
+        elif buffers >= pieces_of(self.plan.model):  # a layer, whose tensors are cut one by one
+            buffers = max(buffers, *(len(image.pieces) for image in ring.images))
         layers, raw = len(self._layers), sum(parameter.nbytes for parameter in self._layers[0].parameters())
         resident = resident_bytes(case.gpu_weights, layers * raw, automatic)
         share = case.gpu_weights is not None and case.gpu_weights.endswith("%")
@@ -225,11 +224,12 @@ class Stream(Decoder):
         host, step = self._host, self._rows_at_once
         here = host.rows.start if host is not None else batch_size
         parts = super()._parts(here, length) if here else []
-        if length == 1 and here > step and self._show(slice(0, here), self._length - 1):
+        decoding = length == 1 and self._length > 1  # a prompt of one token is a prompt
+        if decoding and here > step and self._show(slice(0, here), self._length - 1):
             parts = [slice(start, min(start + step, here)) for start in range(0, here, step)]
         if host is None:
             return parts
-        if length == 1:
+        if decoding:
             return [*parts, *host.parts]
         # What leaves for the host does so in whole rows, with room for all that is to come: not many at a time.
         whole = max(length, host.capacity // 4) if isinstance(host, CpuCache) else length

@@ -59,9 +59,9 @@ class Coded(Hosted):
         kwargs = kwargs or {}
         if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
             return args[0].wide
-        if func in OURS:
+        if func in OURS and args and not isinstance(args[0], Coded) and not isinstance(kwargs.get("batch1"), Coded):
             return super().__torch_function__(func, types, args, kwargs)
-        if isinstance(args[0], Coded) and (func in VIEWS or getattr(func, "__name__", "") in MEASURES):
+        if args and isinstance(args[0], Coded) and (func in VIEWS or getattr(func, "__name__", "") in MEASURES):
             one = args[0]
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(one.as_subclass(Tensor), *args[1:], **kwargs)

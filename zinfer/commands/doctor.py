@@ -102,7 +102,17 @@ def machine_rows() -> list[Row]:
         # DeepSpeed locks the buffers of offload nvme, and io_uring do.
         Row("machine", "memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + LOCKS),
         Row("machine", "free disk", gib(shutil.disk_usage(".").free)),
+        _compiler_row(),
     ]
+
+
+def _compiler_row() -> Row:
+    """What compiles the CPU's attention to a KV cache in host memory, and DeepSpeed's file I/O."""
+    import shutil
+
+    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    advice = "" if found else "install one (gcc): --kv-offload is slow without it where the CPU attends"
+    return Row("machine", "C compiler", found or "none", advice)
 
 
 def engine_rows() -> list[Row]:

@@ -10,11 +10,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from zinfer.batch import Done, decode, encode
-from zinfer.lines import Garbled, Lines, StoreError, read_lines, sync_folder
+from zinfer.lines import Closing, Garbled, Lines, StoreError, read_lines, sync_folder
 
 FORMAT = 1  # of the .job file
 
@@ -30,7 +29,7 @@ def job_path(output: Path) -> Path:
     return output.with_name(output.name + ".job")
 
 
-class Ledger:
+class Ledger(Closing):
     """The files of one job, open for this process alone. Make one with `Ledger.open`.
 
     `done` is what is in the output by id, `made` the tokens of unfinished rows by id, `created` the job's first start.
@@ -126,14 +125,6 @@ class Ledger:
         self._output.close()
         if self._job is not None:
             self._job.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _answers(path: Path) -> list[Done]:

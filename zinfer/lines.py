@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +38,23 @@ def read_lines(path: Path) -> list[bytes]:
     return lines if lines[-1] else lines[:-1]
 
 
-class Lines:
+class Closing(ABC):
+    """What `with` closes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is held. Safe to call twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Lines(Closing):
     """A file open for appending, by this process alone. Make one with `Lines.open`, and `mend` it before appending."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -110,14 +127,6 @@ class Lines:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _lock(self) -> None:
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):

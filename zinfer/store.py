@@ -14,13 +14,12 @@ import json
 import math
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from pydantic import Field, ValidationError
 
 from zinfer.frozen import Frozen
-from zinfer.lines import Garbled, Lines, read_lines
+from zinfer.lines import Closing, Garbled, Lines, read_lines
 from zinfer.lines import StoreError as StoreError  # for those who catch it
 from zinfer.record import SCHEMA_VERSION, Measurement
 
@@ -160,7 +159,7 @@ def read_usable(path: Path) -> Records:
     raise StoreError(f"none of the {len(records.points)} points in {path} succeeded ({statuses}): see `zinfer report`")
 
 
-class Store:
+class Store(Closing):
     """A results file open for appending, by this process alone. Make one with `Store.open`."""
 
     def __init__(self, lines: Lines) -> None:
@@ -200,11 +199,3 @@ class Store:
     def close(self) -> None:
         """Release the file. Safe to call twice."""
         self._lines.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
-        self.close()

@@ -45,12 +45,17 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = True
         self._show()
 
+    def advance(self, count: int) -> int:
+        """Take the next `count` positions; the first of them. Raises IndexError beyond the capacity."""
+        start, self.length = self.length, self.length + count
+        if self.length > self.capacity:
+            raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
+        return start
+
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, self.length = self.length, self.length + key_states.shape[2]
-        if self.length > self.capacity:
-            raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
+        start = self.advance(key_states.shape[2])
         self._keys[self.rows, :, start : self.length] = key_states
         self._values[self.rows, :, start : self.length] = value_states
         self._show()
@@ -92,9 +97,7 @@ class QuantizedLayer(FixedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, self.length = self.length, self.length + key_states.shape[2]
-        if self.length > self.capacity:
-            raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
+        start = self.advance(key_states.shape[2])
         for (content, scales), states in zip(self._stored, (key_states, value_states), strict=True):
             scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=self._least) / self._largest
             new = states / scale

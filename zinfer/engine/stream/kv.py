@@ -203,9 +203,7 @@ class SplitLayer(FixedLayer):
         return self.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        start, self.length = self.length, self.length + key_states.shape[2]
+        start = self.advance(key_states.shape[2])
         if self.rows.stop <= self.batch_size:
             return self._here.update(key_states, value_states, *args, **kwargs)
-        if self.length > self.capacity:
-            raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
         return self._host.extend(self._index, self.rows, key_states, value_states, start)

@@ -231,6 +231,19 @@ def test_a_compiler_that_fails_is_no_accident(monkeypatch: pytest.MonkeyPatch, t
         attend.library.cache_clear()
 
 
+def test_a_user_without_a_home_is_no_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(attend.Path, "home", homeless)
+    attend.library.cache_clear()
+    try:
+        assert attend.library() is None
+    finally:
+        attend.library.cache_clear()
+
+
 def test_the_next_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(attend, "COMPILERS", ("false", "no-such-compiler", *attend.COMPILERS))

@@ -234,6 +234,20 @@ def test_where_all_fit_none_is_on_the_host(attention_bandwidth: float | None) ->
     assert rows[-1] > 0
 
 
+@pytest.mark.parametrize("attention", ["gpu", "cpu"])
+@pytest.mark.parametrize("factors", [None, Factors(memory=1.05), CAUTIOUS])
+def test_the_cache_comes_before_resident_layers_and_a_deep_ring(attention: str, factors: Factors | None) -> None:
+    place = linked(55e9).model_copy(update={"host_bytes": 800 << 30})
+    workload = Workload(batch_size=64, input_len=512, output_len=32)
+    options = (("kv_attention", attention), ("kv_offload", "auto"))
+    case = Case(
+        model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options, gpu_weights="auto"
+    )
+    rows, _ = kv_rows_on_host(case, BLOOM, place, CAUTIOUS)  # as the engine has it
+    assert rows > 0
+    assert make_plan(case, BLOOM, place, factors=factors).host.kv_cache == BLOOM.kv_bytes(rows, 544)
+
+
 def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:
     slow = linked(55e9).model_copy(update={"duplex_bandwidth": 1e9, "host_bytes": 800 << 30})
     found = make_plan(asked(batch_size=64, options=(("kv_offload", "cpu"),)), BLOOM, slow)

@@ -171,17 +171,18 @@ def setup_of(
     either = [False, True] if machine.attention_bandwidth is not None else [False]
     if bare.tier == "gpu" or bare.kv_ratio < 1:  # nothing streams that it could come along with; 8 bits stay
         either = [True]
+    # The cache comes first: a deeper ring and resident layers get what it leaves.
+    least = _weights_setup(case, model, machine, 0, RING_DEPTH)
+    if offload == "auto" and _rows_on_gpu(least, case, model, machine, factors) == batch_size:
+        return bare
     ways = []
     for on_cpu in either if attention == "auto" else [attention == "cpu"]:
-        setup = bare
-        if on_cpu:  # while the CPU attends, what the link brings waits in the ring: a layer at most
-            setup = _weights_setup(case, model, machine, automatic, max(depth, pieces_of(model)))
-        there = batch_size
-        if offload == "auto":
-            if _rows_on_gpu(bare, case, model, machine, factors) == batch_size:
-                return bare
-            there -= _rows_on_gpu(setup.model_copy(update={"kv_on_cpu": on_cpu}), case, model, machine, factors)
-        ways.append(setup.model_copy(update={"kv_host_share": there / batch_size, "kv_on_cpu": on_cpu}))
+        # While the CPU attends, what the link brings waits in the ring: a layer at most.
+        pieces = pieces_of(model) if on_cpu else RING_DEPTH
+        least = _weights_setup(case, model, machine, 0, pieces).model_copy(update={"kv_on_cpu": on_cpu})
+        here = _rows_on_gpu(least, case, model, machine, factors) if offload == "auto" else 0
+        split = {"kv_host_share": (batch_size - here) / batch_size, "kv_on_cpu": on_cpu}
+        ways.append(_weights_setup(case, model, machine, automatic, max(depth, pieces)).model_copy(update=split))
     context = case.workload.input_len + case.workload.output_len // 2
     return min(ways, key=lambda way: cost.step(way, model, machine, batch_size, context, factors).seconds or 0.0)
 

@@ -39,9 +39,8 @@ def write(kept: Kept, path: Path, told: Mapping[str, Any]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with open(
-            os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
-        ) as stream:  # what was said is private
+        private = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # as what was said is
+        with open(private, "wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             stream.write(data)
             stream.flush()

@@ -99,7 +99,7 @@ def _run(kind: str, rows: Tensor, matrix: Tensor, width: int) -> Tensor:
 def library() -> Any:
     """`attend.c`, compiled; None where that cannot be."""
     for compiler in filter(None, map(shutil.which, COMPILERS)):
-        with suppress(OSError, subprocess.CalledProcessError):
+        with suppress(OSError, RuntimeError, subprocess.CalledProcessError):  # a user without a home is no accident
             return ctypes.CDLL(str(_compiled(compiler)))
     return None
 

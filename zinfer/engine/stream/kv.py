@@ -34,14 +34,17 @@ class Sender:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._under_way: deque[tuple[int, Any]] = deque()  # bytes, event
+        self._bytes = 0  # of these
 
     def send(self, states: Tensor, target: Tensor) -> Any:
         """Copy `states` to `target`, page-locked; the event that tells when it is there, None where it is."""
         if self._stream is None:
             target.copy_(states)
             return None
-        while self._under_way and sum(size for size, _ in self._under_way) + states.nbytes > IN_FLIGHT:
-            self._under_way.popleft()[1].synchronize()
+        while self._under_way and (self._bytes + states.nbytes > IN_FLIGHT or self._under_way[0][1].query()):
+            size, arrived = self._under_way.popleft()
+            arrived.synchronize()
+            self._bytes -= size
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(states, non_blocking=True)
@@ -49,6 +52,7 @@ class Sender:
             event = torch.cuda.Event()
             event.record()
         self._under_way.append((states.nbytes, event))
+        self._bytes += states.nbytes
         return event
 
     def finish(self) -> None:
@@ -56,6 +60,7 @@ class Sender:
         if self._stream is not None:
             self._stream.synchronize()
         self._under_way.clear()
+        self._bytes = 0
 
 
 class HostCache(ABC):

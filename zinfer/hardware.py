@@ -166,8 +166,9 @@ def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgrou
 
 
 def host_bytes() -> int:
-    """Memory that a process may use: all there is, or the control group's limit where that is lower."""
-    return min(memory_total(), memory_limit() or memory_total())
+    """Memory that a process may use: the control group's limit, also above all the memory there is, as some hosts bring
+    memory in as it is used; without a limit, all there is."""
+    return memory_limit() or memory_total()
 
 
 class NumaNode(NamedTuple):

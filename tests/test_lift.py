@@ -1,0 +1,83 @@
+"""The kernel by which small results overtake the weights: what it copies, in Triton's interpreter and as compiled.
+
+The interpreter has to be chosen before triton is imported, which other tests may have done: hence a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SIZES = (64, 4096, 4096 + 64, 3 * 4096 + 192)
+
+
+def test_the_kernel_copies_all_and_no_more(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, tmp_path / "found"],
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for size, (source, found) in zip(SIZES, torch.load(tmp_path / "found"), strict=True):
+        assert source.numel() == size
+        assert torch.equal(found[:size], source)
+        assert bool((found[size:] == 7).all())
+
+
+def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from zinfer.engine.stream import lift
+
+    types = {"source": "*i32", "out": "*i32", "words": "i32", "BLOCK": "constexpr"}
+    aligned = {(index,): [["tt.divisibility", 16]] for index in range(3)}
+    source = ASTSource(lift._copy, types, {"BLOCK": lift.BLOCK}, aligned)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+    assert code["cubin"]
+    assert "ld.global.v4.b32" in code["ptx"]
+    assert "st.global.v4.b32" in code["ptx"]
+
+
+@pytest.mark.gpu
+def test_what_is_lifted_arrives_whole_while_copies_wait() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("only a GPU's copies wait in line")
+    from zinfer.engine.stream.lift import lift
+
+    gpu = torch.device("cuda")
+    weights = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
+    slot, aside = torch.empty_like(weights, device=gpu), torch.cuda.Stream()
+    for shape in ((3, 1, 77), (120, 1, 14336), (1,), (5, 0), (64, 8, 1, 128)) * 3:
+        with torch.cuda.stream(aside):
+            for _ in range(4):
+                slot.copy_(weights, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(aside)
+        tensor = torch.randn(shape).bfloat16()
+        found = lift(tensor, gpu)
+        torch.cuda.current_stream().synchronize()
+        assert not copied.query()  # it did not wait for them
+        assert torch.equal(found.cpu(), tensor)
+
+
+def main(path: Path) -> None:
+    """The kernel on bytes of `SIZES`, with room behind them that it must not touch."""
+    from zinfer.engine.stream.lift import copy
+
+    found = []
+    for size in SIZES:
+        source = torch.randint(256, (size,), dtype=torch.uint8)
+        out = torch.full((size + 64,), 7, dtype=torch.uint8)
+        copy(source, out[:size])
+        found.append((source, out))
+    torch.save(found, path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

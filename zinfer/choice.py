@@ -5,6 +5,7 @@ thinks of, and offload is judged at each side's own best batch.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 from zinfer.cost import Factors
 from zinfer.machine import Machine
@@ -12,14 +13,36 @@ from zinfer.model import ModelSpec
 from zinfer.plan import Case, Plan, largest_batch, make_plan
 from zinfer.units import figures
 
+NEARLY = 0.9  # of the best throughput that powers of two reach: beside them a better batch is looked for
+
 
 def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> Plan:
-    """The plan of `case` at the batch size with the highest predicted throughput, of equals the smallest: 1, 2, 4, ..
-    and the largest that fits. Where nothing fits, or no time is known, the plan at batch 1."""
+    """The plan of `case` at the batch size with the highest predicted throughput, of equals the smallest: among 1, 2,
+    4, .. and the largest that fits, and the peaks beside those that are nearly the best. Where nothing fits, or no time
+    is known, the plan at batch 1."""
+
+    @cache
+    def plan(size: int) -> Plan:
+        return make_plan(case.with_batch(size), model, machine, factors=factors)
+
+    def rank(size: int) -> tuple[float, int]:
+        return _rate(plan(size)), -size
+
+    def peak(low: int, high: int) -> int:
+        while high - low > 2:
+            left, right = low + (high - low) // 3, high - (high - low) // 3
+            low, high = (left, high) if rank(left) < rank(right) else (low, right)
+        return max(range(low, high + 1), key=rank)
+
     largest = largest_batch(case, model, machine, factors)
     sizes = sorted({1 << power for power in range(largest.bit_length())} | {largest} - {0}) or [1]
-    plans = [make_plan(case.with_batch(size), model, machine, factors=factors) for size in sizes]
-    return max(plans, key=lambda plan: (plan.output_tok_s or 0.0, -plan.case.workload.batch_size))
+    promising = NEARLY * max(rank(size) for size in sizes)[0]
+    between = (
+        peak(sizes[max(index - 1, 0)], sizes[min(index + 1, len(sizes) - 1)])
+        for index, size in enumerate(sizes)
+        if rank(size)[0] >= promising
+    )
+    return plan(max(*sizes, *between, key=rank))
 
 
 def advice(plans: Sequence[Plan]) -> str:

@@ -118,7 +118,10 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
     place = place.model_copy(update={"attention_bandwidth": 72e9, "host_bandwidth": 80e9, "host_bytes": 128 << 30})
     case = asked(options=(("kv_offload", "auto"), ("weight_codec", codec)), layers=14)
     best = best_batch(case, slice_, place)
-    rates = {size: make_plan(case.with_batch(size), slice_, place).output_tok_s or 0 for size in (*range(1, 278, 4), 128, 256)}
+    rates = {
+        size: make_plan(case.with_batch(size), slice_, place).output_tok_s or 0
+        for size in (*range(1, 278, 4), 128, 256)
+    }
     assert (best.output_tok_s or 0) > 0.997 * max(rates.values())
     assert best.max_batch_size > 256
     if codec == "lossless":
@@ -250,6 +253,16 @@ def test_while_the_cpu_attends_the_ring_has_room_for_what_comes() -> None:
 def test_a_cpu_that_was_not_measured_is_not_trusted_with_attention() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": None, "host_bytes": 800 << 30})
     assert not setup_of(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, place).kv_on_cpu
+
+
+def test_a_host_whose_memory_is_not_known_gets_no_cache() -> None:
+    place = H100.model_copy(update={"host_bytes": None})
+    all_of_it = make_plan(asked(options=(("kv_offload", "cpu"),)), BLOOM, place)
+    assert all_of_it.max_batch_size == 0
+    assert "--set host_bytes=512GiB" in (all_of_it.why_not or "")
+    excess = make_plan(asked(options=(("kv_offload", "auto"),)), BLOOM, place)
+    assert excess.fits
+    assert 0 < excess.max_batch_size <= largest_batch(asked(), BLOOM, place)
 
 
 @pytest.mark.parametrize("attention_bandwidth", [None, 120e9])

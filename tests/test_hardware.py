@@ -89,7 +89,9 @@ def test_this_machine_has_memory() -> None:
     assert 0 < available_bytes() <= hardware.memory_total() + (1 << 40)
 
 
-@pytest.mark.parametrize(("total", "limit", "usable"), [(8, None, 8), (8, 5, 5), (31, 256, 256)])
+@pytest.mark.parametrize(
+    ("total", "limit", "usable"), [(8, None, 8), (8, 5, 5), (31, 256, 256), (126, 128, 126), (128, 128, 128)]
+)
 def test_the_limit_tells_what_a_process_may_use(
     total: int, limit: int | None, usable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+GROWN = 0.9  # of a control group's limit: a host with less memory than that has not brought in all of it yet
+
 
 def slug() -> str:
     """A name for this machine that says what it is and not whose: ``nvidia-h100-80gb-hbm3`` (``-x4`` for four of them)
@@ -166,9 +168,12 @@ def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgrou
 
 
 def host_bytes() -> int:
-    """Memory that a process may use: the control group's limit, also above all the memory there is, as some hosts bring
-    memory in as it is used; without a limit, all there is."""
-    return memory_limit() or memory_total()
+    """Memory that a process may use: all there is, or the control group's limit where that is lower, and where it is so
+    much higher that the host must be one that brings memory in as it is used."""
+    total, limit = memory_total(), memory_limit()
+    if limit is None or total < limit <= total / GROWN:
+        return total
+    return limit
 
 
 class NumaNode(NamedTuple):

@@ -328,11 +328,12 @@ def make_plan(
 
 
 def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> int:
-    """The largest batch whose bytes the device holds (and the host, where it has part of the cache), 0 if none."""
+    """The largest batch whose bytes the device holds (and the host, where it has part of the cache), 0 if none. A host
+    whose memory is not known gets none of the cache."""
 
     def fits(batch_size: int) -> bool:
         gpu, host, _ = _tiers(case.with_batch(batch_size), model, machine, factors)
-        if host.kv_cache and machine.host_bytes is not None and host.total > HOST_SHARE * machine.host_bytes:
+        if host.kv_cache and host.total > HOST_SHARE * (machine.host_bytes or 0):
             return False
         return gpu.total + (0 if machine.gpu_count else host.total) <= machine.device_bytes
 
@@ -344,8 +345,12 @@ def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Facto
 
 def _shortages(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> list[str]:
     """What keeps the load from running even at batch 1: what is needed where, and how much there is."""
-    gpu, host, nvme = (tier.total for tier in _tiers(case.with_batch(1), model, machine, factors))
+    tiers = _tiers(case.with_batch(1), model, machine, factors)
+    gpu, host, nvme = (tier.total for tier in tiers)
     short = []
+    if machine.host_bytes is None and tiers[1].kv_cache:
+        known = f"of which {machine.name} tells nothing; --set host_bytes=512GiB would"
+        short.append(f"room for the KV cache in host memory ({known})")
     if not machine.gpu_count:
         gpu, host = 0, host + gpu
     elif gpu > machine.gpu_bytes:

@@ -113,7 +113,7 @@ def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str
 SHORTHANDS = {  # settings of `stream` with an option of their own, and their values as in `zinfer.plan`
     "weight_codec": (("auto", "none", "lossless"), "How weights cross the link."),
     "kv_offload": (("none", "cpu", "auto"), "Whose KV cache lies in host memory: no, all, or excess sequences'."),
-    "kv_cache_dtype": (("auto", "bf16", "int8", "fp8"), "Type of the KV cache on the GPU."),
+    "kv_cache_dtype": (("auto", "bf16", "int8", "fp8"), "Type of the KV cache."),
 }
 
 

@@ -47,7 +47,8 @@ def _buffer(size: int) -> Tensor:
         staged, _ = _staged.popleft()
         if staged.numel() >= size:
             return staged
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    with torch.inference_mode(False):  # whoever uses it next may not be in that mode
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 @triton.jit

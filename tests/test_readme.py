@@ -99,7 +99,7 @@ def test_the_whole_models_rates_are_those_of_the_record() -> None:
 def test_what_staying_layers_save_is_that_of_the_record() -> None:
     found = {point.case.gpu_weights: point for point in read(H100 / "bloom-176b-resident.jsonl").points if point.usable}
     share = (found["25%"].step_median_ms or 0.0) / (found["0%"].step_median_ms or 1.0)
-    assert f"(`--gpu-weights 25%`), a step takes **{share:.2f}x** as long" in " ".join(README.split())
+    assert f"(`zinfer sweep bloom-176b-resident`), a step takes **{share:.2f}x** as long" in " ".join(README.split())
 
 
 def test_what_a_reload_saves_is_that_of_the_record() -> None:

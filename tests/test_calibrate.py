@@ -35,6 +35,24 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Row, 
     assert max(map(abs, errors.values())) <= 0.25
 
 
+def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
+    """Of a KV cache in host memory, wherever both ways were measured: over the link, and on the CPU."""
+    machines = load_machines(RESULTS)
+    seconds: dict[tuple[str, Case], dict[str, float]] = {}
+    for one in load_points(RESULTS):
+        options = dict(one.case.options)
+        if one.usable and options.get("kv_offload", "none") != "none" and "kv_attention" in options:
+            way = str(options.pop("kv_attention"))
+            case = one.case.model_copy(update={"options": tuple(sorted(options.items()))})
+            seconds.setdefault((one.machine, case), {})[way] = one.step_median_ms or 0.0
+    compared = {key: ways for key, ways in seconds.items() if len(ways) == 2}
+    assert compared
+    for (place, case), ways in compared.items():
+        spec = model.resolve(case.model, case.dtype, case.layers)
+        _, on_cpu = kv_rows_on_host(case, spec, machines[place])
+        assert ("cpu" if on_cpu else "gpu") == min(ways, key=lambda way: ways[way])
+
+
 def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tuple[Row, ...]) -> None:
     """DeepSpeed holds a layer of BLOOM at a time and two of smaller models, by the same settings."""
     errors = {row.case: row.gpu_error for row in rows if row.gpu_error is not None}
@@ -57,12 +75,12 @@ def test_the_largest_batch_is_predicted() -> None:
         assert plan.max_batch_size == pytest.approx(edge, rel=0.125)
 
 
-def fabricated(told: Factors, size: int, offload: str, **options: Option) -> Measurement:
+def fabricated(told: Factors, size: int, offload: str, place: Machine = H100, **options: Option) -> Measurement:
     """A point of OPT-30B on a machine whose engine has exactly the factors `told`."""
     chosen = tuple(sorted({"weight_codec": "none", **options}.items()))
     asked = case(size, model="opt-30b", layers=None, offload=offload, options=chosen)
     spec = model.resolve("opt-30b", None, None)
-    plan = make_plan(asked, spec, H100, factors=told)
+    plan = make_plan(asked, spec, place, factors=told)
     assert plan.prefill_s is not None
     assert plan.step_s is not None
     return point(
@@ -70,7 +88,7 @@ def fabricated(told: Factors, size: int, offload: str, **options: Option) -> Mea
         ttft_ms=[plan.prefill_s * 1e3] * 2,
         step_ms=[[plan.step_s * 1e3] * 31] * 2,
         gpu_peak_bytes=plan.gpu.total - plan.gpu.overhead,
-        link_bandwidth=H100.h2d_bandwidth,
+        link_bandwidth=place.h2d_bandwidth,
         num_layers=spec.num_layers,
         total_layers=spec.num_layers,
         effective=Effective(
@@ -85,7 +103,7 @@ def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
     """What `stream` tells of the KV cache."""
     if "kv_offload" not in dict(asked.options):
         return {}
-    rows, on_cpu = kv_rows_on_host(asked, plan.model, H100, Factors())
+    rows, on_cpu = kv_rows_on_host(asked, plan.model, plan.machine, Factors())
     return {"kv_host_rows": rows, "kv_attention": "cpu" if on_cpu else "gpu"}
 
 
@@ -111,6 +129,15 @@ def test_a_cache_on_the_host_tells_of_the_link_where_it_is_what_one_waits_for() 
     slow = H100.model_copy(update={"attention_bandwidth": 1e9})
     (one,) = calibrate._seen([fabricated(told, 64, "cpu", kv_offload="cpu", kv_attention="cpu")], {"h100": slow})
     assert calibrate._link_share(one) is None
+
+
+@pytest.mark.parametrize("quantized", ["bf16", "int8"])
+def test_what_the_link_loses_to_the_cpu_is_not_the_engines_doing(quantized: str) -> None:
+    told = Factors(link_share=0.83)
+    tight = H100.model_copy(update={"attention_bandwidth": 100e9, "host_bandwidth": 120e9})
+    options: dict[str, Option] = {"kv_offload": "cpu", "kv_attention": "cpu", "kv_cache_dtype": quantized}
+    (one,) = calibrate._seen([fabricated(told, 64, "cpu", tight, **options)], {"h100": tight})
+    assert calibrate._link_share(one) == pytest.approx(0.83, rel=1e-3)
 
 
 def test_a_point_is_never_predicted_from_itself() -> None:

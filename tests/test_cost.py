@@ -112,11 +112,12 @@ def test_with_the_batch_free_the_cache_is_worth_more_than_resident_weights() -> 
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])
 def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
-    """Where memory of the host is what one waits for, the best batch is neither a power of two nor the largest. (The
-    rows that the GPU holds are whole ones, which makes throughput uneven by some thousandths.)"""
+    """Where a slow CPU attends, the best batch is neither a power of two nor the largest. (The rows that the GPU holds
+    are whole ones, which makes throughput uneven by some thousandths.)"""
     place, slice_ = linked(55e9), BLOOM.slice(14)
-    place = place.model_copy(update={"attention_bandwidth": 72e9, "host_bandwidth": 80e9, "host_bytes": 128 << 30})
-    case = asked(options=(("kv_offload", "auto"), ("weight_codec", codec)), layers=14)
+    place = place.model_copy(update={"attention_bandwidth": 24e9, "host_bytes": 128 << 30})
+    options = (("kv_attention", "cpu"), ("kv_offload", "auto"), ("weight_codec", codec))
+    case = asked(options=options, layers=14)
     best = best_batch(case, slice_, place)
     rates = {
         size: make_plan(case.with_batch(size), slice_, place).output_tok_s or 0
@@ -127,6 +128,21 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
     if codec == "lossless":
         assert 128 < best.case.workload.batch_size < 256
         assert (best.output_tok_s or 0) > 1.02 * max(rates[128], rates[256])
+
+
+def test_cpu_and_link_share_the_hosts_memory() -> None:
+    """Together they get what the memory gives: what the CPU's reading takes longer than alone, the link loses."""
+    options = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
+    place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bytes": 800 << 30})
+    case = asked(batch_size=64, options=options)
+    alone = make_plan(case, BLOOM, place).step_s or 0.0
+    roomy = place.model_copy(update={"host_bandwidth": 150e9})
+    assert make_plan(case, BLOOM, roomy).step_s == alone
+    tight = place.model_copy(update={"host_bandwidth": 120e9})
+    hosted = BLOOM.kv_bytes(64, 528)
+    assert (make_plan(case, BLOOM, tight).step_s or 0.0) - alone == pytest.approx(hosted / 100e9 * 30 / 120)
+    on_gpu = asked(batch_size=16)
+    assert make_plan(on_gpu, BLOOM, tight).step_s == make_plan(on_gpu, BLOOM, place).step_s
 
 
 def test_a_prefill_also_waits_for_what_lies_between_its_products() -> None:

@@ -35,7 +35,10 @@ def row(point: Measurement) -> str:
     return f"| {point.case.label()} | {batch} | {point.output_tok_s:.2f} | {ttft:.2f} s | {step:.3f} s | {share} |"
 
 
-SHOWN = [H100 / f"{name}.jsonl" for name in ("bloom-176b-slice", "bloom-176b-peers", "dense-peers", "opt-30b")]
+SHOWN = [
+    H100 / f"{name}.jsonl"
+    for name in ("bloom-176b-slice", "bloom-176b-peers", "bloom-176b-kv-ways", "dense-peers", "opt-30b")
+]
 
 
 @pytest.mark.parametrize("path", [*SHOWN, WHOLE], ids=lambda path: path.stem)

@@ -189,7 +189,11 @@ def _link_share(one: _Seen) -> float | None:
         return None
     if limits.get("cpu attention", 0.0) > limits["link"]:
         return None
-    return limits["link"] / (seconds / 1e3 - (0.0 if one.setup.overlapped else limits["compute"]))
+    load = one.point.case.workload
+    cache = one.model.kv_bytes(load.batch_size, load.input_len + load.output_len // 2) * one.setup.kv_ratio
+    lost = cost.contention(one.setup, one.machine, round(cache * one.setup.kv_host_share))
+    waited = seconds / 1e3 - lost - (0.0 if one.setup.overlapped else limits["compute"])
+    return (limits["link"] - lost) / waited if waited > 0 else None
 
 
 def _layer_s(one: _Seen) -> float | None:

@@ -184,7 +184,7 @@ def _pass(
         "launch": factors.layer_s * model.num_layers,
     }
     if over_link and link is not None:
-        limits["link"] = over_link / share / (factors.link_share * link)
+        limits["link"] = over_link / share / (factors.link_share * link) + contention(setup, machine, hosted)
     if written and machine.duplex_bandwidth is not None:
         limits["link"] = max(limits.get("link", 0.0), written / share / machine.duplex_bandwidth)
     if from_host and machine.host_bandwidth is not None:  # all links read from one memory, and the CPU does
@@ -200,6 +200,18 @@ def _pass(
     if setup.overlapped or found.seconds is None or found.bound_by not in ("link", "nvme", "host memory"):
         return found
     return found.model_copy(update={"seconds": found.seconds + max(limits["compute"], limits["launch"])})
+
+
+def contention(setup: Setup, machine: Machine, hosted: int) -> float:
+    """Seconds that the link loses to the CPU, which reads `hosted` bytes of the KV cache out of the same memory.
+
+    Alone both would read attention + link a second of the memory's bandwidth; where that is more than there is, each
+    gets its part of what there is, for as long as the CPU then takes. (The links of several GPUs are one here.)
+    """
+    cpu, link, memory = machine.attention_bandwidth, machine.h2d_bandwidth, machine.host_bandwidth
+    if not hosted or not setup.kv_on_cpu or setup.tier != "host" or not cpu or not link or not memory:
+        return 0.0
+    return hosted / cpu * max(0.0, cpu + link - memory) / memory
 
 
 def _passed_bytes(model: ModelSpec, batch_size: int, length: int) -> int:

@@ -36,6 +36,9 @@ BLOCK_VALUES, BLOCK_TOKENS = 2048 * 14336, 2048
 # (a fused activation; BLOOM's is nine kernels), and where attention keeps its scores, for each of them so many bytes.
 HIDDEN_PASSES, FFN_PASSES, FFN_PASSES_OF, SCORE_BYTES = 20, 3, {"bloom": 21}, 20
 EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
+# Cores that attend to a KV cache in host memory take that from the link: fewer do where they are done in this part of
+# the time that the link needs anyway. The rest is for what a layer does before and after.
+CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
 PIECE_BYTES = 128 << 20  # of a layer that crosses the link at a time, see `zinfer.engine.stream.image`
 
 
@@ -65,6 +68,9 @@ class Setup(Frozen):
     slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
     kv_host_share: float = 0.0  # of the sequences, those with their KV cache in host memory, read at every step
     kv_on_cpu: bool = False  # attention to that cache is the CPU's, so that it never crosses the link
+    kv_cpu_share: float = Field(
+        default=1.0, gt=0, le=1
+    )  # of the CPU's cores that do so, and of the rate that all reach
     buffers: int = 0  # of a ring, in which it crosses a few sequences at a time; 0: as two whole layers' worth
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
@@ -191,7 +197,7 @@ def _pass(
         limits["host memory"] = from_host / machine.host_bandwidth
     if hosted and setup.kv_on_cpu and machine.attention_bandwidth is not None:  # CPU and GPU wait for each other
         on_gpu = max(limits["hbm"], limits["compute"], limits["launch"])
-        limits["cpu attention"] = hosted / machine.attention_bandwidth + on_gpu
+        limits["cpu attention"] = hosted / (setup.kv_cpu_share * machine.attention_bandwidth) + on_gpu
     if setup.tier == "nvme":
         if machine.nvme_bandwidth is None:
             return Times()
@@ -211,7 +217,22 @@ def contention(setup: Setup, machine: Machine, hosted: int) -> float:
     cpu, link, memory = machine.attention_bandwidth, machine.h2d_bandwidth, machine.host_bandwidth
     if not hosted or not setup.kv_on_cpu or setup.tier != "host" or not cpu or not link or not memory:
         return 0.0
+    cpu *= setup.kv_cpu_share
     return hosted / cpu * max(0.0, cpu + link - memory) / memory
+
+
+def with_cores(
+    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, context: int, factors: Factors | None = None
+) -> Setup:
+    """`setup`, whose KV cache the CPU attends to, with the share of its cores that makes a decode step the shortest."""
+    best, shortest = setup, step(setup, model, machine, batch_size, context, factors).seconds
+    for share in CPU_SHARES:
+        fewer = setup.model_copy(update={"kv_cpu_share": share})
+        times = step(fewer, model, machine, batch_size, context, factors)
+        in_time = times.limits.get("cpu attention", 0.0) <= CPU_TIME * times.limits.get("link", 0.0)
+        if in_time and times.seconds is not None and shortest is not None and times.seconds < shortest:
+            best, shortest = fewer, times.seconds
+    return best
 
 
 def _passed_bytes(model: ModelSpec, batch_size: int, length: int) -> int:

@@ -60,6 +60,12 @@ class _Seen(Frozen):
     machine: Machine
     setup: Setup
 
+    @property
+    def place(self) -> Machine:
+        """The machine with its link as it was measured just before the load: links differ from host to host."""
+        link = self.point.link_bandwidth if self.setup.pinned else None
+        return self.machine.model_copy(update={"h2d_bandwidth": link}) if link else self.machine
+
     @cached_property
     def told(self) -> Mapping[str, float | None]:
         """What the point tells of each factor, None where it tells nothing."""
@@ -202,7 +208,7 @@ def _link_share(one: _Seen) -> float | None:
         return None
     load = one.point.case.workload
     cache = one.model.kv_bytes(load.batch_size, load.input_len + load.output_len // 2) * one.setup.kv_ratio
-    lost = cost.contention(one.setup, one.machine, round(cache * one.setup.kv_host_share))
+    lost = cost.contention(one.setup, one.place, round(cache * one.setup.kv_host_share))
     waited = seconds / 1e3 - lost - (0.0 if one.setup.overlapped else limits["compute"])
     return (limits["link"] - lost) / waited if waited > 0 else None
 
@@ -220,10 +226,7 @@ def _limits(one: _Seen) -> Mapping[str, float]:
     """Seconds of a decode step, for each physical limit; empty where the machine's figures are not known."""
     load = one.point.case.workload
     context = load.input_len + load.output_len // 2
-    place = one.machine
-    if one.setup.pinned and one.point.link_bandwidth:  # as it was just before: links differ from host to host
-        place = place.model_copy(update={"h2d_bandwidth": one.point.link_bandwidth})
-    times = cost.step(one.setup, one.model, place, load.batch_size, context, Factors(link_share=1.0))
+    times = cost.step(one.setup, one.model, one.place, load.batch_size, context, Factors(link_share=1.0))
     return {str(bound): seconds for bound, seconds in times.limits.items()}
 
 
@@ -236,13 +239,11 @@ def _mfu(one: _Seen) -> float | None:
         return None
     reached = Factors(link_share=_link_share(one) or 1.0, mfu=1.0)
     limits = cost.prefill(one.setup, one.model, one.machine, load.batch_size, load.input_len, reached).limits
-    seconds, products = (
-        median(one.point.ttft_ms) / 1e3,
-        one.model.prefill_flops(load.batch_size, load.input_len) / flops,
-    )
+    seconds = median(one.point.ttft_ms) / 1e3
     others = [limit for bound, limit in limits.items() if bound != "compute"]
     if not limits or seconds < PLAIN * max(others, default=0.0):
         return None
+    products = one.model.prefill_flops(load.batch_size, load.input_len) / flops
     between = limits["compute"] - products
     return products / (seconds - between) if seconds > between else None
 

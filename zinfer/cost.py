@@ -68,9 +68,7 @@ class Setup(Frozen):
     slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
     kv_host_share: float = 0.0  # of the sequences, those with their KV cache in host memory, read at every step
     kv_on_cpu: bool = False  # attention to that cache is the CPU's, so that it never crosses the link
-    kv_cpu_share: float = Field(
-        default=1.0, gt=0, le=1
-    )  # of the CPU's cores that do so, and of the rate that all reach
+    kv_cpu_share: float = Field(default=1.0, gt=0, le=1)  # of the CPU's cores, and of the rate that all of them reach
     buffers: int = 0  # of a ring, in which it crosses a few sequences at a time; 0: as two whole layers' worth
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU

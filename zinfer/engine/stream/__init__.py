@@ -213,7 +213,7 @@ class Stream(Decoder):
         there = slice(here, batch_size)
         if on_cpu or self._ring is None:
             in_8_bits, asked = storage in STORAGE, self.options["kv_threads"]
-            use(round(setup.kv_cpu_share * torch.get_num_threads()) if asked == "auto" else int(asked))
+            use(max(1, round(setup.kv_cpu_share * torch.get_num_threads())) if asked == "auto" else int(asked))
             self._host = CpuCache(self._kv_arena, self._sender, there, capacity, self.device, in_8_bits)
         else:
             parts, ring = self._split(there, length), self._ring

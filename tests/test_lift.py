@@ -53,7 +53,11 @@ def test_what_is_lifted_arrives_whole_while_copies_wait() -> None:
     gpu = torch.device("cuda")
     weights = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
     slot, aside = torch.empty_like(weights, device=gpu), torch.cuda.Stream()
-    for shape in ((3, 1, 77), (120, 1, 14336), (1,), (5, 0), (64, 8, 1, 128)) * 3:
+    shapes = ((3, 1, 77), (120, 1, 14336), (1,), (5, 0), (64, 8, 1, 128))
+    for shape in shapes:  # compiles the kernel and locks the buffers' pages: both would wait for the copies
+        lift(torch.randn(shape).bfloat16(), gpu)
+    torch.cuda.synchronize()
+    for shape in shapes * 3:
         with torch.cuda.stream(aside):
             for _ in range(4):
                 slot.copy_(weights, non_blocking=True)

@@ -1,6 +1,8 @@
 """Products of a few rows with a long matrix in host memory: what torch says, whatever the shapes."""
 
+import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +268,25 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         assert made.stat().st_mtime_ns == written
     finally:
         attend.library.cache_clear()
+
+
+FAULTS = """
+import resource, sys, torch
+from zinfer.engine.stream.hosted import keep_freed
+if sys.argv[1:]:
+    keep_freed()
+for _ in range(3):
+    torch.ones(10_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.ones(10_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_what_attention_writes_in_between_stays_with_the_process() -> None:
+    script = [sys.executable, "-c", FAULTS]
+    returned, kept = (int(subprocess.check_output(script + more)) for more in ([], ["keep"]))
+    assert returned > 50
+    assert kept < returned / 5

@@ -233,3 +233,8 @@ def test_building_a_model_leaves_its_spec_as_it_was() -> None:
     before = models.config_text(spec)
     AutoConfig.for_model(**spec.config)  # transformers writes rope_theta into the rope_scaling it is given
     assert models.config_text(resolve("llama-3.1-8b")) == before
+
+
+@pytest.mark.parametrize(("name", "matrices"), [("bloom-176b", 2), ("llama-3.1-70b", 3), ("mixtral-8x7b", 3)])
+def test_a_gate_is_a_third_matrix(name: str, matrices: int) -> None:
+    assert resolve(name, None, None).ffn_matrices == matrices

@@ -86,6 +86,15 @@ class ModelSpec(Frozen):
         return self.parameters - round(idle * self.num_layers)
 
     @property
+    def ffn_matrices(self) -> int:
+        """Matrices of a feed-forward network: two, three with a gate."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+        one = max(self.layer_parameters) - attention
+        if self.num_experts:
+            one = self.expert_parameters // self.num_experts
+        return max(2, round(one / (self.hidden_size * self.ffn_size)))
+
+    @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 

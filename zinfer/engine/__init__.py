@@ -40,7 +40,6 @@ ENGINES: dict[str, Kind] = {
             "packed": "auto",
             "kv_offload": "none",
             "kv_attention": "auto",
-            "kv_threads": "auto",
             "kv_cache_dtype": "auto",
         },
         gpu_weights=True,

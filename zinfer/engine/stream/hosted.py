@@ -5,6 +5,8 @@ a `Hosted` tensor is computed on the CPU, to which the other operands (a query, 
 `Hosted` one, until that meets a parameter: the output projection's. There it goes to the GPU. No model needs to know.
 """
 
+import ctypes
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.utils._pytree import tree_flatten, tree_map
 
 from zinfer.engine.stream.attend import dots, mix, suits, widened
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's <malloc.h>
 
 
 class Hosted(Tensor):
@@ -101,6 +105,19 @@ def code(content: Tensor, home: torch.device, wide: torch.dtype) -> Coded:
     found.home, found.wide = home, wide
     found.width = content.size(-1) if content.stride(-1) == 1 else content.size(-2)
     return found
+
+
+@cache
+def keep_freed() -> None:
+    """Have memory that is freed stay with this process, up to 2 GiB of it.
+
+    Else what attention writes in between, tens of MB, goes back to the system at once, which hands out and clears every
+    page of it again in the next layer: that can take as long as attention itself. Only glibc knows how.
+    """
+    with suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def _has_whole_rows(content: Tensor, width: int) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from zinfer.engine.arena import HostArena
 from zinfer.engine.cache import FixedLayer
 from zinfer.engine.stream.attend import coded, library
-from zinfer.engine.stream.hosted import code, fetched, host
+from zinfer.engine.stream.hosted import code, fetched, host, keep_freed
 from zinfer.engine.stream.ring import Load, Ring
 
 IN_FLIGHT = 512 << 20  # bytes on their way to the host at a time, which take as much of the device's memory
@@ -91,6 +91,7 @@ class CpuCache(HostCache):
         self.rows, self.parts, self.capacity = rows, [rows], capacity
         self._memory, self._used, self._device, self._in_8_bits = arena.memory, 0, device, in_8_bits
         self._sender = sender
+        keep_freed()
         self.place = "cpu" if library() is not None else "cpu, torch"
         self._places: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values
         self._writing = False  # prompts' keys

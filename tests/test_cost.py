@@ -10,11 +10,9 @@ from zinfer import machine, model
 from zinfer.choice import advice, best_batch
 from zinfer.cost import (
     PIECE_BYTES,
-    UNPACKING,
     Factors,
     Setup,
     Times,
-    attending,
     layers_stored,
     pass_tokens,
     piece_bytes,
@@ -25,7 +23,7 @@ from zinfer.cost import (
     wire_bytes,
 )
 from zinfer.machine import FIGURES, Machine
-from zinfer.plan import CAUTIOUS, Case, Workload, kv_rows_on_host, largest_batch, make_plan, setup_of, share_out
+from zinfer.plan import CAUTIOUS, Case, Workload, largest_batch, make_plan, setup_of, share_out
 
 BLOOM = model.resolve("bloom-176b", None, None)
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
@@ -36,6 +34,11 @@ NAMES = ("bloom-176b", "opt-30b", "llama-3.1-70b", "mixtral-8x22b")
 
 def linked(bandwidth: float, place: Machine = H100) -> Machine:
     return place.model_copy(update={"h2d_bandwidth": bandwidth, "host_bandwidth": None})
+
+
+def rows_on_host(case: Case, place: Machine, factors: Factors | None = None) -> int:
+    """Of the sequences of a case of BLOOM, those whose KV cache is in host memory."""
+    return round(setup_of(case, BLOOM, place, factors=factors).kv_host_share * case.workload.batch_size)
 
 
 def asked(name: str = "bloom-176b", offload: Any = "cpu", batch_size: int = 1, **fields: Any) -> Case:
@@ -132,37 +135,26 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
         assert (best.output_tok_s or 0) > 1.02 * max(rates[128], rates[256])
 
 
-def test_the_cpu_has_what_the_link_leaves_of_the_hosts_memory() -> None:
-    """And all of it once a layer has been copied; the link loses nothing."""
-    place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bandwidth": 120e9})
-    assert attending(place, round(70e9), 2.0) == pytest.approx(1.0)  # 70 GB/s beside the link
-    assert attending(place, round(150e9), 2.0) == pytest.approx(2.0 + 10e9 / 100e9)
-    assert attending(place, round(50e9), 0.0) == pytest.approx(0.5)
-    wide = place.model_copy(update={"host_bandwidth": 160e9})
-    assert attending(wide, round(150e9), 2.0) == pytest.approx(1.5)
-    narrow = place.model_copy(update={"host_bandwidth": 40e9})
-    assert attending(narrow, round(50e9), 2.0) == pytest.approx(2.5)
-    unknown = place.model_copy(update={"host_bandwidth": None})
-    assert attending(unknown, round(150e9), 2.0) == pytest.approx(1.5)
-
-
-def test_few_sequences_on_the_host_cost_nothing_and_many_the_cpus_time() -> None:
-    place = linked(50e9).model_copy(update={"attention_bandwidth": 60e9, "host_bandwidth": 80e9})
-    place = place.model_copy(update={"host_bytes": 2 << 40})
-    on_cpu = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
-    steps = {size: make_plan(asked(batch_size=size, options=on_cpu), BLOOM, place) for size in (1, 64, 200, 201)}
-    assert steps[64].step_s == steps[1].step_s
-    assert steps[64].bound_by == "link"
-    assert steps[200].bound_by == "cpu attention"
-    one = BLOOM.kv_bytes(1, 528)
-    assert (steps[201].step_s or 0) - (steps[200].step_s or 0) == pytest.approx(
-        one / 60e9, rel=0.03
-    )  # and a little work for the GPU
-    coded = make_plan(asked(batch_size=200, options=(*on_cpu, ("weight_codec", "lossless"))), BLOOM, place)
-    assert coded.bound_by == "cpu attention"
-    saved = 0.33 * BLOOM.streamed_bytes / 50e9 * (30e9 / 60e9)  # the link leaves the memory earlier, but
-    unpacking = BLOOM.streamed_bytes / (UNPACKING * (place.hbm_bandwidth or 1))  # what it brought is unpacked
-    assert (steps[200].step_s or 0) - (coded.step_s or 0) == pytest.approx(saved - unpacking * 0.5, rel=0.02)
+def test_cpu_and_link_share_the_hosts_memory() -> None:
+    """Together they get what the memory gives: what the CPU's reading takes longer than alone, the link loses. Fewer
+    cores take less of it, and have the whole time of a layer."""
+    place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bytes": 800 << 30})
+    place = place.model_copy(update={"details": {"host": {"cores": 32}}})
+    tight = place.model_copy(update={"host_bandwidth": 120e9})
+    all_cores = (("kv_attention", "cpu"), ("kv_offload", "cpu"), ("kv_threads", 32))
+    case = asked(batch_size=64, options=all_cores)
+    alone = make_plan(case, BLOOM, place).step_s or 0.0
+    assert make_plan(case, BLOOM, place.model_copy(update={"host_bandwidth": 150e9})).step_s == alone
+    lost = BLOOM.kv_bytes(64, 528) / 100e9 * 30 / 120
+    assert (make_plan(case, BLOOM, tight).step_s or 0.0) - alone == pytest.approx(lost)
+    on_gpu = asked(batch_size=16)
+    assert make_plan(on_gpu, BLOOM, tight).step_s == make_plan(on_gpu, BLOOM, place).step_s
+    fewer = asked(batch_size=64, options=all_cores[:2])
+    assert setup_of(fewer, BLOOM, tight).kv_cpu_share == 0.625  # 63 of 120 GB/s beside the link's 50
+    assert make_plan(fewer, BLOOM, tight).step_s == alone
+    assert setup_of(fewer, BLOOM, place).kv_cpu_share == 1
+    many = asked(batch_size=260, options=all_cores[:2])  # for whom fewer would be late
+    assert setup_of(many, BLOOM, tight).kv_cpu_share == 1
 
 
 def test_a_prefill_also_waits_for_what_lies_between_its_products() -> None:
@@ -239,9 +231,9 @@ def test_auto_leaves_the_host_only_what_the_gpu_has_no_room_for() -> None:
     small, large = (make_plan(asked(batch_size=size, options=split), BLOOM, place) for size in (most, 2 * most))
     assert small.host.kv_cache == 0
     assert small.gpu == make_plan(asked(batch_size=most), BLOOM, place).gpu
-    rows, on_cpu = kv_rows_on_host(large.case, BLOOM, place)
+    rows = rows_on_host(large.case, place)
     assert most <= rows <= most + 2  # what waits for the others takes room too
-    assert on_cpu
+    assert setup_of(large.case, BLOOM, place).kv_on_cpu
     assert large.host.kv_cache == pytest.approx(BLOOM.kv_bytes(rows, 544), rel=1e-6)
     cautious = make_plan(large.case, BLOOM, place, factors=CAUTIOUS)
     assert cautious.gpu.total <= place.gpu_bytes < cautious.gpu.total + 2 * BLOOM.kv_bytes(1, 544)
@@ -266,7 +258,7 @@ def test_a_ring_that_the_cache_comes_through_is_paid_for(
     depth, resident = share_out(case, BLOOM, place)
     part = BLOOM.kv_bytes(prefill_rows(200, lengths[0], pass_tokens(setup, BLOOM)), sum(lengths)) // BLOOM.num_layers
     ring = depth * max(part, round(PIECE_BYTES * setup.wire_ratio))
-    here = 200 - kv_rows_on_host(case, BLOOM, place)[0]
+    here = 200 - rows_on_host(case, place)
     others = cost_of(setup, case, place) - setup.buffers * max(part, round(PIECE_BYTES * setup.wire_ratio))
     assert others + ring + (resident if gpu_weights else 0) * setup.kept_ratio <= place.gpu_bytes
     assert here == 0 or offload == "auto"
@@ -311,7 +303,7 @@ def test_where_all_fit_none_is_on_the_host(attention_bandwidth: float | None) ->
         return Case(model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options)
 
     most = largest_batch(short(1), BLOOM, place, CAUTIOUS)
-    rows = [kv_rows_on_host(short(size, ("kv_offload", "auto")), BLOOM, place)[0] for size in range(most - 4, most + 2)]
+    rows = [rows_on_host(short(size, ("kv_offload", "auto")), place) for size in range(most - 4, most + 2)]
     assert rows[:-1] == [0] * 5
     assert rows[-1] > 0
 
@@ -325,7 +317,7 @@ def test_the_cache_comes_before_resident_layers_and_a_deep_ring(attention: str, 
     case = Case(
         model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options, gpu_weights="auto"
     )
-    rows, _ = kv_rows_on_host(case, BLOOM, place, CAUTIOUS)  # as the engine has it
+    rows = rows_on_host(case, place, CAUTIOUS)  # as the engine has it
     assert rows > 0
     assert make_plan(case, BLOOM, place, factors=factors).host.kv_cache == BLOOM.kv_bytes(rows, 544)
 

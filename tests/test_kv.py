@@ -10,6 +10,7 @@ import torch
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from zinfer.engine import EngineError
 from zinfer.engine.cache import QuantizedLayer
+from zinfer.engine.stream import attend
 from zinfer.engine.stream.hosted import Hosted, host
 from zinfer.engine.stream.kv import CpuCache
 from zinfer.measure import Samples, measure
@@ -108,6 +109,25 @@ def test_a_model_that_stays_can_have_its_cache_in_host_memory(checkpoint: Checkp
 def test_a_case_that_is_no_choice_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="kv_offload=disk: choose from none, cpu, auto"):
         load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="disk")
+    for threads in ("all", 0):
+        with pytest.raises(EngineError, match=f"kv_threads={threads}: auto, or how many"):
+            load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_threads=threads)
+
+
+def test_as_many_threads_attend_as_are_asked_for(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, seen = checkpoint("llama"), set()
+    run = attend._run
+    monkeypatch.setattr(attend, "_run", lambda *args: (seen.add(attend.threads()), run(*args))[1])
+    for asked, threads in (("auto", torch.get_num_threads()), (1, 1), (3, 3)):
+        seen.clear()
+        engine = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu", kv_threads=asked)
+        assert torch.equal(greedy(engine, BATCHES[0]), reference(directory)[0])
+        assert seen == {threads}
+        assert engine.effective().settings["kv_threads"] == threads
+        engine.close()
+    attend.use(0)
 
 
 CPU = torch.device("cpu")

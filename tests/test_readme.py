@@ -10,8 +10,10 @@ from pathlib import Path
 import click
 import pytest
 
-from zinfer import lossless, reuse
+from zinfer import accuracy, lossless, machine, model, reuse
+from zinfer.calibrate import fit, load_machines, load_points
 from zinfer.cli import cli
+from zinfer.plan import make_plan
 from zinfer.record import Measurement
 from zinfer.store import read
 
@@ -37,7 +39,14 @@ def row(point: Measurement) -> str:
 
 SHOWN = [
     H100 / f"{name}.jsonl"
-    for name in ("bloom-176b-slice", "bloom-176b-peers", "bloom-176b-kv-ways", "dense-peers", "opt-30b")
+    for name in (
+        "bloom-176b-slice",
+        "bloom-176b-peers",
+        "bloom-176b-kv",
+        "bloom-176b-kv-ways",
+        "dense-peers",
+        "opt-30b",
+    )
 ]
 
 
@@ -84,7 +93,7 @@ def test_gains_over_deepspeed_are_those_of_the_records() -> None:
 
 
 def test_the_whole_models_rates_are_those_of_the_record() -> None:
-    small, large = (point for point in read(WHOLE).points if point.usable)
+    small, large, theirs = (point for point in read(WHOLE).points if point.usable)
     assert small.effective is not None
     assert large.effective is not None
     text = " ".join(README.split())
@@ -95,8 +104,43 @@ def test_the_whole_models_rates_are_those_of_the_record() -> None:
     assert (
         f"at {batches[1]} that of {large.effective.settings['kv_host_rows']} is in host memory, where the CPU" in text
     )
+    factors = fit(load_points(RESULTS), load_machines(RESULTS), [])["deepspeed"]
+    plan = make_plan(theirs.case, model.resolve("bloom-176b"), machine.load(WHOLE.parent), factors=factors)
+    assert (
+        f"at batch {theirs.case.workload.batch_size} of the {plan.max_batch_size} that it has room for by the plan"
+        in text
+    )
+    assert f"gives {theirs.decode_tok_s:.1f}: the best" in text
+    ratio = (large.decode_tok_s or 0) / (theirs.decode_tok_s or 1)
+    assert f"**{ratio:.2f}x** that, {(large.output_tok_s or 0) / (theirs.output_tok_s or 1):.2f}x with" in text
     bound = 32 * (small.link_bandwidth or 0) / (small.effective.streamed_bytes_per_step or 1)
     assert f"to batch 32 at this link's full rate, would give {bound:.1f}." in text
+
+
+def test_what_a_cache_in_host_memory_gains_is_that_of_the_record() -> None:
+    found = {point.case.label(): point for point in read(H100 / "bloom-176b-kv.jsonl").points if point.usable}
+    text = " ".join(README.split())
+    for way, words in (
+        ("gpu", "KV cache of {} sequences coming over the link"),
+        ("cpu", "of {} attended to by the CPU"),
+    ):
+        effective = found[f"stream cpu kv_attention={way} kv_offload=auto"].effective
+        assert effective is not None
+        assert words.format(effective.settings["kv_host_rows"]) in text
+    best = max(point.output_tok_s or 0 for label, point in found.items() if label.startswith("stream"))
+    assert f"The best of `stream` is **{best / (found['deepspeed cpu'].output_tok_s or 1):.2f}x** DeepSpeed's" in text
+
+
+@pytest.mark.parametrize("name", ["llama-70b-long", "llama-70b-documents"])
+def test_long_contexts_are_those_of_the_records(name: str) -> None:
+    (point,) = read(H100 / f"{name}.jsonl").points
+    label, *figures = row(point).strip("| ").split(" | ")
+    assert f"| {label} | {point.case.workload.input_len:,} | {' | '.join(figures)} |" in README
+
+
+def test_the_table_of_accuracy_is_that_of_its_record() -> None:
+    found = [f"| {' | '.join(cells)} |" for cells in accuracy.load(WHOLE.with_name(accuracy.FILE)).cells()]
+    assert [line for line in found if line not in README] == []
 
 
 def test_what_staying_layers_save_is_that_of_the_record() -> None:

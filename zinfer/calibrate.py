@@ -134,7 +134,7 @@ def table(points: Points, machines: Mapping[str, Machine]) -> tuple[Row, ...]:
             measured_gpu_bytes=point.gpu_peak_bytes,
         )
         if others:
-            plan = make_plan(case, one.model, one.machine, factors=_fit(others))
+            plan = make_plan(_as_run(one), one.model, one.machine, factors=_fit(others))
             row = row.model_copy(
                 update={
                     "predicted_tok_s": plan.output_tok_s if point.usable else None,
@@ -173,11 +173,22 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Setup:
     if "kv_host_rows" in told:
         update["kv_host_share"] = told["kv_host_rows"] / point.case.workload.batch_size
         update["kv_on_cpu"] = str(told["kv_attention"]).startswith("cpu")
+        cores = place.details.get("host", {}).get("cores", 0)
+        update["kv_cpu_share"] = min(1.0, told["kv_threads"] / cores) if cores and told.get("kv_threads") else 1.0
     if effective.streamed_bytes_per_step:
         wire = effective.wire_bytes_per_step or effective.streamed_bytes_per_step
         update["wire_ratio"] = update["kept_ratio"] = min(1.0, wire / effective.streamed_bytes_per_step)
     kept = max(0, effective.gpu_weight_bytes - model.other_bytes) / update.get("kept_ratio", 1.0)
     return setup_of(point.case, model, place, round(kept)).model_copy(update=update)
+
+
+def _as_run(one: _Seen) -> Case:
+    """The point's case with what the engine chose where it chose by another plan than today's."""
+    host, case = one.machine.details.get("host", {}), one.point.case
+    if not one.setup.kv_on_cpu or not host.get("cores"):
+        return case
+    threads = round(one.setup.kv_cpu_share * host["cores"])
+    return case.model_copy(update={"options": (*case.options, ("kv_threads", threads))})
 
 
 def _fit(seen: Sequence[_Seen]) -> Factors:
@@ -195,8 +206,11 @@ def _link_share(one: _Seen) -> float | None:
         return None
     if limits.get("cpu attention", 0.0) > limits["link"]:
         return None
-    waited = seconds / 1e3 - (0.0 if one.setup.overlapped else limits["compute"])
-    return limits["link"] / waited if waited > 0 else None
+    load = one.point.case.workload
+    cache = one.model.kv_bytes(load.batch_size, load.input_len + load.output_len // 2) * one.setup.kv_ratio
+    lost = cost.contention(one.setup, one.place, round(cache * one.setup.kv_host_share))
+    waited = seconds / 1e3 - lost - (0.0 if one.setup.overlapped else limits["compute"])
+    return (limits["link"] - lost) / waited if waited > 0 else None
 
 
 def _layer_s(one: _Seen) -> float | None:

@@ -36,6 +36,9 @@ BLOCK_VALUES, BLOCK_TOKENS = 2048 * 14336, 2048
 # (a fused activation; BLOOM's is nine kernels), and where attention keeps its scores, for each of them so many bytes.
 HIDDEN_PASSES, FFN_PASSES, FFN_PASSES_OF, SCORE_BYTES = 20, 3, {"bloom": 21}, 20
 EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
+# Cores that attend to a KV cache in host memory take that from the link: fewer do where they are done in this part of
+# the time that the link needs anyway. The rest is for what a layer does before and after.
+CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
 UNPACKING = 0.4  # of the bandwidth of GPU memory: the rate at which coded weights become whole ones
 PIECE_BYTES = 128 << 20  # of a layer that crosses the link at a time, see `zinfer.engine.stream.image`
 
@@ -66,6 +69,7 @@ class Setup(Frozen):
     slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
     kv_host_share: float = 0.0  # of the sequences, those with their KV cache in host memory, read at every step
     kv_on_cpu: bool = False  # attention to that cache is the CPU's, so that it never crosses the link
+    kv_cpu_share: float = Field(default=1.0, gt=0, le=1)  # of the CPU's cores, and of the rate that all of them reach
     buffers: int = 0  # of a ring, in which it crosses a few sequences at a time; 0: as two whole layers' worth
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
@@ -185,7 +189,7 @@ def _pass(
         "launch": factors.layer_s * model.num_layers,
     }
     if over_link and link is not None:
-        limits["link"] = over_link / share / (factors.link_share * link)
+        limits["link"] = over_link / share / (factors.link_share * link) + contention(setup, machine, hosted)
     if written and machine.duplex_bandwidth is not None:
         limits["link"] = max(limits.get("link", 0.0), written / share / machine.duplex_bandwidth)
     if from_host and machine.host_bandwidth is not None:  # all links read from one memory, and the CPU does
@@ -194,8 +198,7 @@ def _pass(
         # In every layer one after the other: weights are unpacked, the GPU computes, the CPU attends.
         unpacked = 0.0 if setup.wire_ratio == 1 else streamed / share / (UNPACKING * machine.hbm_bandwidth)
         on_gpu = unpacked + limits["hbm"] + limits["compute"] + limits["launch"]
-        beside = max(0.0, limits.get("link", 0.0) - unpacked)  # the next layer comes from when this one is unpacked on
-        limits["cpu attention"] = attending(machine, hosted, beside) + on_gpu
+        limits["cpu attention"] = hosted / (setup.kv_cpu_share * machine.attention_bandwidth) + on_gpu
     if setup.tier == "nvme":
         if machine.nvme_bandwidth is None:
             return Times()
@@ -206,19 +209,31 @@ def _pass(
     return found.model_copy(update={"seconds": found.seconds + max(limits["compute"], limits["launch"])})
 
 
-def attending(machine: Machine, hosted: int, copying: float) -> float:
-    """Seconds that the CPU attends to `hosted` bytes of a KV cache, beside a link that copies for `copying` seconds.
+def contention(setup: Setup, machine: Machine, hosted: int) -> float:
+    """Seconds that the link loses to the CPU, which reads `hosted` bytes of the KV cache out of the same memory.
 
-    Both read one memory, and the link is not made to wait (seen on 16 cores as on 64): as long as it copies, the CPU
-    has what it leaves. The links of several GPUs are one here.
+    Alone both would read attention + link a second of the memory's bandwidth; where that is more than there is, each
+    gets its part of what there is, for as long as the CPU then takes. (The links of several GPUs are one here.)
     """
-    alone = machine.attention_bandwidth
-    assert alone is not None
-    if machine.host_bandwidth is None or machine.h2d_bandwidth is None:
-        return hosted / alone
-    beside = min(alone, max(0.0, machine.host_bandwidth - machine.h2d_bandwidth))
-    meanwhile = beside * copying
-    return hosted / beside if hosted < meanwhile else copying + (hosted - meanwhile) / alone
+    cpu, link, memory = machine.attention_bandwidth, machine.h2d_bandwidth, machine.host_bandwidth
+    if not hosted or not setup.kv_on_cpu or setup.tier != "host" or not cpu or not link or not memory:
+        return 0.0
+    cpu *= setup.kv_cpu_share
+    return hosted / cpu * max(0.0, cpu + link - memory) / memory
+
+
+def with_cores(
+    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, context: int, factors: Factors | None = None
+) -> Setup:
+    """`setup`, whose KV cache the CPU attends to, with the share of its cores that makes a decode step the shortest."""
+    best, shortest = setup, step(setup, model, machine, batch_size, context, factors).seconds
+    for share in CPU_SHARES:
+        fewer = setup.model_copy(update={"kv_cpu_share": share})
+        times = step(fewer, model, machine, batch_size, context, factors)
+        in_time = times.limits.get("cpu attention", 0.0) <= CPU_TIME * times.limits.get("link", 0.0)
+        if in_time and times.seconds is not None and shortest is not None and times.seconds < shortest:
+            best, shortest = fewer, times.seconds
+    return best
 
 
 def _passed_bytes(model: ModelSpec, batch_size: int, length: int) -> int:

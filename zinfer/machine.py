@@ -45,7 +45,7 @@ class Machine(Frozen):
     d2h_bandwidth: float | None = None
     duplex_bandwidth: float | None = None  # each way, both directions at once
     pageable_bandwidth: float | None = None  # host to device from ordinary memory
-    host_bandwidth: float | None = None  # host memcpy, read plus written
+    host_bandwidth: float | None = None  # memcpy, read plus written; link and CPU at once, where that is more
     attention_bandwidth: float | None = None  # bf16 keys and values that the CPU attends to, a token a sequence
     nvme_bandwidth: float | None = None  # direct-I/O read
     matmul_flops: float | None = None  # dense bf16

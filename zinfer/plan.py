@@ -160,7 +160,8 @@ def setup_of(
     for, in bytes, `depth` what `stream`'s ``ring_depth=auto`` does, `factors` how cautiously room is shared out.
 
     Options that any engine may be planned with: `weight_codec` (lossless), `weight_bits` (8 or 4, with a 16-bit scale
-    and zero point for each 64 weights), `kv_offload` (cpu, auto), with it `kv_attention` (gpu, cpu), `gpus`.
+    and zero point for each 64 weights), `kv_offload` (cpu, auto), with it `kv_attention` (gpu, cpu) and
+    `kv_threads` (of the CPU), `gpus`.
     """
     options = dict(case.options)
     bare = _weights_setup(case, model, machine, automatic, depth)
@@ -175,22 +176,22 @@ def setup_of(
     least = _weights_setup(case, model, machine, 0, RING_DEPTH)
     if offload == "auto" and _rows_on_gpu(least, case, model, machine, factors) == batch_size:
         return bare
-    ways = []
+    ways, context = [], case.workload.input_len + case.workload.output_len // 2
     for on_cpu in either if attention == "auto" else [attention == "cpu"]:
         # While the CPU attends, what the link brings waits in the ring: a layer at most.
         pieces = pieces_of(model) if on_cpu else RING_DEPTH
         least = _weights_setup(case, model, machine, 0, pieces).model_copy(update={"kv_on_cpu": on_cpu})
         here = _rows_on_gpu(least, case, model, machine, factors) if offload == "auto" else 0
         split = {"kv_host_share": (batch_size - here) / batch_size, "kv_on_cpu": on_cpu}
-        ways.append(_weights_setup(case, model, machine, automatic, max(depth, pieces)).model_copy(update=split))
-    context = case.workload.input_len + case.workload.output_len // 2
+        way = _weights_setup(case, model, machine, automatic, max(depth, pieces)).model_copy(update=split)
+        if on_cpu and (threads := options.get("kv_threads", "auto")) != "auto":
+            cores = machine.details.get("host", {}).get("cores", 0)
+            share = min(1.0, threads / cores) if cores and isinstance(threads, int) and threads > 0 else 1.0
+            way = way.model_copy(update={"kv_cpu_share": share})
+        elif on_cpu:
+            way = cost.with_cores(way, model, machine, batch_size, context, factors)
+        ways.append(way)
     return min(ways, key=lambda way: cost.step(way, model, machine, batch_size, context, factors).seconds or 0.0)
-
-
-def kv_rows_on_host(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> tuple[int, bool]:
-    """Of the case's sequences, how many have their KV cache in host memory, and whether the CPU attends to it."""
-    setup = setup_of(case, model, machine, factors=factors)
-    return round(setup.kv_host_share * case.workload.batch_size), setup.kv_on_cpu
 
 
 def _rows_on_gpu(setup: Setup, case: Case, model: ModelSpec, machine: Machine, factors: Factors | None) -> int:

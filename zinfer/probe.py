@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 BLOCKS = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
+TOGETHER = 12  # copies of the largest block while the CPU attends to many
 NVME_THREADS, NVME_BLOCK = 8, 16 * MIB
 BUDGET_S = 2.0  # for the repeats of one figure: a slow machine gets fewer samples, not a longer probe
 
@@ -59,6 +60,9 @@ def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable
     fields: dict[str, Any] = {"host_bandwidth": 2 * host["median"], "attention_bandwidth": attention["median"]}
     if cuda:
         fields |= _probe_gpu(largest, repeats, details, progress)
+        # Few cores cannot show all that the memory has.
+        together = sum(entry["median"] for entry in details["together"].values())
+        fields["host_bandwidth"] = max(fields["host_bandwidth"], together)
         fields |= {"gpu_count": torch.cuda.device_count(), "gpu_name": torch.cuda.get_device_name()}
         details["gpu"] = devices[0] if devices else {}
         fields["coherent"] = bool(details["gpu"].get("c2c"))
@@ -165,8 +169,14 @@ def _host_copy(size: int, repeats: int) -> list[float]:
 
 
 def _attention(size: int, repeats: int) -> list[float]:
-    """Bytes of a bf16 KV cache in host memory that the CPU attends to a second: 512 tokens of some sequences with 32
-    heads of 128, one new token each."""
+    """Bytes of a bf16 KV cache in host memory that the CPU attends to a second."""
+    work, amount = _attending(size)
+    return _rates(work, amount, _cpu_seconds, repeats)
+
+
+def _attending(size: int) -> tuple[Callable[[], object], int]:
+    """Attention to 512 tokens of some sequences with 32 heads of 128, one new token each, and the bytes that it reads,
+    about `size`."""
     import torch
 
     from zinfer.engine.stream.hosted import host
@@ -175,7 +185,7 @@ def _attention(size: int, repeats: int) -> list[float]:
     query, keys, values = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(3))
     attend: Callable[..., object] = torch.nn.functional.scaled_dot_product_attention
     work = partial(attend, query[:, :, :1], host(keys, keys.device), host(values, values.device))
-    return _rates(work, 2 * keys.nbytes, _cpu_seconds, repeats)
+    return work, 2 * keys.nbytes
 
 
 def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
@@ -204,6 +214,8 @@ def _probe_gpu(
         links |= {"h2d_pinned": _link(device, host, repeats), "d2h_pinned": _link(host, device, repeats)}
         progress("both directions at once")
         duplex = _entry(_duplex(host, device, repeats), "bytes each way")
+        progress("link and CPU at once")
+        details["together"] = _together(host, device, repeats)
     progress("device memory")
     hbm = _entry(_device_copy(device, repeats), "bytes read and written")
     del device
@@ -257,6 +269,30 @@ def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[
             current.wait_stream(stream)
 
     return _rates(both, half, _cuda_seconds, repeats)
+
+
+def _together(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> dict[str, dict[str, Any]]:
+    """Rates of copies to the device and of attention on the CPU while both run: they share the host's memory."""
+    import torch
+
+    attend, amount = _attending(min(len(host), 256 * MIB))
+    attend()
+    rates: dict[str, list[float]] = {"link": [], "attention": []}
+    stream = torch.cuda.Stream()
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            begin.record()
+            for _ in range(TOGETHER):
+                device.copy_(host, non_blocking=True)
+            end.record()
+        attended, began = 0, perf_counter()
+        while not end.query():
+            attend()
+            attended += 1
+        rates["attention"].append(attended * amount / (perf_counter() - began))
+        rates["link"].append(TOGETHER * host.nbytes / (float(begin.elapsed_time(end)) / 1e3))
+    return {name: _entry(samples, "bytes") for name, samples in rates.items()}
 
 
 def _nvme_read(folder: Path, quick: bool) -> list[float]:

@@ -40,6 +40,7 @@ ENGINES: dict[str, Kind] = {
             "packed": "auto",
             "kv_offload": "none",
             "kv_attention": "auto",
+            "kv_threads": "auto",
             "kv_cache_dtype": "auto",
         },
         gpu_weights=True,

@@ -18,6 +18,7 @@ from zinfer.engine.cache import STORAGE, FixedLayer, make_cache
 from zinfer.engine.decoder import Decoder
 from zinfer.engine.kept import Kept
 from zinfer.engine.stream import packed
+from zinfer.engine.stream.attend import threads, use
 from zinfer.engine.stream.blocks import interleave
 from zinfer.engine.stream.image import Image, by_layer, pack, plain
 from zinfer.engine.stream.kv import CpuCache, HostCache, LinkCache, Sender, SplitLayer
@@ -36,9 +37,9 @@ from zinfer.plan import (
     Workload,
     is_lossless,
     kv_ratio,
-    kv_rows_on_host,
     pieces_of,
     resident_bytes,
+    setup_of,
     share_out,
 )
 from zinfer.record import Effective, Span
@@ -67,6 +68,9 @@ class Stream(Decoder):
         for option, choices in CHOICES.items():
             if self.options[option] not in choices:
                 raise EngineError(f"{option}={self.options[option]}: choose from {', '.join(choices)}")
+        asked = self.options["kv_threads"]
+        if asked != "auto" and not (isinstance(asked, int) and asked > 0):
+            raise EngineError(f"kv_threads={asked}: auto, or how many of the CPU attend to the KV cache")
         eight_bits = self.options["kv_offload"] != "none" and self.options["kv_cache_dtype"] in STORAGE
         if eight_bits and (self.options["kv_cache_dtype"] != "int8" or self.options["kv_attention"] == "gpu"):
             raise EngineError("of a KV cache in host memory, 8 bits are int8 and attended to by the CPU")
@@ -192,7 +196,8 @@ class Stream(Decoder):
         self._rows_at_once = max(1, DEQUANTIZED_BYTES // layer) if storage in STORAGE else batch_size
         load = Workload(batch_size=batch_size, input_len=length, output_len=max(1, capacity - length))
         case = self.plan.case.model_copy(update={"workload": load})
-        rows, on_cpu = kv_rows_on_host(case, spec, self.plan.machine, CAUTIOUS)
+        setup = setup_of(case, spec, self.plan.machine, factors=CAUTIOUS)
+        rows, on_cpu = round(setup.kv_host_share * batch_size), setup.kv_on_cpu
         here = batch_size - rows
         own = make_cache(self.model.config, here, capacity, storage)
         self._kv_rows, self._kv_place = 0, "gpu"
@@ -207,7 +212,8 @@ class Stream(Decoder):
             self._kv_arena = HostArena(size, pin, self.progress, spread=on_cpu)
         there = slice(here, batch_size)
         if on_cpu or self._ring is None:
-            in_8_bits = storage in STORAGE
+            in_8_bits, asked = storage in STORAGE, self.options["kv_threads"]
+            use(max(1, round(setup.kv_cpu_share * torch.get_num_threads())) if asked == "auto" else int(asked))
             self._host = CpuCache(self._kv_arena, self._sender, there, capacity, self.device, in_8_bits)
         else:
             parts, ring = self._split(there, length), self._ring
@@ -282,6 +288,7 @@ class Stream(Decoder):
             "kv_cache_dtype": str(self.options["kv_cache_dtype"]),
             "kv_attention": self._kv_place,
             "kv_host_rows": self._kv_rows,
+            "kv_threads": threads() if self._kv_place == "cpu" else 0,
             "kv_bytes_per_step": self._fetched_per_step,
             "attention": str(self.model.config._attn_implementation),
         }

@@ -24,16 +24,14 @@ def rows() -> tuple[Row, ...]:
 
 
 def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Row, ...]) -> None:
-    """Of ours all, but the largest batch that the CPU attended to: from before it kept the memory that it writes in
-    between. The peers' misses are known: DeepSpeed's prefill at its edge, where its allocator is short of memory, and
-    Accelerate's pageable copies, whose rate differs from host to host."""
+    """Of ours all. The peers' misses are known: DeepSpeed's prefill at its edge, where its allocator is short
+    of memory, and Accelerate's pageable copies, whose rate differs from host to host."""
     errors = {row.case: row.tok_s_error for row in rows if row.tok_s_error is not None}
     assert len(errors) == sum(row.measured_tok_s is not None for row in rows) > 10
     assert median(map(abs, errors.values())) <= 0.05
-    wrong = {case: error for case, error in errors.items() if abs(error) > 0.10}
-    assert [case.workload.batch_size for case in wrong if case.engine == "stream"] == [260]
-    peers = {case.label() for case, error in wrong.items() if abs(error) > 0.15 and case.engine != "stream"}
-    assert peers == {"deepspeed cpu", "accelerate cpu pin_memory=False"}
+    assert max(abs(error) for case, error in errors.items() if case.engine == "stream") <= 0.10
+    wrong = {case.label() for case, error in errors.items() if abs(error) > 0.15}
+    assert wrong == {"deepspeed cpu", "accelerate cpu pin_memory=False"}
     assert max(map(abs, errors.values())) <= 0.25
 
 

@@ -18,6 +18,7 @@ from zinfer.cost import (
     piece_bytes,
     prefill,
     prefill_rows,
+    side_by_side,
     step,
     tiers,
     wire_bytes,
@@ -155,6 +156,30 @@ def test_cpu_and_link_share_the_hosts_memory() -> None:
     assert setup_of(fewer, BLOOM, place).kv_cpu_share == 1
     many = asked(batch_size=260, options=all_cores[:2])  # for whom fewer would be late
     assert setup_of(many, BLOOM, tight).kv_cpu_share == 1
+
+
+def test_link_and_cpu_slow_each_other_as_measured() -> None:
+    """Until one is done: then the other has all of its own rate again."""
+    place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bandwidth": 120e9})
+    there = Setup(tier="host", kv_host_share=1.0, kv_on_cpu=True)
+    assert side_by_side(there, place, round(40e9), 1.0) == pytest.approx((0.5, 0.5 + 0.6))  # 80 and 40 GB/s together
+    assert side_by_side(there, place, round(400e9), 1.0) == pytest.approx((1.25 + 3.0, 1.25))
+    seen = place.model_copy(update={"shared_attention_bandwidth": 60e9, "shared_h2d_bandwidth": 50e9})
+    assert side_by_side(there, seen, round(120e9), 1.0) == pytest.approx((1.0 + 0.6, 1.0))
+    half = there.model_copy(update={"kv_cpu_share": 0.5})
+    assert side_by_side(half, seen, round(50e9), 2.0) == pytest.approx((1.0, 2.0))  # 50 of 110 GB/s: nobody loses
+    most = there.model_copy(update={"kv_cpu_share": 0.8})
+    assert side_by_side(most, seen, round(60e9), 2.0) == pytest.approx((1.0, 2.0))  # no more than all cores had
+    assert side_by_side(Setup(tier="gpu"), seen, round(50e9), 0.0) == pytest.approx((0.5, 0.0))
+    alone = place.model_copy(update={"host_bandwidth": None})
+    assert side_by_side(there, alone, round(50e9), 1.0) == pytest.approx((0.5, 1.0))
+
+
+def test_a_rate_set_by_hand_voids_those_measured_together() -> None:
+    seen = linked(50e9).model_copy(update={"shared_attention_bandwidth": 60e9, "shared_h2d_bandwidth": 40e9})
+    assert machine.override(seen, "h2d_bandwidth=200GB/s").shared_h2d_bandwidth is None
+    assert machine.override(seen, "hbm_bandwidth=200GB/s").shared_h2d_bandwidth == 40e9
+    assert machine.override(seen, "shared_h2d_bandwidth=30GB/s").shared_attention_bandwidth == 60e9
 
 
 def test_a_prefill_also_waits_for_what_lies_between_its_products() -> None:

@@ -213,9 +213,8 @@ def test_probe_of_a_gpu() -> None:
     assert machine.hbm_bandwidth is not None
     assert machine.pageable_bandwidth < machine.h2d_bandwidth < machine.hbm_bandwidth
     assert probe.measure_link("cuda") == pytest.approx(machine.h2d_bandwidth, rel=0.2)
-    together = {name: entry["median"] for name, entry in machine.details["together"].items()}
     assert machine.attention_bandwidth is not None
-    assert machine.host_bandwidth is not None
-    assert 0 < together["link"] < 1.1 * machine.h2d_bandwidth
-    assert 0 < together["attention"] < 1.5 * machine.attention_bandwidth
-    assert machine.host_bandwidth >= sum(together.values())
+    assert machine.shared_h2d_bandwidth is not None
+    assert machine.shared_attention_bandwidth is not None
+    assert 0 < machine.shared_h2d_bandwidth < 1.1 * machine.h2d_bandwidth
+    assert 0 < machine.shared_attention_bandwidth < 1.5 * machine.attention_bandwidth

@@ -206,9 +206,8 @@ def _link_share(one: _Seen) -> float | None:
         return None
     if limits.get("cpu attention", 0.0) > limits["link"]:
         return None
-    load = one.point.case.workload
-    cache = one.model.kv_bytes(load.batch_size, load.input_len + load.output_len // 2) * one.setup.kv_ratio
-    lost = cost.contention(one.setup, one.place, round(cache * one.setup.kv_host_share))
+    alone = _limits(one.model_copy(update={"setup": one.setup.model_copy(update={"kv_host_share": 0.0})}))["link"]
+    lost = limits["link"] - alone if one.setup.kv_on_cpu else 0.0
     waited = seconds / 1e3 - lost - (0.0 if one.setup.overlapped else limits["compute"])
     return (limits["link"] - lost) / waited if waited > 0 else None
 

@@ -11,7 +11,7 @@ Sources: the roofline of Williams et al. 2009 (doi:10.1145/1498765.1498785); FLO
 residency as in FlexGen (arXiv:2303.06865), section 4.3, without its CPU-compute terms.
 """
 
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 from pydantic import Field
@@ -189,7 +189,7 @@ def _pass(
         "launch": factors.layer_s * model.num_layers,
     }
     if over_link and link is not None:
-        limits["link"] = over_link / share / (factors.link_share * link) + contention(setup, machine, hosted)
+        limits["link"] = over_link / share / (factors.link_share * link)
     if written and machine.duplex_bandwidth is not None:
         limits["link"] = max(limits.get("link", 0.0), written / share / machine.duplex_bandwidth)
     if from_host and machine.host_bandwidth is not None:  # all links read from one memory, and the CPU does
@@ -198,7 +198,10 @@ def _pass(
         # In every layer one after the other: weights are unpacked, the GPU computes, the CPU attends.
         unpacked = 0.0 if setup.wire_ratio == 1 else streamed / share / (UNPACKING * machine.hbm_bandwidth)
         on_gpu = unpacked + limits["hbm"] + limits["compute"] + limits["launch"]
-        limits["cpu attention"] = hosted / (setup.kv_cpu_share * machine.attention_bandwidth) + on_gpu
+        attending, copying = side_by_side(setup, machine, hosted, limits.get("link", 0.0))
+        limits["cpu attention"] = attending + on_gpu
+        if "link" in limits:
+            limits["link"] = copying
     if setup.tier == "nvme":
         if machine.nvme_bandwidth is None:
             return Times()
@@ -209,17 +212,26 @@ def _pass(
     return found.model_copy(update={"seconds": found.seconds + max(limits["compute"], limits["launch"])})
 
 
-def contention(setup: Setup, machine: Machine, hosted: int) -> float:
-    """Seconds that the link loses to the CPU, which reads `hosted` bytes of the KV cache out of the same memory.
+def side_by_side(setup: Setup, machine: Machine, hosted: int, copying: float) -> tuple[float, float]:
+    """Seconds that the CPU attends to `hosted` bytes of the KV cache, and seconds of the link for what it would alone
+    copy in `copying`. While both run they read one memory.
 
-    Alone both would read attention + link a second of the memory's bandwidth; where that is more than there is, each
-    gets its part of what there is, for as long as the CPU then takes. (The links of several GPUs are one here.)
+    What each then has left was measured, or else each has its part of the memory's bandwidth. Fewer cores take less,
+    down to where neither loses anything. (The links of several GPUs are one here.)
     """
-    cpu, link, memory = machine.attention_bandwidth, machine.h2d_bandwidth, machine.host_bandwidth
-    if not hosted or not setup.kv_on_cpu or setup.tier != "host" or not cpu or not link or not memory:
-        return 0.0
-    cpu *= setup.kv_cpu_share
-    return hosted / cpu * max(0.0, cpu + link - memory) / memory
+    cpu, link = machine.attention_bandwidth, machine.h2d_bandwidth
+    assert cpu is not None
+    own = setup.kv_cpu_share * cpu
+    if link is None or setup.tier != "host":
+        return hosted / own, copying
+    part = min(1.0, (machine.host_bandwidth or inf) / (cpu + link))
+    slow_cpu = min(cpu, machine.shared_attention_bandwidth or part * cpu)
+    slow_link = min(link, machine.shared_h2d_bandwidth or part * link)
+    lost = cpu + link - slow_cpu - slow_link  # by both, where all cores attend
+    loss = max(0.0, own + link - slow_cpu - slow_link) / lost if lost > 0 else 0.0
+    cpu_rate, link_share = own - loss * (cpu - slow_cpu), 1 - loss * (1 - slow_link / link)
+    both = min(hosted / cpu_rate, copying / link_share)
+    return both + (hosted - cpu_rate * both) / own, copying + (1 - link_share) * both
 
 
 def with_cores(

@@ -45,8 +45,10 @@ class Machine(Frozen):
     d2h_bandwidth: float | None = None
     duplex_bandwidth: float | None = None  # each way, both directions at once
     pageable_bandwidth: float | None = None  # host to device from ordinary memory
-    host_bandwidth: float | None = None  # memcpy, read plus written; link and CPU at once, where that is more
+    host_bandwidth: float | None = None  # host memcpy, read plus written
     attention_bandwidth: float | None = None  # bf16 keys and values that the CPU attends to, a token a sequence
+    shared_attention_bandwidth: float | None = None  # the same while the link copies to the device
+    shared_h2d_bandwidth: float | None = None  # and what the link has left then
     nvme_bandwidth: float | None = None  # direct-I/O read
     matmul_flops: float | None = None  # dense bf16
     coherent: bool = False  # the link is cache-coherent (NVLink-C2C)
@@ -101,7 +103,9 @@ def override(machine: Machine, setting: str) -> Machine:
         raise MachineError(f"{setting!r}: {text!r} is no value for {field}: write it as {unit}")
     known = getattr(machine, field)
     source = f"set by hand, in place of {machine.told(field)}" if known else "set by hand"
-    return machine.model_copy(update={field: value, "sources": machine.sources | {field: source}})
+    alone = field in ("host_bandwidth", "h2d_bandwidth", "attention_bandwidth")
+    stale = {"shared_h2d_bandwidth": None, "shared_attention_bandwidth": None} if alone else {}
+    return machine.model_copy(update=stale | {field: value, "sources": machine.sources | {field: source}})
 
 
 def _flops(text: str) -> int:

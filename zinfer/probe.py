@@ -60,9 +60,6 @@ def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable
     fields: dict[str, Any] = {"host_bandwidth": 2 * host["median"], "attention_bandwidth": attention["median"]}
     if cuda:
         fields |= _probe_gpu(largest, repeats, details, progress)
-        # Few cores cannot show all that the memory has.
-        together = sum(entry["median"] for entry in details["together"].values())
-        fields["host_bandwidth"] = max(fields["host_bandwidth"], together)
         fields |= {"gpu_count": torch.cuda.device_count(), "gpu_name": torch.cuda.get_device_name()}
         details["gpu"] = devices[0] if devices else {}
         fields["coherent"] = bool(details["gpu"].get("c2c"))
@@ -230,6 +227,8 @@ def _probe_gpu(
         "d2h_bandwidth": largest_block["d2h_pinned"],
         "pageable_bandwidth": largest_block["h2d_pageable"],
         "duplex_bandwidth": duplex["median"],
+        "shared_attention_bandwidth": details["together"]["attention"]["median"],
+        "shared_h2d_bandwidth": details["together"]["link"]["median"],
         "hbm_bandwidth": hbm["median"],
         "matmul_flops": matmul["median"],
     }

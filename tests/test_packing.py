@@ -28,7 +28,7 @@ from zinfer.packing import (
     shaped,
     worth_packing_anew,
 )
-from zinfer.plan import largest_batch, make_plan
+from zinfer.plan import CAUTIOUS, largest_batch, make_plan
 
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
 BLOOM = from_catalogue("bloom-176b")
@@ -148,6 +148,20 @@ def test_room_is_the_plans_with_caution() -> None:
     assert 0.8 * exact <= plan_room(512, 32) <= exact
     assert plan_room(500, 20) == plan_room(512, 32)
     assert plan_room(1024, 32) < plan_room(512, 32)
+
+
+def test_no_more_rows_share_a_batch_than_make_it_fast() -> None:
+    """Rows whose KV cache a slow CPU attends to fit, and hold up the others."""
+    slow = H100.model_copy(update={"attention_bandwidth": 24e9, "host_bandwidth": 80e9})
+    options = (("kv_attention", "cpu"), ("kv_offload", "auto"))
+    case = STREAMED.model_copy(update={"options": options})
+    rows = room_of(case, BLOOM, slow)(512, 32)
+    asked = shaped(case, Shape(1, 512, 32))
+    assert room_of(STREAMED, BLOOM, slow)(512, 32) < rows < largest_batch(asked, BLOOM, slow, CAUTIOUS) / 2
+    here, more = (make_plan(asked.with_batch(size), BLOOM, slow, factors=CAUTIOUS) for size in (rows, 2 * rows))
+    assert (here.output_tok_s or 0) > 1.05 * (more.output_tok_s or 0)
+    unknown = slow.model_copy(update={"matmul_flops": None})
+    assert room_of(case, BLOOM, unknown)(512, 32) == largest_batch(asked, BLOOM, unknown, CAUTIOUS)
 
 
 def test_seconds_are_the_plans_until_they_are_measured() -> None:

@@ -23,7 +23,7 @@ def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Factors 
 
     @cache
     def plan(size: int) -> Plan:
-        return make_plan(case.with_batch(size), model, machine, factors=factors)
+        return make_plan(case.with_batch(size), model, machine, factors=factors, largest=largest)
 
     def rank(size: int) -> tuple[float, int]:
         return _rate(plan(size)), -size

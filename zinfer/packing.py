@@ -129,11 +129,17 @@ def best_plan(
 
 
 def room_of(case: Case, model: ModelSpec, machine: Machine) -> Room:
-    """How many rows of a shape the plan finds room for. Lengths are rounded up a little, so that few are planned."""
+    """How many rows of a shape the plan finds room for; with a KV cache in host memory, where more rows may be slower,
+    how many are the fastest. Lengths are rounded up a little, so that few are planned."""
+    more_is_better = dict(case.options).get("kv_offload", "none") == "none"
 
     @cache
     def rows(length: int, reserve: int) -> int:
-        return largest_batch(shaped(case, Shape(1, length, reserve)), model, machine, CAUTIOUS)
+        asked = shaped(case, Shape(1, length, reserve))
+        if more_is_better:
+            return largest_batch(asked, model, machine, CAUTIOUS)
+        best = best_batch(asked, model, machine, CAUTIOUS)
+        return best.case.workload.batch_size if best.output_tok_s and best.fits else best.max_batch_size
 
     return lambda length, reserve: rows(-(-length // GRAIN) * GRAIN, -(-reserve // GRAIN) * GRAIN)
 

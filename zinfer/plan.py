@@ -294,12 +294,11 @@ def share_out(case: Case, model: ModelSpec, machine: Machine, factors: Factors |
 
 
 def make_plan(
-    case: Case, model: ModelSpec, machine: Machine, nvme_path: str | None = None, factors: Factors | None = None
-) -> Plan:
+    case: Case, model: ModelSpec, machine: Machine, nvme_path: str | None = None, factors: Factors | None = None,
+    largest: int | None = None,
+) -> Plan:  # fmt: skip
     """Bytes by tier, the times that `factors` (without them: the physical limits) predict, and whether the load can
-    run on `machine` at all.
-
-    `model` is the spec already sliced to `case.layers`.
+    run on `machine` at all. `model` is the spec already sliced to `case.layers`, `largest` the largest batch, if known.
     """
     load = case.workload
     limits = factors or Factors(link_share=1.0)
@@ -319,7 +318,7 @@ def make_plan(
         prefill_s=prefill.seconds,
         step_s=step.seconds,
         bound_by=step.bound_by,
-        max_batch_size=largest_batch(case, model, machine, factors),
+        max_batch_size=largest_batch(case, model, machine, factors) if largest is None else largest,
         streamed_bytes=cost.wire_bytes(setup, model),
         resident_bytes=min(setup.resident_bytes, cost.layers_stored(setup, model)),
         error=factors.error if factors else None,

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from zinfer import hardware, probe
+from zinfer import hardware, here, probe
 from zinfer.commands.probe import command, write
-from zinfer.machine import MachineError, load
+from zinfer.machine import Machine, MachineError, load
 
 H100 = {"name": "NVIDIA H100 80GB HBM3"}
 
@@ -202,6 +202,35 @@ def test_writing_where_one_may_not_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"cannot write .*File exists.*-o") as error:
         write(tmp_path / "file" / "machine.json", "{}")
     assert error.value.exit_code == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({}, True),
+        ({"details": {"host": {"cores": 1000}}}, False),
+        ({"host_bytes": 1 << 50}, False),
+        ({"host_bytes": None}, False),
+        ({"host_bytes": 1 << 50, "details": {}}, True),  # written by hand: nobody knows
+    ],
+)
+def test_figures_of_another_host_are_left_to_it(
+    changes: dict[str, object], same: bool, swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same GPU, that is: what is under its name came with the repository, say."""
+    monkeypatch.chdir(tmp_path)
+    assert here.name() == probe.slug()
+    facts = {"host": hardware.host_facts()}
+    known = Machine(name=probe.slug(), source="measured", host_bytes=hardware.host_bytes(), details=facts)
+    path = here.RESULTS / known.name / "machine.json"
+    write(path, known.model_copy(update=changes).model_dump_json())
+    before = path.read_text()
+    cores = facts["host"]["cores"]
+    expected = known.name if same else f"{known.name}-{cores}-cores-{hardware.host_bytes() >> 30}-gib"
+    assert here.name() == expected
+    assert CliRunner().invoke(command, ["--quick"]).exit_code == 0
+    assert load(here.RESULTS / expected).name == here.this_machine().name == expected
+    assert (path.read_text() == before) is not same
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zinfer import __version__, hardware, probe
+from zinfer import __version__, hardware, here, probe
 from zinfer.checkpoint import Checkpoint, TensorInfo
 from zinfer.lossless import CodecError, CodecRecord, Coded, Rate
 from zinfer.model import LAYER_INDEX
@@ -99,7 +99,7 @@ def measure(
     if devices and "driver" in devices[0]:
         versions["driver"] = devices[0]["driver"]
     return CodecRecord(
-        machine=hardware.name_of(devices),
+        machine=here.name(),
         device=torch.cuda.get_device_name() if device.type == "cuda" else hardware.cpu_model(),
         link=link,
         started_at=started,

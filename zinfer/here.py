@@ -5,15 +5,31 @@ import sys
 from pathlib import Path
 
 from zinfer import machine
+from zinfer.hardware import host_bytes, host_facts
 from zinfer.machine import Machine, MachineError
 from zinfer.probe import slug
 
 RESULTS = Path("sweeps/results")
+ALIKE = 0.1  # hosts whose memory differs by no more than this share may be the same
+
+
+def name() -> str:
+    """This machine's: its slug, ``nvidia-h200``; with cores and memory, ``nvidia-h200-16-cores-126-gib``, where the
+    figures under that name are another host's."""
+    own = slug()
+    try:
+        known = machine.load(RESULTS / own)
+    except MachineError:
+        return own
+    there, cores, memory = known.details.get("host"), host_facts()["cores"], host_bytes()
+    if not there or (there["cores"] == cores and abs((known.host_bytes or 0) / memory - 1) <= ALIKE):
+        return own
+    return f"{own}-{cores}-cores-{memory >> 30}-gib"
 
 
 def results_folder() -> Path:
     """Where this machine's records lie: ``sweeps/results/<machine>``."""
-    return RESULTS / slug()
+    return RESULTS / name()
 
 
 def this_machine() -> Machine:

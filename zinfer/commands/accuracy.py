@@ -127,7 +127,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
             raise SystemExit(128 + interrupt.signal) from None
     devices = hardware.gpus()
     return AccuracyRecord(
-        machine=here.results_folder().name,
+        machine=here.name(),
         device=str(devices[0].get("name", "gpu")) if devices else hardware.cpu_model(),
         started_at=started,
         versions=versions(reference.case.engine),

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the machine as JSON, besides writing it.")
 def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: bool) -> None:
     """Measure the links between this machine's memories, its compute and, if asked, its disk; write machine.json."""
+    from zinfer import here
     from zinfer.commands.out import console
     from zinfer.probe import probe
 
     machine = probe(nvme_path, quick, progress=lambda what: click.echo(f"measuring {what}", err=True))
-    path = output or Path("sweeps/results") / machine.name
+    machine = machine.model_copy(update={"name": here.name()})
+    path = output or here.results_folder()
     if output is None or path.is_dir():
         path = path / "machine.json"
     text = machine.model_dump_json(indent=1) + "\n"

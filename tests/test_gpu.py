@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
-from zinfer.engine.base import Engine
+from zinfer.engine.base import Engine, EngineError
+from zinfer.engine.stream.hosted import _landed
+from zinfer.engine.stream.kernels import trouble
 
 pytestmark = pytest.mark.gpu
 
@@ -115,3 +117,15 @@ def test_a_batch_that_ran_out_of_memory_leaves_the_engine_usable(
 
 def no_room(*_: object) -> None:
     raise torch.OutOfMemoryError("no room")
+
+
+def test_without_a_compiler_coded_weights_are_refused(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """And what else would be lifted is copied."""
+    assert trouble() is None
+    for place in ("zinfer.engine.stream.trouble", "zinfer.engine.stream.hosted.trouble"):
+        monkeypatch.setattr(place, lambda: "no compiler")
+    with pytest.raises(EngineError, match=r"none runs here: no compiler; install .*--weight-codec none"):
+        load("stream", checkpoint("llama"), "cpu", tmp_path, dtype="bfloat16", weight_codec="lossless")
+    assert torch.equal(_landed(torch.arange(3), torch.device("cuda")).cpu(), torch.arange(3))

@@ -4,6 +4,7 @@ The interpreter has to be chosen before triton is imported, which other tests ma
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,14 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.Mon
     assert code["cubin"]
     assert "ld.global.v4.b32" in code["ptx"]
     assert "st.global.v4.b32" in code["ptx"]
+
+
+def test_without_a_gpu_no_kernel_runs_and_it_is_told_why() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    from zinfer.engine.stream.kernels import trouble
+
+    assert re.search("CUDA|NVIDIA", trouble() or "")
 
 
 @pytest.mark.gpu

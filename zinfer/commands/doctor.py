@@ -107,11 +107,11 @@ def machine_rows() -> list[Row]:
 
 
 def _compiler_row() -> Row:
-    """What compiles the CPU's attention to a KV cache in host memory, and DeepSpeed's file I/O."""
+    """What compiles the launch of a GPU's kernels, the CPU's attention to a KV cache, and DeepSpeed's file I/O."""
     import shutil
 
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    advice = "" if found else "install one (gcc): --kv-offload is slow without it where the CPU attends"
+    advice = "" if found else "install one (gcc): `stream` cannot unpack weights without it, and --kv-offload is slow"
     return Row("machine", "C compiler", found or "none", advice)
 
 

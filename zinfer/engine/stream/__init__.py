@@ -21,6 +21,7 @@ from zinfer.engine.stream import packed
 from zinfer.engine.stream.attend import threads, use
 from zinfer.engine.stream.blocks import interleave
 from zinfer.engine.stream.image import Image, by_layer, pack, plain
+from zinfer.engine.stream.kernels import trouble
 from zinfer.engine.stream.kv import CpuCache, HostCache, LinkCache, Sender, SplitLayer
 from zinfer.engine.stream.ring import Ring
 from zinfer.engine.weights import decoder_layers, empty_model, install, weights
@@ -82,6 +83,11 @@ class Stream(Decoder):
         prefix = f"{stack}."
         streamed = plan.case.offload == "cpu"
         self._lossless = streamed and is_lossless(plan.case, plan.machine)
+        if self._lossless and self.device.type == "cuda" and (why := trouble()):
+            raise EngineError(
+                f"coded weights are unpacked by a Triton kernel, and none runs here: {why}; install a C compiler (gcc) "
+                "and Python's headers (python3-dev), or take --weight-codec none, at two thirds of the speed"
+            )
         resident = {
             name: nn.Parameter(torch.empty_like(parameter, device=self.device), requires_grad=False)
             for name, parameter in self.model.named_parameters()

@@ -8,7 +8,6 @@ a `Hosted` tensor is computed on the CPU, to which the other operands (a query, 
 import ctypes
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.utils._pytree import tree_flatten, tree_map
 
 from zinfer.engine.stream.attend import dots, mix, suits, widened
+from zinfer.engine.stream.kernels import trouble
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's <malloc.h>
 
@@ -145,16 +145,11 @@ def fetched(*tensors: Tensor) -> list[Tensor]:
 
 def _landed(tensor: Tensor, home: torch.device) -> Tensor:
     """`tensor`, on the CPU, on the device `home`."""
-    if home.type != "cuda" or not _has_triton():
+    if home.type != "cuda" or trouble() is not None:
         return tensor.to(home)
     from zinfer.engine.stream.lift import lift
 
     return lift(tensor, home)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _is_plain(one: Any) -> bool:

@@ -206,8 +206,10 @@ def _link_share(one: _Seen) -> float | None:
         return None
     if limits.get("cpu attention", 0.0) > limits["link"]:
         return None
-    alone = _limits(one.model_copy(update={"setup": one.setup.model_copy(update={"kv_host_share": 0.0})}))["link"]
-    lost = limits["link"] - alone if one.setup.kv_on_cpu else 0.0
+    lost = 0.0
+    if one.setup.kv_on_cpu:  # to the CPU, at the host's memory
+        alone = one.model_copy(update={"setup": one.setup.model_copy(update={"kv_host_share": 0.0})})
+        lost = limits["link"] - _limits(alone)["link"]
     waited = seconds / 1e3 - lost - (0.0 if one.setup.overlapped else limits["compute"])
     return (limits["link"] - lost) / waited if waited > 0 else None
 

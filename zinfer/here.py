@@ -22,7 +22,7 @@ def name() -> str:
     except MachineError:
         return own
     there, cores, memory = known.details.get("host"), host_facts()["cores"], host_bytes()
-    if not there or (there["cores"] == cores and abs((known.host_bytes or 0) / memory - 1) <= ALIKE):
+    if not there or (there.get("cores") == cores and abs((known.host_bytes or 0) / memory - 1) <= ALIKE):
         return own
     return f"{own}-{cores}-cores-{memory >> 30}-gib"
 

@@ -117,17 +117,20 @@ def test_a_case_that_is_no_choice_is_refused(checkpoint: Callable[..., Path], tm
 def test_as_many_threads_attend_as_are_asked_for(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, seen = checkpoint("llama"), set()
+    """And as before once the batch is done with."""
+    directory, seen, before = checkpoint("llama"), set(), torch.get_num_threads()
     run = attend._run
-    monkeypatch.setattr(attend, "_run", lambda *args: (seen.add(attend.threads()), run(*args))[1])
-    for asked, threads in (("auto", torch.get_num_threads()), (1, 1), (3, 3)):
+    monkeypatch.setattr(attend, "_run", lambda *args: (seen.add(torch.get_num_threads()), run(*args))[1])
+    for asked, threads in (("auto", before), (1, 1), (3, 3)):
         seen.clear()
         engine = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu", kv_threads=asked)
         assert torch.equal(greedy(engine, BATCHES[0]), reference(directory)[0])
         assert seen == {threads}
         assert engine.effective().settings["kv_threads"] == threads
+        engine.release()
+        assert engine.effective().settings["kv_threads"] == threads
+        assert torch.get_num_threads() == before
         engine.close()
-    attend.use(0)
 
 
 CPU = torch.device("cpu")

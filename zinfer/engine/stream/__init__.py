@@ -18,7 +18,6 @@ from zinfer.engine.cache import STORAGE, FixedLayer, make_cache
 from zinfer.engine.decoder import Decoder
 from zinfer.engine.kept import Kept
 from zinfer.engine.stream import packed
-from zinfer.engine.stream.attend import threads, use
 from zinfer.engine.stream.blocks import interleave
 from zinfer.engine.stream.image import Image, by_layer, pack, plain
 from zinfer.engine.stream.kernels import trouble
@@ -62,6 +61,7 @@ class Stream(Decoder):
     _kv_arena: HostArena | None = None  # kept for the next batch: page-locking takes long
     _host: HostCache | None = None  # of the running batch
     _kv_rows, _kv_place = 0, "gpu"  # of the last batch: sequences with their KV cache in host memory, where it is used
+    _kv_threads = 0  # and how many threads of the CPU attend to it
     _streamed_per_step = _fetched_per_step = 0
 
     def _load(self) -> None:
@@ -77,6 +77,7 @@ class Stream(Decoder):
             raise EngineError("of a KV cache in host memory, 8 bits are int8 and attended to by the CPU")
         if plan.case.offload == "none" and self.options["kv_attention"] == "gpu":
             raise EngineError("kv_attention=gpu brings the cache along with streamed weights: it needs offload cpu")
+        self._threads = torch.get_num_threads()
         self._sender = Sender(self.device)
         self.model = empty_model(plan.model)
         stack, self._layers = decoder_layers(self.model)
@@ -206,7 +207,8 @@ class Stream(Decoder):
         rows, on_cpu = round(setup.kv_host_share * batch_size), setup.kv_on_cpu
         here = batch_size - rows
         own = make_cache(self.model.config, here, capacity, storage)
-        self._kv_rows, self._kv_place = 0, "gpu"
+        self._all_threads()
+        self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
         if not rows or not isinstance(own.layers[0], FixedLayer):
             if self._ring is not None:
                 self._ring.start()
@@ -219,7 +221,9 @@ class Stream(Decoder):
         there = slice(here, batch_size)
         if on_cpu or self._ring is None:
             in_8_bits, asked = storage in STORAGE, self.options["kv_threads"]
-            use(max(1, round(setup.kv_cpu_share * torch.get_num_threads())) if asked == "auto" else int(asked))
+            self._kv_threads = max(1, round(setup.kv_cpu_share * self._threads)) if asked == "auto" else int(asked)
+            # For all that the CPU computes: where teams of two sizes take turns, threads end and begin at every turn.
+            torch.set_num_threads(self._kv_threads)
             self._host = CpuCache(self._kv_arena, self._sender, there, capacity, self.device, in_8_bits)
         else:
             parts, ring = self._split(there, length), self._ring
@@ -294,7 +298,7 @@ class Stream(Decoder):
             "kv_cache_dtype": str(self.options["kv_cache_dtype"]),
             "kv_attention": self._kv_place,
             "kv_host_rows": self._kv_rows,
-            "kv_threads": threads() if self._kv_place == "cpu" else 0,
+            "kv_threads": self._kv_threads,
             "kv_bytes_per_step": self._fetched_per_step,
             "attention": str(self.model.config._attn_implementation),
         }
@@ -322,6 +326,11 @@ class Stream(Decoder):
         if self._host is not None:
             self._sender.finish()
         self._host = None
+        self._all_threads()
+
+    def _all_threads(self) -> None:
+        if self._kv_threads:
+            torch.set_num_threads(self._threads)
 
     def _close_kv(self) -> None:
         if self._kv_arena is not None:

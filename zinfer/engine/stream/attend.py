@@ -33,19 +33,6 @@ SCALE_BYTES = 4
 TINIEST = 127 * torch.finfo(torch.float32).tiny  # of which the scale is still a normal number
 MOST_ROWS, WIDEST = 128, 1024  # ROWS and WIDTH in attend.c
 
-_threads = 0  # that compute; 0: as many as torch's do
-
-
-def use(count: int) -> None:
-    """Have `count` threads compute from now on; 0: as many as torch's do."""
-    global _threads
-    _threads = count
-
-
-def threads() -> int:
-    """How many compute."""
-    return _threads or torch.get_num_threads()
-
 
 def dots(rows: Tensor, keys: Tensor) -> Tensor:
     """``rows @ keys^T`` in float32."""
@@ -104,7 +91,7 @@ def _run(kind: str, rows: Tensor, matrix: Tensor, width: int) -> Tensor:
     numbers = (*batch, *strides, rows.shape[-2], *matrix.shape[-2:])
     pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows, matrix, out))
     function = getattr(library(), f"{kind}_{NAMES[matrix.dtype]}")
-    function(*pointers, *map(ctypes.c_int64, numbers), ctypes.c_int(threads()))
+    function(*pointers, *map(ctypes.c_int64, numbers), ctypes.c_int(torch.get_num_threads()))
     return out
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from zinfer.hardware import slug
 from zinfer.machine import Machine
-from zinfer.probe import slug
 from zinfer.store import read
 
 ROOT = Path(__file__).parents[1]

@@ -111,7 +111,7 @@ def test_names(devices: list[dict[str, str]], cpu: str, name: str, monkeypatch: 
 
 
 def test_slug_needs_no_torch() -> None:
-    code = "import sys; from zinfer.probe import slug; slug(); assert 'torch' not in sys.modules"
+    code = "import sys; from zinfer.hardware import slug; slug(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -219,9 +219,9 @@ def test_figures_of_another_host_are_left_to_it(
 ) -> None:
     """With the same GPU, that is: what is under its name came with the repository, say."""
     monkeypatch.chdir(tmp_path)
-    assert here.name() == probe.slug()
+    assert here.name() == hardware.slug()
     facts = {"host": hardware.host_facts()}
-    known = Machine(name=probe.slug(), source="measured", host_bytes=hardware.host_bytes(), details=facts)
+    known = Machine(name=hardware.slug(), source="measured", host_bytes=hardware.host_bytes(), details=facts)
     path = here.RESULTS / known.name / "machine.json"
     write(path, known.model_copy(update=changes).model_dump_json())
     before = path.read_text()
@@ -236,7 +236,7 @@ def test_figures_of_another_host_are_left_to_it(
 @pytest.mark.gpu
 def test_probe_of_a_gpu() -> None:
     machine = probe.probe(quick=True)
-    assert machine.name == probe.slug()
+    assert machine.name == hardware.slug()
     assert machine.h2d_bandwidth is not None
     assert machine.pageable_bandwidth is not None
     assert machine.hbm_bandwidth is not None
@@ -247,3 +247,5 @@ def test_probe_of_a_gpu() -> None:
     assert machine.shared_attention_bandwidth is not None
     assert 0 < machine.shared_h2d_bandwidth < 1.1 * machine.h2d_bandwidth
     assert 0 < machine.shared_attention_bandwidth < 1.5 * machine.attention_bandwidth
+    assert machine.host_bandwidth is not None
+    assert machine.host_bandwidth >= machine.shared_attention_bandwidth + machine.shared_h2d_bandwidth

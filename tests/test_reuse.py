@@ -15,9 +15,9 @@ from zinfer import engine as engines
 from zinfer import reuse
 from zinfer.cli import cli
 from zinfer.engine import EngineError
+from zinfer.hardware import slug
 from zinfer.machine import Machine
 from zinfer.plan import Case, Plan, Workload
-from zinfer.probe import slug
 from zinfer.rerun import Rerun
 from zinfer.reuse import Point, ReuseError, ReuseRecord, Run, break_even, verdict
 from zinfer.worker import WorkerDied, _Server

@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 from zinfer import machine
-from zinfer.hardware import host_bytes, host_facts
+from zinfer.hardware import host_bytes, host_facts, slug
 from zinfer.machine import Machine, MachineError
-from zinfer.probe import slug
 
 RESULTS = Path("sweeps/results")
 ALIKE = 0.1  # hosts whose memory differs by no more than this share may be the same

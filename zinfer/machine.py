@@ -45,7 +45,7 @@ class Machine(Frozen):
     d2h_bandwidth: float | None = None
     duplex_bandwidth: float | None = None  # each way, both directions at once
     pageable_bandwidth: float | None = None  # host to device from ordinary memory
-    host_bandwidth: float | None = None  # host memcpy, read plus written
+    host_bandwidth: float | None = None  # memcpy, read plus written; link and CPU at once if that is more
     attention_bandwidth: float | None = None  # bf16 keys and values that the CPU attends to, a token a sequence
     shared_attention_bandwidth: float | None = None  # the same while the link copies to the device
     shared_h2d_bandwidth: float | None = None  # and what the link has left then

@@ -21,7 +21,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from zinfer.hardware import gpus, host_bytes, host_facts, name_of
-from zinfer.hardware import slug as slug  # a probe's results lie under it
 from zinfer.machine import Machine, MachineError
 
 if TYPE_CHECKING:
@@ -60,6 +59,8 @@ def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable
     fields: dict[str, Any] = {"host_bandwidth": 2 * host["median"], "attention_bandwidth": attention["median"]}
     if cuda:
         fields |= _probe_gpu(largest, repeats, details, progress)
+        at_once = fields["shared_attention_bandwidth"] + fields["shared_h2d_bandwidth"]
+        fields["host_bandwidth"] = max(fields["host_bandwidth"], at_once)  # few cores cannot copy as much
         fields |= {"gpu_count": torch.cuda.device_count(), "gpu_name": torch.cuda.get_device_name()}
         details["gpu"] = devices[0] if devices else {}
         fields["coherent"] = bool(details["gpu"].get("c2c"))

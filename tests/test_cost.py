@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from zinfer import machine, model
 from zinfer.choice import advice, best_batch
 from zinfer.cost import (
+    LINK_KEEPS,
     PIECE_BYTES,
     Factors,
     Setup,
@@ -137,8 +138,8 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
 
 
 def test_cpu_and_link_share_the_hosts_memory() -> None:
-    """Together they get what the memory gives: what the CPU's reading takes longer than alone, the link loses. Fewer
-    cores take less of it, and have the whole time of a layer."""
+    """Where the memory gives less than both could take, the CPU has its part of it and the link a twentieth less. Fewer
+    cores take nothing from the link, and have the whole time of a layer."""
     place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bytes": 800 << 30})
     place = place.model_copy(update={"details": {"host": {"cores": 32}}})
     tight = place.model_copy(update={"host_bandwidth": 120e9})
@@ -146,7 +147,7 @@ def test_cpu_and_link_share_the_hosts_memory() -> None:
     case = asked(batch_size=64, options=all_cores)
     alone = make_plan(case, BLOOM, place).step_s or 0.0
     assert make_plan(case, BLOOM, place.model_copy(update={"host_bandwidth": 150e9})).step_s == alone
-    lost = BLOOM.kv_bytes(64, 528) / 100e9 * 30 / 120
+    lost = BLOOM.kv_bytes(64, 528) / 80e9 * (1 - LINK_KEEPS)
     assert (make_plan(case, BLOOM, tight).step_s or 0.0) - alone == pytest.approx(lost)
     on_gpu = asked(batch_size=16)
     assert make_plan(on_gpu, BLOOM, tight).step_s == make_plan(on_gpu, BLOOM, place).step_s
@@ -162,8 +163,8 @@ def test_link_and_cpu_slow_each_other_as_measured() -> None:
     """Until one is done: then the other has all of its own rate again."""
     place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bandwidth": 120e9})
     there = Setup(tier="host", kv_host_share=1.0, kv_on_cpu=True)
-    assert side_by_side(there, place, round(40e9), 1.0) == pytest.approx((0.5, 0.5 + 0.6))  # 80 and 40 GB/s together
-    assert side_by_side(there, place, round(400e9), 1.0) == pytest.approx((1.25 + 3.0, 1.25))
+    assert side_by_side(there, place, round(40e9), 1.0) == pytest.approx((0.5, 1.025))  # 80 GB/s beside 47.5
+    assert side_by_side(there, place, round(400e9), 1.0) == pytest.approx((4 + 0.2 / 0.95, 1 / 0.95))
     seen = place.model_copy(update={"shared_attention_bandwidth": 60e9, "shared_h2d_bandwidth": 50e9})
     assert side_by_side(there, seen, round(120e9), 1.0) == pytest.approx((1.0 + 0.6, 1.0))
     half = there.model_copy(update={"kv_cpu_share": 0.5})

@@ -45,6 +45,16 @@ def test_one_node_is_none(tmp_path: Path) -> None:
     assert numa_node(GPU, tmp_path) is None
 
 
+def test_the_last_caches_of_all_processors_are_one_sum(tmp_path: Path) -> None:
+    """Each once, however many cores share it; what the kernel leaves out counts for nothing."""
+    assert hardware.cache_bytes(tmp_path) == 0
+    for core, shared in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        cache = {"index2/level": "2", "index2/shared_cpu_list": str(core), "index2/size": "2048K"}
+        cache |= {"index3/level": "3", "index3/shared_cpu_list": shared, "index3/size": "32768K"}
+        write(tmp_path / f"devices/system/cpu/cpu{core}/cache", cache | {"index4/level": "4"})
+    assert hardware.cache_bytes(tmp_path) == 2 * (32 << 20)
+
+
 V2 = {"memory.max": "6000000", "memory.current": "5000000"}
 V2_STAT = "anon 1000000\nactive_file 500000\ninactive_file 1500000\nslab_reclaimable 100000"
 V1 = {"memory/job/memory.limit_in_bytes": "6000000", "memory/job/memory.usage_in_bytes": "5000000"}

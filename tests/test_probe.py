@@ -52,6 +52,22 @@ def test_figures_are_medians_and_keep_their_spread(swift: None) -> None:
     assert "no GPU" in machine.note
 
 
+def test_the_cpu_attends_to_more_than_its_caches_hold(swift: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(probe, "_attention", lambda size, repeats: sizes.append(size) or [1e9])
+    monkeypatch.setattr(probe, "host_bytes", lambda: 64 << 30)
+    for cache in (32, 300, 1 << 20):
+        monkeypatch.setattr(hardware, "cache_bytes", lambda cache=cache: cache << 20)
+        probe.probe(quick=True)
+    assert sizes == [256 << 20, 1200 << 20, 8 << 30]  # no more than an eighth of memory
+
+
+def test_a_disturbed_copy_is_not_the_links_rate() -> None:
+    """Whole medians of an H100's link, the last of them taken while others used it."""
+    blocks = {"1 MiB": {"median": 37e9}, "256 MiB": {"median": 53e9}, "1024 MiB": {"median": 47e9}}
+    assert probe._pinned_rate(blocks) == 53e9
+
+
 def test_disk_is_read_and_left_as_it_was(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "NVME_BLOCK", 1 << 20)
     monkeypatch.setattr(probe, "BUDGET_S", 0.05)

@@ -39,6 +39,7 @@ EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
 # Cores that attend to a KV cache in host memory take that from the link: fewer do where they are done in this part of
 # the time that the link needs anyway. The rest is for what a layer does before and after.
 CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
+LINK_KEEPS = 0.95  # of its rate while all cores attend: 0.95 was seen beside 16 cores, 0.92 beside 64
 UNPACKING = 0.4  # of the bandwidth of GPU memory: the rate at which coded weights become whole ones
 PIECE_BYTES = 128 << 20  # of a layer that crosses the link at a time, see `zinfer.engine.stream.image`
 
@@ -216,8 +217,8 @@ def side_by_side(setup: Setup, machine: Machine, hosted: int, copying: float) ->
     """Seconds that the CPU attends to `hosted` bytes of the KV cache, and seconds of the link for what it would alone
     copy in `copying`. While both run they read one memory.
 
-    What each then has left was measured, or else each has its part of the memory's bandwidth. Fewer cores take less,
-    down to where neither loses anything. (The links of several GPUs are one here.)
+    What each then has left was measured, or else the CPU has its part of the memory's bandwidth and the link nearly all
+    that it had. Fewer cores take less, down to where neither loses anything. (The links of several GPUs are one here.)
     """
     cpu, link = machine.attention_bandwidth, machine.h2d_bandwidth
     assert cpu is not None
@@ -226,9 +227,10 @@ def side_by_side(setup: Setup, machine: Machine, hosted: int, copying: float) ->
         return hosted / own, copying
     part = min(1.0, (machine.host_bandwidth or inf) / (cpu + link))
     slow_cpu = min(cpu, machine.shared_attention_bandwidth or part * cpu)
-    slow_link = min(link, machine.shared_h2d_bandwidth or part * link)
-    lost = cpu + link - slow_cpu - slow_link  # by both, where all cores attend
-    loss = max(0.0, own + link - slow_cpu - slow_link) / lost if lost > 0 else 0.0
+    slow_link = min(link, machine.shared_h2d_bandwidth or max(part, LINK_KEEPS) * link)
+    together = min(slow_cpu + slow_link, machine.host_bandwidth or inf)
+    lost = cpu + link - together  # by both, where all cores attend
+    loss = max(0.0, own + link - together) / lost if lost > 0 else 0.0
     cpu_rate, link_share = own - loss * (cpu - slow_cpu), 1 - loss * (1 - slow_link / link)
     both = min(hosted / cpu_rate, copying / link_share)
     return both + (hosted - cpu_rate * both) / own, copying + (1 - link_share) * both

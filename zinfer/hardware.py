@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zinfer.units import parse_bytes
+
 GROWN = 0.9  # of a control group's limit: a host with less memory than that has not brought in all of it yet
 
 
@@ -201,11 +203,25 @@ def _cpus(text: str) -> frozenset[int]:
     return frozenset(cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1))
 
 
+def cache_bytes(root: Path = Path("/sys")) -> int:
+    """Of the processors' last caches together; 0 where the kernel does not tell."""
+    found: dict[tuple[int, str], int] = {}
+    for cache in (root / "devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
+        try:
+            level, cores, size = ((cache / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+            found[int(level), cores] = parse_bytes(f"{size}iB")
+        except (OSError, ValueError):
+            continue
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last)
+
+
 def host_facts() -> dict[str, Any]:
-    """Processor, cores this process may use, NUMA nodes and memory, for a machine's details."""
+    """Processor, cores this process may use, caches, NUMA nodes and memory, for a machine's details."""
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
+        "cache_bytes": cache_bytes(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         "memory_bytes": memory_total(),
         "memory_limit_bytes": memory_limit(),

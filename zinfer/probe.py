@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 BLOCKS = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
+BEYOND_CACHES = 4  # times the processors' caches: what is read again was not kept there
 TOGETHER = 12  # copies of the largest block while the CPU attends to many
 NVME_THREADS, NVME_BLOCK = 8, 16 * MIB
 BUDGET_S = 2.0  # for the repeats of one figure: a slow machine gets fewer samples, not a longer probe
@@ -55,10 +56,11 @@ def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable
     size = min(largest, 256 * MIB) if not cuda else largest
     details["host_copy"] = host = _entry(_host_copy(size, repeats), "bytes")
     progress("attention on the CPU")
-    details["attention"] = attention = _entry(_attention(min(largest, 256 * MIB), repeats), "bytes of keys and values")
+    cache = min(max(largest, BEYOND_CACHES * details["host"]["cache_bytes"]), host_bytes() // 8)
+    details["attention"] = attention = _entry(_attention(cache, repeats), "bytes of keys and values")
     fields: dict[str, Any] = {"host_bandwidth": 2 * host["median"], "attention_bandwidth": attention["median"]}
     if cuda:
-        fields |= _probe_gpu(largest, repeats, details, progress)
+        fields |= _probe_gpu(largest, cache, repeats, details, progress)
         at_once = fields["shared_attention_bandwidth"] + fields["shared_h2d_bandwidth"]
         fields["host_bandwidth"] = max(fields["host_bandwidth"], at_once)  # few cores cannot copy as much
         fields |= {"gpu_count": torch.cuda.device_count(), "gpu_name": torch.cuda.get_device_name()}
@@ -180,9 +182,10 @@ def _attending(size: int) -> tuple[Callable[[], object], int]:
     from zinfer.engine.stream.hosted import host
 
     shape = (max(1, size // (2 * 2 * 32 * 512 * 128)), 32, 512, 128)
-    query, keys, values = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(3))
+    query = torch.ones((*shape[:2], 1, shape[3]), dtype=torch.bfloat16)
+    keys, values = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
     attend: Callable[..., object] = torch.nn.functional.scaled_dot_product_attention
-    work = partial(attend, query[:, :, :1], host(keys, keys.device), host(values, values.device))
+    work = partial(attend, query, host(keys, keys.device), host(values, values.device))
     return work, 2 * keys.nbytes
 
 
@@ -196,7 +199,7 @@ def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
 
 
 def _probe_gpu(
-    largest: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
+    largest: int, cache: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
 ) -> dict[str, Any]:
     """Every link of the current GPU, its memory and its matrix products, as fields of a Machine."""
     import torch
@@ -213,7 +216,7 @@ def _probe_gpu(
         progress("both directions at once")
         duplex = _entry(_duplex(host, device, repeats), "bytes each way")
         progress("link and CPU at once")
-        details["together"] = _together(host, device, repeats)
+        details["together"] = _together(host, device, cache, repeats)
     progress("device memory")
     hbm = _entry(_device_copy(device, repeats), "bytes read and written")
     del device
@@ -221,12 +224,11 @@ def _probe_gpu(
     matmul = _entry(_matmul("cuda", "bfloat16", 8192, 2 * repeats), "flops")
     torch.cuda.empty_cache()
     details |= {"links": links, "duplex": duplex, "hbm": hbm, "matmul": {"bfloat16": matmul}}
-    largest_block = {name: list(entries.values())[-1]["median"] for name, entries in links.items()}
     return {
         "gpu_bytes": total,
-        "h2d_bandwidth": largest_block["h2d_pinned"],
-        "d2h_bandwidth": largest_block["d2h_pinned"],
-        "pageable_bandwidth": largest_block["h2d_pageable"],
+        "h2d_bandwidth": _pinned_rate(links["h2d_pinned"]),
+        "d2h_bandwidth": _pinned_rate(links["d2h_pinned"]),
+        "pageable_bandwidth": list(links["h2d_pageable"].values())[-1]["median"],
         "duplex_bandwidth": duplex["median"],
         "shared_attention_bandwidth": details["together"]["attention"]["median"],
         "shared_h2d_bandwidth": details["together"]["link"]["median"],
@@ -242,6 +244,11 @@ def _link(target: "torch.Tensor", source: "torch.Tensor", repeats: int) -> dict[
         copy = partial(target[:block].copy_, source[:block], non_blocking=True)
         entries[f"{block // MIB} MiB"] = _entry(_rates(copy, block, _cuda_seconds, repeats), "bytes")
     return entries
+
+
+def _pinned_rate(entries: dict[str, dict[str, Any]]) -> float:
+    """The link's: these rates grow with the block, so where a larger block was slower, others were on the link."""
+    return max(float(entry["median"]) for entry in entries.values())
 
 
 def _device_copy(source: "torch.Tensor", repeats: int) -> list[float]:
@@ -271,11 +278,11 @@ def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[
     return _rates(both, half, _cuda_seconds, repeats)
 
 
-def _together(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> dict[str, dict[str, Any]]:
+def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats: int) -> dict[str, dict[str, Any]]:
     """Rates of copies to the device and of attention on the CPU while both run: they share the host's memory."""
     import torch
 
-    attend, amount = _attending(min(len(host), 256 * MIB))
+    attend, amount = _attending(cache)
     attend()
     rates: dict[str, list[float]] = {"link": [], "attention": []}
     stream = torch.cuda.Stream()

@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,22 @@ from zinfer.engine.stream.hosted import Coded, Hosted, code, host
 CPU = torch.device("cpu")
 Patch = pytest.MonkeyPatch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+LESSER = ("x86-64-v3", "x86-64")  # without AVX-512, and without AVX2
+
+
+@pytest.fixture
+def lesser(request: pytest.FixtureRequest, monkeypatch: Patch, tmp_path: Path) -> Any:
+    """`attend.c` for a processor that has less than this one."""
+    if platform.machine() != "x86_64":
+        pytest.skip("for x86 only")
+    flags = tuple(f"-march={request.param}" if flag == "-march=native" else flag for flag in attend.FLAGS)
+    monkeypatch.setattr(attend, "FLAGS", flags)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    attend.library.cache_clear()
+    yield
+    attend.library.cache_clear()
 
 
 @pytest.fixture
@@ -101,6 +118,26 @@ def test_every_half_is_read_right() -> None:
     assert torch.equal(
         attend.dots(torch.ones(1, 1), halves)[0].nan_to_num(nan=7.0), halves[:, 0].float().nan_to_num(nan=7.0)
     )
+
+
+@pytest.mark.parametrize("lesser", LESSER, indirect=True)
+def test_every_processor_computes_the_same(lesser: None) -> None:
+    """Whatever its registers hold: as many rows and elements as fill them, fewer, and more."""
+    shapes = [(1, 300, 128), (2, 129, 80), (3, 7, 33), (4, 128, 64), (5, 130, 300), (9, 3, 1)]
+    for dtype, (rows, tokens, width) in product((*DTYPES, torch.int8), shapes):
+        matrix = noise(2, 3, tokens, width, dtype=torch.float32 if dtype == torch.int8 else dtype)
+        matrix = attend.coded(matrix).view(torch.int8)[..., :width] if dtype == torch.int8 else matrix
+        exact = attend.widened(matrix, torch.float32).double()
+        queries, chances = noise(2, 3, rows, width).float(), noise(2, 3, rows, tokens).float()
+        assert attend.suits(queries, matrix)
+        for found, told in (
+            (attend.dots(queries, matrix), queries.double() @ exact.transpose(-1, -2)),
+            (attend.mix(chances, matrix), chances.double() @ exact),
+        ):
+            assert torch.allclose(found.double(), told, atol=1e-3, rtol=1e-4)
+    test_every_half_is_read_right()
+    for dtype in DTYPES:
+        test_not_a_number_stays_one(dtype)
 
 
 @pytest.mark.parametrize("groups", [8, 2, 1])

@@ -1,7 +1,8 @@
 /* A few query rows against keys and values in host memory, each of which is read once.
 
-   Attention to one new token is two products of a few rows with a long matrix: 2 FLOPs a byte of bf16, so a core that
-   widens and multiplies a vector at a time waits for memory. Libraries' products are made for many rows, and do not.
+   Attention to one new token is two products of a few rows with a long matrix: for one row 2 FLOPs a byte of bf16, for
+   eight, which share a key where queries are grouped, 16. Libraries' products are made for many rows. Here a core keeps
+   several sums of vectors in its registers, and what it has widened serves four rows, so that it waits for memory.
 
    int8 rows are followed, in memory, by their scale, a float32.
 
@@ -11,108 +12,278 @@
 
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
-#define COLUMNS 32  /* of values that a thread sums at a time: a cache line of bf16 */
-#define TOKENS 256  /* of keys that a thread takes at a time */
-#define ROWS 128    /* at most */
-#define WIDTH 1024  /* of keys, at most */
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "a pair of bf16 is taken apart as little-endian processors have it"
+#endif
 
-static inline float from_bfloat16(uint16_t value) {
-    uint32_t wide = (uint32_t)value << 16;
-    float result;
-    memcpy(&result, &wide, sizeof result);
-    return result;
-}
+#if defined(__AVX512F__)
+#define LANES 16   /* floats in a register */
+#define TOGETHER 4 /* rows that share what was widened: their sums take half of the registers */
+#define QUADS(one) one(0), one(4), one(8), one(12)
+#elif defined(__AVX2__) && defined(__F16C__)
+#define LANES 8
+#define TOGETHER 2
+#define QUADS(one) one(0), one(4)
+#else
+#define LANES 4
+#define TOGETHER 2
+#define QUADS(one) one(0)
+#endif
 
-static inline float from_float16(uint16_t value) { /* not every compiler has _Float16 */
-    uint32_t top = (value & 0x7c00) == 0x7c00 ? 0x7f800000 : 0; /* infinite, or not a number */
-    uint32_t wide = (uint32_t)(value & 0x8000) << 16 | (uint32_t)(value & 0x7fff) << 13;
-    uint32_t special = wide | top;
-    float result, other;
-    memcpy(&result, &wide, sizeof result);
-    memcpy(&other, &special, sizeof other);
-    return top ? other : result * 0x1p112f;
-}
+#define CHUNK (2 * LANES) /* elements that are widened at a time, into two registers */
+#define KEYS 4            /* that rows meet at a time */
+#define COLUMNS 32 /* of values that a thread sums at a time where there are few matrices: a cache line of bf16 */
+#define SPAN 256   /* and at most */
+#define TOKENS 128 /* that a thread takes at a time: what more than four rows meet again is still in its cache */
+#define AHEAD 16   /* tokens */
+#define ROWS 128   /* at most */
+#define WIDTH 1024 /* of keys, at most */
 
-static inline float from_float32(float value) { return value; }
+#define INLINE static inline __attribute__((always_inline))
 
-static inline float from_int8(int8_t value) { return (float)value; }
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef float quads __attribute__((vector_size(16)));
+typedef uint32_t pairs __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
 
-static inline float scale_of(const int8_t *row, int64_t width) {
-    float scale;
-    memcpy(&scale, row + width, sizeof scale);
+typedef enum { bfloat16, float16, float32, int8 } type;
+
+INLINE int64_t size_of(type kind) { return kind == float32 ? 4 : kind == int8 ? 1 : 2; }
+
+INLINE float scale_of(type kind, const char *behind) {
+    float scale = 1;
+    if (kind == int8) memcpy(&scale, behind, sizeof scale);
     return scale;
 }
 
-#define UNSCALED(row, width) 1.0f
-#define KERNELS(NAME, TYPE, SCALE)                                                                                    \
-    /* out[b][r][t] = sum over d of rows[b][r][d] * keys[b][t][d] */                                                  \
-    void dots_##NAME(const float *rows, const TYPE *keys, float *out, int64_t outer, int64_t inner,                   \
+INLINE floats load(const void *from) {
+    floats found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+INLINE floats widen_float16(const char *from) {
+    shorts narrow;
+    memcpy(&narrow, from, sizeof narrow);
+#if LANES == 16
+    return (floats)_mm512_cvtph_ps((__m256i)narrow);
+#elif LANES == 8
+    return (floats)_mm256_cvtph_ps((__m128i)narrow);
+#else
+    pairs wide = __builtin_convertvector(narrow, pairs), magnitude = (wide & 0x7fff) << 13;
+    pairs special = (pairs)(magnitude >= 0x0f800000); /* infinite, or not a number */
+    pairs finite = (pairs)((floats)magnitude * 0x1p112f);
+    return (floats)((wide & 0x8000) << 16 | (special & (magnitude | 0x7f800000)) | (~special & finite));
+#endif
+}
+
+/* Whether the two elements of a pair lie in different registers after they were widened: they are then taken apart by
+   shifts, which every processor is quick at. */
+INLINE int parted(type kind) { return kind == bfloat16 || kind == int8; }
+
+/* A chunk, widened. Where pairs are parted `first` has the even elements and `second` the odd ones; else each has a
+   half. */
+INLINE void widen(type kind, const char *from, floats *first, floats *second) {
+    if (kind == bfloat16) {
+        pairs both;
+        memcpy(&both, from, sizeof both);
+        *first = (floats)(both << 16);
+        *second = (floats)(both & 0xffff0000);
+    } else if (kind == int8) {
+        shorts both;
+        memcpy(&both, from, sizeof both);
+        pairs wide = __builtin_convertvector(both, pairs);
+        *first = __builtin_convertvector((ints)(wide << 24) >> 24, floats);
+        *second = __builtin_convertvector((ints)(wide << 16) >> 24, floats);
+    } else if (kind == float16) {
+        *first = widen_float16(from);
+        *second = widen_float16(from + sizeof(shorts));
+    } else {
+        *first = load(from);
+        *second = load(from + sizeof *first);
+    }
+}
+
+/* The same of the last `left` elements of a row: what is behind it may be another's, or no memory. */
+INLINE void widen_some(type kind, const char *from, int64_t left, floats *first, floats *second) {
+    if (left >= CHUNK) {
+        widen(kind, from, first, second);
+    } else {
+        char padded[4 * CHUNK] = {0};
+        memcpy(padded, from, left * size_of(kind));
+        widen(kind, padded, first, second);
+    }
+}
+
+/* `size` elements of a row as chunks are widened, padded with zeros; and the other way round. */
+INLINE void lay(type kind, const float *row, int64_t size, float *laid) {
+    for (int64_t d = 0; d < size; d += CHUNK) {
+        float padded[CHUNK] = {0};
+        memcpy(padded, row + d, (size - d < CHUNK ? size - d : CHUNK) * sizeof(float));
+        for (int i = 0; i < LANES; i++) {
+            laid[d + i] = padded[parted(kind) ? 2 * i : i];
+            laid[d + LANES + i] = padded[parted(kind) ? 2 * i + 1 : LANES + i];
+        }
+    }
+}
+
+INLINE void unlay(type kind, const float *laid, int64_t size, float *row) {
+    for (int64_t d = 0; d < size; d++) {
+        int64_t i = d % CHUNK;
+        row[d] = laid[d - i + (parted(kind) ? i % 2 * LANES + i / 2 : i)];
+    }
+}
+
+/* The sum of each of four registers: lanes of two are put side by side before they are added, so none is idle. */
+#define EVEN(i) a[i], b[i], a[i + 2], b[i + 2]
+#define ODD(i) a[i + 1], b[i + 1], a[i + 3], b[i + 3]
+#define LOW(i) a[i], a[i + 1], b[i], b[i + 1]
+#define HIGH(i) a[i + 2], a[i + 3], b[i + 2], b[i + 3]
+
+INLINE floats side_by_side(floats a, floats b) { return (floats){QUADS(EVEN)} + (floats){QUADS(ODD)}; }
+
+INLINE void totals(const floats *sums, float *four) {
+    floats a = side_by_side(sums[0], sums[1]), b = side_by_side(sums[2], sums[3]);
+    floats all = (floats){QUADS(LOW)} + (floats){QUADS(HIGH)};
+    quads part[LANES / 4];
+    memcpy(part, &all, sizeof all);
+    for (int i = 1; i < LANES / 4; i++) part[0] += part[i];
+    memcpy(four, part, sizeof part[0]);
+}
+
+/* Products of `count` rows with KEYS keys; rows lie as chunks are widened, padded with zeros, WIDTH apart. */
+INLINE void dots_of(type kind, int count, const float *rows, const char *const *keys, int64_t width,
+                    float products[][KEYS]) {
+    floats sums[4][KEYS];
+    for (int r = 0; r < count; r++)
+        for (int k = 0; k < KEYS; k++) sums[r][k] = (floats){0};
+    for (int64_t d = 0; d < width; d += CHUNK) {
+        floats wide[KEYS][2];
+        for (int k = 0; k < KEYS; k++)
+            widen_some(kind, keys[k] + d * size_of(kind), width - d, &wide[k][0], &wide[k][1]);
+        for (int r = 0; r < count; r++) {
+            floats first = load(rows + r * WIDTH + d), second = load(rows + r * WIDTH + d + LANES);
+            for (int k = 0; k < KEYS; k++) sums[r][k] += first * wide[k][0];
+            for (int k = 0; k < KEYS; k++) sums[r][k] += second * wide[k][1];
+        }
+    }
+    for (int r = 0; r < count; r++) totals(sums[r], products[r]);
+}
+
+/* out[r][t] = sum over d of rows[r][d] * keys[t][d], for tokens from `begin` to `end` of `tokens`. */
+INLINE void dots(type kind, const float *rows, const char *keys, float *out, int64_t stride, int64_t count,
+                 int64_t begin, int64_t end, int64_t tokens, int64_t width) {
+    for (int64_t r = 0; r < count; r += TOGETHER) {
+        int block = count - r < TOGETHER ? count - r : TOGETHER;
+        float laid[TOGETHER * WIDTH];
+        for (int i = 0; i < block; i++) lay(kind, rows + (r + i) * width, width, laid + i * WIDTH);
+        for (int64_t t = begin; t < end; t += KEYS) {
+            const char *own[KEYS];
+            float products[4][KEYS];
+            for (int k = 0; k < KEYS; k++) own[k] = keys + (t + k < end ? t + k : end - 1) * stride * size_of(kind);
+            if (block == 1) dots_of(kind, 1, laid, own, width, products);
+            else if (block == 2) dots_of(kind, 2, laid, own, width, products);
+            else if (block == 3) dots_of(kind, 3, laid, own, width, products);
+            else dots_of(kind, 4, laid, own, width, products);
+            for (int k = 0; k < KEYS && t + k < end; k++) {
+                float scale = scale_of(kind, own[k] + width * size_of(kind));
+                for (int i = 0; i < block; i++) out[(r + i) * tokens + t + k] = scale * products[i][k];
+            }
+        }
+    }
+}
+
+/* Adds the parts of `tokens` values to `chunks` chunks of `count` rows' sums, SPAN apart. The first `ahead` bytes of
+   coming values are asked for: while many sums are computed, or columns left for later, no core sees that far. */
+INLINE void mix_of(type kind, int count, int chunks, int64_t left, int64_t ahead, float *sums, const float *parts,
+                   const char *values, int64_t stride, int64_t tokens) {
+    floats own[4][8];
+    for (int r = 0; r < count; r++) memcpy(own[r], sums + r * SPAN, chunks * CHUNK * sizeof(float));
+    for (int64_t t = 0; t < tokens; t++) {
+        for (int64_t line = 0; line < ahead; line += 64)
+            __builtin_prefetch(values + (t + AHEAD) * stride * size_of(kind) + line);
+        for (int c = 0; c < chunks; c++) {
+            floats first, second;
+            widen_some(kind, values + (t * stride + c * CHUNK) * size_of(kind), left, &first, &second);
+            for (int r = 0; r < count; r++) {
+                own[r][2 * c] += parts[r * TOKENS + t] * first;
+                own[r][2 * c + 1] += parts[r * TOKENS + t] * second;
+            }
+        }
+    }
+    for (int r = 0; r < count; r++) memcpy(sums + r * SPAN, own[r], chunks * CHUNK * sizeof(float));
+}
+
+/* The same for all chunks of `columns` columns, as many at a time as there are registers for. */
+INLINE void mix_all(type kind, int count, int64_t columns, float *sums, const float *parts, const char *values,
+                    int64_t stride, int64_t tokens) {
+    const int chunks = count > 2 ? 2 : count > 1 ? TOGETHER : 4;
+    const int64_t size = size_of(kind);
+    int64_t d = 0, ahead = count > 2 ? columns * size : 0;
+    for (; d + chunks * CHUNK <= columns; d += chunks * CHUNK, ahead = 0)
+        mix_of(kind, count, chunks, CHUNK, ahead, sums + d, parts, values + d * size, stride, tokens);
+    for (; d + CHUNK <= columns; d += CHUNK)
+        mix_of(kind, count, 1, CHUNK, 0, sums + d, parts, values + d * size, stride, tokens);
+    if (d < columns) mix_of(kind, count, 1, columns - d, 0, sums + d, parts, values + d * size, stride, tokens);
+}
+
+/* out[r][d] = sum over t of rows[r][t] * values[t][d], for the first `columns` of `width` columns. `scales` is where
+   that of the first row is, if it has one. */
+INLINE void mix(type kind, const float *rows, const char *values, const char *scales, float *out, int64_t stride,
+                int64_t count, int64_t tokens, int64_t width, int64_t columns) {
+    float sums[ROWS * SPAN];
+    memset(sums, 0, count * SPAN * sizeof(float));
+    for (int64_t begin = 0; begin < tokens; begin += TOKENS) {
+        int64_t some = tokens - begin < TOKENS ? tokens - begin : TOKENS, row = stride * size_of(kind);
+        for (int64_t r = 0; r < count; r += TOGETHER) {
+            int block = count - r < TOGETHER ? count - r : TOGETHER;
+            float parts[TOGETHER * TOKENS], *own = sums + r * SPAN;
+            const char *tile = values + begin * row;
+            for (int i = 0; i < block; i++)
+                for (int64_t t = 0; t < some; t++)
+                    parts[i * TOKENS + t] =
+                        rows[(r + i) * tokens + begin + t] * scale_of(kind, scales + (begin + t) * row);
+            if (block == 1) mix_all(kind, 1, columns, own, parts, tile, stride, some);
+            else if (block == 2) mix_all(kind, 2, columns, own, parts, tile, stride, some);
+            else if (block == 3) mix_all(kind, 3, columns, own, parts, tile, stride, some);
+            else mix_all(kind, 4, columns, own, parts, tile, stride, some);
+        }
+    }
+    for (int64_t r = 0; r < count; r++) unlay(kind, sums + r * SPAN, columns, out + r * width);
+}
+
+#define MATRIX(kind, b) ((b) / inner * stride_outer + (b) % inner * stride_inner) * size_of(kind)
+#define EXPORT(kind)                                                                                                  \
+    void dots_##kind(const float *rows, const char *keys, float *out, int64_t outer, int64_t inner,                   \
                      int64_t stride_outer, int64_t stride_inner, int64_t stride, int64_t count, int64_t tokens,       \
                      int64_t width, int threads) {                                                                    \
         _Pragma("omp parallel for collapse(2) schedule(static) num_threads(threads)")                                 \
-        for (int64_t b = 0; b < outer * inner; b++) {                                                                 \
-            for (int64_t begin = 0; begin < tokens; begin += TOKENS) {                                                \
-                const TYPE *own = keys + b / inner * stride_outer + b % inner * stride_inner;                         \
-                int64_t end = begin + TOKENS < tokens ? begin + TOKENS : tokens;                                      \
-                for (int64_t t = begin; t < end; t++) {                                                               \
-                    const TYPE *key = own + t * stride;                                                               \
-                    float wide[WIDTH], scale = SCALE(key, width);                                                     \
-                    for (int64_t d = 0; d < width; d++) wide[d] = scale * from_##NAME(key[d]);                        \
-                    int64_t r = 0;                                                                                    \
-                    for (; r + 4 <= count; r += 4) { /* what is widened once serves four rows */                      \
-                        const float *row = rows + (b * count + r) * width;                                            \
-                        float sum0 = 0, sum1 = 0, sum2 = 0, sum3 = 0;                                                 \
-                        _Pragma("omp simd reduction(+ : sum0, sum1, sum2, sum3)")                                     \
-                        for (int64_t d = 0; d < width; d++) {                                                         \
-                            sum0 += row[d] * wide[d];                                                                 \
-                            sum1 += row[d + width] * wide[d];                                                         \
-                            sum2 += row[d + 2 * width] * wide[d];                                                     \
-                            sum3 += row[d + 3 * width] * wide[d];                                                     \
-                        }                                                                                             \
-                        float *place = out + (b * count + r) * tokens + t;                                            \
-                        place[0] = sum0, place[tokens] = sum1, place[2 * tokens] = sum2, place[3 * tokens] = sum3;    \
-                    }                                                                                                 \
-                    for (; r < count; r++) {                                                                          \
-                        const float *row = rows + (b * count + r) * width;                                            \
-                        float sum = 0;                                                                                \
-                        _Pragma("omp simd reduction(+ : sum)")                                                        \
-                        for (int64_t d = 0; d < width; d++) sum += row[d] * wide[d];                                  \
-                        out[(b * count + r) * tokens + t] = sum;                                                      \
-                    }                                                                                                 \
-                }                                                                                                     \
-            }                                                                                                         \
-        }                                                                                                             \
+        for (int64_t b = 0; b < outer * inner; b++)                                                                   \
+            for (int64_t begin = 0; begin < tokens; begin += TOKENS)                                                  \
+                dots(kind, rows + b * count * width, keys + MATRIX(kind, b), out + b * count * tokens, stride, count, \
+                     begin, begin + TOKENS < tokens ? begin + TOKENS : tokens, tokens, width);                        \
     }                                                                                                                 \
                                                                                                                       \
-    /* out[b][r][d] = sum over t of rows[b][r][t] * values[b][t][d] */                                                \
-    void mix_##NAME(const float *rows, const TYPE *values, float *out, int64_t outer, int64_t inner,                  \
+    void mix_##kind(const float *rows, const char *values, float *out, int64_t outer, int64_t inner,                  \
                     int64_t stride_outer, int64_t stride_inner, int64_t stride, int64_t count, int64_t tokens,        \
                     int64_t width, int threads) {                                                                     \
-        int64_t columns = outer * inner < 4 * threads ? COLUMNS : width;                                              \
-        if (columns > 256) columns = 256;                                                                             \
+        int64_t columns = outer * inner < 4 * threads ? COLUMNS : SPAN;                                             \
         _Pragma("omp parallel for collapse(2) schedule(static) num_threads(threads)")                                 \
-        for (int64_t b = 0; b < outer * inner; b++) {                                                                 \
+        for (int64_t b = 0; b < outer * inner; b++)                                                                   \
             for (int64_t begin = 0; begin < width; begin += columns) {                                                \
-                const TYPE *own = values + b / inner * stride_outer + b % inner * stride_inner;                       \
-                int64_t size = begin + columns < width ? columns : width - begin;                                     \
-                float sums[ROWS][256];                                                                                \
-                for (int64_t r = 0; r < count; r++) memset(sums[r], 0, size * sizeof(float));                         \
-                for (int64_t t = 0; t < tokens; t++) {                                                                \
-                    const TYPE *value = own + t * stride + begin;                                                     \
-                    for (int64_t r = 0; r < count; r++) {                                                             \
-                        float part = rows[(b * count + r) * tokens + t] * SCALE(own + t * stride, width);             \
-                        _Pragma("omp simd")                                                                           \
-                        for (int64_t d = 0; d < size; d++) sums[r][d] += part * from_##NAME(value[d]);                \
-                    }                                                                                                 \
-                }                                                                                                     \
-                for (int64_t r = 0; r < count; r++)                                                                   \
-                    memcpy(out + (b * count + r) * width + begin, sums[r], size * sizeof(float));                     \
+                const char *own = values + MATRIX(kind, b);                                                           \
+                mix(kind, rows + b * count * tokens, own + begin * size_of(kind), own + width * size_of(kind),        \
+                    out + b * count * width + begin, stride, count, tokens, width,                                    \
+                    begin + columns < width ? columns : width - begin);                                               \
             }                                                                                                         \
-        }                                                                                                             \
     }
 
-KERNELS(bfloat16, uint16_t, UNSCALED)
-KERNELS(float16, uint16_t, UNSCALED)
-KERNELS(float32, float, UNSCALED)
-KERNELS(int8, int8_t, scale_of)
+EXPORT(bfloat16)
+EXPORT(float16)
+EXPORT(float32)
+EXPORT(int8)

@@ -163,17 +163,35 @@ def test_link_and_cpu_slow_each_other_as_measured() -> None:
     """Until one is done: then the other has all of its own rate again."""
     place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bandwidth": 120e9})
     there = Setup(tier="host", kv_host_share=1.0, kv_on_cpu=True)
-    assert side_by_side(there, place, round(40e9), 1.0) == pytest.approx((0.5, 1.025))  # 80 GB/s beside 47.5
-    assert side_by_side(there, place, round(400e9), 1.0) == pytest.approx((4 + 0.2 / 0.95, 1 / 0.95))
+    assert side_by_side(there, place, 100e9, round(40e9), 1.0) == pytest.approx((0.5, 1.025))  # 80 GB/s beside 47.5
+    assert side_by_side(there, place, 100e9, round(400e9), 1.0) == pytest.approx((4 + 0.2 / 0.95, 1 / 0.95))
     seen = place.model_copy(update={"shared_attention_bandwidth": 60e9, "shared_h2d_bandwidth": 50e9})
-    assert side_by_side(there, seen, round(120e9), 1.0) == pytest.approx((1.0 + 0.6, 1.0))
+    assert side_by_side(there, seen, 100e9, round(120e9), 1.0) == pytest.approx((1.0 + 0.6, 1.0))
     half = there.model_copy(update={"kv_cpu_share": 0.5})
-    assert side_by_side(half, seen, round(50e9), 2.0) == pytest.approx((1.0, 2.0))  # 50 of 110 GB/s: nobody loses
+    assert side_by_side(half, seen, 100e9, round(50e9), 2.0) == pytest.approx(
+        (1.0, 2.0)
+    )  # 50 of 110 GB/s: nobody loses
     most = there.model_copy(update={"kv_cpu_share": 0.8})
-    assert side_by_side(most, seen, round(60e9), 2.0) == pytest.approx((1.0, 2.0))  # no more than all cores had
-    assert side_by_side(Setup(tier="gpu"), seen, round(50e9), 0.0) == pytest.approx((0.5, 0.0))
+    assert side_by_side(most, seen, 100e9, round(60e9), 2.0) == pytest.approx((1.0, 2.0))  # no more than all cores had
+    assert side_by_side(Setup(tier="gpu"), seen, 100e9, round(50e9), 0.0) == pytest.approx((0.5, 0.0))
     alone = place.model_copy(update={"host_bandwidth": None})
-    assert side_by_side(there, alone, round(50e9), 1.0) == pytest.approx((0.5, 1.0))
+    assert side_by_side(there, alone, 100e9, round(50e9), 1.0) == pytest.approx((0.5, 1.0))
+
+
+def test_heads_that_share_a_key_keep_the_cpu_longer_at_it() -> None:
+    """As many products are due for its bytes; where few share it, memory alone sets the time."""
+    place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9})
+    assert [place.attention_rate(sharing) for sharing in (1, 8)] == [100e9, 100e9]
+    told = place.model_copy(update={"grouped_attention_bandwidth": 40e9, "host_bytes": 800 << 30})
+    assert [told.attention_rate(sharing) for sharing in (1, 2, 4, 8, 16)] == [100e9, 100e9, 80e9, 40e9, 20e9]
+    llama, options = model.resolve("llama-3.1-70b"), (("kv_attention", "cpu"), ("kv_offload", "cpu"))
+    case = asked(batch_size=2048, options=options).model_copy(update={"model": "llama-3.1-70b"})
+    slow, quick = (make_plan(case, llama, one) for one in (told, place.model_copy(update={"host_bytes": 800 << 30})))
+    assert slow.bound_by == quick.bound_by == "cpu attention"
+    assert (slow.step_s or 0.0) - (quick.step_s or 0.0) == pytest.approx(
+        llama.kv_bytes(2048, 528) * (1 / 40e9 - 1 / 100e9)
+    )
+    assert machine.override(told, "attention_bandwidth=90GB/s").attention_rate(8) == 90e9
 
 
 def test_a_rate_set_by_hand_voids_those_measured_together() -> None:

@@ -195,11 +195,12 @@ def _pass(
         limits["link"] = max(limits.get("link", 0.0), written / share / machine.duplex_bandwidth)
     if from_host and machine.host_bandwidth is not None:  # all links read from one memory, and the CPU does
         limits["host memory"] = from_host / machine.host_bandwidth
-    if hosted and setup.kv_on_cpu and machine.attention_bandwidth is not None:
+    cpu = machine.attention_rate(model.num_heads // model.num_kv_heads)
+    if hosted and setup.kv_on_cpu and cpu is not None:
         # In every layer one after the other: weights are unpacked, the GPU computes, the CPU attends.
         unpacked = 0.0 if setup.wire_ratio == 1 else streamed / share / (UNPACKING * machine.hbm_bandwidth)
         on_gpu = unpacked + limits["hbm"] + limits["compute"] + limits["launch"]
-        attending, copying = side_by_side(setup, machine, hosted, limits.get("link", 0.0))
+        attending, copying = side_by_side(setup, machine, cpu, hosted, limits.get("link", 0.0))
         limits["cpu attention"] = attending + on_gpu
         if "link" in limits:
             limits["link"] = copying
@@ -213,16 +214,14 @@ def _pass(
     return found.model_copy(update={"seconds": found.seconds + max(limits["compute"], limits["launch"])})
 
 
-def side_by_side(setup: Setup, machine: Machine, hosted: int, copying: float) -> tuple[float, float]:
-    """Seconds that the CPU attends to `hosted` bytes of the KV cache, and seconds of the link for what it would alone
-    copy in `copying`. While both run they read one memory.
+def side_by_side(setup: Setup, machine: Machine, cpu: float, hosted: int, copying: float) -> tuple[float, float]:
+    """Seconds that the CPU attends to `hosted` bytes of the KV cache (all cores to `cpu` of them a second), and seconds
+    of the link for what it would alone copy in `copying`. While both run they read one memory.
 
     What each then has left was measured, or else the CPU has its part of the memory's bandwidth and the link nearly all
     that it had. Fewer cores take less, down to where neither loses anything. (The links of several GPUs are one here.)
     """
-    cpu, link = machine.attention_bandwidth, machine.h2d_bandwidth
-    assert cpu is not None
-    own = setup.kv_cpu_share * cpu
+    own, link = setup.kv_cpu_share * cpu, machine.h2d_bandwidth
     if link is None or setup.tier != "host":
         return hosted / own, copying
     part = min(1.0, (machine.host_bandwidth or inf) / (cpu + link))

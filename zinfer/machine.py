@@ -27,6 +27,9 @@ class MachineError(ValueError):
     """A machine reference that cannot be used; the message says what to do next."""
 
 
+SHARING = 8  # query heads a key head, of `grouped_attention_bandwidth`: what most models of today have
+
+
 class Machine(Frozen):
     """One host with zero or more equal GPUs. Bytes; bandwidths in bytes per second; None is unknown, never zero.
 
@@ -47,6 +50,7 @@ class Machine(Frozen):
     pageable_bandwidth: float | None = None  # host to device from ordinary memory
     host_bandwidth: float | None = None  # memcpy, read plus written; link and CPU at once if that is more
     attention_bandwidth: float | None = None  # bf16 keys and values that the CPU attends to, a token a sequence
+    grouped_attention_bandwidth: float | None = None  # the same where SHARING query heads share each key
     shared_attention_bandwidth: float | None = None  # the same while the link copies to the device
     shared_h2d_bandwidth: float | None = None  # and what the link has left then
     nvme_bandwidth: float | None = None  # direct-I/O read
@@ -57,6 +61,12 @@ class Machine(Frozen):
     details: dict[str, Any] = Field(
         default_factory=dict
     )  # what `probe` saw besides: driver, PCIe, NUMA, every block size
+
+    def attention_rate(self, sharing: int) -> float | None:
+        """`attention_bandwidth` where `sharing` query heads share each key: as many products are due for its bytes."""
+        if self.attention_bandwidth is None or self.grouped_attention_bandwidth is None:
+            return self.attention_bandwidth
+        return min(self.attention_bandwidth, self.grouped_attention_bandwidth * SHARING / sharing)
 
     @property
     def device_bytes(self) -> int:
@@ -105,6 +115,8 @@ def override(machine: Machine, setting: str) -> Machine:
     source = f"set by hand, in place of {machine.told(field)}" if known else "set by hand"
     alone = field in ("host_bandwidth", "h2d_bandwidth", "attention_bandwidth")
     stale = {"shared_h2d_bandwidth": None, "shared_attention_bandwidth": None} if alone else {}
+    if field == "attention_bandwidth":
+        stale["grouped_attention_bandwidth"] = None
     return machine.model_copy(update=stale | {field: value, "sources": machine.sources | {field: source}})
 
 

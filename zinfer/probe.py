@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from zinfer.hardware import gpus, host_bytes, host_facts, name_of
-from zinfer.machine import Machine, MachineError
+from zinfer.machine import SHARING, Machine, MachineError
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +57,10 @@ def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable
     details["host_copy"] = host = _entry(_host_copy(size, repeats), "bytes")
     progress("attention on the CPU")
     cache = min(max(largest, BEYOND_CACHES * details["host"]["cache_bytes"]), host_bytes() // 8)
-    details["attention"] = attention = _entry(_attention(cache, repeats), "bytes of keys and values")
-    fields: dict[str, Any] = {"host_bandwidth": 2 * host["median"], "attention_bandwidth": attention["median"]}
+    ways = {"attention": 1, "grouped_attention": SHARING}
+    details |= {way: _entry(_attention(cache, repeats, many), "bytes of keys and values") for way, many in ways.items()}
+    fields: dict[str, Any] = {f"{way}_bandwidth": details[way]["median"] for way in ways}
+    fields["host_bandwidth"] = 2 * host["median"]
     if cuda:
         fields |= _probe_gpu(largest, cache, repeats, details, progress)
         at_once = fields["shared_attention_bandwidth"] + fields["shared_h2d_bandwidth"]
@@ -168,24 +170,26 @@ def _host_copy(size: int, repeats: int) -> list[float]:
     return _rates(lambda: target.copy_(source), size, _cpu_seconds, repeats)
 
 
-def _attention(size: int, repeats: int) -> list[float]:
-    """Bytes of a bf16 KV cache in host memory that the CPU attends to a second."""
-    work, amount = _attending(size)
+def _attention(size: int, repeats: int, sharing: int) -> list[float]:
+    """Bytes of a bf16 KV cache in host memory that the CPU attends to a second; `sharing` heads of queries share each
+    of its heads."""
+    work, amount = _attending(size, sharing)
     return _rates(work, amount, _cpu_seconds, repeats)
 
 
-def _attending(size: int) -> tuple[Callable[[], object], int]:
-    """Attention to 512 tokens of some sequences with 32 heads of 128, one new token each, and the bytes that it reads,
+def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
+    """Attention of 32 heads of 128 to 512 tokens of some sequences, one new token each, and the bytes that it reads,
     about `size`."""
     import torch
 
     from zinfer.engine.stream.hosted import host
 
-    shape = (max(1, size // (2 * 2 * 32 * 512 * 128)), 32, 512, 128)
-    query = torch.ones((*shape[:2], 1, shape[3]), dtype=torch.bfloat16)
+    heads = 32 // sharing
+    shape = (max(1, size // (2 * 2 * heads * 512 * 128)), heads, 512, 128)
+    query = torch.ones((shape[0], 32, 1, shape[3]), dtype=torch.bfloat16)
     keys, values = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
     attend: Callable[..., object] = torch.nn.functional.scaled_dot_product_attention
-    work = partial(attend, query, host(keys, keys.device), host(values, values.device))
+    work = partial(attend, query, *(host(one, one.device) for one in (keys, values)), enable_gqa=sharing > 1)
     return work, 2 * keys.nbytes
 
 

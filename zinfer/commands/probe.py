@@ -73,6 +73,7 @@ def table(machine: "Machine") -> "Table":
         ("device memory, read and written", machine.hbm_bandwidth, "/s"),
         ("host memory, read and written", machine.host_bandwidth, "/s"),
         ("KV cache that the CPU attends to", machine.attention_bandwidth, "/s"),
+        ("the same, eight heads a key", machine.grouped_attention_bandwidth, "/s"),
         ("the same beside the link", machine.shared_attention_bandwidth, "/s"),
         (f"{link} beside that", machine.shared_h2d_bandwidth, "/s"),
         ("disk, direct reads", machine.nvme_bandwidth, "/s"),

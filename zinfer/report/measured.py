@@ -37,6 +37,7 @@ _NAMES = {
     "pageable_bandwidth": "link, host to GPU, pageable",
     "host_bandwidth": "host memory, copy",
     "attention_bandwidth": "host memory, attention of the CPU",
+    "grouped_attention_bandwidth": "host memory, attention of the CPU where eight heads share a key",
     "shared_attention_bandwidth": "host memory, attention of the CPU while the link copies",
     "shared_h2d_bandwidth": "link while the CPU attends",
     "nvme_bandwidth": "disk, read",

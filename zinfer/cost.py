@@ -195,7 +195,7 @@ def _pass(
         limits["link"] = max(limits.get("link", 0.0), written / share / machine.duplex_bandwidth)
     if from_host and machine.host_bandwidth is not None:  # all links read from one memory, and the CPU does
         limits["host memory"] = from_host / machine.host_bandwidth
-    cpu = machine.attention_rate(model.num_heads // model.num_kv_heads)
+    cpu = machine.attention_rate(max(1, model.num_heads // model.num_kv_heads))
     if hosted and setup.kv_on_cpu and cpu is not None:
         # In every layer one after the other: weights are unpacked, the GPU computes, the CPU attends.
         unpacked = 0.0 if setup.wire_ratio == 1 else streamed / share / (UNPACKING * machine.hbm_bandwidth)

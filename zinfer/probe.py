@@ -56,7 +56,7 @@ def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable
     size = min(largest, 256 * MIB) if not cuda else largest
     details["host_copy"] = host = _entry(_host_copy(size, repeats), "bytes")
     progress("attention on the CPU")
-    cache = min(max(largest, BEYOND_CACHES * details["host"]["cache_bytes"]), host_bytes() // 8)
+    cache = min(max(size, BEYOND_CACHES * details["host"]["cache_bytes"]), host_bytes() // 8)
     ways = {"attention": 1, "grouped_attention": SHARING}
     details |= {way: _entry(_attention(cache, repeats, many), "bytes of keys and values") for way, many in ways.items()}
     fields: dict[str, Any] = {f"{way}_bandwidth": details[way]["median"] for way in ways}

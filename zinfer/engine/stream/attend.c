@@ -39,7 +39,7 @@
 #define COLUMNS 32 /* of values that a thread sums at a time where there are few matrices: a cache line of bf16 */
 #define SPAN 256   /* and at most */
 #define TOKENS 128 /* that a thread takes at a time: what more than four rows meet again is still in its cache */
-#define AHEAD 16   /* tokens */
+#define AHEAD 16   /* tokens on are the values that are asked for, see mix_of */
 #define ROWS 128   /* at most */
 #define WIDTH 1024 /* of keys, at most */
 

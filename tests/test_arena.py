@@ -15,7 +15,7 @@ import torch
 from zinfer import model
 from zinfer.engine import arena
 from zinfer.engine.arena import CHUNK, LOCK_LIMIT, PAGE, HostArena, lay_out
-from zinfer.engine.weights import decoder_layers, empty_model
+from zinfer.architecture import decoder_layers, empty_model
 from zinfer.hardware import NumaNode
 from zinfer.worker import status_of
 

@@ -13,7 +13,7 @@ from tests.test_parity import BATCHES, greedy, load
 from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
 from zinfer.engine.stream import codec, packed
-from zinfer.engine.weights import empty_model
+from zinfer.architecture import empty_model
 from zinfer.model import ModelSpec, resolve
 from zinfer.source import revision_of
 

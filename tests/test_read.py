@@ -18,7 +18,8 @@ from zinfer import model
 from zinfer.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from zinfer.engine import read
 from zinfer.engine.read import Group, groups_mapped, groups_read
-from zinfer.engine.weights import empty_model, weights
+from zinfer.architecture import empty_model
+from zinfer.engine.weights import weights
 
 GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]
 TENSORS = {

@@ -21,7 +21,8 @@ from zinfer.engine.tensorrt.build import build, plan_key
 from zinfer.engine.tensorrt.execute import shortfall
 from zinfer.engine.tensorrt.library import Library, Messages, find_library
 from zinfer.engine.tensorrt.network import make_network
-from zinfer.engine.weights import empty_model, weights
+from zinfer.architecture import empty_model
+from zinfer.engine.weights import weights
 from zinfer.model import ModelSpec, resolve
 from zinfer.plan import Case, Plan, Workload, make_plan
 from zinfer.worker import not_as_asked

@@ -32,7 +32,7 @@ def command(model: str, dtype: Any, layers: int | None, output: Path | None) -> 
     import torch
 
     from zinfer.engine.stream import packed
-    from zinfer.engine.weights import empty_model
+    from zinfer.architecture import empty_model
 
     source = find(model, dtype, layers, "safetensors", fetch=True)
     folder = output or packed.PACKED / packed.folder_name(source.spec, source.revision)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from zinfer.engine.arena import HostArena, lay_out
 from zinfer.engine.decoder import Decoder, scratch
-from zinfer.engine.weights import decoder_layers, empty_model, install, weights
+from zinfer.architecture import decoder_layers, empty_model
+from zinfer.engine.weights import install, weights
 from zinfer.record import Effective
 
 

@@ -10,13 +10,11 @@ import zlib
 from collections import defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from copy import deepcopy
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -25,51 +23,10 @@ from transformers.utils import logging
 from zinfer.checkpoint import Checkpoint, CheckpointError
 from zinfer.engine.base import Progress, silent
 from zinfer.engine.read import Group, groups_mapped, groups_read
-from zinfer.model import LAYER_INDEX, ModelError, ModelSpec
+from zinfer.model import LAYER_INDEX, ModelSpec
 from zinfer.plan import LoadFormat
 
 logging.disable_progress_bar()
-
-
-def model_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The `transformers` configuration of `spec`. Raises ModelError where transformers knows no such architecture."""
-    # A copy: transformers writes into nested settings (rotary scaling) that it is given.
-    settings = deepcopy(spec.config)
-    for key in ("model_type", "dtype", "torch_dtype"):
-        settings.pop(key, None)
-    try:
-        return AutoConfig.for_model(spec.architecture, **settings)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{spec.name}: transformers cannot build a {spec.architecture!r} model: {error}") from None
-
-
-def empty_model(spec: ModelSpec) -> PreTrainedModel:
-    """The model of `spec` with its parameters on the meta device and its buffers (rotary tables and the like) real, on
-    the CPU. Raises ModelError where transformers cannot build it as a causal language model."""
-    config = model_config(spec)
-    try:
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype), trust_remote_code=False)
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"{spec.name}: transformers cannot build it for text generation: {error}") from None
-    model.tie_weights()
-    return model.requires_grad_(False).eval()
-
-
-def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The name and the list of the decoder layers: the model's largest list of `num_hidden_layers` blocks.
-
-    Raises ModelError where there is none (the model is not a stack of decoder layers).
-    """
-    depth = model.config.get_text_config().num_hidden_layers
-    stacks = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    if not stacks:
-        raise ModelError(f"{type(model).__name__} is not a stack of {depth} decoder layers: it cannot be streamed")
-    return max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack[1].parameters()))
 
 
 def install(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter]) -> None:

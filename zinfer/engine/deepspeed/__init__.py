@@ -30,7 +30,8 @@ from zinfer.engine import EngineError
 from zinfer.engine.arena import empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io
-from zinfer.engine.weights import decoder_layers, empty_model, install, weights
+from zinfer.architecture import decoder_layers, empty_model
+from zinfer.engine.weights import install, weights
 from zinfer.record import Effective
 
 

@@ -23,7 +23,8 @@ from zinfer.engine.stream.image import Image, by_layer, pack, plain
 from zinfer.engine.stream.kernels import trouble
 from zinfer.engine.stream.kv import CpuCache, HostCache, LinkCache, Sender, SplitLayer
 from zinfer.engine.stream.ring import Ring
-from zinfer.engine.weights import decoder_layers, empty_model, install, weights
+from zinfer.architecture import decoder_layers, empty_model
+from zinfer.engine.weights import install, weights
 from zinfer.plan import (
     CAUTIOUS,
     CODECS,

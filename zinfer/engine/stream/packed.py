@@ -25,7 +25,8 @@ from zinfer.engine.base import Progress, silent
 from zinfer.engine.read import as_bytes, fill, reading
 from zinfer.engine.stream.codec import Layout
 from zinfer.engine.stream.image import Image, Piece, by_layer, pack
-from zinfer.engine.weights import decoder_layers, weights
+from zinfer.architecture import decoder_layers
+from zinfer.engine.weights import weights
 from zinfer.model import ModelSpec
 from zinfer.units import gb
 

@@ -27,7 +27,8 @@ from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
 from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
-from zinfer.engine.weights import empty_model, weights
+from zinfer.architecture import empty_model
+from zinfer.engine.weights import weights
 from zinfer.model import ModelSpec
 from zinfer.plan import LoadFormat
 from zinfer.source import revision_of

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.checkpoints import ARCHITECTURES
 from zinfer import model
-from zinfer.checkpoint import CheckpointError
 from zinfer.architecture import decoder_layers, empty_model
+from zinfer.checkpoint import CheckpointError
 from zinfer.engine.weights import dummy, install, weights
 from zinfer.model import ModelError, ModelSpec
 

@@ -10,10 +10,10 @@ import torch
 
 from tests.test_cli import zinfer
 from tests.test_parity import BATCHES, greedy, load
+from zinfer.architecture import empty_model
 from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
 from zinfer.engine.stream import codec, packed
-from zinfer.architecture import empty_model
 from zinfer.model import ModelSpec, resolve
 from zinfer.source import revision_of
 

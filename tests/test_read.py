@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zinfer import model
+from zinfer.architecture import empty_model
 from zinfer.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from zinfer.engine import read
 from zinfer.engine.read import Group, groups_mapped, groups_read
-from zinfer.architecture import empty_model
 from zinfer.engine.weights import weights
 
 GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]

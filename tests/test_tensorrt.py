@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import walker
 from tests.inline import MACHINE
+from zinfer.architecture import empty_model
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt import TensorRT, planfile
 from zinfer.engine.tensorrt.attention import CacheKind
@@ -21,7 +22,6 @@ from zinfer.engine.tensorrt.build import build, plan_key
 from zinfer.engine.tensorrt.execute import shortfall
 from zinfer.engine.tensorrt.library import Library, Messages, find_library
 from zinfer.engine.tensorrt.network import make_network
-from zinfer.architecture import empty_model
 from zinfer.engine.weights import weights
 from zinfer.model import ModelSpec, resolve
 from zinfer.plan import Case, Plan, Workload, make_plan

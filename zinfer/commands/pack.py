@@ -31,8 +31,8 @@ def command(model: str, dtype: Any, layers: int | None, output: Path | None) -> 
     kind("stream")
     import torch
 
-    from zinfer.engine.stream import packed
     from zinfer.architecture import empty_model
+    from zinfer.engine.stream import packed
 
     source = find(model, dtype, layers, "safetensors", fetch=True)
     folder = output or packed.PACKED / packed.folder_name(source.spec, source.revision)

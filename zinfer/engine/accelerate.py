@@ -13,9 +13,9 @@ from accelerate.hooks import attach_align_device_hook_on_blocks
 from accelerate.utils import OffloadedWeightsLoader, offload_weight, save_offload_index
 from torch import Tensor, nn
 
+from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine.arena import HostArena, lay_out
 from zinfer.engine.decoder import Decoder, scratch
-from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine.weights import install, weights
 from zinfer.record import Effective
 

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine import EngineError
 from zinfer.engine.arena import empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io
-from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine.weights import install, weights
 from zinfer.record import Effective
 

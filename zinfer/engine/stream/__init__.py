@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine import EngineError
 from zinfer.engine.arena import HostArena, check_free
 from zinfer.engine.cache import STORAGE, FixedLayer, make_cache
@@ -23,7 +24,6 @@ from zinfer.engine.stream.image import Image, by_layer, pack, plain
 from zinfer.engine.stream.kernels import trouble
 from zinfer.engine.stream.kv import CpuCache, HostCache, LinkCache, Sender, SplitLayer
 from zinfer.engine.stream.ring import Ring
-from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine.weights import install, weights
 from zinfer.plan import (
     CAUTIOUS,

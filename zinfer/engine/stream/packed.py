@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from zinfer.architecture import decoder_layers
 from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
 from zinfer.engine.arena import Block, HostArena, check_free, lay_out
@@ -25,7 +26,6 @@ from zinfer.engine.base import Progress, silent
 from zinfer.engine.read import as_bytes, fill, reading
 from zinfer.engine.stream.codec import Layout
 from zinfer.engine.stream.image import Image, Piece, by_layer, pack
-from zinfer.architecture import decoder_layers
 from zinfer.engine.weights import weights
 from zinfer.model import ModelSpec
 from zinfer.units import gb

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from zinfer.architecture import empty_model
 from zinfer.checkpoint import Checkpoint
 from zinfer.cost import prefill_rows
 from zinfer.engine import EngineError
@@ -27,7 +28,6 @@ from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
 from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
-from zinfer.architecture import empty_model
 from zinfer.engine.weights import weights
 from zinfer.model import ModelSpec
 from zinfer.plan import LoadFormat

@@ -54,3 +54,21 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk, padding_side="left"
     )
+
+
+def save_config(directory: Path, architecture: str, **settings: object) -> Path:
+    """Make the checkpoint of a tiny model of any architecture in `directory`: 6 layers unless `settings` say otherwise,
+    persistent buffers drawn like weights, each layer's its own."""
+    shape = _SHAPE | {"num_hidden_layers": 6, "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(architecture, **{**shape, **ids, "initializer_range": 0.4, **settings})
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(0.1)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict() and buffer.is_floating_point():
+                buffer.normal_()
+    model.save_pretrained(directory, max_shard_size=model.num_parameters() * 4 // 3)
+    _tokenizer().save_pretrained(directory)
+    return directory

@@ -10,7 +10,6 @@ import torch
 
 from tests.test_cli import zinfer
 from tests.test_parity import BATCHES, greedy, load
-from zinfer.architecture import empty_model
 from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
 from zinfer.engine.stream import codec, packed
@@ -35,7 +34,7 @@ def spec(checkpoint: Checkpoints) -> ModelSpec:
 def write(spec: ModelSpec) -> Path:
     revision = revision_of(spec, "safetensors")
     folder = packed.PACKED / packed.folder_name(spec, revision)
-    packed.write(empty_model(spec), spec, revision, folder, CPU)
+    packed.write(spec, revision, folder, CPU)
     return folder
 
 

@@ -15,11 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zinfer import model
-from zinfer.architecture import empty_model
 from zinfer.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from zinfer.engine import read
 from zinfer.engine.read import Group, groups_mapped, groups_read
-from zinfer.engine.weights import weights
+from zinfer.engine.state import ModelState
 
 GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]
 TENSORS = {
@@ -103,7 +102,7 @@ def test_who_stops_early_leaves_no_thread(opened: Checkpoint, monkeypatch: pytes
 @pytest.mark.parametrize("mapped", [False, True])
 def test_weights_that_are_not_taken_to_the_end_leave_no_thread(mapped: bool, checkpoint: Callable[..., Path]) -> None:
     spec = model.from_directory(checkpoint("llama"))
-    source = weights(empty_model(spec), spec, "safetensors", torch.device("cpu"), mapped=mapped)
+    source = ModelState(spec, "safetensors").load(torch.device("cpu"), mapped=mapped)
     assert next(source)
     assert (readers() == []) is mapped
     source.close()

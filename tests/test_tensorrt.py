@@ -16,13 +16,13 @@ from tests import walker
 from tests.inline import MACHINE
 from zinfer.architecture import empty_model
 from zinfer.engine import EngineError
+from zinfer.engine.state import ModelState
 from zinfer.engine.tensorrt import TensorRT, planfile
 from zinfer.engine.tensorrt.attention import CacheKind
 from zinfer.engine.tensorrt.build import build, plan_key
 from zinfer.engine.tensorrt.execute import shortfall
 from zinfer.engine.tensorrt.library import Library, Messages, find_library
 from zinfer.engine.tensorrt.network import make_network
-from zinfer.engine.weights import weights
 from zinfer.model import ModelSpec, resolve
 from zinfer.plan import Case, Plan, Workload, make_plan
 from zinfer.worker import not_as_asked
@@ -73,7 +73,7 @@ class Walking:
         messages = Messages(self.trt)
         self.builder = self.trt.Builder(messages.logger)
         self.network = self.builder.create_network(1)
-        tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu"), mapped=True))
+        tensors = dict(ModelState(spec, "safetensors").load(torch.device("cpu"), mapped=True))
         model = empty_model(spec)
         self.net = make_network(library, self.network, model, spec, tensors, file.key.max_seq_len, file.key.cache)
         assert messages.errors == []
@@ -146,7 +146,7 @@ def test_the_library_builds_what_users_build(
 
 def test_tied_weights_are_in_the_plan_once(library: Library, checkpoint: Checkpoints) -> None:
     spec = resolve(str(checkpoint("bloom")), None, None)
-    tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu"), mapped=True))
+    tensors = dict(ModelState(spec, "safetensors").load(torch.device("cpu"), mapped=True))
     network = library.module.Builder(Messages(library.module).logger).create_network(1)
     make_network(library, network, empty_model(spec), spec, tensors, MAX_LEN, "plain")
     layers = [network.get_layer(index) for index in range(network.num_layers)]
@@ -204,7 +204,7 @@ def test_every_parameter_has_its_place(
     more: str | None, fewer: str | None, message: str, library: Library, checkpoint: Checkpoints
 ) -> None:
     spec = resolve(str(checkpoint("llama")), None, None)
-    tensors = dict(weights(empty_model(spec), spec, "safetensors", torch.device("cpu"), mapped=True))
+    tensors = dict(ModelState(spec, "safetensors").load(torch.device("cpu"), mapped=True))
     if more is not None:
         tensors[more] = torch.ones(16)
     if fewer is not None:

@@ -31,7 +31,6 @@ def command(model: str, dtype: Any, layers: int | None, output: Path | None) -> 
     kind("stream")
     import torch
 
-    from zinfer.architecture import empty_model
     from zinfer.engine.stream import packed
 
     source = find(model, dtype, layers, "safetensors", fetch=True)
@@ -40,7 +39,7 @@ def command(model: str, dtype: Any, layers: int | None, output: Path | None) -> 
     with Watch() as watch:
         watch.say(f"packing {gb(source.spec.streamed_bytes)} of layers into {folder}")
         try:
-            size = packed.write(empty_model(source.spec), source.spec, source.revision, folder, device, watch.progress)
+            size = packed.write(source.spec, source.revision, folder, device, watch.progress)
         except OSError as error:
             raise Failure(f"cannot pack into {folder}: {error.strerror or error}", ENVIRONMENT) from error
         watch.say(f"{gb(size)}, {size / source.spec.streamed_bytes:.1%} of it")

@@ -11,12 +11,11 @@ from typing import Any
 
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from accelerate.utils import OffloadedWeightsLoader, offload_weight, save_offload_index
-from torch import Tensor, nn
+from torch import Tensor
 
-from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine.arena import HostArena, lay_out
 from zinfer.engine.decoder import Decoder, scratch
-from zinfer.engine.weights import install, weights
+from zinfer.engine.state import ModelState
 from zinfer.record import Effective
 
 
@@ -33,12 +32,12 @@ class Accelerate(Decoder):
 
     def _load(self) -> None:
         case = self.plan.case
-        self.model = empty_model(self.plan.model)
-        stack, layers = decoder_layers(self.model)
+        state = ModelState(self.plan.model, case.load_format)
+        self.model = state.model
         streamed = {
-            name: parameter
-            for name, parameter in self.model.named_parameters()
-            if case.offload != "none" and name.startswith(f"{stack}.")
+            name: entry.tensor
+            for name, entry in state.entries.items()
+            if case.offload != "none" and entry.layer is not None and entry.is_parameter
         }
         host: dict[str, Tensor] = {}
         index: dict[str, dict[str, Any]] = {}
@@ -49,20 +48,21 @@ class Accelerate(Decoder):
             host = self._arena.views(blocks)
         elif case.offload == "nvme":
             self._folder = scratch(self.plan.nvme_path)
-        resident: dict[str, nn.Parameter] = {}
-        for name, tensor in weights(self.model, self.plan.model, case.load_format, self.device, self.progress):
+        resident: dict[str, Tensor] = {}
+        for name, tensor in state.load(self.device, self.progress):
             if name in host:
                 host[name].copy_(tensor)
             elif name in streamed and self._folder is not None:
                 offload_weight(tensor, name, self._folder.name, index)
             else:
-                resident[name] = nn.Parameter(tensor.to(self.device, copy=True), requires_grad=False)
-        install(self.model, resident)
+                resident[name] = tensor.to(self.device, copy=True)
+        for name, tensor in resident.items():
+            state.entries[name].put(tensor)
         if streamed:
             if self._folder is not None:
                 save_offload_index(index, self._folder.name)
             self._offloaded = _Weights(host, self._folder.name if self._folder else None)
-            self._attach([f"{stack}.{number}" for number in range(len(layers))])
+            self._attach([f"{state.stack}.{number}" for number in range(len(state.layers))])
         self._ready()
 
     def _attach(self, layers: list[str]) -> None:

@@ -36,7 +36,7 @@ DTYPES = {  # by their names in safetensors
 def groups_read(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict[str, Any]]:
     """The tensors of each group by name, a loan until the next group is asked for: they lie in one of two buffers, and
     the other is filled meanwhile. Where memory is too short for that, they come as from `groups_mapped`."""
-    layouts = [lay_out((name, _empty(name, checkpoint.tensors[name])) for name in group) for group in groups]
+    layouts = [lay_out((name, empty_tensor(name, checkpoint.tensors[name])) for name in group) for group in groups]
     largest = max((size for _, size in layouts), default=0)
     if 4 * largest > available_bytes():  # the page cache of a mapped file goes when memory is short; buffers do not
         yield from groups_mapped(checkpoint, groups)
@@ -71,8 +71,8 @@ def groups_mapped(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict
             yield {name: readers[checkpoint.tensors[name].file].get_slice(name) for name in group}
 
 
-def _empty(name: str, info: TensorInfo) -> Tensor:
-    """The tensor without its data, on the meta device."""
+def empty_tensor(name: str, info: TensorInfo) -> Tensor:
+    """The tensor without its data, on the meta device. Raises CheckpointError where type and size disagree."""
     if info.dtype not in DTYPES:
         raise CheckpointError(f"{info.file}: {name} is of type {info.dtype}, which cannot be read")
     tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")

@@ -26,12 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine import EngineError
 from zinfer.engine.arena import empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io
-from zinfer.engine.weights import install, weights
+from zinfer.engine.state import ModelState
 from zinfer.record import Effective
 
 
@@ -60,12 +59,12 @@ class DeepSpeed(Decoder):
         import deepspeed
 
         case = self.plan.case
-        self.model = empty_model(self.plan.model)
-        stack, layers = decoder_layers(self.model)
+        state = ModelState(self.plan.model, case.load_format)
+        self.model, layers = state.model, state.layers
         self._offloaded = {
             name
-            for name, _ in self.model.named_parameters()
-            if case.offload != "none" and (name.startswith(f"{stack}.") or not self.options["tuned"])
+            for name, entry in state.entries.items()
+            if case.offload != "none" and entry.is_parameter and (entry.layer is not None or not self.options["tuned"])
         }
         if case.offload == "nvme":
             check_async_io()
@@ -73,10 +72,14 @@ class DeepSpeed(Decoder):
         config = self._config(layers)
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
         partition = {True: Partition(config), False: Partition(config | {"zero_optimization": zero})}
-        for name, tensor in weights(self.model, self.plan.model, case.load_format, self.device, self.progress):
-            self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-            partition[name in self._offloaded](self._parameters[name])
-        install(self.model, self._parameters)
+        for name, tensor in state.load(self.device, self.progress):
+            if state.entries[name].is_parameter:
+                self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+                partition[name in self._offloaded](self._parameters[name])
+            else:
+                state.entries[name].put(tensor.to(self.device, copy=True))
+        for name, parameter in self._parameters.items():
+            state.entries[name].put(parameter)
         self._count_fetches()
         if self.options["tuned"]:
             deepspeed.utils.set_z3_leaf_modules(self.model, list({type(layer) for layer in layers}))

@@ -5,26 +5,25 @@ on the wire over the link bandwidth, provided that a copy is always under way. T
 layers and across steps: while the head turns the last layer's output into a token, the next step's first layer comes.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine import EngineError
-from zinfer.engine.arena import HostArena, check_free
+from zinfer.engine.arena import HostArena, check_free, lay_out
 from zinfer.engine.cache import STORAGE, FixedLayer, make_cache
 from zinfer.engine.decoder import Decoder
 from zinfer.engine.kept import Kept
+from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream import packed
 from zinfer.engine.stream.blocks import interleave
-from zinfer.engine.stream.image import Image, by_layer, pack, plain
+from zinfer.engine.stream.image import Image, pack, plain
 from zinfer.engine.stream.kernels import trouble
 from zinfer.engine.stream.kv import CpuCache, HostCache, LinkCache, Sender, SplitLayer
 from zinfer.engine.stream.ring import Ring
-from zinfer.engine.weights import install, weights
 from zinfer.plan import (
     CAUTIOUS,
     CODECS,
@@ -80,9 +79,8 @@ class Stream(Decoder):
             raise EngineError("kv_attention=gpu brings the cache along with streamed weights: it needs offload cpu")
         self._threads = torch.get_num_threads()
         self._sender = Sender(self.device)
-        self.model = empty_model(plan.model)
-        stack, self._layers = decoder_layers(self.model)
-        prefix = f"{stack}."
+        self._state = state = ModelState(plan.model, plan.case.load_format)
+        self.model, self._layers = state.model, state.layers
         streamed = plan.case.offload == "cpu"
         self._lossless = streamed and is_lossless(plan.case, plan.machine)
         if self._lossless and self.device.type == "cuda" and (why := trouble()):
@@ -91,63 +89,62 @@ class Stream(Decoder):
                 "and Python's headers (python3-dev), or take --weight-codec none, at two thirds of the speed"
             )
         resident = {
-            name: nn.Parameter(torch.empty_like(parameter, device=self.device), requires_grad=False)
-            for name, parameter in self.model.named_parameters()
-            if not (streamed and name.startswith(prefix))
+            name: torch.empty_like(entry.tensor, device=self.device)
+            for name, entry in (state.outside if streamed else state.entries).items()
         }
-        destination: dict[str, Tensor] = dict(resident)
-        images = self._plain_images(prefix, destination) if streamed and not self._lossless else []
-        loaded = weights(self.model, plan.model, plan.case.load_format, self.device, self.progress)
-        if self._lossless:
-            images = self._coded_images(prefix, destination, loaded)
-        else:
-            for name, tensor in loaded:
-                destination[name].data.copy_(tensor)
-        if self._arena is not None:
+        if streamed:
+            images = self._coded_images(resident) if self._lossless else self._plain_images(resident)
+            assert self._arena is not None
             self._ring = Ring(self._arena.memory, images, self._least_depth, self.device)
-            for index, layer in enumerate(self._layers):
-                self._ring.attach(index, layer)
+            for number, layer in enumerate(self._layers):
+                self._ring.attach(number, layer, state.of_layer(number))
             self._ring.start()
-        install(self.model, resident)
+        else:
+            for name, tensor in state.load(self.device, self.progress):
+                resident[name].copy_(tensor)
+        for name, tensor in resident.items():
+            state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready()
 
-    def _plain_images(self, prefix: str, destination: dict[str, Tensor]) -> list[Image]:
-        """The arena, laid out for the layers as they are; adds the host tensors to fill to `destination`."""
+    def _plain_images(self, resident: Mapping[str, Tensor]) -> list[Image]:
+        """Fill an arena with the layers as they are, and `resident`, by name, with what lies outside them."""
         images: list[Image] = []
-        for layer in self._layers:
-            images.append(plain(layer.named_parameters(), images[-1].end if images else 0))
+        for number in range(len(self._layers)):
+            images.append(plain(self._layout(number), images[-1].end if images else 0))
         self._arena = HostArena(images[-1].end, pin=self.device.type == "cuda", progress=self.progress)
-        for index, image in enumerate(images):
-            views = self._arena.views(image.blocks, image.start)
-            destination |= {f"{prefix}{index}.{name}": view for name, view in views.items()}
+        views = [self._arena.views(image.blocks, image.start) for image in images]
+        for index, group in by_layer(self._state, self._state.load(self.device, self.progress)):
+            target = resident if index is None else views[index]
+            for name, tensor in group:
+                target[name].copy_(tensor)
         return images
 
-    def _coded_images(
-        self, prefix: str, destination: dict[str, Tensor], loaded: Generator[tuple[str, Tensor]]
-    ) -> list[Image]:
-        """The arena, filled with packed layers; takes all of `loaded`, which has a layer's tensors side by side."""
-        raw = sum(plain(layer.named_parameters(), 0).slot_bytes for layer in self._layers)
+    def _layout(self, index: int) -> list[tuple[str, Tensor]]:
+        """The entries of a layer: names within it, and tensors that tell shape and type."""
+        return [(name, entry.tensor) for name, entry in self._state.of_layer(index).items()]
+
+    def _coded_images(self, resident: Mapping[str, Tensor]) -> list[Image]:
+        """Fill an arena with packed layers, from their folder if there is one, and `resident` as `_plain_images`."""
+        raw = sum(lay_out(self._layout(index))[1] for index in range(len(self._layers)))
         self._arena = HostArena(raw, pin=self.device.type == "cuda", grow=True)
         folder = self._packed()
+        images: dict[int, Image] = {}
         if folder is None:
             check_free(round(raw * LOSSLESS_RATIO))
-        images = dict(enumerate(packed.load(folder, self._arena, self.progress))) if folder is not None else {}
-        wanted = len(destination) if images else -1  # with the layers at hand, only what lies outside them is read
-        for index, group in by_layer(prefix, loaded):
+        else:
+            images = dict(enumerate(packed.load(folder, self._state, self._arena, self.progress)))
+        loaded = self._state.load(self.device, self.progress, layers=folder is None)
+        for index, group in by_layer(self._state, loaded):
             if index is None:
                 for name, tensor in group:
-                    destination[name].data.copy_(tensor)
-                    wanted -= 1
-            elif index not in images:
+                    resident[name].copy_(tensor)
+            else:
                 # Loans become copies; on the device, where coding is fast.
                 tensors = {name: tensor.to(self.device, copy=True) for name, tensor in group}
-                if {name for name, _ in self._layers[index].named_parameters()} - set(tensors):
+                if index in images or tensors.keys() != self._state.of_layer(index).keys():
                     raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
                 images[index] = pack(tensors, self._arena)
-            if not wanted:
-                break
-        loaded.close()  # it reads ahead
         self._arena.seal()
         return [images[index] for index in range(len(self._layers))]
 
@@ -187,11 +184,15 @@ class Stream(Decoder):
             buffers = self._least_depth
         elif buffers >= pieces_of(self.plan.model):  # a layer, whose tensors are cut one by one
             buffers = max(buffers, *(len(image.pieces) for image in ring.images))
-        layers, raw = len(self._layers), sum(parameter.nbytes for parameter in self._layers[0].parameters())
-        resident = resident_bytes(case.gpu_weights, layers * raw, automatic)
+        sizes = [sum(block.size for block in image.blocks.values()) for image in ring.images]
+        layers, raw = len(sizes), sum(sizes)
+        resident = resident_bytes(case.gpu_weights, raw, automatic)
         share = case.gpu_weights is not None and case.gpu_weights.endswith("%")
-        count = round(resident / raw) if share else resident // raw
-        stay = [index for index in range(layers) if (index + 1) * count // layers > index * count // layers]
+        count = round(resident / raw * layers) if share else resident * layers // raw
+        stay = _spread(count, layers)
+        while not share and sum(sizes[index] for index in stay) > resident:  # layers need not be equal
+            count -= 1
+            stay = _spread(count, layers)
         ring.resize(min(buffers, ring.depth))  # what shrinks goes first
         ring.keep(stay)
         ring.resize(buffers)
@@ -290,8 +291,8 @@ class Stream(Decoder):
         """Weight bytes that a step found in the slot, which were fewer on the wire if they were coded."""
         if self._ring is None or not self._streamed_per_step or not self._lossless:
             return self._streamed_per_step
-        layers = [self._layers[index] for index in self._ring.streamed]
-        return sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
+        layers = [self._ring.images[index] for index in self._ring.streamed]
+        return sum(block.size for image in layers for block in image.blocks.values())
 
     def effective(self) -> Effective:
         cache: dict[str, Option] = {
@@ -344,8 +345,14 @@ class Stream(Decoder):
             self._ring.close()
             self._ring = None
         self._layers = nn.ModuleList()
+        self.__dict__.pop("_state", None)
         super().close()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
         self._close_kv()
+
+
+def _spread(count: int, layers: int) -> list[int]:
+    """The numbers of `count` layers, spread evenly over all `layers`."""
+    return [index for index in range(layers) if (index + 1) * count // layers > index * count // layers]

@@ -6,7 +6,6 @@ unpacked in one go, so that the GPU memory between link and slot is a few pieces
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -106,19 +105,3 @@ def unpack(piece: Piece, wire: Tensor, slot: Tensor) -> None:
     else:
         out = slot[piece.place :][: 2 * piece.layout.numel].view(torch.bfloat16)
         codec.decode(wire[: piece.layout.size], piece.layout, out)
-
-
-def by_layer(
-    prefix: str, loaded: Iterator[tuple[str, Tensor]]
-) -> Iterator[tuple[int | None, Iterator[tuple[str, Tensor]]]]:
-    """What `loaded` gives, a decoder layer at a time, by the names within it; None for what lies outside the layers.
-
-    The tensors are loans until the next one, in either iterator.
-    """
-
-    def layer_of(item: tuple[str, Tensor]) -> int | None:
-        return int(item[0].removeprefix(prefix).split(".", 1)[0]) if item[0].startswith(prefix) else None
-
-    for index, group in groupby(loaded, layer_of):
-        start = 0 if index is None else len(f"{prefix}{index}.")
-        yield index, ((name[start:], tensor) for name, tensor in group)

@@ -16,23 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from zinfer.architecture import decoder_layers
 from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
 from zinfer.engine.arena import Block, HostArena, check_free, lay_out
 from zinfer.engine.base import Progress, silent
 from zinfer.engine.read import as_bytes, fill, reading
+from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream.codec import Layout
-from zinfer.engine.stream.image import Image, Piece, by_layer, pack
-from zinfer.engine.weights import weights
+from zinfer.engine.stream.image import Image, Piece, pack
 from zinfer.model import ModelSpec
 from zinfer.units import gb
 
 PACKED = Path("engines/packed")
 DATA, INDEX = "layers.bin", "packed.json"
-FORMAT = 2
+FORMAT = 3  # 2 had no persistent buffers
 LAYERS_AHEAD = 3  # layers that are read while one is checked: a checksum takes about as long as a fast disk
 
 
@@ -41,20 +39,16 @@ def folder_name(spec: ModelSpec, revision: str) -> str:
     return f"{Path(spec.name).name}-{spec.num_layers}l-{spec.dtype}-{revision}"
 
 
-def write(
-    model: PreTrainedModel,
-    spec: ModelSpec,
-    revision: str,
-    folder: Path,
-    device: torch.device,
-    progress: Progress = silent,
-) -> int:
-    """Pack the decoder layers of `spec`'s checkpoint into `folder`, coding on `device`; returns the bytes written.
+def write(spec: ModelSpec, revision: str, folder: Path, device: torch.device, progress: Progress = silent) -> int:
+    """Pack the decoder layers of `spec`'s checkpoint, weights and persistent buffers, into `folder`, coding on
+    `device`; returns the bytes written.
 
-    Raises EngineError where the disk is too small, and leaves nothing behind when it fails.
+    Raises CheckpointError for a checkpoint that does not fit the model, EngineError where the disk is too small, and
+    leaves nothing behind when it fails.
     """
-    stack, layers = decoder_layers(model)
-    sizes = [lay_out(layer.named_parameters())[1] for layer in layers]
+    state = ModelState(spec, "safetensors")
+    layers = [state.of_layer(index) for index in range(len(state.layers))]
+    sizes = [lay_out((name, entry.tensor) for name, entry in layer.items())[1] for layer in layers]
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < sum(sizes):
@@ -67,12 +61,14 @@ def write(
     end = 0
     try:
         with part.open("wb") as stream:
-            source = weights(model, spec, "safetensors", torch.device("cpu"), progress)
-            for index, group in by_layer(f"{stack}.", source):
+            for index, group in by_layer(state, state.load(torch.device("cpu"), progress)):
                 if index is None:
                     continue
+                tensors = {name: tensor.to(device, copy=True) for name, tensor in group}
+                if index in images or tensors.keys() != layers[index].keys():
+                    raise EngineError(f"layer {index} is not stored in one piece, so it cannot be packed")
                 arena = HostArena(sizes[index], pin=False, grow=True)
-                image = pack({name: tensor.to(device, copy=True) for name, tensor in group}, arena)
+                image = pack(tensors, arena)
                 memory = as_bytes(arena.memory[: arena.used])
                 images[index] = _told(image, memory) | {"start": end, "end": end + arena.used}
                 stream.write(memory)
@@ -132,13 +128,20 @@ def find(spec: ModelSpec, revision: str, where: str) -> Path | None:
     return folder
 
 
-def load(folder: Path, arena: HostArena, progress: Progress = silent) -> list[Image]:
-    """Read the packed layers of `folder` into `arena`, with many threads, and check them.
+def load(folder: Path, state: ModelState, arena: HostArena, progress: Progress = silent) -> list[Image]:
+    """Read the packed layers of `folder`, which are those of `state`, into `arena`, with many threads, and check them.
 
-    Raises CheckpointError for data that are cut off or damaged, naming the layer, and MemoryError, with nothing read
-    yet, where there is too little memory for them.
+    Raises EngineError unless they hold every entry of the layers with its shape and type, CheckpointError for data
+    that are cut off or damaged, naming the layer, and MemoryError, with nothing read yet, where there is too little
+    memory for them.
     """
     told = _read(folder)
+    for index, entry in enumerate(told["images"]):
+        wanted = {name: (item.tensor.shape, item.tensor.dtype) for name, item in state.of_layer(index).items()}
+        found = {name: (block.shape, block.dtype) for name, block in _image(entry, 0).blocks.items()}
+        if wanted != found:
+            name = min(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+            raise EngineError(f"{folder}: {name} of layer {index} is not that of the model: pack it again")
     path = folder / DATA
     if not path.is_file() or path.stat().st_size != told["bytes"]:
         raise CheckpointError(f"{path} is cut off: pack it again")

@@ -9,7 +9,7 @@ never move: they are views of the slot.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zinfer.engine.arena import Block
+from zinfer.engine.state import Entry
 from zinfer.engine.stream.image import Image, Piece, unpack
 from zinfer.engine.stream.trace import Mark, Trace, mark
 
@@ -66,7 +67,7 @@ class Ring:
         self._source, self._device, self._cuda = source, device, device.type == "cuda"
         self._slot = torch.empty(max(image.slot_bytes for image in images), dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if self._cuda else None
-        self._parameters: list[list[tuple[nn.Parameter, Block]]] = []
+        self._held_by: list[list[tuple[Tensor, Block]]] = []  # a layer: its weights, and where they are in the slot
         self._kept: dict[int, Tensor] = {}  # layers that stay on the device, as they are in the source
         self._loads: Iterator[Load] = iter(())  # all that is still to be issued
         self._flying: deque[Load] = deque()  # issued and not taken; the last ones may wait for their turn to be issued
@@ -79,15 +80,11 @@ class Ring:
         self._copies: deque[tuple[int, Mark, Mark]] = deque(maxlen=256)  # the last ones: layer, begin, end
         self.resize(depth)
 
-    def attach(self, index: int, layer: nn.Module) -> None:
-        """Let `layer`, number `index`, find its weights in the slot whenever it is called."""
-        bound = []
-        for name, block in self.images[index].blocks.items():
-            owner, _, leaf = name.rpartition(".")
-            parameter = nn.Parameter(block.view(self._slot), requires_grad=False)
-            layer.get_submodule(owner)._parameters[leaf] = parameter
-            bound.append((parameter, block))
-        self._parameters.append(bound)
+    def attach(self, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
+        """Let `layer`, number `index`, find its weights and buffers in the slot whenever it is called; `entries` are
+        those that its image holds, by the same names."""
+        blocks = self.images[index].blocks
+        self._held_by.append([(entries[name].put(block.view(self._slot)), block) for name, block in blocks.items()])
 
         def before(_module: nn.Module, _args: Any) -> None:
             if self.turn is not None:
@@ -193,8 +190,8 @@ class Ring:
             self.trace = None
 
     def _show(self, index: int, memory: Tensor) -> None:
-        for parameter, block in self._parameters[index]:
-            parameter.data = block.view(memory)
+        for tensor, block in self._held_by[index]:
+            tensor.data = block.view(memory)
 
     def _settle(self) -> None:
         """Let the device finish, and begin with the first layer again."""
@@ -321,7 +318,7 @@ class Ring:
     def close(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
-        self._buffers, self._parameters, self._kept, self.more = [], [], {}, None
+        self._buffers, self._held_by, self._kept, self.more = [], [], {}, None
         self._loads = iter(())
         self._flying.clear()
         self._source = self._slot = torch.empty(0, dtype=torch.uint8)

@@ -16,19 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from zinfer.architecture import empty_model
 from zinfer.checkpoint import Checkpoint
 from zinfer.cost import prefill_rows
 from zinfer.engine import EngineError
 from zinfer.engine.arena import lay_out
 from zinfer.engine.base import Progress, silent
+from zinfer.engine.state import ModelState
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
 from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
-from zinfer.engine.weights import weights
 from zinfer.model import ModelSpec
 from zinfer.plan import LoadFormat
 from zinfer.source import revision_of
@@ -95,15 +93,15 @@ def build(
         raise messages.failure(f"{library.name} cannot build here")
     flags = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # the only kind from TensorRT 11 on
     network = builder.create_network(0 if flags is None else 1 << int(flags))
-    model = empty_model(spec)
+    state = ModelState(spec, key.load_format)
 
     def told(what: str, share: float) -> None:
         if cancelled():
             raise Cancelled
         progress(what, share)
 
-    with _weights(model, spec, key.load_format, spooled, path.parent, told) as tensors:
-        net = make_network(library, network, model, spec, tensors, key.max_seq_len, key.cache)
+    with _weights(state, spooled, path.parent, told) as tensors:
+        net = make_network(library, network, state.model, spec, tensors, key.max_seq_len, key.cache)
         config = builder.create_builder_config()
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
         config.progress_monitor = _monitor(trt, progress, cancelled)
@@ -159,15 +157,13 @@ def _must_spool(spec: ModelSpec, load_format: LoadFormat) -> bool:
 
 
 @contextmanager
-def _weights(
-    model: PreTrainedModel, spec: ModelSpec, load_format: LoadFormat, spooled: bool, folder: Path, progress: Progress
-) -> Iterator[dict[str, Tensor]]:
-    """The model's parameters, as views of mapped files."""
-    source = weights(model, spec, load_format, torch.device("cpu"), progress, mapped=not spooled)
+def _weights(state: ModelState, spooled: bool, folder: Path, progress: Progress) -> Iterator[dict[str, Tensor]]:
+    """The model's parameters and persistent buffers, as views of mapped files."""
+    source = state.load(torch.device("cpu"), progress, mapped=not spooled)
     if not spooled:
         yield {name: tensor.contiguous() for name, tensor in source}  # no copy
         return
-    blocks, size = lay_out(model.named_parameters())
+    blocks, size = lay_out((name, entry.tensor) for name, entry in state.entries.items())
     with tempfile.TemporaryFile(dir=folder) as file:
         file.truncate(size)
         mapped = mmap.mmap(file.fileno(), size)

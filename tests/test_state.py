@@ -1,0 +1,315 @@
+"""Weights from a checkpoint, refused when it is damaged, and random ones that behave like weights."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import ARCHITECTURES, save_config
+from tests.test_parity import BATCHES, COMPARED, greedy, load, reference
+from zinfer import model
+from zinfer.architecture import empty_model
+from zinfer.checkpoint import CheckpointError
+from zinfer.engine import EngineError
+from zinfer.engine.state import ModelState
+from zinfer.engine.stream import codec, packed
+from zinfer.model import Dtype, ModelError, ModelSpec
+from zinfer.plan import Offload
+from zinfer.source import revision_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def copy(checkpoint: Callable[..., Path], tmp_path: Path) -> ModelSpec:
+    """A llama checkpoint of several shards that a test may damage; the spec is that of the undamaged one."""
+    return model.from_directory(Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama")))
+
+
+def shards(spec: ModelSpec) -> list[Path]:
+    found = sorted(Path(str(spec.directory)).glob("*.safetensors"))
+    assert len(found) > 1
+    return found
+
+
+def index(spec: ModelSpec) -> Path:
+    return Path(str(spec.directory)) / "model.safetensors.index.json"
+
+
+def read(spec: ModelSpec) -> dict[str, Tensor]:
+    """All weights, as an engine reads them."""
+    return {name: tensor.clone() for name, tensor in ModelState(spec, "safetensors").load(CPU)}
+
+
+def refused(spec: ModelSpec, mention: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        read(spec)
+    assert mention in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_parameter_comes_once_with_its_shape(architecture: str, checkpoint: Callable[..., Path]) -> None:
+    spec = model.from_directory(checkpoint(architecture))
+    state = ModelState(spec, "safetensors")
+    shapes = [(name, tensor.shape) for name, tensor in state.load(CPU)]
+    assert sorted(shapes) == sorted((name, parameter.shape) for name, parameter in state.model.named_parameters())
+    assert all(parameter.is_meta for parameter in state.model.parameters())
+
+
+def test_a_missing_shard_is_named(copy: ModelSpec) -> None:
+    shard = shards(copy)[1]
+    shard.unlink()
+    refused(copy, f"{shard.name} is missing")
+
+
+def test_a_cut_shard_is_named(copy: ModelSpec) -> None:
+    shard = shards(copy)[1]
+    shard.write_bytes(shard.read_bytes()[:-8])
+    refused(copy, f"{shard.name} is cut off")
+
+
+def test_an_oversized_shard_is_named(copy: ModelSpec) -> None:
+    shard = shards(copy)[0]
+    shard.write_bytes(shard.read_bytes() + b"\0" * 8)
+    refused(copy, f"{shard.name} is longer")
+
+
+def test_a_weight_map_may_not_leave_the_folder(copy: ModelSpec) -> None:
+    content = json.loads(index(copy).read_text())
+    shutil.copy(shards(copy)[0], index(copy).parent.parent / "outside.safetensors")
+    content["weight_map"] = dict.fromkeys(content["weight_map"], "../outside.safetensors")
+    index(copy).write_text(json.dumps(content))
+    refused(copy, "'../outside.safetensors'")
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(copy: ModelSpec) -> None:
+    tensors = {name: tensor for shard in shards(copy) for name, tensor in load_file(shard).items()}
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    for file in (*shards(copy), index(copy)):
+        file.unlink()
+    save_file(tensors, index(copy).with_name("model.safetensors"))
+    refused(copy, "lacks model.layers.1.mlp.up_proj.weight")
+
+
+def test_a_tensor_of_another_shape_is_refused(copy: ModelSpec) -> None:
+    shard = shards(copy)[0]
+    tensors = load_file(shard)
+    name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
+    save_file(tensors | {name: tensors[name][:, :-1].contiguous()}, shard)
+    refused(copy, "does not fit a llama model")
+
+
+def test_a_model_without_a_checkpoint_says_what_to_do() -> None:
+    spec = model.from_catalogue(model.catalogue_names()[0])
+    with pytest.raises(CheckpointError, match="--load-format dummy"):
+        ModelState(spec.slice(1), "safetensors")
+
+
+def test_an_unknown_architecture_is_one_line() -> None:
+    spec = model.from_catalogue(model.catalogue_names()[0])
+    with pytest.raises(ModelError, match="perceptron"):
+        empty_model(spec.model_copy(update={"architecture": "perceptron"}))
+
+
+def test_dummy_weights_are_drawn_as_a_fresh_model_is(checkpoint: Callable[..., Path]) -> None:
+    state = ModelState(model.from_directory(checkpoint("llama")), "dummy")
+    state.model.config.initializer_range = 0.02
+    drawn = {name: tensor.clone() for name, tensor in state.load(CPU)}
+    again = {name: tensor.clone() for name, tensor in state.load(CPU)}
+    assert sorted(drawn) == sorted(name for name, _ in state.model.named_parameters())
+    for name, tensor in drawn.items():
+        assert torch.equal(tensor, again[name])
+        assert len(tensor.unique()) > tensor.numel() / 2
+        assert abs(float(tensor.mean()) - ("norm" in name)) < 0.02
+        assert 0.015 < float(tensor.std()) < 0.025
+    first, second = (drawn[f"model.layers.{index}.mlp.up_proj.weight"] for index in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_tied_weights_stay_tied(checkpoint: Callable[..., Path]) -> None:
+    state = ModelState(model.from_directory(checkpoint("qwen2")), "safetensors")
+    entry = state.entries["model.embed_tokens.weight"]
+    assert set(entry.names) == {"model.embed_tokens.weight", "lm_head.weight"}
+    new = entry.put(torch.ones(entry.tensor.shape))
+    assert state.model.get_input_embeddings().weight is new
+    assert state.model.get_output_embeddings().weight is new
+    assert state.layers[0].mlp.up_proj.weight.is_meta
+
+
+GLM: dict[str, object] = {
+    "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1, "head_dim": 16, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with a persistent buffer in 5 of its 6 layers, each with values of its own."""
+    return save_config(tmp_path_factory.mktemp("glm"), "glm4_moe", **GLM)
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    return {name: tensor for shard in directory.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+
+
+def store(directory: Path, tensors: dict[str, Tensor]) -> ModelSpec:
+    """Put `tensors` in the place of the checkpoint's; its spec."""
+    for file in (*directory.glob("*.safetensors"), directory / "model.safetensors.index.json"):
+        file.unlink(missing_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    return model.from_directory(directory)
+
+
+@pytest.mark.parametrize(("name", "offload"), COMPARED)
+def test_persistent_buffers_keep_the_values_of_their_layers(
+    name: str, offload: Offload, glm: Path, tmp_path: Path
+) -> None:
+    loaded: Any = load(name, glm, offload, tmp_path)
+    try:
+        for lengths, expected in zip(BATCHES, reference(glm), strict=True):
+            assert torch.equal(greedy(loaded, lengths), expected)
+    finally:
+        loaded.close()
+
+
+def test_packed_layers_hold_persistent_buffers(glm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MIN_NUMEL", 0)
+    spec = model.from_directory(glm).with_dtype("bfloat16")
+    packed.write(spec, revision_of(spec, "safetensors"), tmp_path / "packed", CPU)
+    texts = []
+    for options in ({"weight_codec": "lossless", "packed": str(tmp_path / "packed")}, {"weight_codec": "none"}):
+        loaded = load("stream", glm, "cpu", tmp_path, "bfloat16", **options)
+        texts.append(torch.cat([greedy(loaded, lengths).flatten() for lengths in BATCHES]))
+        loaded.close()
+    assert torch.equal(*texts)
+
+
+def test_layers_without_a_buffer_are_not_those_of_the_model(glm: Path, tmp_path: Path) -> None:
+    spec = model.from_directory(glm)
+    folder = tmp_path / "packed"
+    packed.write(spec, revision_of(spec, "safetensors"), folder, CPU)
+    told = json.loads((folder / packed.INDEX).read_text())
+    del told["images"][4]["blocks"]["mlp.gate.e_score_correction_bias"]
+    (folder / packed.INDEX).write_text(json.dumps(told))
+    with pytest.raises(EngineError, match=r"mlp.gate.e_score_correction_bias of layer 4 .* pack it again"):
+        load("stream", glm, "cpu", tmp_path, weight_codec="lossless", packed=str(folder))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_entries_that_transformers_keeps_in_float32_are_loaded_so(dtype: Dtype, glm: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(glm, dtype=getattr(torch, dtype)).state_dict()
+    ours = {
+        name: tensor.clone()
+        for name, tensor in ModelState(model.from_directory(glm).with_dtype(dtype), "safetensors").load(CPU)
+    }
+    assert torch.float32 in {tensor.dtype for tensor in ours.values()}
+    assert {name: tensor.dtype for name, tensor in ours.items()} == {name: theirs[name].dtype for name in ours}
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize(("name", "offload"), COMPARED)
+def test_float32_entries_of_a_16_bit_model_are_right_in_every_engine(
+    name: str, offload: Offload, glm: Path, tmp_path: Path
+) -> None:
+    bias = stored(glm)["model.layers.2.mlp.gate.e_score_correction_bias"]
+    loaded: Any = load(name, glm, offload, tmp_path, "bfloat16")
+    try:
+        found = next(
+            buffer
+            for path, buffer in loaded.model.named_buffers()
+            if path.endswith("2.mlp.gate.e_score_correction_bias")
+        )
+        assert found.dtype == torch.float32
+        assert len(greedy(loaded, BATCHES[0]).unique()) > 1
+        if offload == "none" or name != "stream":  # elsewhere it is a view of the slot
+            assert torch.equal(found.cpu(), bias)
+    finally:
+        loaded.close()
+
+
+def test_weights_that_decoder_layers_share_are_theirs_wherever_they_are(tmp_path: Path) -> None:
+    shape = {
+        "num_hidden_layers": 7, "attention_hidden_size": 128, "attention_head_dim": 32, "mamba_dt_rank": 4,
+        "n_mamba_heads": 2, "num_key_value_heads": 4, "use_mamba_kernels": False,
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "mamba", "hybrid", "mamba"],
+    }  # fmt: skip
+    directory = save_config(tmp_path / "zamba", "zamba", **shape)
+    state = ModelState(model.from_directory(directory), "safetensors")
+    shared = [entry for entry in state.entries.values() if len(entry.names) > 1 and f"{state.stack}." in entry.name]
+    assert shared
+    assert all(entry.layer is None for entry in shared)
+    expected = reference(directory)
+    for offload in ("none", "cpu"):
+        loaded = load("stream", directory, offload, tmp_path)
+        for lengths, tokens in zip(BATCHES, expected, strict=True):
+            assert torch.equal(greedy(loaded, lengths), tokens)
+        loaded.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_tensors_are_refused_whatever_the_configuration_says(dtype: torch.dtype, copy: ModelSpec) -> None:
+    directory = Path(str(copy.directory))
+    tensors = stored(directory)
+    name = "model.layers.1.mlp.up_proj.weight"
+    spec = store(directory, tensors | {name: tensors[name].to(dtype)})
+    refused(spec, f"stores {name} as ")
+    refused(spec, "quantised weights are not read")
+
+
+def test_a_tensor_that_the_model_does_not_have_is_refused(copy: ModelSpec) -> None:
+    directory = Path(str(copy.directory))
+    spec = store(directory, stored(directory) | {"model.layers.1.self_attn.q_proj.bias": torch.ones(64)})
+    refused(
+        spec, "stores model.layers.1.self_attn.q_proj.bias, which a llama model of this configuration does not have"
+    )
+
+
+def test_tensors_that_transformers_ignores_are_ignored(copy: ModelSpec) -> None:
+    directory = Path(str(copy.directory))
+    whole = stored(directory)
+    spec = store(directory, whole | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    assert read(spec).keys() == whole.keys()
+
+
+def test_a_tensor_that_is_stored_under_two_names_of_one_is_refused(copy: ModelSpec) -> None:
+    directory = Path(str(copy.directory))
+    tensors = stored(directory)
+    spec = store(directory, tensors | {"layers.1.mlp.up_proj.weight": tensors["model.layers.1.mlp.up_proj.weight"] + 1})
+    refused(spec, "stores model.layers.1.mlp.up_proj.weight twice")
+
+
+def test_a_slice_leaves_the_other_layers_alone(copy: ModelSpec) -> None:
+    names = set(read(copy.slice(2)))
+    assert names == {name for name in read(copy) if "layers.2." not in name}
+    refused(copy.model_copy(update={"num_layers": 2, "total_layers": 2, "config": copy.slice(2).config}), "layers.2.")
+
+
+@pytest.mark.parametrize("change", [0.0, 0.5])
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_kept_apart(
+    change: float, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(checkpoint("qwen2"), tmp_path / "qwen2"))
+    tensors = stored(directory)
+    head = tensors["model.embed_tokens.weight"] * (1 + change)
+    spec = store(directory, tensors | {"lm_head.weight": head})
+    names = set(read(spec))
+    assert ("lm_head.weight" in names) == (change != 0)
+    loaded = load("stream", directory, "cpu", tmp_path)
+    assert torch.equal(loaded.model.get_output_embeddings().weight, head)  # type: ignore[attr-defined]
+    for lengths, expected in zip(BATCHES, reference(directory), strict=True):
+        assert torch.equal(greedy(loaded, lengths), expected)
+    loaded.close()
+
+
+def test_a_reader_that_skips_a_layer_gets_the_next(glm: Path) -> None:
+    state = ModelState(model.from_directory(glm), "safetensors")
+    layers = [index for index, _ in by_layer(state, state.load(CPU))]
+    assert layers == [None, *range(6)]

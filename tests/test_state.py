@@ -18,7 +18,7 @@ from zinfer import model
 from zinfer.architecture import empty_model
 from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
-from zinfer.engine.state import ModelState
+from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream import codec, packed
 from zinfer.model import Dtype, ModelError, ModelSpec
 from zinfer.plan import Offload

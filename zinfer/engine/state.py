@@ -300,12 +300,12 @@ class _Stored:
         """Those `unknown` targets that are entries of the model that the checkpoint's `architectures` names, outside
         its text model."""
         for name in self._checkpoint.config.get("architectures") or ():
-            found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-            if not inspect.isclass(found) or not issubclass(found, PreTrainedModel):
+            make: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+            if PreTrainedModel not in getattr(make, "__mro__", ()):
                 continue
             try:
                 with init_empty_weights(include_buffers=True):
-                    model: Any = found(found.config_class.from_dict(dict(self._checkpoint.config)))
+                    model = make(make.config_class.from_dict(dict(self._checkpoint.config)))
             except Exception:  # whatever its constructor raises, it tells nothing of these tensors
                 continue
             text = model.get_decoder() if hasattr(model, "get_decoder") else None

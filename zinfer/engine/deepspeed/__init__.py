@@ -72,14 +72,15 @@ class DeepSpeed(Decoder):
         config = self._config(layers)
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
         partition = {True: Partition(config), False: Partition(config | {"zero_optimization": zero})}
+        held: dict[str, Tensor] = {}
         for name, tensor in state.load(self.device, self.progress):
             if state.entries[name].is_parameter:
-                self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+                held[name] = self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
                 partition[name in self._offloaded](self._parameters[name])
             else:
-                state.entries[name].put(tensor.to(self.device, copy=True))
-        for name, parameter in self._parameters.items():
-            state.entries[name].put(parameter)
+                held[name] = tensor.to(self.device, copy=True)
+        for name, tensor in held.items():
+            state.entries[name].put(tensor)
         self._count_fetches()
         if self.options["tuned"]:
             deepspeed.utils.set_z3_leaf_modules(self.model, list({type(layer) for layer in layers}))

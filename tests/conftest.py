@@ -1,16 +1,59 @@
 """Fixtures that several test files share."""
 
 import os
+import random
 import signal
-from collections.abc import Callable
+import sys
+import weakref
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as zinfer.worker has it, and before torch is imported
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs this in the background ignores it for us
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # caches of ours, Triton's and others'
+    HOME = TemporaryDirectory(prefix="zinfer-tests-")
+    os.environ["HOME"] = HOME.name
+settings.register_profile("zinfer", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # whatever the load
+settings.load_profile("zinfer")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in the random order that SEED gives")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("shuffle")) is not None:
+        random.Random(seed).shuffle(items)
+
+
+@pytest.fixture(autouse=True)
+def _engines_are_closed() -> Iterator[None]:
+    """Closes the engines that a test left open, as one that fails does: it shall not fail the next ones too."""
+    base: Any = sys.modules.get("zinfer.engine.base")  # imported, with torch, only by the files that want it
+    if base is None:
+        yield
+        return
+    construct, opened = base.Engine.__init__, list[weakref.ref[Any]]()
+
+    def constructed(self: Any, *args: Any, **settings: Any) -> None:
+        opened.append(weakref.ref(self))
+        construct(self, *args, **settings)
+
+    base.Engine.__init__ = constructed
+    yield
+    base.Engine.__init__ = construct
+    for reference in reversed(opened):
+        if (engine := reference()) is not None:
+            engine.close()
 
 
 @pytest.fixture(scope="session")

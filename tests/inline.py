@@ -82,6 +82,19 @@ def run_inline(path: Path, sweep: Sweep, worker: InlineWorker, events: Events | 
         return run(sweep, jobs, store, done, events, worker)
 
 
+def kill_after(child: int, reader: int, lines: int, seconds: float) -> bytes:
+    """Wait until `child` has written `lines` lines to `reader`, or ended, and `seconds` more; kill it, and return all
+    that it has written. Lines, not time, say how far it gets: so it does on a machine under load too."""
+    written = b""
+    while written.count(b"\n") < lines and (more := os.read(reader, 1 << 16)):
+        written += more
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(reader, "rb") as pipe:
+        return written + pipe.read()
+
+
 def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
     """Fork a sweep and SIGKILL it at a random moment, `kills` times over; the number of sweeps that got through all
     their points in the end, and of points that were found on disk. Exits with a message on any loss or doubling."""
@@ -96,17 +109,15 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
         if child == 0:
             os.close(reader)
 
-            def report(point: Measurement, _resumed: bool, writer: int = writer) -> None:
-                os.write(writer, point.case.model_dump_json().encode() + b"\n")
+            def report(point: Measurement, resumed: bool, writer: int = writer) -> None:
+                if not resumed:
+                    os.write(writer, point.case.model_dump_json().encode() + b"\n")
 
             run_inline(path, sweep, InlineWorker(edge=99, pause_s=0.0005), Events(point=report))
             os._exit(0)
         os.close(writer)
-        time.sleep(dice.uniform(0, 0.06))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        with os.fdopen(reader, "rb") as pipe:
-            told |= {Case.model_validate_json(line) for line in pipe if line.endswith(b"\n")}
+        written = kill_after(child, reader, dice.randrange(8), dice.uniform(0, 0.01))
+        told |= {Case.model_validate_json(line) for line in written.splitlines(True) if line.endswith(b"\n")}
         if not path.is_file():
             continue
         records = read(path)

@@ -8,14 +8,13 @@ import hashlib
 import json
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.inline import MACHINE, SPEC
+from tests.inline import MACHINE, SPEC, kill_after
 from zinfer import job as jobs
 from zinfer.batch import Request, read_requests, refusal
 from zinfer.intake import rows_of
@@ -180,11 +179,8 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
             run_inline(path, lines, InlineRows(pause_s=0.0004), at_most=4)
             os._exit(0)
         os.close(writer)
-        time.sleep(dice.uniform(0, 0.06))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        with os.fdopen(reader, "rb") as pipe:
-            told |= {name.decode().strip() for name in pipe if name.endswith(b"\n")}
+        written = kill_after(child, reader, dice.randrange(8), dice.uniform(0, 0.01))
+        told |= {name.decode().strip() for name in written.splitlines(True) if name.endswith(b"\n")}
         if job_path(path).is_file() and b'"tokens"' in job_path(path).read_bytes():
             resumed += 1
         if not path.is_file():

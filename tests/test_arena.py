@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import PATIENCE_S
 from zinfer import model
 from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine import arena
@@ -46,7 +47,7 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
         head, *rest = _mapping(proc, address)
         files = {os.readlink(link) for link in (proc / "fd").iterdir()}
         process.send_signal(signal.SIGKILL)
-        assert process.wait(timeout=30) == -signal.SIGKILL
+        assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     assert head.split()[1] == "rw-p"
     assert head.split()[4] == "0", "no file stands behind it"
     facts = dict(line.split(":", 1) for line in rest)

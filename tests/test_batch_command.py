@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import PATIENCE_S
 from tests.test_cli import ROOT, folder, zinfer
 from tests.test_rows import TEMPLATE
 
@@ -124,11 +125,11 @@ def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-m", "zinfer.cli", *words], cwd=folder, env=env,
                                stderr=subprocess.PIPE, text=True)  # fmt: skip
-    output, deadline = folder / "out.jsonl", time.monotonic() + 60
+    output, deadline = folder / "out.jsonl", time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and not (output.exists() and output.stat().st_size):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, stderr
     assert "the same command goes on" in stderr
     assert "Traceback" not in stderr

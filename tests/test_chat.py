@@ -19,6 +19,7 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import PATIENCE_S
 from tests.test_cli import ROOT, folder, zinfer  # noqa: F401
 from tests.test_dialogue import EXTENDING, TRIMMING
 from tests.test_parity import load
@@ -193,7 +194,7 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F81
 
     def until(pattern: str) -> None:
         nonlocal screen
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not re.search(pattern, screen):
             ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, screen
@@ -211,7 +212,7 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F81
     process.send_signal(signal.SIGINT)  # meant for the answer, perhaps
     until(r"ctrl-D, or ctrl-C again, ends the conversation\s+> $")
     os.write(master, b"\x04")
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=PATIENCE_S) == 0
     os.close(master)
     assert "Traceback" not in screen
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import PATIENCE_S
 from zinfer.hardware import slug
 from zinfer.machine import Machine
 from zinfer.store import read
@@ -33,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def zinfer(folder: Path, *words: str, timeout: float = 120, **settings: Any) -> subprocess.CompletedProcess[str]:
+def zinfer(folder: Path, *words: str, timeout: float = PATIENCE_S, **settings: Any) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "zinfer.cli", *words]
     settings = {"stdin": subprocess.DEVNULL} | settings
@@ -192,12 +193,12 @@ def test_an_interrupt_keeps_everything_and_says_how_to_go_on(folder: Path, numbe
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "zinfer.cli", *words]
     process = subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     path = folder / "r.jsonl"
     while time.monotonic() < deadline and not (path.is_file() and read(path).points):
         time.sleep(0.05)
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, stderr
     assert "--resume" in stderr
     assert "Traceback" not in stderr

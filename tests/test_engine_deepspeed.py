@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.test_parity import BATCHES, greedy, load, reference
+from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from zinfer.engine import EngineError
 
 
@@ -93,12 +93,122 @@ def test_nothing_is_left_behind(
     assert capfd.readouterr().out == ""
 
 
-def test_what_deepspeed_refuses_is_an_engine_error(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a GPU runs float16")
-    with pytest.raises(EngineError, match="fp16 is not supported"):
+@pytest.fixture
+def computes_float16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """What DeepSpeed's accelerator answers, whatever this machine's processor or GPU could do."""
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: request.param)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("computes_float16", [False], indirect=True)
+@pytest.mark.usefixtures("computes_float16")
+def test_a_type_that_deepspeed_does_not_compute_in_is_refused_before_anything_is_read(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zinfer.engine.deepspeed.weights", lambda *_: pytest.fail("weights were read"))
+    before = dict(os.environ)
+    with pytest.raises(EngineError, match=r"does not compute in float16 .* --dtype float32 or bfloat16$"):
         load("deepspeed", checkpoint("llama"), "cpu", tmp_path, dtype="float16")
     assert not dist.is_initialized()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("computes_float16", [True], indirect=True)
+@pytest.mark.usefixtures("computes_float16")
+def test_a_type_that_deepspeed_computes_in_is_its_to_run(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    directory = checkpoint("llama")
+    loaded: Any = load("deepspeed", directory, "cpu", tmp_path, dtype="float16")
+    exact = load("deepspeed", directory, "cpu", tmp_path)
+    token_ids, mask = prompts(BATCHES[0])
+    half, whole = loaded.prefill(token_ids, mask), exact.prefill(token_ids, mask)
+    assert {parameter.dtype for parameter in loaded._parameters.values()} == {torch.float16}
+    assert torch.allclose(half.float(), whole, atol=0.02 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("error", [AssertionError, NotImplementedError, ValueError])
+def test_what_deepspeed_refuses_is_an_engine_error(
+    error: type[Exception], checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import deepspeed
+
+    def refuse(**_: Any) -> None:
+        raise error("not this one")
+
+    monkeypatch.setattr(deepspeed, "initialize", refuse)
+    with pytest.raises(EngineError, match=r"DeepSpeed cannot run .*: not this one"):
+        load("deepspeed", checkpoint("llama"), "cpu", tmp_path)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "deepspeed.init_distributed",  # the process group is there, DeepSpeed has not seen it
+        "zinfer.engine.deepspeed.empty_model",
+        "deepspeed.zero.Init",  # a parameter is no ZeRO parameter yet
+        "zinfer.engine.deepspeed.install",  # all are
+        "deepspeed.runtime.engine.DeepSpeedEngine._configure_distributed_model",
+        "zinfer.engine.deepspeed.DeepSpeed._ready",  # all is there
+    ],
+)
+def test_a_constructor_that_fails_half_way_leaves_nothing_behind(
+    where: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zinfer.engine.deepspeed.world import modules_under_way
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("half-way")
+
+    before = dict(os.environ)
+    with monkeypatch.context() as patch:
+        patch.setattr(where, fail)
+        with pytest.raises(OSError, match="half-way"):
+            load("deepspeed", checkpoint("llama"), "cpu", tmp_path)
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+    assert modules_under_way() == []
+    after = load("deepspeed", checkpoint("llama"), "cpu", tmp_path)
+    assert torch.equal(greedy(after, BATCHES[0]), reference(checkpoint("llama"))[0])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_engines_of_one_process_do_not_disturb_each_other(
+    first: int, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    before, names = dict(os.environ), ("llama", "bloom")
+    opened = [load("deepspeed", checkpoint(name), "cpu", tmp_path) for name in names]
+    for name, loaded in zip(names, opened, strict=True):
+        assert torch.equal(greedy(loaded, BATCHES[0]), reference(checkpoint(name))[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("zinfer.engine.decoder.Decoder._call", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            greedy(opened[first], BATCHES[0])
+    for name, loaded in zip(names, opened, strict=True):
+        assert torch.equal(greedy(loaded, BATCHES[1]), reference(checkpoint(name))[1])
+    opened[first].close()
+    other, name = opened[1 - first], names[1 - first]
+    assert dist.is_initialized()
+    assert os.environ["RANK"] == "0"
+    assert torch.equal(greedy(other, BATCHES[0]), reference(checkpoint(name))[0])
+    other.close()
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+
+
+def test_all_is_given_back_though_closing_fails_half_way(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(os.environ)
+    loaded: Any = load("deepspeed", checkpoint("llama"), "cpu", tmp_path)
+    monkeypatch.setattr(loaded._engine, "destroy", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loaded.close()
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+    loaded.close()
 
 
 def test_nvme_says_what_it_lacks(

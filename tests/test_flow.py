@@ -9,6 +9,8 @@ from statistics import median
 
 import pytest
 
+from tests import PATIENCE_S
+
 ROOT = Path(__file__).parents[1]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -116,7 +118,7 @@ def test_torch_is_never_imported_by_what_the_core_install_runs(tmp_path: Path) -
         "result = CliRunner().invoke(cli, ['models'])\n"
         "assert result.exit_code == 0, result.output\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, cwd=ROOT, timeout=120)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, cwd=ROOT, timeout=PATIENCE_S)
 
 
 def test_help_starts_light() -> None:
@@ -126,7 +128,7 @@ def test_help_starts_light() -> None:
         "heavy = {'torch', 'pydantic', 'matplotlib', 'numpy', 'rich', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=PATIENCE_S)
 
 
 @pytest.mark.slow

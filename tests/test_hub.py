@@ -11,6 +11,8 @@ from threading import Thread
 
 import pytest
 
+from tests import PATIENCE_S
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LLAMA = {
     "model_type": "llama",
@@ -98,6 +100,7 @@ def ask(home: Path, *calls: str, **env: str) -> list[str]:
     once, when it is imported)."""
     code = """
 import json, sys
+from tests import PATIENCE_S
 from zinfer import hub, model
 answers = []
 for call in sys.argv[1:]:
@@ -110,8 +113,9 @@ print(json.dumps(answers))
     settings = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     settings |= {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **env}
     run = subprocess.run(
-        [sys.executable, "-c", code, *calls], env=settings, capture_output=True, text=True, timeout=120, check=False
-    )
+        [sys.executable, "-c", code, *calls], env=settings, capture_output=True, text=True, check=False,
+        timeout=PATIENCE_S,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
     answers: list[str] = json.loads(run.stdout)
     assert all("\n" not in answer and len(answer) < 400 for answer in answers)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import PATIENCE_S
 from tests.fakes import TARGET
 from tests.inline import MACHINE, SPEC
 from tests.inline_batch import CASE, SETTINGS, InlineRows, line, run_inline, text
@@ -219,7 +220,7 @@ def test_a_hundred_and_twenty_kills_lose_and_double_nothing(tmp_path: Path) -> N
     """SIGKILL at random moments of a job that goes on each time; what was reported as answered must be there once."""
     seed = str(random.Random(7).randrange(1 << 30))
     command = [sys.executable, "-m", "tests.inline_batch", str(tmp_path), "120", seed]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     finished, answers, resumed = map(int, done.stdout.split())
     assert finished >= 1
@@ -255,7 +256,7 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, Request)]
 
     def make_worker() -> Worker:
-        return Worker(TARGET, timeout_s=60)
+        return Worker(TARGET, timeout_s=PATIENCE_S)
 
     worker = make_worker()
     prompts = [(one.chat, one.prompt) for one in requests]

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests import PATIENCE_S
 from tests.test_cli import zinfer
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt import planfile
@@ -213,11 +214,11 @@ def test_an_interrupted_build_leaves_nothing(folder: Path) -> None:
         [*command, "--max-batch-size", "2", "--max-seq-len", "16"], cwd=folder,
         env=os.environ | {"PYTHONPATH": str(root)}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and not (folder / PLANS).is_dir():
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, stderr
     assert "nothing is left behind" in stderr
     assert list((folder / PLANS).iterdir()) == []

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from tests import PATIENCE_S
 from zinfer import hardware, here, probe
 from zinfer.commands.probe import command, write
 from zinfer.machine import Machine, MachineError, load
@@ -128,7 +129,7 @@ def test_names(devices: list[dict[str, str]], cpu: str, name: str, monkeypatch: 
 
 def test_slug_needs_no_torch() -> None:
     code = "import sys; from zinfer.hardware import slug; slug(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 class FakeNvml(SimpleNamespace):

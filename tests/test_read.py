@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests import PATIENCE_S
 from zinfer import model
 from zinfer.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from zinfer.engine import read
@@ -73,7 +74,7 @@ def test_the_next_group_is_read_while_one_is_used(opened: Checkpoint, monkeypatc
     for begun in (2, 3, 3):
         tensors = next(source)
         for _ in range(begun):
-            assert done.acquire(timeout=30), "the group after this one is not on its way"
+            assert done.acquire(timeout=PATIENCE_S), "the group after this one is not on its way"
         assert not done.acquire(timeout=0.05), "more than one group is on its way"
         for _ in range(begun):
             done.release()
@@ -85,7 +86,7 @@ def test_who_stops_early_leaves_no_thread(opened: Checkpoint, monkeypatch: pytes
 
     def slowly(*args: Any) -> None:
         count.append(args)
-        time.sleep(0.05 if len(count) > 4 else 0)
+        time.sleep(0.25 if len(count) > 4 else 0)
         real(*args)
 
     monkeypatch.setattr(read, "_read", slowly)

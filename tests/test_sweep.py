@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import PATIENCE_S
 from tests.inline import InlineWorker, run_inline
 from zinfer.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
 from zinfer.record import Measurement, Status
@@ -174,7 +175,7 @@ def test_a_load_that_fails_is_told_once_and_the_next_goes_on(tmp_path: Path) -> 
 def test_two_hundred_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     """SIGKILL at random moments of a sweep that is resumed each time; what was reported as stored must be there."""
     command = [sys.executable, "-m", "tests.inline", str(tmp_path), "200", str(random.Random(7).randrange(1 << 30))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kills, finished, points = map(int, done.stdout.split())
     assert kills == 200

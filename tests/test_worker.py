@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import PATIENCE_S
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from zinfer.plan import Case, Option, Workload, make_plan
@@ -23,7 +24,7 @@ def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:
     return Case(model="fake", engine=TARGET, offload=offload, workload=workload, options=tuple(sorted(options.items())))
 
 
-def start(asked: Case, timeout_s: float = 60) -> tuple[Worker, Measurement | None]:
+def start(asked: Case, timeout_s: float = PATIENCE_S) -> tuple[Worker, Measurement | None]:
     worker = Worker(TARGET, timeout_s=timeout_s)
     return worker, worker.load(make_plan(asked, SPEC, MACHINE))
 
@@ -33,7 +34,7 @@ def test_a_point_holds_every_sample() -> None:
     loads: list[tuple[int, float]] = []
     worker = Worker(
         TARGET,
-        timeout_s=60,
+        timeout_s=PATIENCE_S,
         notice=lambda what, _share: notices.append(what),
         loaded=lambda size, seconds: loads.append((size, seconds)),
     )
@@ -129,7 +130,7 @@ def test_offload_that_streams_nothing_is_not_ok() -> None:
 @pytest.mark.parametrize("stage", ["load", "decode"])
 def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, stage: str) -> None:
     asked = case(fail=fail, stage=stage)
-    worker = Worker(TARGET, timeout_s=60)
+    worker = Worker(TARGET, timeout_s=PATIENCE_S)
 
     def load_and_measure() -> None:
         worker.load(make_plan(asked, SPEC, MACHINE))
@@ -143,13 +144,13 @@ def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, sta
 
 def test_a_hang_ends_at_the_timeout() -> None:
     asked = case(fail="hang")
-    worker, _ = start(asked, timeout_s=20)
+    worker, _ = start(asked)
     worker._timeout = 1.0
     began = time.monotonic()
     with pytest.raises(WorkerDied, match="no answer within 1 s") as death:
         worker.measure(asked, repeats=1, tolerance=0.02)
     assert death.value.status == "timeout"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < PATIENCE_S
     assert worker._process.poll() is not None
     worker.close()
 
@@ -170,7 +171,7 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
     orphan = Path("/proc") / told.read_text()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while orphan.exists() and "zombie" not in (orphan / "status").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not orphan.exists() or "zombie" in (orphan / "status").read_text()

@@ -19,7 +19,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from zinfer.engine import EngineError
 from zinfer.engine.arena import empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.decoder import Decoder, scratch
-from zinfer.engine.deepspeed.world import Partition, World, check_async_io
+from zinfer.engine.deepspeed.world import Partition, World, check_async_io, check_dtype, modules_under_way
 from zinfer.engine.state import ModelState
 from zinfer.record import Effective
 
@@ -59,6 +59,7 @@ class DeepSpeed(Decoder):
         import deepspeed
 
         case = self.plan.case
+        check_dtype(self.plan.model.dtype)
         state = ModelState(self.plan.model, case.load_format)
         self.model, layers = state.model, state.layers
         self._offloaded = {
@@ -156,19 +157,20 @@ class DeepSpeed(Decoder):
         return logits
 
     def _call(self, **inputs: object) -> Tensor:
+        depth = len(modules_under_way())
         try:
             return super()._call(**inputs)
         except BaseException:
-            self._recover()
+            self._recover(depth)
             raise
 
-    def _recover(self) -> None:
-        """Release what an interrupted forward pass (out of memory, ctrl-C) left fetched or half fetched, so that the
-        next one can run. DeepSpeed records its trace anew by itself when a forward pass does not match it."""
-        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    def _recover(self, depth: int) -> None:
+        """Release what an interrupted forward pass (out of memory, ctrl-C), which began with `depth` modules under way,
+        left fetched or half fetched, so that the next one can run. DeepSpeed records its trace anew by itself when a
+        forward pass does not match it."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        del FWD_MODULE_STACK[1:]
+        del modules_under_way()[depth:]
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.model.ds_inflight_param_registry.clear()
@@ -203,7 +205,23 @@ class DeepSpeed(Decoder):
         )
 
     def close(self) -> None:
-        for parameter in self._parameters.values():  # DeepSpeed's caches may outlive it: free what they point to
+        with ExitStack() as last:  # in reverse order, each even if one before it fails
+            last.callback(empty_pinned_cache)
+            last.callback(gc.collect)
+            if self._folder is not None:
+                last.callback(self._folder.cleanup)
+            if self._world is not None:
+                last.callback(self._world.close)
+            last.callback(super().close)
+            last.callback(self._forget)
+            if self._engine is not None:
+                last.callback(self._engine.destroy)
+            self._free_weights()
+            self._folder = self._engine = None
+
+    def _free_weights(self) -> None:
+        """Free the weights' memory, whoever else refers to them: DeepSpeed's caches may outlive the engine."""
+        for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
             if getattr(parameter, "ds_tensor", None) is not None:
                 parameter.ds_tensor.data = parameter.data
@@ -211,17 +229,11 @@ class DeepSpeed(Decoder):
         for swapper in swappers.values():
             swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
         self._parameters = {}
-        if self._engine is not None:
-            self._engine.destroy()
-            self._engine = None
-        super().close()
-        if self._world is not None:
-            self._world.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
-        gc.collect()
-        empty_pinned_cache()
+
+    def _forget(self) -> None:
+        """Take the model off DeepSpeed's list of modules; those of other engines stay."""
+        stack, model = modules_under_way(), getattr(self, "model", None)
+        stack[:] = [module for module in stack if module is not model]
 
 
 def _bytes(parameter: Any) -> int:

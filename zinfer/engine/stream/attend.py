@@ -38,14 +38,23 @@ def dots(rows: Tensor, keys: Tensor) -> Tensor:
     """``rows @ keys^T`` in float32."""
     if suits(rows, keys):
         return _run("dots", rows, keys, keys.shape[-2])
-    return (rows @ widened(keys, rows.dtype).transpose(-1, -2)).float()
+    rows, keys = _alike(rows, keys)
+    return (rows @ keys.transpose(-1, -2)).float()
 
 
 def mix(rows: Tensor, values: Tensor) -> Tensor:
     """``rows @ values`` in float32."""
     if suits(rows, values):
         return _run("mix", rows, values, values.shape[-1])
-    return (rows @ widened(values, rows.dtype)).float()
+    rows, values = _alike(rows, values)
+    return (rows @ values).float()
+
+
+def _alike(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in one type, as torch's product wants them: the wider of the two."""
+    matrix = widened(matrix, rows.dtype)
+    dtype = torch.promote_types(rows.dtype, matrix.dtype)
+    return rows.to(dtype), matrix.to(dtype)
 
 
 def coded(states: Tensor) -> Tensor:

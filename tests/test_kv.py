@@ -248,7 +248,8 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
         token = logits[0].argmax(-1)
         logits = [one.decode(token) for one in (alone, split)]
     assert split.effective().settings["kv_host_rows"] == 4 - here
-    arena, kept = split._kv_arena, alone.plan.model.kv_bytes(4 - here, 17)  # type: ignore[attr-defined]
+    arena, kept = split._kv_memory, alone.plan.model.kv_bytes(4 - here, 17)  # type: ignore[attr-defined]
+    assert arena is not None
     assert arena.size == pytest.approx(kept * (1 + 4 / alone.plan.model.head_dim) / 4, abs=4096)
     alone.close()
     split.close()

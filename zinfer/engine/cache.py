@@ -1,27 +1,98 @@
-"""A KV cache with all its memory taken at the start.
+"""A KV cache with all its memory taken at the start, of any kinds of layers.
 
 `transformers`' DynamicCache copies itself at every step to grow by one token, and its StaticCache makes attention read
 the whole capacity. Here the memory is static and attention sees a view of the part that is filled: no copy, no waste,
-and an out-of-memory comes in prefill or not at all.
+and an out-of-memory comes in prefill or not at all. Every layer can be narrowed to some of the rows, so that a batch
+goes through the model a few rows at a time.
+
+A layer that attends within a sliding window (or a chunk) has memory for that window, and reads no more. A layer with a
+state of fixed size (recurrent, convolutional) keeps `transformers`' own tensors. A model that has layers of yet another
+kind (an index beside the keys) gets the cache that `transformers` makes, which goes through the model whole.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from zinfer.engine import EngineError
+
+SPARE = 8  # a sliding window has a part of its size as room to move in; the window moves to the front when that is full
+LEAST_SPARE = 16  # tokens
+
+
+class Slots:
+    """Which of a layer's `room` slots holds which position. Without a `window` each has its own; else there is room
+    for the last ones, in order, and what is still seen moves to the front when the room is full.
+
+    `window` counts the tokens that one attends to, itself included. Slots are the same for all rows at a position.
+    """
+
+    def __init__(self, capacity: int, window: int | None = None) -> None:
+        self.capacity, self.window = capacity, window
+        self.room = capacity
+        if window is not None:
+            self.room = min(capacity, window - 1 + max(LEAST_SPARE, window // SPARE))
+        self._bases = {0: 0}  # length of what is stored: the position in the first slot
+
+    def first(self, length: int) -> int:
+        """The first position that is still seen, by the next token of `length` ones."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def held(self, length: int) -> slice:
+        """The slots of all positions that the next token of `length` ones sees."""
+        base = self._bases[length]
+        return slice(self.first(length) - base, length - base)
+
+    def add(self, start: int, count: int) -> "Step":
+        """Take slots for `count` positions from `start` on. Raises IndexError beyond the capacity."""
+        end = start + count
+        if end > self.capacity:
+            raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {end} was decoded")
+        past, base = self.held(start), self._bases[start]
+        moved = end - base > self.room
+        if moved:
+            whole = end - self.first(start) > self.room  # more than there is room for: what the next token sees
+            base = self.first(end) if whole else self.first(start)
+        # Other rows may still have to go from `start` to `end`; nobody goes further back.
+        self._bases = {at: first for at, first in self._bases.items() if at >= start} | {end: base}
+        return Step(moved, past, slice(0 if moved else start - base, end - base))
+
+
+class Step:
+    """Where new positions go: into the slots `new`, behind those of the slots `past` that they see. If `moved`, these
+    go to the front, and `new` are the slots of all that is kept."""
+
+    def __init__(self, moved: bool, past: slice, new: slice) -> None:
+        self.moved, self.past, self.new = moved, past, new
+
+    def store(self, memory: Tensor, states: Tensor) -> Tensor:
+        """Put `states`, ``[.., n, D]``, into `memory`, ``[.., room, D]``; all that the new positions see."""
+        if not self.moved:
+            memory[..., self.new, :] = states
+            return memory[..., self.past.start : self.new.stop, :]
+        if self.past.start < self.past.stop:
+            states = torch.cat([memory[..., self.past, :], states], dim=-2)
+        memory[..., self.new, :] = self.kept(states)
+        return states
+
+    def kept(self, states: Tensor) -> Tensor:
+        """Those of all `states` seen that stay, ``[.., n, D]``."""
+        return states[..., states.shape[-2] - (self.new.stop - self.new.start) :, :]
 
 
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one decoder layer, ``[B, kv_heads, capacity, head_dim]`` each, filled from the front.
+    """Keys and values of one decoder layer, ``[B, kv_heads, room, head_dim]`` each, of which head_dim may differ.
 
     `window` limits what is written and seen to some of the rows, so that a batch can be prefilled a few rows at a time.
     """
 
-    def __init__(self, batch_size: int, capacity: int) -> None:
+    def __init__(self, batch_size: int, capacity: int, window: int | None = None) -> None:
         super().__init__()
         self.batch_size, self.capacity = batch_size, capacity
+        self.slots, self.is_sliding = Slots(capacity, window), window is not None
         self.rows, self.length = slice(0, batch_size), 0
 
     def window(self, rows: slice, length: int) -> None:
@@ -31,35 +102,45 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
             self._show()
 
     def _show(self) -> None:
-        self.keys, self.values = self._keys[self.rows, :, : self.length], self._values[self.rows, :, : self.length]
+        held = self.slots.held(self.length)
+        self.keys, self.values = self._keys[self.rows, :, held], self._values[self.rows, :, held]
+
+    def get_seq_length(self) -> int:
+        return self.length if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """How many keys the next `query_length` tokens see, and the position of the first."""
+        count = query_length if isinstance(query_length, int) else query_length.shape[0]  # positions, before 5.4
+        length = self.get_seq_length()
+        first = self.slots.first(length)
+        return length - first + count, first
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
         self._keys, self._values = (
             torch.empty(
-                (self.batch_size, states.shape[1], self.capacity, states.shape[3]), dtype=self.dtype, device=self.device
+                (self.batch_size, states.shape[1], self.slots.room, states.shape[3]),
+                dtype=self.dtype,
+                device=self.device,
             )
             for states in (key_states, value_states)
         )
         self.is_initialized = True
-        self._show()
 
-    def advance(self, count: int) -> int:
-        """Take the next `count` positions; the first of them. Raises IndexError beyond the capacity."""
-        start, self.length = self.length, self.length + count
-        if self.length > self.capacity:
-            raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {self.length} was decoded")
-        return start
+    def advance(self, count: int) -> Step:
+        """Take the next `count` positions. Raises IndexError beyond the capacity."""
+        step = self.slots.add(self.length, count)
+        self.length += count
+        return step
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self.advance(key_states.shape[2])
-        self._keys[self.rows, :, start : self.length] = key_states
-        self._values[self.rows, :, start : self.length] = value_states
+        step = self.advance(key_states.shape[2])
+        seen = step.store(self._keys[self.rows], key_states), step.store(self._values[self.rows], value_states)
         self._show()
-        return self.keys, self.values
+        return seen
 
 
 class QuantizedLayer(FixedLayer):
@@ -70,16 +151,19 @@ class QuantizedLayer(FixedLayer):
     in 16 bits, of which attention reads 2 bytes a value, a step reads 1, writes 2 and reads these 2.
     """
 
-    def __init__(self, batch_size: int, capacity: int, storage: torch.dtype) -> None:
-        super().__init__(batch_size, capacity)
+    def __init__(self, batch_size: int, capacity: int, storage: torch.dtype, window: int | None = None) -> None:
+        super().__init__(batch_size, capacity, window)
         self._storage = storage
         self._largest = 127.0 if storage == torch.int8 else torch.finfo(storage).max
         # The least that scales to all of the range by a normal number: 0, and what is as good as that, must not be a
         # divisor.
         self._least = self._largest * torch.finfo(torch.float32).tiny
+        self._stored: list[tuple[Tensor, Tensor]] = []  # of keys, and of values: 8 bits, and scales
 
-    def get_seq_length(self) -> int:
-        return self.length
+    @property
+    def dequantized_bytes(self) -> int:
+        """Bytes of a row's keys and values in the model's type; 0 before there are any."""
+        return sum(content[0].numel() * self.dtype.itemsize for content, _ in self._stored) if self.batch_size else 0
 
     def _show(self) -> None:
         """Nothing is to be seen without a pass."""
@@ -87,9 +171,8 @@ class QuantizedLayer(FixedLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._stored = []
         for states in (key_states, value_states):
-            shape = (self.batch_size, states.shape[1], self.capacity)
+            shape = (self.batch_size, states.shape[1], self.slots.room)
             content = torch.empty((*shape, states.shape[3]), dtype=self._storage, device=self.device)
             self._stored.append((content, torch.empty((*shape, 1), dtype=torch.float32, device=self.device)))
         self.is_initialized = True
@@ -97,41 +180,158 @@ class QuantizedLayer(FixedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self.advance(key_states.shape[2])
+        start, step = self.length, self.advance(key_states.shape[2])
+        seen = []
         for (content, scales), states in zip(self._stored, (key_states, value_states), strict=True):
             scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=self._least) / self._largest
             new = states / scale
-            content[self.rows, :, start : self.length] = new.round_() if self._storage == torch.int8 else new
-            scales[self.rows, :, start : self.length] = scale
-        if not start:
-            return key_states, value_states
-        keys, values = (
-            content[self.rows, :, : self.length].to(self.dtype).mul_(scales[self.rows, :, : self.length])
-            for content, scales in self._stored
-        )
-        return keys, values
+            new = (new.round_() if self._storage == torch.int8 else new).to(self._storage)
+            bits = step.store(content[self.rows].view(torch.int8), new.view(torch.int8)).view(self._storage)
+            scale = step.store(scales[self.rows], scale)
+            seen.append(bits.to(self.dtype).mul_(scale) if start else states)
+        return seen[0], seen[1]
 
 
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+STATES = ("conv_states", "recurrent_states")  # of transformers' layers with a state of fixed size, by their number
+_DUMMY = getattr(cache_utils, "DummyLayer", ())  # a layer that keeps nothing
 
 
-def make_cache(config: PreTrainedConfig, batch_size: int, capacity: int, storage: str = "auto") -> Cache:
-    """A cache for `batch_size` sequences of up to `capacity` tokens, in the model's type or in `STORAGE`'s. Models
-    whose layers keep another state than keys and values (recurrent, convolutional) get the cache that `transformers`
-    makes for them."""
+class _StateRows:
+    """A layer of `transformers` with a state of fixed size, narrowed to some of the rows: goes before the layer's own
+    class, by `_of_rows`. What that writes in place lands in the states of all rows."""
+
+    rows: slice
+    has_previous_state: dict[int, bool]
+
+    def take_rows(self, batch_size: int) -> None:
+        self.batch_size, self.rows = batch_size, slice(0, batch_size)
+        self._whole: dict[str, dict[int, Tensor]] = {name: {} for name in STATES}
+        self._begun: set[int] = set()  # the states that tell of something before
+
+    def window(self, rows: slice, length: int) -> None:
+        """Go on at position `length` of `rows` only."""
+        self.rows = rows
+        flags = self.has_previous_state
+        self._begun |= {number for number, begun in flags.items() if begun}
+        for number in flags:
+            flags[number] = length > 0 and number in self._begun
+        for name, whole in self._whole.items():
+            for number, states in whole.items():
+                getattr(self, name)[number] = states[rows]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        super().lazy_initialization(*args, **kwargs)  # type: ignore[misc]
+        for name, whole in self._whole.items():
+            shown: dict[int, Tensor | None] = getattr(self, name)
+            for number, states in shown.items():
+                if states is None or number in whole:
+                    continue
+                if states.shape[0] != self.rows.stop - self.rows.start:
+                    raise EngineError(f"{type(self).__name__} keeps a state whose first dimension is no batch")
+                whole[number] = states.new_zeros((self.batch_size, *states.shape[1:]))
+                shown[number] = whole[number][self.rows]
+
+
+class _MixedRows(_StateRows):
+    """A layer that has keys and values, too, in `attention`."""
+
+    attention: FixedLayer
+
+    def window(self, rows: slice, length: int) -> None:
+        super().window(rows, length)
+        self.attention.window(rows, length)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        return self.attention.update(key_states, value_states, *args, **kwargs)
+
+    def get_seq_length(self) -> int:
+        return self.attention.get_seq_length()
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.attention.get_mask_sizes(query_length)
+
+
+def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
+    """`layer`, of `transformers`, with a state of fixed size, as one that can be narrowed to some of the rows."""
+    kind, own = type(layer), _StateRows if attention is None else _MixedRows
+    made: Any = object.__new__(type(f"{kind.__name__}OfRows", (own, kind), {}))
+    vars(made).update(vars(layer))
+    made.take_rows(batch_size)
+    if attention is not None:
+        made.attention = attention
+    return made
+
+
+class RowCache(Cache):  # type: ignore[misc]
+    """A cache that can be narrowed to some of the rows, layer by layer."""
+
+    def window(self, rows: slice, length: int, layer: int | None = None) -> None:
+        """Go on at position `length` of `rows` only: in `layer`, or in all."""
+        for one in self.layers if layer is None else (self.layers[layer],):
+            if not isinstance(one, _DUMMY):
+                one.window(rows, length)
+
+    @property
+    def attention(self) -> dict[int, FixedLayer]:
+        """The keys and values, by the number of the layer."""
+        found = {index: getattr(layer, "attention", layer) for index, layer in enumerate(self.layers)}
+        return {index: layer for index, layer in found.items() if isinstance(layer, FixedLayer)}
+
+    def put(self, index: int, attention: FixedLayer) -> None:
+        """Have layer `index` keep its keys and values in `attention`."""
+        if isinstance(self.layers[index], FixedLayer):
+            self.layers[index] = attention
+        else:
+            self.layers[index].attention = attention
+
+
+def make_cache(
+    config: PreTrainedConfig, batch_size: int, capacity: int, storage: str = "auto", here: int | None = None
+) -> Cache:
+    """A cache for `batch_size` sequences of up to `capacity` tokens, in the model's type or in `STORAGE`'s, with the
+    keys and values of the first `here` sequences only, if given. It is a `RowCache`, except for a model whose layers
+    keep something that is neither keys and values nor a state of fixed size: then it is `transformers`' own."""
     default = DynamicCache(config=config)
-    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in default.layers):
+    if other_layers(default) or len(default.layers) != config.get_text_config(decoder=True).num_hidden_layers:
         return default
-    depth = config.get_text_config().num_hidden_layers
-    if storage in STORAGE:
-        return Cache(layers=[QuantizedLayer(batch_size, capacity, STORAGE[storage]) for _ in range(depth)])
-    return Cache(layers=[FixedLayer(batch_size, capacity) for _ in range(depth)])
+    rows = batch_size if here is None else here
+
+    def keys_and_values(layer: Any) -> FixedLayer:
+        window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
+        if storage in STORAGE:
+            return QuantizedLayer(rows, capacity, STORAGE[storage], window)
+        return FixedLayer(rows, capacity, window)
+
+    def made(layer: Any) -> Any:
+        if isinstance(layer, _DUMMY):
+            return layer
+        attention = keys_and_values(layer) if isinstance(layer, DynamicLayer) else None
+        return _of_rows(layer, batch_size, attention) if _has_states(layer) else attention
+
+    return RowCache(layers=[made(layer) for layer in default.layers])
+
+
+def other_layers(cache: Cache) -> set[str]:
+    """The kinds of layers in `transformers`' `cache` that `make_cache` leaves to it."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    layers = [layer for layer in cache.layers if not isinstance(layer, _DUMMY) and not _has_states(layer)]
+    return {type(layer).__name__ for layer in layers if type(layer) not in plain}
+
+
+def shares_keys(config: PreTrainedConfig) -> bool:
+    """Whether layers attend to keys and values of layers before them."""
+    return any(isinstance(layer, _DUMMY) for layer in DynamicCache(config=config).layers)
+
+
+def _has_states(layer: Any) -> bool:
+    return all(isinstance(getattr(layer, name, None), dict) for name in (*STATES, "has_previous_state"))
 
 
 def show_rows(cache: Cache, rows: slice, length: int) -> bool:
     """Narrow every layer of `cache` to `rows`, at position `length`; False where the cache is not of our making."""
-    if not all(isinstance(layer, FixedLayer) for layer in cache.layers):
+    if not isinstance(cache, RowCache):
         return False
-    for layer in cache.layers:
-        layer.window(rows, length)
+    cache.window(rows, length)
     return True

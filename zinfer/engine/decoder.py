@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from transformers.cache_utils import Cache
 from zinfer.cost import pass_tokens, prefill_rows
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Progress, silent
-from zinfer.engine.cache import FixedLayer, make_cache, show_rows
+from zinfer.engine.cache import FixedLayer, RowCache, make_cache, show_rows
 from zinfer.engine.kept import Kept
 from zinfer.plan import Plan, setup_of
+
+CACHE_NAMES = ("past_key_values", "cache_params")  # what forward passes call their cache
 
 
 class Decoder(Engine):
@@ -28,6 +31,9 @@ class Decoder(Engine):
     go, and end it with `_ready`; what `close` frees has a default in the class, as it may be called half-way."""
 
     model: PreTrainedModel
+    _cache: Cache | None = None
+    _state: Any = None  # what the forward pass takes as its cache, and has its state of the batch in
+    _mask: Tensor | None = None
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
@@ -46,9 +52,18 @@ class Decoder(Engine):
         for module in self.model.modules():
             for leaf, buffer in module._buffers.items():
                 module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
-        accepted = inspect.signature(self._forward_owner().forward).parameters
-        self._takes_positions = "position_ids" in accepted
-        self._takes_logits_to_keep = "logits_to_keep" in accepted
+        owner = self._forward_owner()
+        accepted = inspect.signature(owner.forward).parameters
+        self._accepted = frozenset(accepted)
+        self._cache_name = next((name for name in CACHE_NAMES if name in accepted), "")
+        if not self._cache_name or "input_ids" not in accepted:
+            raise EngineError(
+                f"{self.plan.model.name} cannot be run step by step: the forward pass of {type(owner).__name__} takes "
+                "no cache"
+            )
+        takes_default = getattr(owner, "_supports_default_dynamic_cache", lambda: True)
+        self._own_cache = not takes_default()
+        self._rope_switch = rope_switch(self.model)
         self._cache = None
 
     def _forward_owner(self) -> PreTrainedModel:
@@ -57,7 +72,10 @@ class Decoder(Engine):
 
     def _call(self, **inputs: object) -> Tensor:
         """One forward pass; logits ``[B, n, V]``."""
-        logits: Tensor = self.model(**inputs).logits
+        output = self.model(**inputs)
+        if self._own_cache:
+            self._state = getattr(output, self._cache_name)
+        logits: Tensor = output.logits
         return logits
 
     @torch.inference_mode()
@@ -66,15 +84,18 @@ class Decoder(Engine):
         token_ids, mask = token_ids.to(self.device), attention_mask.to(self.device)
         batch_size, length = token_ids.shape
         known = self._check_past(past, batch_size, length)
-        self._cache = cache = self._make_cache(batch_size, length, length + reserve)
-        for part in past:
-            part.put(cache.layers, self.device)
+        self._check_positions(mask, reserve)
+        self._cache = self._make_cache(batch_size, length, length + reserve)
+        self._state = self._cache
+        if self._cache is not None:
+            for part in past:
+                part.put(self._cache.layers, self.device)
         # Without padding every kernel can use plain causal attention, which needs no [B, 1, S, S] mask.
         self._mask = None if bool(mask.all()) else torch.ones((batch_size, length + reserve), dtype=mask.dtype)
         if self._mask is not None:
             self._mask = self._mask.to(self.device)
             self._mask[:, :length] = mask
-        self._length = length
+        self._length = self._mask_length = length
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self._next_position = positions[:, -1:] + 1
         logits = self._in_parts(
@@ -84,6 +105,19 @@ class Decoder(Engine):
         )
         self._show(slice(0, batch_size), length)
         return torch.cat(logits)
+
+    def _check_positions(self, mask: Tensor, reserve: int) -> None:
+        """Raise EngineError where the batch's positions would lead to wrong text."""
+        lengths = mask.sum(-1)
+        least, most = int(lengths.min()), int(lengths.max())
+        switch = self._rope_switch
+        if switch is not None and least <= switch < most + reserve:
+            raise EngineError(
+                f"from position {switch} on {self.plan.model.name} turns all keys by other angles (longrope), also "
+                f"those in the cache: prompts of {least} to {most} tokens and {reserve} more must stay on one side"
+            )
+        if "attention_mask" not in self._accepted and least < mask.shape[1]:
+            raise EngineError(f"{self.plan.model.name} knows no padding: its prompts must be of one length in a batch")
 
     def _check_past(self, past: Sequence[Kept], batch_size: int, length: int) -> int:
         """The positions that `past` holds. Raises EngineError for one that cannot be taken up."""
@@ -101,9 +135,13 @@ class Decoder(Engine):
         return known
 
     def cannot_keep(self) -> str | None:
-        if all(type(layer) is FixedLayer for layer in make_cache(self.model.config, 1, 1).layers):
-            return None
-        return f"the layers of {self.plan.model.name} hold another state than keys and values"
+        layers = [] if self._own_cache else make_cache(self.model.config, 1, 1).layers
+        if not layers or any(type(layer) is not FixedLayer for layer in layers):
+            return f"the layers of {self.plan.model.name} hold another state than keys and values"
+        windows = {layer.slots.window for layer in layers} - {None}
+        if windows:
+            return f"layers of {self.plan.model.name} hold the last {min(windows)} positions only (sliding window)"
+        return None
 
     @torch.inference_mode()
     def keep(self, first: int, last: int) -> Kept:
@@ -115,14 +153,14 @@ class Decoder(Engine):
             raise EngineError(f"some layers of {self.plan.model.name} hold no keys and values of their own")
         return Kept.of(self._cache.layers, first, last, pin=self.device.type == "cuda")
 
-    def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache:
-        """The cache of a batch whose prompts are `length` tokens long."""
-        return make_cache(self.model.config, batch_size, capacity)
+    def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache | None:
+        """The cache of a batch whose prompts are `length` tokens long; None where the model makes its own."""
+        return None if self._own_cache else make_cache(self.model.config, batch_size, capacity)
 
     def _parts(self, batch_size: int, length: int) -> list[slice]:
         """The rows that go through the model together, `length` tokens of each at a time."""
         rows = slice(0, batch_size)
-        return [rows] if length == 1 or not self._show(rows, 0) else self._split(rows, length)
+        return [rows] if length == 1 or not isinstance(self._cache, RowCache) else self._split(rows, length)
 
     def _split(self, rows: slice, length: int) -> list[slice]:
         """`rows`, as many at a time as have activations of `length` tokens within bounds."""
@@ -144,7 +182,7 @@ class Decoder(Engine):
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
-        if self._cache is None:
+        if self._state is None:
             raise RuntimeError("decode() before prefill()")
         self._length += 1
         positions, self._next_position = self._next_position, self._next_position + 1
@@ -156,20 +194,22 @@ class Decoder(Engine):
 
     def _step(self, token_ids: Tensor, positions: Tensor, rows: slice) -> Tensor:
         """One forward pass of `rows`, whose tokens and positions these are; the last position's logits."""
+        first = self._mask_length == self._length
         inputs: dict[str, object] = {
             "input_ids": token_ids,
             "attention_mask": None if self._mask is None else self._mask[rows, : self._length],
-            "past_key_values": self._cache,
+            "position_ids": positions,
+            "logits_to_keep": 1,
+            self._cache_name: self._state,
             "use_cache": True,
         }
-        if self._takes_positions:
-            inputs["position_ids"] = positions
-        if self._takes_logits_to_keep:
-            inputs["logits_to_keep"] = 1
+        if self._cache_name == "cache_params" and not first:
+            inputs["attention_mask"] = None  # of a state that has taken padding in, as `generate` has it
+        inputs = {name: value for name, value in inputs.items() if name in self._accepted}
         return self._call(**inputs)[:, -1]
 
     def release(self) -> None:
-        self._cache = None
+        self._cache = self._state = None
         self._mask = None
 
     def close(self) -> None:
@@ -178,6 +218,19 @@ class Decoder(Engine):
             del self.model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def rope_switch(model: PreTrainedModel) -> int | None:
+    """The position from which on a rotary embedding of `model` turns all keys, those before it included, by other
+    angles (longrope); None where there is none."""
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    groups = [parameters, *(group for group in parameters.values() if isinstance(group, dict))]
+    switches = [
+        int(group["original_max_position_embeddings"])
+        for group in groups
+        if group.get("rope_type") == "longrope" and group.get("original_max_position_embeddings")
+    ]
+    return min(switches, default=None)
 
 
 def scratch(nvme_path: str | None) -> TemporaryDirectory[str]:

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from zinfer.engine import EngineError
 from zinfer.engine.arena import HostArena, check_free, lay_out
-from zinfer.engine.cache import STORAGE, FixedLayer, make_cache
+from zinfer.engine.cache import STORAGE, QuantizedLayer, RowCache, make_cache, other_layers, shares_keys
 from zinfer.engine.decoder import Decoder
 from zinfer.engine.kept import Kept
 from zinfer.engine.state import ModelState, by_layer
@@ -22,7 +22,7 @@ from zinfer.engine.stream import packed
 from zinfer.engine.stream.blocks import interleave
 from zinfer.engine.stream.image import Image, pack, plain
 from zinfer.engine.stream.kernels import trouble
-from zinfer.engine.stream.kv import CpuCache, HostCache, LinkCache, Sender, SplitLayer
+from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, LinkCache, Sender, SplitLayer
 from zinfer.engine.stream.ring import Ring
 from zinfer.plan import (
     CAUTIOUS,
@@ -36,7 +36,6 @@ from zinfer.plan import (
     Option,
     Workload,
     is_lossless,
-    kv_ratio,
     pieces_of,
     resident_bytes,
     setup_of,
@@ -58,7 +57,7 @@ class Stream(Decoder):
 
     _arena: HostArena | None = None
     _ring: Ring | None = None
-    _kv_arena: HostArena | None = None  # kept for the next batch: page-locking takes long
+    _kv_memory: HostMemory | None = None  # kept for the next batch: page-locking takes long
     _host: HostCache | None = None  # of the running batch
     _kv_rows, _kv_place = 0, "gpu"  # of the last batch: sequences with their KV cache in host memory, where it is used
     _kv_threads = 0  # and how many threads of the CPU attend to it
@@ -79,7 +78,7 @@ class Stream(Decoder):
             raise EngineError("kv_attention=gpu brings the cache along with streamed weights: it needs offload cpu")
         self._threads = torch.get_num_threads()
         self._sender = Sender(self.device)
-        self._state = state = ModelState(plan.model, plan.case.load_format)
+        self._weights = state = ModelState(plan.model, plan.case.load_format)
         self.model, self._layers = state.model, state.layers
         streamed = plan.case.offload == "cpu"
         self._lossless = streamed and is_lossless(plan.case, plan.machine)
@@ -106,6 +105,9 @@ class Stream(Decoder):
             state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready()
+        for option, plain_ways in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
+            if self.options[option] not in plain_ways and (why_not := self._cannot_have(option)) is not None:
+                raise EngineError(why_not)
 
     def _plain_images(self, resident: Mapping[str, Tensor]) -> list[Image]:
         """Fill an arena with the layers as they are, and `resident`, by name, with what lies outside them."""
@@ -114,7 +116,7 @@ class Stream(Decoder):
             images.append(plain(self._layout(number), images[-1].end if images else 0))
         self._arena = HostArena(images[-1].end, pin=self.device.type == "cuda", progress=self.progress)
         views = [self._arena.views(image.blocks, image.start) for image in images]
-        for index, group in by_layer(self._state, self._state.load(self.device, self.progress)):
+        for index, group in by_layer(self._weights, self._weights.load(self.device, self.progress)):
             target = resident if index is None else views[index]
             for name, tensor in group:
                 target[name].copy_(tensor)
@@ -122,7 +124,7 @@ class Stream(Decoder):
 
     def _layout(self, index: int) -> list[tuple[str, Tensor]]:
         """The entries of a layer: names within it, and tensors that tell shape and type."""
-        return [(name, entry.tensor) for name, entry in self._state.of_layer(index).items()]
+        return [(name, entry.tensor) for name, entry in self._weights.of_layer(index).items()]
 
     def _coded_images(self, resident: Mapping[str, Tensor]) -> list[Image]:
         """Fill an arena with packed layers, from their folder if there is one, and `resident` as `_plain_images`."""
@@ -133,16 +135,16 @@ class Stream(Decoder):
         if folder is None:
             check_free(round(raw * LOSSLESS_RATIO))
         else:
-            images = dict(enumerate(packed.load(folder, self._state, self._arena, self.progress)))
-        loaded = self._state.load(self.device, self.progress, layers=folder is None)
-        for index, group in by_layer(self._state, loaded):
+            images = dict(enumerate(packed.load(folder, self._weights, self._arena, self.progress)))
+        loaded = self._weights.load(self.device, self.progress, layers=folder is None)
+        for index, group in by_layer(self._weights, loaded):
             if index is None:
                 for name, tensor in group:
                     resident[name].copy_(tensor)
             else:
                 # Loans become copies; on the device, where coding is fast.
                 tensors = {name: tensor.to(self.device, copy=True) for name, tensor in group}
-                if index in images or tensors.keys() != self._state.of_layer(index).keys():
+                if index in images or tensors.keys() != self._weights.of_layer(index).keys():
                     raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
                 images[index] = pack(tensors, self._arena)
         self._arena.seal()
@@ -197,53 +199,78 @@ class Stream(Decoder):
         ring.keep(stay)
         ring.resize(buffers)
 
-    def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache:
+    def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache | None:
         self._host = None
         storage = str(self.options["kv_cache_dtype"])
-        spec = self.plan.model
-        layer = max(1, spec.kv_bytes(1, capacity) // spec.num_layers)  # of a sequence
-        self._rows_at_once = max(1, DEQUANTIZED_BYTES // layer) if storage in STORAGE else batch_size
         load = Workload(batch_size=batch_size, input_len=length, output_len=max(1, capacity - length))
         case = self.plan.case.model_copy(update={"workload": load})
-        setup = setup_of(case, spec, self.plan.machine, factors=CAUTIOUS)
+        setup = setup_of(case, self.plan.model, self.plan.machine, factors=CAUTIOUS)
         rows, on_cpu = round(setup.kv_host_share * batch_size), setup.kv_on_cpu
-        here = batch_size - rows
-        own = make_cache(self.model.config, here, capacity, storage)
         self._all_threads()
         self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
-        if not rows or not isinstance(own.layers[0], FixedLayer):
-            if self._ring is not None:
-                self._ring.start()
-            return own
-        size = round(spec.kv_bytes(rows, capacity) * kv_ratio(case, spec))
-        if self._kv_arena is None or self._kv_arena.size < size:
-            self._close_kv()
-            pin = self.device.type == "cuda"
-            self._kv_arena = HostArena(size, pin, self.progress, spread=on_cpu)
-        there = slice(here, batch_size)
-        if on_cpu or self._ring is None:
-            in_8_bits, asked = storage in STORAGE, self.options["kv_threads"]
-            self._kv_threads = max(1, round(setup.kv_cpu_share * self._threads)) if asked == "auto" else int(asked)
-            # For all that the CPU computes: where teams of two sizes take turns, threads end and begin at every turn.
-            torch.set_num_threads(self._kv_threads)
-            self._host = CpuCache(self._kv_arena, self._sender, there, capacity, self.device, in_8_bits)
-        else:
-            parts, ring = self._split(there, length), self._ring
-            ring.resize(ring.depth, max(spec.kv_bytes(p.stop - p.start, capacity) for p in parts) // spec.num_layers)
-            self._host = link = LinkCache(self._kv_arena, self._sender, ring, parts, capacity)
-            ring.fetch(link.loads(length))
+        here = batch_size - rows
+        cache = None if self._own_cache else make_cache(self.model.config, batch_size, capacity, storage, here)
+        if not isinstance(cache, RowCache) and rows:
+            raise EngineError(f"{rows} of {batch_size} rows need host memory: {self._cannot_have('kv_offload')}")
+        if rows and isinstance(cache, RowCache) and cache.attention:
+            self._host = self._in_host_memory(cache, slice(here, batch_size), on_cpu, length, capacity)
+            self._kv_rows, self._kv_place = rows, self._host.place
+            if isinstance(self._host, CpuCache):
+                asked = self.options["kv_threads"]
+                automatic = max(1, round(setup.kv_cpu_share * self._threads))
+                self._kv_threads = automatic if asked == "auto" else int(asked)
+                # For all that the CPU computes: where teams of two sizes take turns, threads end and begin at every
+                # turn.
+                torch.set_num_threads(self._kv_threads)
         if self._ring is not None:
             self._ring.start()
-        self._kv_rows, self._kv_place = rows, self._host.place
-        split = [SplitLayer(index, kept, self._host) for index, kept in enumerate(own.layers)]
-        return Cache(layers=split)
+        return cache
+
+    def _in_host_memory(self, cache: RowCache, rows: slice, on_cpu: bool, length: int, capacity: int) -> HostCache:
+        """Have `cache` keep the keys and values of `rows`, its last ones, in host memory."""
+        on_cpu = on_cpu or self._ring is None
+        if self._kv_memory is not None and self._kv_memory.spread != on_cpu:
+            self._close_kv()
+        if self._kv_memory is None:
+            self._kv_memory = HostMemory(self.device.type == "cuda", on_cpu, self.progress)
+        attention = cache.attention
+        windows = {index: one.slots.window for index, one in attention.items() if one.slots.window is not None}
+        host: HostCache
+        if on_cpu or self._ring is None:
+            in_8_bits = self.options["kv_cache_dtype"] in STORAGE
+            host = CpuCache(self._kv_memory, self._sender, rows, capacity, self.device, in_8_bits, windows)
+        else:
+            parts, shared = self._split(rows, length), shares_keys(self.model.config)
+            host = LinkCache(self._kv_memory, self._sender, self._ring, parts, capacity, windows, shared)
+        for index, here in attention.items():
+            cache.put(index, SplitLayer(index, here, host))
+        return host
+
+    def _cannot_have(self, option: str) -> str | None:
+        """Why the model's cache cannot be as `option` says; None where it can."""
+        name, config = self.plan.model.name, self.model.config
+        if self._own_cache:
+            kept = "a state of its own kind"
+        elif not isinstance(trial := make_cache(config, 1, 1), RowCache):
+            kept = f"more than keys and values ({', '.join(sorted(other_layers(trial)))})"
+        elif not trial.attention:
+            kept = "a state of fixed size, and no keys and values"
+        else:
+            return None
+        return f"the layers of {name} keep {kept}: {option}={self.options[option]} is not for them"
+
+    def _rows_at_once(self, cache: RowCache, here: int) -> int:
+        """How many of the `here` rows on the GPU decode together: all, unless their keys come in 8 bits."""
+        layers = [getattr(layer, "here", layer) for layer in cache.attention.values()]
+        size = max((layer.dequantized_bytes for layer in layers if isinstance(layer, QuantizedLayer)), default=0)
+        return max(1, DEQUANTIZED_BYTES // size) if size else here
 
     def _parts(self, batch_size: int, length: int) -> list[slice]:
-        host, step = self._host, self._rows_at_once
+        host, cache = self._host, self._cache
         here = host.rows.start if host is not None else batch_size
         parts = super()._parts(here, length) if here else []
         decoding = length == 1 and self._length > 1  # a prompt of one token is a prompt
-        if decoding and here > step and self._show(slice(0, here), self._length - 1):
+        if decoding and isinstance(cache, RowCache) and here > (step := self._rows_at_once(cache, here)):
             parts = [slice(start, min(start + step, here)) for start in range(0, here, step)]
         if host is None:
             return parts
@@ -255,11 +282,11 @@ class Stream(Decoder):
 
     def _in_parts(self, parts: list[slice], length: int, work: Callable[[slice], Tensor]) -> list[Tensor]:
         ring, cache = self._ring, self._cache
-        if ring is None or cache is None or (len(parts) == 1 and self._host is None):
+        if ring is None or not isinstance(cache, RowCache) or (len(parts) == 1 and self._host is None):
             return super()._in_parts(parts, length, work)
 
         def enter(part: int, layer: int) -> None:
-            cache.layers[layer].window(parts[part], length)
+            cache.window(parts[part], length, layer)
 
         def one(rows: slice) -> Callable[[], Tensor]:
             def run() -> Tensor:
@@ -274,6 +301,8 @@ class Stream(Decoder):
         ring = self._ring
         if ring is None:
             return super().decode(token_ids)
+        if isinstance(self._host, LinkCache) and not self._host.started:
+            self._host.start()
         weights, others = ring.bytes_copied, ring.other_bytes_copied
         logits = super().decode(token_ids)
         self._streamed_per_step = ring.bytes_copied - weights
@@ -335,9 +364,9 @@ class Stream(Decoder):
             torch.set_num_threads(self._threads)
 
     def _close_kv(self) -> None:
-        if self._kv_arena is not None:
-            self._kv_arena.close()
-            self._kv_arena = None
+        if self._kv_memory is not None:
+            self._kv_memory.close()
+            self._kv_memory = None
 
     def close(self) -> None:
         self.release()
@@ -345,7 +374,7 @@ class Stream(Decoder):
             self._ring.close()
             self._ring = None
         self._layers = nn.ModuleList()
-        self.__dict__.pop("_state", None)
+        self.__dict__.pop("_weights", None)
         super().close()
         if self._arena is not None:
             self._arena.close()

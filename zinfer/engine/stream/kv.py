@@ -7,7 +7,7 @@ host memory is read faster than the link carries, as both then run at once.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zinfer.engine.arena import HostArena
-from zinfer.engine.cache import FixedLayer
+from zinfer.engine.arena import ALIGNMENT, HostArena
+from zinfer.engine.base import Progress, silent
+from zinfer.engine.cache import FixedLayer, Slots, Step
 from zinfer.engine.stream.attend import coded, library
 from zinfer.engine.stream.hosted import code, fetched, host, keep_freed
 from zinfer.engine.stream.ring import Load, Ring
@@ -63,102 +64,176 @@ class Sender:
         self._bytes = 0
 
 
+class HostMemory:
+    """Host memory for what the layers of a batch store, page-locked if `pin`: for each exactly what it asks for, and
+    kept for the next batch, as page-locking takes long. With `spread`, it is for what all CPUs read."""
+
+    def __init__(self, pin: bool, spread: bool = False, progress: Progress = silent) -> None:
+        self.spread, self._pin, self._progress = spread, pin, progress
+        self._arenas: dict[int, HostArena] = {}
+
+    @property
+    def size(self) -> int:
+        """Bytes for all layers."""
+        return sum(arena.size for arena in self._arenas.values())
+
+    def take(self, layer: int, size: int) -> Tensor:
+        """The memory of a layer, uint8 ``[size]``, its content undefined. Raises MemoryError as `HostArena` does."""
+        arena = self._arenas.get(layer)
+        if arena is None or arena.size < size:
+            if arena is not None:
+                del self._arenas[layer]
+                arena.close()
+            self._arenas[layer] = arena = HostArena(size, self._pin, self._progress, spread=self.spread)
+        return arena.memory[:size]
+
+    def close(self) -> None:
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas = {}
+
+
 class HostCache(ABC):
-    """Keys and values of the `rows` of a batch in `arena`, for up to `capacity` tokens a sequence."""
+    """Keys and values of the `rows` of a batch in `memory`, for up to `capacity` tokens a sequence. Layers may differ
+    in their heads and widths, keys from values; a layer of `windows` (by its number) sees so many tokens only."""
 
     place: str  # of the attention to it: gpu, cpu, or "cpu, torch" where no compiler was found
     rows: slice
     parts: list[slice]  # rows that go through the model together in a decode step
 
+    def __init__(
+        self,
+        memory: HostMemory,
+        sender: Sender,
+        parts: list[slice],
+        capacity: int,
+        windows: Mapping[int, int] | None = None,
+    ) -> None:
+        self.rows, self.parts = slice(parts[0].start, parts[-1].stop), parts
+        self.capacity, self._windows = capacity, windows or {}
+        self._memory, self._sender = memory, sender
+
+    def _slots(self, layer: int) -> Slots:
+        return Slots(self.capacity, self._windows.get(layer))
+
     @abstractmethod
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values, ``[rows, kv_heads, n, head_dim]``, of positions `start` on; all of them so far."""
+        """Store keys and values, ``[rows, kv_heads, n, head_dim]`` each, of positions `start` on; all that these
+        positions see."""
 
 
 class CpuCache(HostCache):
-    """In the order that attention reads it, ``[rows, kv_heads, capacity, head_dim]``; comes as `Hosted` tensors. With
+    """In the order that attention reads it, ``[rows, kv_heads, room, head_dim]``; comes as `Hosted` tensors. With
     `in_8_bits`, as `zinfer.engine.stream.attend.coded` has it."""
 
     def __init__(
         self,
-        arena: HostArena,
+        memory: HostMemory,
         sender: Sender,
         rows: slice,
         capacity: int,
         device: torch.device,
         in_8_bits: bool = False,
+        windows: Mapping[int, int] | None = None,
     ) -> None:
-        self.rows, self.parts, self.capacity = rows, [rows], capacity
-        self._memory, self._used, self._device, self._in_8_bits = arena.memory, 0, device, in_8_bits
-        self._sender = sender
+        super().__init__(memory, sender, [rows], capacity, windows)
+        self._device, self._in_8_bits = device, in_8_bits
         keep_freed()
         self.place = "cpu" if library() is not None else "cpu, torch"
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values
+        self._places: dict[int, tuple[Slots, Tensor, Tensor]] = {}  # layer: keys, values
         self._writing = False  # prompts' keys
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         stored = (coded(keys), coded(values)) if self._in_8_bits else (keys, values)
         if layer not in self._places:
-            self._places[layer] = self._take(stored[0]), self._take(stored[1])
+            slots = self._slots(layer)
+            self._places[layer] = slots, *self._take(layer, slots, stored)
+        slots, *places = self._places[layer]
         own = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
-        end = start + keys.shape[2]
+        step = slots.add(start, keys.shape[2])
         if not start:
-            for place, states in zip(self._places[layer], stored, strict=True):
+            for place, states in zip(places, stored, strict=True):
                 # One copy of whole rows: what lies beyond the prompt means nothing yet.
-                self._sender.send(pad(states, (0, 0, 0, self.capacity - end)), place[own])
+                self._sender.send(pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop)), place[own])
             self._writing = True
             return keys, values
         if self._writing:
             self._sender.finish()
         self._writing = False
-        for place, states in zip(self._places[layer], fetched(*stored), strict=True):  # waits for the device
-            place[own, :, start:end].copy_(states)
-        seen = (place[own, :, :end] for place in self._places[layer])
+        arrived = fetched(*stored)  # waits for the device
+        seen = [step.store(place[own], states) for place, states in zip(places, arrived, strict=True)]
         if self._in_8_bits:
-            rows_of = (place.view(torch.int8)[..., : keys.shape[3]] for place in seen)
-            return tuple(code(place, self._device, keys.dtype) for place in rows_of)  # type: ignore[return-value]
-        return tuple(host(place, self._device) for place in seen)  # type: ignore[return-value]
+            rows_of = [
+                one.view(torch.int8)[..., : states.shape[3]] for one, states in zip(seen, (keys, values), strict=True)
+            ]
+            return code(rows_of[0], self._device, keys.dtype), code(rows_of[1], self._device, keys.dtype)
+        return host(seen[0], self._device), host(seen[1], self._device)
 
-    def _take(self, states: Tensor) -> Tensor:
-        shape = (self.rows.stop - self.rows.start, states.shape[1], self.capacity, states.shape[3])
-        begin, self._used = self._used, self._used + prod(shape) * states.itemsize
-        return self._memory[begin : self._used].view(states.dtype).view(shape)
+    def _take(self, layer: int, slots: Slots, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        rows = self.rows.stop - self.rows.start
+        shapes = [(rows, states.shape[1], slots.room, states.shape[3]) for states in stored]
+        keys, values = (prod(shape) * states.itemsize for shape, states in zip(shapes, stored, strict=True))
+        begin = -(-keys // ALIGNMENT) * ALIGNMENT
+        memory = self._memory.take(layer, begin + values)
+        dtype = stored[0].dtype
+        return memory[:keys].view(dtype).view(shapes[0]), memory[begin:].view(dtype).view(shapes[1])
 
 
 class LinkCache(HostCache):
-    """In `parts`, each of which is one range of bytes in a layer, a position after the other: ``[capacity, K and V of
-    its rows]``. A step reads that in one copy, into a buffer of `ring`, and adds to it in another."""
+    """In `parts`, each of which is one range of bytes in a layer, a position after the other: ``[room, K and V of its
+    rows]``. A step reads that in one copy, into a buffer of `ring`, and adds to it in another.
+
+    Nothing crosses the link for it before `start`, which is for the time when the prompts are stored. With `shared`,
+    a later layer attends to the same keys, too, which the buffer no longer has by then: they are copied.
+    """
 
     place = "gpu"
 
-    def __init__(self, arena: HostArena, sender: Sender, ring: Ring, parts: list[slice], capacity: int) -> None:
-        self.rows = slice(parts[0].start, parts[-1].stop)
-        self.parts, self.capacity = parts, capacity
-        self._ring, self._memory, self._used = ring, arena.memory, 0
-        self._places: dict[tuple[int, int], Tensor] = {}  # layer, part: uint8 [capacity, bytes of a position]
+    def __init__(
+        self,
+        memory: HostMemory,
+        sender: Sender,
+        ring: Ring,
+        parts: list[slice],
+        capacity: int,
+        windows: Mapping[int, int] | None = None,
+        shared: bool = False,
+    ) -> None:
+        super().__init__(memory, sender, parts, capacity, windows)
+        self.started = False
+        self._ring, self._cuda, self._shared = ring, ring.on_gpu, shared
+        self._places: dict[tuple[int, int], tuple[Slots, Tensor]] = {}  # layer, part: uint8 [room, bytes of a position]
         self._lengths: dict[tuple[int, int], int] = {}
-        self._cuda, self._sender = ring.on_gpu, sender
         self._written: dict[tuple[int, int], Any] = {}  # events
 
-    def loads(self, first_length: int) -> Callable[[int, int], Iterator[Load]]:
-        """What a pass fetches for a layer, for `Ring.fetch`: nothing while prompts of `first_length` tokens are
-        prefilled (pass 0), and then all that was stored before."""
+    def start(self) -> None:
+        """Have each decode step from now on fetch what is stored, of the layers that have stored anything."""
+        length = max(self._lengths.values(), default=0)
+        self._ring.resize(self._ring.depth, max((place.nbytes for _, place in self._places.values()), default=0))
+        self._ring.fetch(self._loads(length))
+        self._ring.start()
+        self.started = True
+
+    def _loads(self, first_length: int) -> Callable[[int, int], Iterator[Load]]:
+        """What a pass fetches for a layer, for `Ring.fetch`: all that was stored before, which is `first_length` tokens
+        in pass 0."""
 
         def more(turn: int, layer: int) -> Iterator[Load]:
-            length = first_length + turn - 1
-            for part in range(len(self.parts)) if turn else ():
+            for part in range(len(self.parts)):
                 key = (layer, part)
-                yield Load(
-                    layer,
-                    source=partial(self._first, key, length),
-                    ready=partial(self._reaches, key, length),
-                    before=partial(self._wait, key),
-                )
+                if key in self._places:
+                    yield Load(
+                        layer,
+                        source=partial(self._stored, key, first_length + turn),
+                        ready=partial(self._reaches, key, first_length + turn),
+                        before=partial(self._wait, key),
+                    )
 
         return more
 
-    def _first(self, key: tuple[int, int], length: int) -> Tensor:
-        return self._places[key][:length].view(-1)
+    def _stored(self, key: tuple[int, int], length: int) -> Tensor:
+        slots, place = self._places[key]
+        return place[slots.held(length)].view(-1)
 
     def _reaches(self, key: tuple[int, int], length: int) -> bool:
         return self._lengths.get(key, 0) >= length
@@ -170,46 +245,62 @@ class LinkCache(HostCache):
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         key = (layer, self.parts.index(rows))
         packed = torch.cat([states.permute(2, 0, 1, 3).reshape(states.shape[2], -1) for states in (keys, values)], 1)
+        new = packed.view(torch.uint8)
         if key not in self._places:
-            size = self.capacity * packed[0].nbytes
-            self._places[key] = self._memory[self._used : self._used + size].view(self.capacity, -1)
-            self._used += size
-        end = start + packed.shape[0]
-        self._written[key] = self._sender.send(packed.view(torch.uint8), self._places[key][start:end])
-        self._lengths[key] = end
+            slots = self._slots(layer)
+            size = slots.room * new.shape[1] // (rows.stop - rows.start)  # bytes of a row
+            memory = self._memory.take(layer, size * (self.rows.stop - self.rows.start))
+            own = memory[size * (rows.start - self.rows.start) : size * (rows.stop - self.rows.start)]
+            self._places[key] = slots, own.view(slots.room, -1)
+        slots, place = self._places[key]
+        step = slots.add(start, new.shape[0])
+        seen = self._joined(step, layer, place, new) if start else new
+        # If the window moves, what stays of it is written anew, from the device, to the front.
+        sent = step.kept(seen).clone() if step.moved else new
+        self._written[key] = self._sender.send(sent, place[step.new])
+        self._lengths[key] = start + new.shape[0]
         if not start:
             return keys, values
-        place = self._places[key]
-        held = self._ring.borrow(layer)
-        if self._cuda:
-            place = held[: self.capacity * place.shape[1]].view(place.shape)
-            place[start:end] = packed.view(torch.uint8)
-        seen = place[:end].view(packed.dtype)
-        count, heads = keys.shape[:2]
-        split = count * heads * keys.shape[3]
+        if self._shared and self._cuda:
+            seen = seen.clone()
+        count, heads, _, width = keys.shape
+        wide = seen.view(packed.dtype)
+        split = count * heads * width
         return (
-            seen[:, :split].view(end, count, heads, -1).permute(1, 2, 0, 3),
-            seen[:, split:].view(end, count, heads, -1).permute(1, 2, 0, 3),
+            wide[:, :split].view(-1, count, heads, width).permute(1, 2, 0, 3),
+            wide[:, split:].view(-1, *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3),
         )
+
+    def _joined(self, step: Step, layer: int, place: Tensor, new: Tensor) -> Tensor:
+        """The positions that those of `new` see, and these, ``[n, bytes]``: in the ring's buffer, on a GPU."""
+        held = self._ring.borrow(layer)
+        past = step.past.stop - step.past.start
+        if not self._cuda:
+            return torch.cat([held.view(past, new.shape[1]), new])
+        if (past + new.shape[0]) * new.shape[1] > held.numel():
+            raise ValueError(f"{new.shape[0]} positions at once behind {past} are more than a buffer of the link holds")
+        seen = held[: (past + new.shape[0]) * new.shape[1]].view(-1, new.shape[1])
+        seen[past:] = new
+        return seen
 
 
 class SplitLayer(FixedLayer):
     """The cache of decoder layer `index`: of the batch's first sequences in `here`, of the others in `host`."""
 
     def __init__(self, index: int, here: FixedLayer, host: HostCache) -> None:
-        super().__init__(here.batch_size, here.capacity)
-        self._index, self._here, self._host = index, here, host
+        super().__init__(here.batch_size, here.capacity, here.slots.window)
+        self.here = here
+        self._index, self._host = index, host
 
     def window(self, rows: slice, length: int) -> None:
         self.rows, self.length = rows, length
         if rows.stop <= self.batch_size:
-            self._here.window(rows, length)
-
-    def get_seq_length(self) -> int:
-        return self.length
+            self.here.window(rows, length)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        start = self.advance(key_states.shape[2])
+        start = self.length
+        self.length += key_states.shape[2]
+        self.is_initialized = True
         if self.rows.stop <= self.batch_size:
-            return self._here.update(key_states, value_states, *args, **kwargs)
+            return self.here.update(key_states, value_states, *args, **kwargs)
         return self._host.extend(self._index, self.rows, key_states, value_states, start)

@@ -12,6 +12,7 @@ from tests.test_parity import BATCHES, greedy, load
 from zinfer.engine import EngineError
 from zinfer.engine.arena import PAGE, HostArena
 from zinfer.engine.base import Engine
+from zinfer.engine.state import Entry
 from zinfer.engine.stream import codec, image
 from zinfer.engine.stream.blocks import interleave
 from zinfer.engine.stream.image import Image, pack, plain, unpack
@@ -116,7 +117,8 @@ def ring_of(
     ring = Ring(arena.memory, images, depth, CPU)
     layers = [Layer(one) for one in tensors]
     for index, layer in enumerate(layers):
-        ring.attach(index, layer)
+        own = {name: Entry((name,), ((layer, name),), tensor, index) for name, tensor in tensors[index].items()}
+        ring.attach(index, layer, own)
     ring.start()
     return ring, layers, tensors, arena
 

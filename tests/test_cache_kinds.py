@@ -55,6 +55,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 STATES_ONLY = ("mamba",)
+ALIKE = ("gemma3_text", "jamba", "lfm2")  # other models with the layers of one before
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in KINDS]
 
 Kinds = Callable[[str], Path]
 
@@ -93,9 +95,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("at_once", [1, 8])
+@pytest.mark.parametrize("at_once", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_transformers(
     name: str, way: str, at_once: int, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,8 +115,8 @@ def test_tokens_are_those_of_transformers(
     engine.close()
 
 
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("storage", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
 def test_8_bits_are_what_the_record_says(
     name: str, storage: str, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,3 +166,71 @@ def test_of_a_sliding_window_a_step_reads_and_keeps_the_window(kind: Kinds, tmp_
     assert "the last 8 positions only" in str(here.cannot_keep())
     for engine in (over_link, by_cpu, here):
         engine.close()
+
+
+def _saved(directory: Path, name: str, settings: dict[str, Any]) -> Path:
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(name, **(_SHAPE | settings))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+def test_longrope_stays_on_one_side_of_its_switch(tmp_path: Path) -> None:
+    """Both sides are right; what crosses the switch is refused, as the cache has keys turned by the other angles."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24, **factors}
+    directory = _saved(
+        tmp_path / "phi3",
+        "phi3",
+        {"initializer_range": 0.3, "original_max_position_embeddings": 24, "rope_parameters": rope},
+    )
+    engine = load("stream", directory, "cpu", tmp_path)
+    for lengths in ((12, 5, 9), (40, 27, 25)):
+        assert torch.equal(greedy(engine, lengths), expected(directory, lengths))
+    for lengths in ((13, 5, 9), (40, 24), (24,)):
+        with pytest.raises(EngineError, match=r"from position 24 on .* turns all keys by other angles"):
+            greedy(engine, lengths)
+    engine.close()
+
+
+def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
+    directory = _saved(tmp_path / "gpt", "openai-gpt", {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64})
+    with pytest.raises(EngineError, match=r"cannot be run step by step: .* OpenAIGPTLMHeadModel takes no cache"):
+        load("stream", directory, "none", tmp_path)
+
+
+@pytest.mark.parametrize("option", [{"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}])
+def test_what_is_more_than_keys_and_values_stays_as_it_is_or_is_refused(option: dict[str, Any], tmp_path: Path) -> None:
+    """A sparse attention's index has no 8 bits, and no place in host memory."""
+    settings = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16}
+    settings |= {"qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 8, "n_routed_experts": 4, "n_group": 1}
+    settings |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "index_topk": 8}
+    settings |= {"index_head_dim": 16, "index_n_heads": 2, "initializer_range": 0.3}
+    directory = _saved(tmp_path / "glm", "glm_moe_dsa", settings)
+    with pytest.raises(EngineError, match=r"more than keys and values \(DynamicIndexedLayer\): " + next(iter(option))):
+        load("stream", directory, "cpu", tmp_path, **option)
+    engine = load("stream", directory, "cpu", tmp_path)
+    greedy(engine, LENGTHS)
+    assert engine.effective().settings["kv_host_rows"] == 0
+    assert "another state" in str(engine.cannot_keep())
+    engine.close()
+
+
+def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(tmp_path: Path) -> None:
+    settings = {"num_local_experts": 2, "initializer_range": 0.3, "block_size": 8, "bos_token_id": None}
+    directory = _saved(tmp_path / "minimax", "minimax", settings)
+    engine = load("stream", directory, "cpu", tmp_path)
+    for _ in range(2):
+        assert torch.equal(greedy(engine, LENGTHS), expected(directory))
+    engine.close()
+    with pytest.raises(EngineError, match="keep a state of its own kind: kv_cache_dtype=int8 is not for them"):
+        load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize("reserve", [12, 99])
+def test_a_model_that_adds_tokens_of_its_own_is_refused(reserve: int, tmp_path: Path) -> None:
+    directory = _saved(tmp_path / "cpmant", "cpmant", {"dim_head": 16, "dim_ff": 96, "prompt_types": 4})
+    engine = load("stream", directory, "cpu", tmp_path)
+    with pytest.raises(EngineError, match="computes other tokens than those of its prompt"):
+        engine.prefill(*prompts(LENGTHS), reserve=reserve)
+    engine.close()

@@ -19,6 +19,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from zinfer.engine import EngineError
 
+
+class CacheFullError(IndexError):
+    """More tokens were computed than the cache was made for."""
+
+
 SPARE = 8  # a sliding window has a part of its size as room to move in; the window moves to the front when that is full
 LEAST_SPARE = 16  # tokens
 
@@ -47,10 +52,10 @@ class Slots:
         return slice(self.first(length) - base, length - base)
 
     def add(self, start: int, count: int) -> "Step":
-        """Take slots for `count` positions from `start` on. Raises IndexError beyond the capacity."""
+        """Take slots for `count` positions from `start` on. Raises CacheFullError beyond the capacity."""
         end = start + count
         if end > self.capacity:
-            raise IndexError(f"the KV cache holds {self.capacity} tokens a sequence; token {end} was decoded")
+            raise CacheFullError(f"the KV cache holds {self.capacity} tokens a sequence; token {end} was decoded")
         past, base = self.held(start), self._bases[start]
         moved = end - base > self.room
         if moved:
@@ -129,7 +134,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = True
 
     def advance(self, count: int) -> Step:
-        """Take the next `count` positions. Raises IndexError beyond the capacity."""
+        """Take the next `count` positions. Raises CacheFullError beyond the capacity."""
         step = self.slots.add(self.length, count)
         self.length += count
         return step
@@ -272,6 +277,10 @@ class RowCache(Cache):  # type: ignore[misc]
         for one in self.layers if layer is None else (self.layers[layer],):
             if not isinstance(one, _DUMMY):
                 one.window(rows, length)
+
+    def has_length(self, length: int) -> bool:
+        """Whether `length` tokens are in every layer that has any."""
+        return all(layer.length == length for layer in self.attention.values() if layer.is_initialized)
 
     @property
     def attention(self) -> dict[int, FixedLayer]:

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from zinfer.cost import pass_tokens, prefill_rows
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Progress, silent
-from zinfer.engine.cache import FixedLayer, RowCache, make_cache, show_rows
+from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, make_cache, show_rows
 from zinfer.engine.kept import Kept
 from zinfer.plan import Plan, setup_of
 
@@ -52,6 +52,11 @@ class Decoder(Engine):
         for module in self.model.modules():
             for leaf, buffer in module._buffers.items():
                 module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
+        self._inspect()
+        self._cache = None
+
+    def _inspect(self) -> None:
+        """Learn how `model` is called; its weights need not be there. Raises EngineError where it has no cache."""
         owner = self._forward_owner()
         accepted = inspect.signature(owner.forward).parameters
         self._accepted = frozenset(accepted)
@@ -64,7 +69,6 @@ class Decoder(Engine):
         takes_default = getattr(owner, "_supports_default_dynamic_cache", lambda: True)
         self._own_cache = not takes_default()
         self._rope_switch = rope_switch(self.model)
-        self._cache = None
 
     def _forward_owner(self) -> PreTrainedModel:
         """The module whose `forward` names the arguments; an engine that wraps the model overrides `_call` only."""
@@ -98,11 +102,15 @@ class Decoder(Engine):
         self._length = self._mask_length = length
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self._next_position = positions[:, -1:] + 1
-        logits = self._in_parts(
-            self._split(slice(0, batch_size), length - known) if past else self._parts(batch_size, length),
-            known,
-            lambda rows: self._step(token_ids[rows, known:], positions[rows, known:], rows),
-        )
+        parts = self._split(slice(0, batch_size), length - known) if past else self._parts(batch_size, length)
+        try:
+            logits = self._in_parts(
+                parts, known, lambda rows: self._step(token_ids[rows, known:], positions[rows, known:], rows)
+            )
+            if isinstance(self._cache, RowCache) and not self._cache.has_length(length):
+                raise CacheFullError
+        except CacheFullError:
+            raise EngineError(f"{self.plan.model.name} computes other tokens than those of its prompt") from None
         self._show(slice(0, batch_size), length)
         return torch.cat(logits)
 

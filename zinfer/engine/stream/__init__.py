@@ -80,6 +80,10 @@ class Stream(Decoder):
         self._sender = Sender(self.device)
         self._weights = state = ModelState(plan.model, plan.case.load_format)
         self.model, self._layers = state.model, state.layers
+        self._inspect()
+        for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
+            if self.options[option] not in any_model and (why_not := self._cannot_have(option)) is not None:
+                raise EngineError(why_not)
         streamed = plan.case.offload == "cpu"
         self._lossless = streamed and is_lossless(plan.case, plan.machine)
         if self._lossless and self.device.type == "cuda" and (why := trouble()):
@@ -105,9 +109,6 @@ class Stream(Decoder):
             state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready()
-        for option, plain_ways in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
-            if self.options[option] not in plain_ways and (why_not := self._cannot_have(option)) is not None:
-                raise EngineError(why_not)
 
     def _plain_images(self, resident: Mapping[str, Tensor]) -> list[Image]:
         """Fill an arena with the layers as they are, and `resident`, by name, with what lies outside them."""

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test lint codec accuracy plots report
+.PHONY: setup demo test lint conformance codec accuracy plots report
 
 setup: .venv/installed .venv/installed-dev
 
@@ -25,6 +25,11 @@ demo: .venv/installed
 
 test: setup
 	$(BIN)/python -m pytest
+
+# Every causal language model of the installed transformers, small and random, in every way, beside `generate`.
+conformance: setup
+	$(BIN)/python -m tests.conformance
+	$(BIN)/python -m tests.conformance --table
 
 lint: setup
 	$(BIN)/ruff check .

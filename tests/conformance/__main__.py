@@ -1,0 +1,88 @@
+"""`python -m tests.conformance [TYPE ...] [--jobs N] [--output FILE]`: compare, print a table, write the record.
+
+`python -m tests.conformance --table` makes the tables of ``docs/models.md`` anew from the record.
+"""
+
+import os
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tests.conformance import record
+
+if TYPE_CHECKING:
+    from tests.conformance.run import Row
+
+SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": "CRASH"}
+
+
+@click.command()
+@click.argument("types", nargs=-1)
+@click.option("--jobs", type=click.IntRange(min=1), default=len(os.sched_getaffinity(0)), help="Processes at a time.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path),
+              help=f"Where the record goes.  [default: {record.RECORD}, of all types; else nowhere]")  # fmt: skip
+@click.option("--table", is_flag=True, help=f"Only make {record.PAGE} anew from the record.")
+def main(types: tuple[str, ...], jobs: int, output: Path | None, table: bool) -> None:
+    """Compare zinfer with transformers on a small random checkpoint of each TYPE, by default of all of them.
+
+    A type's name followed by +wrapper is the multimodal model that the language model lies in.
+    """
+    if table:
+        record.PAGE.write_text(record.replace_table(record.PAGE.read_text(), record.read(output or record.RECORD)))
+        return
+    told = conformance(types, jobs)
+    if output is not None or not types:
+        record.write(told, output or record.RECORD)
+    if any(entry["verdict"] in ("crash", "differs") for entry in told["types"].values()):
+        sys.exit(1)
+
+
+def conformance(types: tuple[str, ...], jobs: int) -> dict[str, Any]:
+    """Run `types`, or all; print a line each, the reasons and the counts; return the record."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # records of all machines are of the CPU
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import transformers
+
+    from tests.conformance.compare import WAYS
+    from tests.conformance.run import run_all
+    from tests.conformance.small import subjects
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    for module in ("transformers.models.llama.modeling_llama", "zinfer.commands.watch", "zinfer.engine.stream"):
+        import_module(module)  # in the parent, so that no child has to
+    chosen = [subject for subject in subjects() if not types or subject.name in types or subject.type in types]
+    unknown = set(types) - {name for subject in chosen for name in (subject.name, subject.type)}
+    if unknown:
+        raise click.UsageError(f"no such type: {', '.join(sorted(unknown))}")
+    begun = time.monotonic()
+    click.echo(f"{'':34} {' '.join(f'{way:8}' for way in WAYS)}")
+    rows = run_all(chosen, jobs, _show)
+    for row in rows:
+        for why in dict.fromkeys(outcome.why for way, outcome in row.outcomes.items() if outcome.why and way != "all"):
+            ways = ", ".join(way for way, outcome in row.outcomes.items() if outcome.why == why)
+            click.echo(f"{row.subject.name} ({ways}): {why}")
+    told = record.to_json(rows, {name: way.says for name, way in WAYS.items()})
+    for wrapper, title in ((False, "types of AutoModelForCausalLM"), (True, "multimodal models around one")):
+        found = record.counts(told, wrapper)
+        if found:
+            click.echo(f"{found.total()} {title}: " + ", ".join(f"{n} {verdict}" for verdict, n in found.most_common()))
+    click.echo(f"{time.monotonic() - begun:.0f} s")
+    return told
+
+
+def _show(row: "Row") -> None:
+    if "all" in row.outcomes:
+        told = f"{row.verdict}: {row.outcomes['all'].why}"
+    else:
+        told = " ".join(f"{SHORT[outcome.verdict]:8}" for outcome in row.outcomes.values())
+    click.echo(f"{row.subject.name:34} {told}")
+
+
+if __name__ == "__main__":
+    main()

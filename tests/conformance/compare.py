@@ -1,0 +1,219 @@
+"""One type in every way: zinfer's greedy tokens beside those of `transformers.generate`, token for token."""
+
+import shutil
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import click
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from tests.conformance.sizes import FIRST_TOKEN, VOCAB_SIZE
+from tests.conformance.small import GAINS, CannotBuild, Subject, family, save, small_model
+from zinfer import engine
+from zinfer.checkpoint import CheckpointError
+from zinfer.commands import pack
+from zinfer.engine import EngineError
+from zinfer.machine import Machine
+from zinfer.model import ModelError
+from zinfer.plan import Case, Offload, Option, Workload, make_plan
+from zinfer.source import find
+
+LENGTHS, OUTPUT_LEN = (9, 5, 7), 12  # of the left-padded rows; together longer than two sliding windows
+SEEDS = 8  # prompts that are tried until no token is a close call
+MARGIN = 1e-3  # of the logits' spread, by which the largest leads: another order of summation chooses no other token
+MACHINE = Machine(name="conformance", source="measured", host_bytes=8 << 30, nvme_bytes=8 << 30)
+
+REFUSALS = (ModelError, CheckpointError, EngineError, click.ClickException)
+Verdict = Literal["right", "refused", "differs", "crash", "cannot be built", "cannot be compared"]
+
+
+class Way(NamedTuple):
+    """How the checkpoint is run."""
+
+    says: str
+    offload: Offload = "cpu"
+    options: dict[str, Option] = {}  # noqa: RUF012
+    prefill_tokens: int | None = None  # prompt tokens in one forward pass at most
+    packed: bool = False
+
+
+WAYS: dict[str, Way] = {
+    "none": Way("weights on the device", offload="none"),
+    "cpu": Way("weights streamed from host memory"),
+    "rows": Way("streamed, prompts prefilled row by row", prefill_tokens=1),
+    "packed": Way("streamed from packed layers", options={"weight_codec": "lossless"}, packed=True),
+    "kv-cpu": Way(
+        "streamed, KV cache in host memory, the CPU attends", options={"kv_offload": "cpu", "kv_attention": "cpu"}
+    ),
+    "kv-link": Way(
+        "streamed, KV cache in host memory, over the link", options={"kv_offload": "cpu", "kv_attention": "gpu"}
+    ),
+}
+
+
+class Outcome(NamedTuple):
+    """What came of one way, or of a whole type."""
+
+    verdict: Verdict
+    why: str = ""
+
+
+Tell = Callable[[str, Outcome], None]
+
+
+class CannotCompare(ValueError):
+    """A model whose own `generate` is no reference."""
+
+
+class Monotonous(CannotCompare):
+    """A model that hardly minds its prompt: other weights may."""
+
+
+def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
+    """Build `subject` in the empty folder `scratch`, run it in all `WAYS`, and `tell` what came of each.
+
+    A type that cannot be built or compared is told once, as that of the way ``all``; its family as that of ``family``.
+    """
+    directory = scratch / subject.type
+    try:
+        token_ids, mask, expected = _saved(subject, directory, tell)
+    except CannotBuild as error:
+        return tell("all", Outcome("cannot be built", _clean(error, scratch)))
+    except CannotCompare as error:
+        return tell("all", Outcome("cannot be compared", _clean(error, scratch)))
+    except Exception as error:
+        return tell("all", Outcome("cannot be compared", f"transformers: {_clean(error, scratch)} {_place(error)}"))
+    for name, way in WAYS.items():
+        tell(name, _outcome(way, directory, token_ids, mask, expected, scratch))
+
+
+def _saved(subject: Subject, directory: Path, tell: Tell) -> tuple[Tensor, Tensor, Tensor]:
+    """The first of the models that is worth comparing with, saved in `directory`, and its `reference`."""
+    for gain in GAINS:
+        shutil.rmtree(directory, ignore_errors=True)
+        model = small_model(subject, gain)
+        tell("family", Outcome("right", family(model)))
+        save(model, directory)
+        try:
+            return reference(type(model), directory)
+        except Monotonous as error:
+            why = error
+    raise why
+
+
+def _outcome(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, expected: Tensor, scratch: Path) -> Outcome:
+    try:
+        found = run(way, directory, token_ids, mask, scratch)
+    except REFUSALS as error:
+        return Outcome("refused", _clean(error, scratch))
+    except Exception as error:
+        return Outcome("crash", f"{_clean(error, scratch)} {_place(error)}")
+    if torch.equal(found, expected):
+        return Outcome("right")
+    equal = found == expected
+    step = int((~equal).any(0).nonzero()[0])
+    return Outcome("differs", f"{int(equal.sum())} of {equal.numel()} tokens equal, all of the first {step}")
+
+
+def _clean(error: BaseException, scratch: Path) -> str:
+    """The message of an error in one line, without this machine's paths."""
+    text = error.message if isinstance(error, click.ClickException) else str(error)
+    own = isinstance(error, (*REFUSALS, CannotBuild, CannotCompare))
+    line = " ".join(text.split()).replace(f"{scratch}/", "")[:400]
+    return line if own else f"{type(error).__name__}: {line}"
+
+
+def _place(error: BaseException) -> str:
+    """Where an error comes from: the last lines of packages that its traceback goes through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    packages = ("zinfer/", "transformers/", "torch/", "tests/")
+    told = [
+        f"{frame.filename[at:]}:{frame.lineno}"
+        for frame in frames
+        for at in (max(frame.filename.rfind(f"/{package}") for package in packages) + 1,)
+        if at
+    ]
+    ours = [place for place in told if place.startswith("zinfer/")]
+    return f"[{' < '.join(dict.fromkeys([*told[-1:], *ours[-1:]]))}]"
+
+
+def prompts(seed: int) -> tuple[Tensor, Tensor]:
+    """Random prompts, left-padded: token ids and mask, ``[B, max length]`` each."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(FIRST_TOKEN, VOCAB_SIZE, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    mask = torch.stack([torch.arange(max(LENGTHS)) >= max(LENGTHS) - length for length in LENGTHS]).long()
+    return token_ids * mask, mask
+
+
+def reference(model_class: type[PreTrainedModel], directory: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Prompts, their mask, and what `transformers.generate` continues them with, ``[B, OUTPUT_LEN]``.
+
+    Raises CannotCompare where that is nothing to compare with.
+    """
+    model, info = model_class.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"]:
+        raise CannotCompare(f"transformers does not load {sorted(info['missing_keys'])[0]}, which it has saved itself")
+    model.eval().generation_config = GenerationConfig(
+        do_sample=False, max_new_tokens=OUTPUT_LEN, min_new_tokens=OUTPUT_LEN, pad_token_id=0, use_cache=True,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    why = ""
+    for seed in range(SEEDS):
+        token_ids, mask = prompts(seed)
+        output = model.generate(input_ids=token_ids, attention_mask=mask)
+        tokens, logits = output.sequences[:, token_ids.shape[1] :], torch.stack(output.logits, dim=1).float()
+        if not bool(torch.isfinite(logits.max(-1).values).all()) or bool(logits.isnan().any()):
+            raise CannotCompare("transformers generates NaN")
+        top = logits.topk(2, dim=-1).values
+        if tokens.shape != (len(LENGTHS), OUTPUT_LEN) or not torch.equal(tokens, logits.argmax(-1)):
+            why = "transformers generates other tokens than the largest logits are of"
+        elif len({tuple(row.tolist()) for row in tokens}) < len(tokens) or len(tokens.unique()) < 6:
+            why = "transformers generates the same tokens whatever the prompt"
+        elif float((top[..., 0] - top[..., 1]).min()) < MARGIN * float(logits.std()):
+            why = f"with each of {SEEDS} prompts, some token is a close call"
+        else:
+            return token_ids, mask, tokens
+    raise Monotonous(why)
+
+
+@contextmanager
+def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
+    """The stream engine with the checkpoint in `directory`, ready, as `way` has it."""
+    options = dict(way.options)
+    if way.packed:
+        folder = scratch / "packed"
+        arguments = ["--model", str(directory), "--dtype", "fp32", "--output", str(folder)]
+        pack.command.main(arguments, standalone_mode=False)
+        options["packed"] = str(folder)
+    source = find(str(directory), "float32", None, "safetensors")
+    case = Case(
+        model=str(directory),
+        engine="stream",
+        offload=way.offload,
+        workload=Workload(batch_size=len(LENGTHS), input_len=max(LENGTHS), output_len=OUTPUT_LEN),
+        dtype="float32",
+        load_format="safetensors",
+        options=tuple(sorted(options.items())),
+    )
+    plan = make_plan(case, source.spec, MACHINE, None)
+    running = engine.load(engine.kind("stream").target)(plan)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def run(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, scratch: Path) -> Tensor:
+    """zinfer's greedy tokens, ``[B, OUTPUT_LEN]``."""
+    tokens_at_once = mock.patch("zinfer.cost.PREFILL_TOKENS", way.prefill_tokens)
+    with tokens_at_once if way.prefill_tokens else mock.MagicMock(), loaded(way, directory, scratch) as running:
+        tokens = [running.prefill(token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
+        while len(tokens) < OUTPUT_LEN:
+            tokens.append(running.decode(tokens[-1]).argmax(-1))
+        return torch.stack(tokens, dim=1).cpu()

@@ -1,0 +1,109 @@
+"""The record of a run as JSON, and the tables in ``docs/models.md`` that are made from it."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.conformance.run import Row
+
+RECORD = Path("sweeps/results/conformance.json")
+PAGE = Path("docs/models.md")
+BEGIN, END = "<!-- made by `python -m tests.conformance --table`: begin -->", "<!-- end -->"
+WRAPPER = "+wrapper"
+FAMILIES = ("Dense", "Mixtures of experts", "Recurrent and hybrid")
+LEFT = {  # verdicts besides "right", and what they are called
+    "refused": "Refused",
+    "differs": "Wrong",
+    "crash": "Crash",
+    "cannot be compared": "Not comparable: transformers itself gives no text to compare with",
+    "cannot be built": "Not built: transformers makes no small model of it here",
+}
+
+
+def to_json(rows: Iterable["Row"], ways: dict[str, str]) -> dict[str, Any]:
+    """The record: versions, ways, and for each type its family, verdict, and what came of each way."""
+    from zinfer import __version__
+
+    told = {
+        row.subject.name: {
+            "family": row.family,
+            "verdict": row.verdict,
+            "ways": {way: outcome.verdict for way, outcome in row.outcomes.items()},
+            "why": {way: outcome.why for way, outcome in row.outcomes.items() if outcome.why},
+        }
+        for row in rows
+    }
+    versions = {"zinfer": __version__} | {name: version(name).split("+")[0] for name in ("torch", "transformers")}
+    return {"versions": versions, "ways": ways, "types": told}
+
+
+def write(record: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def read(path: Path = RECORD) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def counts(record: dict[str, Any], wrapper: bool = False) -> Counter[str]:
+    """How many types, or wrappers, have each verdict."""
+    return Counter(entry["verdict"] for name, entry in record["types"].items() if name.endswith(WRAPPER) is wrapper)
+
+
+def summary(record: dict[str, Any]) -> str:
+    """One sentence with the counts."""
+    types, wrappers = counts(record), counts(record, wrapper=True)
+    versions = record["versions"]
+    return (
+        f"Of the {types.total()} types of causal language models that transformers {versions['transformers']} knows, "
+        f"{types['right']} give exactly the tokens of `generate` ({types['refused']} are refused in one line, "
+        f"{types['differs'] + types['crash']} are wrong or crash); so do {wrappers['right']} of {wrappers.total()} "
+        "multimodal models that have one inside."
+    )
+
+
+def table(record: dict[str, Any]) -> str:
+    """The generated part of ``docs/models.md``."""
+    right: dict[str, list[str]] = defaultdict(list)
+    left: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    partly: dict[str, list[str]] = defaultdict(list)
+    for name, entry in sorted(record["types"].items()):
+        why = next((entry["why"][way] for way in ("all", "cpu", "none") if way in entry["why"]), None)
+        if entry["verdict"] != "right":
+            left[entry["verdict"]].append((name, why or next(iter(entry["why"].values()), "")))
+            continue
+        right["Inside multimodal models" if name.endswith(WRAPPER) else entry["family"]].append(_shown(name))
+        refused = [way for way, verdict in entry["ways"].items() if verdict == "refused"]
+        if refused:
+            ways = "; ".join(record["ways"][way] for way in refused)
+            partly[ways].append(_shown(name))
+    lines = [BEGIN, "", summary(record), "", "| | |", "|---|---|"]
+    families = [family for family in (*FAMILIES, "Inside multimodal models") if right[family]]
+    lines += [f"| {family} ({len(right[family])}) | {', '.join(right[family])} |" for family in families]
+    if partly:
+        lines += ["", "Right, but refused in these ways:", "", "| refused | types |", "|---|---|"]
+        lines += [f"| {ways} | {', '.join(names)} |" for ways, names in sorted(partly.items())]
+    for verdict, title in LEFT.items():
+        if left[verdict]:
+            lines += ["", f"### {title}", "", "| type | why |", "|---|---|"]
+            lines += [f"| {_shown(name)} | {why.replace('|', '/').replace('<', '‹')} |" for name, why in left[verdict]]
+    return "\n".join([*lines, "", END])
+
+
+def _shown(name: str) -> str:
+    return f"`{name.removesuffix(WRAPPER)}`" + (" (wrapper)" if name.endswith(WRAPPER) else "")
+
+
+def replace_table(page: str, record: dict[str, Any]) -> str:
+    """`page` with its generated part made anew. Raises ValueError for a page without the markers."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{PAGE} has lost its markers {BEGIN} and {END}")
+    return before + table(record) + after

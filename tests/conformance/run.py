@@ -1,0 +1,120 @@
+"""All types, each in a process of its own, so that a crash or a hang costs one row."""
+
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import torch
+
+from tests.conformance.compare import WAYS, Outcome, Verdict, compare
+from tests.conformance.small import Subject
+
+LIMIT_S = 150.0  # for one type
+
+
+class Row(NamedTuple):
+    """What came of a type: one outcome a way, or one for all where it never came to that."""
+
+    subject: Subject
+    outcomes: dict[str, Outcome]
+    seconds: float
+    family: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of the ways; a refused one does not spoil a model that is right with its weights streamed."""
+        verdicts = [outcome.verdict for outcome in self.outcomes.values()]
+        if "all" in self.outcomes:
+            return self.outcomes["all"].verdict
+        for bad in ("crash", "differs"):
+            if bad in verdicts:
+                return bad  # type: ignore[return-value]
+        return "right" if all(self.outcomes[way].verdict == "right" for way in ("none", "cpu")) else "refused"
+
+
+def run_all(subjects: Sequence[Subject], jobs: int, done: Callable[[Row], None]) -> list[Row]:
+    """Compare all `subjects`, `jobs` at a time, telling each row as it is done; rows in the order of `subjects`."""
+    context = multiprocessing.get_context("fork")  # transformers is imported once
+    waiting = list(enumerate(subjects))
+    running: dict[Connection, _Child] = {}
+    rows: dict[int, Row] = {}
+    with TemporaryDirectory(prefix="zinfer-conformance-") as scratch:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                index, subject = waiting.pop(0)
+                child = _Child(index, subject, context, Path(scratch) / str(index))
+                running[child.end] = child
+            for end in wait(list(running), timeout=1.0):
+                running[end].receive()  # type: ignore[index]
+            for end, child in list(running.items()):
+                if child.finished():
+                    del running[end]
+                    rows[child.index] = child.row()
+                    done(rows[child.index])
+    return [rows[index] for index in range(len(subjects))]
+
+
+class _Child:
+    """A process that compares one subject, and what it has told so far."""
+
+    def __init__(self, index: int, subject: Subject, context: ForkContext, scratch: Path) -> None:
+        self.index, self.subject, self.scratch = index, subject, scratch
+        self.end, theirs = context.Pipe(duplex=False)
+        self.outcomes: dict[str, Outcome] = {}
+        self.family, self.open = "", True
+        self.begun = time.monotonic()
+        self.process = context.Process(target=_work, args=(subject, scratch, theirs))
+        self.process.start()
+        theirs.close()
+
+    def receive(self) -> None:
+        try:
+            name, outcome = self.end.recv()
+            if name == "family":
+                self.family = outcome[1]
+            else:
+                self.outcomes[name] = Outcome(*outcome)
+        except EOFError:
+            self.open = False
+
+    def finished(self) -> bool:
+        if self.open and time.monotonic() - self.begun > LIMIT_S:
+            self.process.kill()
+            self._fill(f"nothing for {LIMIT_S:.0f} seconds")
+            self.open = False
+        if not self.open:
+            self.process.join()
+            self._fill(f"the process ended with {self.process.exitcode}")
+        return not self.open
+
+    def _fill(self, why: str) -> None:
+        """The next way that was due has crashed, and so none that follow were tried."""
+        if "all" not in self.outcomes:
+            for name in WAYS:
+                self.outcomes.setdefault(name, Outcome("crash", why))
+
+    def row(self) -> Row:
+        self.end.close()
+        return Row(self.subject, self.outcomes, time.monotonic() - self.begun, self.family)
+
+
+def _work(subject: Subject, scratch: Path, end: Connection) -> None:
+    """The child: quiet, and gone without ceremony."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    torch.set_num_threads(1)
+    scratch.mkdir()
+    try:
+        compare(subject, scratch, lambda name, outcome: end.send((name, tuple(outcome))))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        end.close()
+    os._exit(0)

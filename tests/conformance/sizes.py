@@ -1,0 +1,141 @@
+"""Small sizes for configurations: by the names of their fields, and the few types that need something besides."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+VOCAB_SIZE = 128
+FIRST_TOKEN = 24  # prompts have no token below: configurations give those a meaning (padding, images, ..)
+DEPTH, SIDE_DEPTH = 6, 2  # layers of a language model at least; of a vision or audio tower
+WINDOW = 8  # shorter than the prompts and what is generated
+
+# The first pattern that matches a whole field name gives its size, unless the default is smaller. ``depth`` is the
+# number of layers asked for.
+SIZES: tuple[tuple[str, int | str], ...] = (
+    (r"num_hidden_layers|n_layers?|num_layers|depth|(num_)?(en|de)coder_layers|num_blocks|layers", "depth"),
+    (r"type_vocab_size", 2),
+    (r".*vocab_size.*|unpadded_vocab_size", VOCAB_SIZE),
+    (r".*(key_value|kv)_heads|num_query_groups|linear_num_(key_)?heads|indexer_kv_heads", 2),
+    (r".*n_heads|.*num_heads|.*attention_heads|n_head|attention_heads|linear_num_value_heads|index_n_heads", 4),
+    (r"qk_rope_head_dim|rotary_dim", 8),
+    (r"qk_nope_head_dim|v_head_dim", 16),
+    (r"qk_head_dim", 24),
+    (r".*head_dim|d_head|dim_head|mamba_d_head|mamba_headdim|kv_channels|.*head_size", 16),
+    (r".*lora_rank|.*_rank|.*lowrank|time_step_rank", 16),
+    (r"moe_.*intermediate_size|.*expert.*(intermediate|hidden|ffn).*_size|expert_dim", 32),
+    (r".*intermediate_size.*|.*ffn_(dim|hidden_size)|n_inner|dff|dim_ff|d_inner|feed_forward_size|ff_dim", 96),
+    (r"num_shared_experts|n_shared_experts|moe_num_shared_experts", 1),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts|num_selected_experts|expert_topk", 2),
+    (r"num_(local_)?experts|n_routed_experts|moe_num_experts|zero_expert_num|num_routed_experts|ffn_num_experts", 8),
+    (r"n_group|num_expert_group", 2),
+    (r"topk_group", 1),
+    (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
+    (r"(mamba_d|ssm)_state(_size)?|state_size", 8),
+    (r"(mamba_)?n_?groups", 2),
+    (r".*chunk_(size|length)|block_multiple_of", WINDOW),
+    (r".*sliding_window|(.*_)?window_size|local_attention(_window_len)?", WINDOW),
+    (r"index_topk|indexer_budget", 4),
+    (r"index_topk_blocks", 2),
+    (r"index_block_size", 4),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|.*max_position.*|model_max_length|context_length", 128),
+    (r"max_(source|target)_positions|rel_extent|max_sequence_length|seq_length", 128),
+    (r"hidden_size_per_layer_input|vocab_size_per_layer_input", 16),
+    (r".*hidden_size|d_model|n_embd|n_embed|emb_dim|.*embedding_size|embedding_dim|word_embed_proj_dim|hidden_dim", 64),
+    (r".*embed_dim|dim|lru_width|output_dim|projection_dim|projector_hidden_dim|.*out_hidden_size", 64),
+    (r".*(out|in)put_dim|projector_dim|adapter_(in|out)_dim|adapter_input_size|downsample_hidden_size", 64),
+    (r"image_size", 16),
+    (r"patch_size|spatial_patch_size", 4),
+    (r"num_mel_bins|feature_size", 16),
+)
+
+# Settings besides sizes, wherever a configuration has such a field and no adjustment says otherwise.
+SETTINGS: dict[str, Any] = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_decoder": True,  # BERT and its like are causal only so
+    "use_cache": True,
+}
+
+# Sizes that some configurations leave open, though the model cannot do without.
+UNSET: dict[str, int] = {"head_dim": 16, "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 2}
+
+
+class Adjustment(NamedTuple):
+    """Settings of one type that its sizes by name cannot have, and why."""
+
+    why: str
+    settings: dict[str, Any]
+
+
+def _repeat(*kinds: object) -> Callable[[int], list[object]]:
+    """A list with an item a layer: `kinds` over and over."""
+    return lambda depth: [kinds[index % len(kinds)] for index in range(depth)]
+
+
+MAMBA_HEADS = "heads x head dim = expand x hidden size"
+SHARED = "shared weights need several hybrid layers to be shared by"
+ADJUSTMENTS: dict[str, Adjustment] = {
+    "bamba": Adjustment(MAMBA_HEADS, {"mamba_n_heads": 8, "attn_layer_indices": [2, 5]}),
+    "granitemoehybrid": Adjustment(MAMBA_HEADS, {"mamba_n_heads": 8}),
+    "falcon_h1": Adjustment(MAMBA_HEADS, {"mamba_n_heads": 16, "mamba_d_ssm": 128}),
+    "mamba2": Adjustment(MAMBA_HEADS, {"num_heads": 8}),
+    "zamba": Adjustment(
+        SHARED,
+        {"layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid")},
+    ),
+    "zamba2": Adjustment(
+        SHARED,
+        {"layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid")},
+    ),
+    "cohere_compass_text": Adjustment(
+        "the default has no rotary parameters for its kinds of layers",
+        {
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+            }
+        },
+    ),
+    "dots1": Adjustment("the default has no shared experts", {"n_shared_experts": 1}),
+    "gemma3n_text": Adjustment(
+        "layers that share a KV cache need one of their kind before them",
+        {
+            "layer_types": _repeat("sliding_attention", "full_attention"),
+            "num_kv_shared_layers": 2,
+            "intermediate_size": 96,
+            "activation_sparsity_pattern": lambda depth: [0.5] * 2 + [0.0] * (depth - 2),
+        },
+    ),
+    "gpt_neo": Adjustment(
+        "kinds of layers are told as patterns and how often",
+        {"attention_types": lambda depth: [[["global", "local"], depth // 2]]},
+    ),
+    "lfm2_moe": Adjustment(
+        "the default has no kinds of layers", {"layer_types": _repeat("conv", "conv", "full_attention")}
+    ),
+    "reformer": Adjustment(
+        "depth is the length of a list; axial positions have fixed sizes",
+        {"attn_layers": _repeat("local", "lsh"), "axial_pos_embds": False},
+    ),
+    "qwen4_exp_text": Adjustment(
+        "the default has no sizes for its indexer and a vocabulary of 20 million n-grams",
+        {
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 2,
+            "ple_layer_ids": [2],
+            "ple_embed_dim": 64,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 64,
+            "split_ngram_parts": 2,
+        },
+    ),
+    "dbrx": Adjustment(
+        "the default attention has no rotary base, as released ones have",
+        {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
+    ),
+    "dots3_note_text": Adjustment("head dim = rotary + plain dims in sliding layers", {"head_dim": 32}),
+    "gemma4_assistant": Adjustment("the default is refused by itself", {"hidden_size_per_layer_input": 0}),
+    "blt": Adjustment("hash tables of half a million rows", {"encoder_hash_byte_group_vocab": 64}),
+}

@@ -1,0 +1,246 @@
+"""Small random checkpoints of any type that transformers can build."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from tests.conformance.sizes import ADJUSTMENTS, DEPTH, SETTINGS, SIDE_DEPTH, SIZES, UNSET
+
+MAX_DEPTH = 16
+RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # in the names of kinds of layers
+MAX_PARAMETERS = 4_000_000
+KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "layers_num_experts", "indexer_types")  # of layers
+TEXT = ("text", "decoder", "language", "llm", "global")  # in the names of configurations within one
+# A matrix makes values so many times as wide: more where a model's own norms would have all tokens come out alike.
+GAINS = (2.0, 3.5, 7.0)
+WORD_STD, EMBEDDING_STD, NOISE = 0.2, 0.05, 0.1  # deviations of words, of other embeddings, and of what is disturbed
+
+
+class CannotBuild(ValueError):
+    """A type of which no small model can be made here; the message says why."""
+
+
+class Subject(NamedTuple):
+    """What a row of the record is about: a type, as a causal language model or as a wrapper around one."""
+
+    type: str
+    wrapper: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.type}+wrapper" if self.wrapper else self.type
+
+
+def subjects() -> list[Subject]:
+    """Every type of transformers' AutoModelForCausalLM, and every wrapper of AutoModelForImageTextToText whose
+    configuration has a language model's in it."""
+    wrappers = [
+        name
+        for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        if name in CONFIG_MAPPING
+        and "text_config" in CONFIG_MAPPING[name].sub_configs
+        and MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) != MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]
+    ]
+    return [*map(Subject, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *(Subject(name, wrapper=True) for name in wrappers)]
+
+
+def small_config(kind: str) -> PreTrainedConfig:
+    """The configuration of type `kind`, small: as deep as all kinds of layers of its default need to occur."""
+    config_class = CONFIG_MAPPING[kind]
+    wanted = _kinds(_default(config_class).get_text_config(decoder=True))
+    for depth in range(DEPTH, MAX_DEPTH + 1):
+        config = _small(config_class, depth)
+        if wanted <= _kinds(config.get_text_config(decoder=True)):
+            return config
+    raise CannotBuild(f"{MAX_DEPTH} layers do not have all of {', '.join(sorted(wanted))}")
+
+
+def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    adjustment = ADJUSTMENTS.get(config_class.model_type)
+    try:
+        return config_class()
+    except Exception:
+        if adjustment is None:
+            raise
+        return config_class(**adjustment.settings)
+
+
+def _kinds(config: PreTrainedConfig) -> set[str]:
+    """The kinds of layers that a configuration tells of."""
+    told = ((name, getattr(config, name, None)) for name in KINDS)
+    return {f"{name} {item}" for name, items in told if isinstance(items, list | tuple) for item in items
+            if isinstance(item, str)}  # fmt: skip
+
+
+def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig:
+    default = _default(config_class)
+    adjustment = ADJUSTMENTS.get(config_class.model_type)
+    adjusted = adjustment.settings if adjustment is not None else {}
+    known = [field.name for field in fields(config_class)]  # type: ignore[arg-type]
+    layers = _value(default, "num_hidden_layers")
+    settings: dict[str, Any] = {}
+    for name in known:
+        value = _value(default, name)
+        if name in adjusted:
+            continue
+        if isinstance(value, PreTrainedConfig):
+            text = any(word in name for word in TEXT)
+            settings[name] = _small(type(value), depth if text else SIDE_DEPTH)
+        elif isinstance(value, list | tuple) and layers is not None and len(value) == layers > 1:
+            settings[name] = cut(value, depth)
+        elif name in SETTINGS:
+            settings[name] = SETTINGS[name]
+        elif isinstance(value, int) and not isinstance(value, bool):
+            size = _size(name, depth)
+            if size is not None:
+                settings[name] = size if size == depth else min(value, size)
+    if "kv_lora_rank" in known and "num_key_value_heads" in known:  # heads of latent attention share no keys
+        settings["num_key_value_heads"] = settings.get("num_attention_heads")
+    settings |= {name: size for name, size in UNSET.items() if name in known and _value(default, name) is None}
+    special = [name for name in known if re.fullmatch(r".*(_token_id|_token_index|_index)", name)
+               and isinstance(_value(default, name), int) and name not in settings]  # fmt: skip
+    settings |= {name: 3 + index for index, name in enumerate(special)}
+    overrides = default.to_dict().get("per_layer_config")
+    if overrides and "layer_types" in settings:
+        settings["per_layer_config"] = _per_layer(default, overrides, settings)
+    return config_class(**settings | {name: _resolved(value, depth) for name, value in adjusted.items()})
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    """A field of a configuration; the common value of one that layers may have of their own."""
+    try:
+        return object.__getattribute__(config, config.attribute_map.get(name, name))
+    except AttributeError:
+        return None
+
+
+def _per_layer(
+    default: PreTrainedConfig, overrides: dict[str, dict[str, Any]], settings: dict[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """What layers have of their own, for the small layers of the same kinds, in proportion to what is common."""
+    kinds = _value(default, "layer_types")
+    of_kind = {kinds[int(index)]: values for index, values in overrides.items()}
+
+    def shrunk(name: str, value: Any) -> Any:
+        common = _value(default, name)
+        return value * settings[name] // common if name in settings and isinstance(value, int) and common else value
+
+    return {
+        index: {name: shrunk(name, value) for name, value in of_kind[kind].items()}
+        for index, kind in enumerate(settings["layer_types"])
+        if kind in of_kind
+    }
+
+
+def _resolved(value: Any, depth: int) -> Any:
+    """A value of an adjustment: a function of the depth, or itself."""
+    return value(depth) if callable(value) else value
+
+
+def _size(name: str, depth: int) -> int | None:
+    found = next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
+    return depth if found == "depth" else found  # type: ignore[return-value]
+
+
+def cut(values: Sequence[Any], depth: int) -> list[Any]:
+    """The first `depth` of `values`, a list with an item a layer; kinds that come later take the last places."""
+    kept = [values[index % len(values)] for index in range(depth)]
+    late = [value for index, value in enumerate(values) if value not in values[:index] and value not in kept]
+    return kept[: depth - len(late)] + late if len(late) < depth else kept
+
+
+def small_model(subject: Subject, gain: float = GAINS[0]) -> PreTrainedModel:
+    """A small random model in float32, every weight and persistent buffer of it random. Raises CannotBuild."""
+    auto = AutoModelForImageTextToText if subject.wrapper else AutoModelForCausalLM
+    try:
+        config = small_config(subject.type)
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+    except CannotBuild:
+        raise
+    except Exception as error:
+        raise CannotBuild(_line(error)) from error
+    if size > MAX_PARAMETERS:
+        raise CannotBuild(f"{size / 1e6:.0f}M parameters with small sizes")
+    torch.manual_seed(1)
+    try:
+        model = auto.from_config(config, dtype=torch.float32).eval()
+    except Exception as error:
+        raise CannotBuild(_line(error)) from error
+    randomise(model, gain)
+    return model
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, gain: float) -> None:
+    """Draw matrices wide and embeddings narrow, so that greedy tokens depend on the prompt; let the mean of activations
+    come to nothing, as it would drown the rest; give the scales of norms random signs, so that a token is not its own
+    successor where embeddings are tied; disturb all else, so that nothing left out goes unseen."""
+    std: dict[int, float] = {}
+    inputs: dict[int, int] = {}  # the dimension of a matrix's inputs
+    scales: set[int] = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, nn.Parameter):
+            continue
+        if isinstance(module, nn.Embedding):
+            std[id(weight)] = EMBEDDING_STD
+        elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            inputs[id(weight)] = 0 if type(module).__name__ == "Conv1D" else -1
+            std.setdefault(id(weight), gain * max(1, weight.shape[inputs[id(weight)]]) ** -0.5)
+        elif "norm" in type(module).__name__.lower() and weight.dim() == 1 and bool((weight == 1).all()):
+            scales.add(id(weight))
+    if (words := getattr(model.get_input_embeddings(), "weight", None)) is not None:
+        std[id(words)] = WORD_STD
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if id(parameter) in std:
+            parameter.normal_(0.0, std[id(parameter)], generator=generator)
+            if id(parameter) in inputs and parameter.shape[inputs[id(parameter)]] > 1:
+                parameter.sub_(parameter.mean(inputs[id(parameter)], keepdim=True))
+        elif parameter.is_floating_point():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=NOISE)
+            if id(parameter) in scales:
+                parameter.mul_(torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1)
+    for _, owner, leaf in persistent_buffers(model):
+        buffer = owner._buffers[leaf]
+        noise = torch.randn(buffer.shape, generator=generator)
+        owner._buffers[leaf] = torch.where(buffer == 0, NOISE * noise, buffer * (1 + 2 * NOISE * noise)).to(buffer)
+
+
+def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str]]:
+    """Floating-point buffers that a checkpoint holds: name, owner and name within it."""
+    for prefix, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and leaf not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{leaf}".lstrip("."), module, leaf
+
+
+def family(model: PreTrainedModel) -> str:
+    """Which of `tests.conformance.record.FAMILIES` a model belongs to."""
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    if model._is_stateful or any(word in kind for kind in kinds for word in RECURRENT):
+        return "Recurrent and hybrid"
+    experts = any("experts" in name for name, _ in model.named_parameters())
+    return "Mixtures of experts" if experts else "Dense"
+
+
+def save(model: PreTrainedModel, directory: Path) -> None:
+    """Save `model` as its makers would: safetensors in several shards."""
+    size = sum(parameter.numel() for parameter in model.parameters()) * 4
+    model.save_pretrained(directory, max_shard_size=size // 3 + 1)

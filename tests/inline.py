@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zinfer.machine import Machine
-from zinfer.model import ModelSpec
+from zinfer.model import LayerSpec, ModelSpec
 from zinfer.plan import Case, Plan
 from zinfer.recipe import Load, Sweep
 from zinfer.record import Effective, Measurement, Status
@@ -22,7 +22,8 @@ MACHINE = Machine(
 )
 SPEC = ModelSpec(
     name="fake", architecture="fake", num_layers=4, total_layers=4, hidden_size=8, num_heads=2, num_kv_heads=2,
-    head_dim=4, ffn_size=32, vocab_size=64, layer_parameters=(100,) * 4, other_parameters=100, config={},
+    head_dim=4, ffn_size=32, vocab_size=64,
+    layers=(LayerSpec(parameters=100, kv_width=16, attention=8),) * 4, other_parameters=100, config={},
 )  # fmt: skip
 
 

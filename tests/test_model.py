@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zinfer import model as models
-from zinfer.model import ModelError, ModelSpec, resolve, shape_from_config
+from zinfer.formula import fields
+from zinfer.model import ModelError, ModelSpec, resolve
 
 
 def build(spec: ModelSpec) -> torch.nn.Module:
@@ -124,16 +125,16 @@ def test_slice_outside_the_model_is_an_error(layers: int) -> None:
     ],
 )
 def test_shape_has_one_name_for_each_thing(config: dict[str, object]) -> None:
-    shape = shape_from_config({"model_type": "x", "vocab_size": 100, **config})
+    shape = fields({"model_type": "x", "vocab_size": 100, **config})
     expected = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "ffn_size": 256}
     assert expected.items() <= shape.items()
 
 
 def test_shape_of_what_is_no_decoder_is_an_error() -> None:
     with pytest.raises(ModelError, match="decoder-only"):
-        shape_from_config({"model_type": "clip", "text_config": {}})
+        fields({"model_type": "clip", "text_config": {}})
     with pytest.raises(ModelError, match="quantised"):
-        shape_from_config({"quantization_config": {"quant_method": "gptq"}})
+        models.shape_of("x", {"quantization_config": {"quant_method": "gptq"}})
 
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 320}

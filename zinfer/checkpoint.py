@@ -18,6 +18,7 @@ from typing import Any
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # the limit of the reference implementation
+_PICKLED = ("*.bin", "*.pt", "*.pth")
 SAMPLE = 4096  # bytes of either end of a tensor that tell retrained weights of one layout apart
 
 
@@ -56,7 +57,7 @@ class Checkpoint:
         elif (directory / SINGLE).is_file():
             weight_map, files = None, [directory / SINGLE]
         else:
-            others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+            others = sorted(path.name for pattern in _PICKLED for path in directory.glob(pattern))
             hint = f"; {others[0]} is pickled and is not read: convert it to safetensors" if others else ""
             raise CheckpointError(f"{directory} holds no {SINGLE} and no {INDEX}{hint}")
         tensors: dict[str, TensorInfo] = {}
@@ -88,6 +89,17 @@ class Checkpoint:
                     for begin in sorted({info.start, max(info.start, info.end - SAMPLE)}):
                         digest.update(os.pread(stream.fileno(), min(SAMPLE, info.end - begin), begin))
         return digest.hexdigest()[:16]
+
+
+def bare_config(path: Path) -> Mapping[str, Any] | None:
+    """The configuration of a model without weights: the file `path`, or the `config.json` of a folder that holds no
+    weights of any kind; None where there are some. Raises CheckpointError where it cannot be read."""
+    if path.is_file():
+        return _read_json(path, "")
+    weights = (SINGLE, INDEX, "*.safetensors", *_PICKLED)
+    if not (path / "config.json").is_file() or any(next(path.glob(pattern), None) for pattern in weights):
+        return None
+    return _read_json(path / "config.json", "")
 
 
 def _read_json(path: Path, why: str) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def step(
     """One decode step of `batch_size` sequences with `context` tokens in their KV cache, on average."""
     factors = factors or Factors()
     kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
-    active = _touched(model, batch_size) * setup.weight_ratio
+    active = model.parameters_read(batch_size) * model.dtype_bytes * setup.weight_ratio
     flops = model.decode_flops(batch_size, context)
     return _pass(setup, model, machine, factors, kv, active, flops)
 
@@ -195,7 +195,7 @@ def _pass(
         limits["link"] = max(limits.get("link", 0.0), written / share / machine.duplex_bandwidth)
     if from_host and machine.host_bandwidth is not None:  # all links read from one memory, and the CPU does
         limits["host memory"] = from_host / machine.host_bandwidth
-    cpu = machine.attention_rate(max(1, model.num_heads // model.num_kv_heads))
+    cpu = machine.attention_rate(max(1, model.num_heads // max(1, model.num_kv_heads)))
     if hosted and setup.kv_on_cpu and cpu is not None:
         # In every layer one after the other: weights are unpacked, the GPU computes, the CPU attends.
         unpacked = 0.0 if setup.wire_ratio == 1 else streamed / share / (UNPACKING * machine.hbm_bandwidth)
@@ -262,15 +262,6 @@ def _slowest(limits: dict[Bound, float]) -> Times:
     return Times(seconds=limits[bound_by], bound_by=bound_by, limits=limits)
 
 
-def _touched(model: ModelSpec, batch_size: int) -> float:
-    """Weight bytes that a decode step reads on the GPU: of experts only those that some token of the batch is sent to,
-    (1 - (1 - k/E)^B) of them if tokens choose independently."""
-    if not model.num_experts:
-        return model.weight_bytes
-    idle = (1 - model.experts_per_token / model.num_experts) ** batch_size
-    return (model.parameters - idle * model.expert_parameters * model.num_layers) * model.dtype_bytes
-
-
 def tiers(
     setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, input_len: int, output_len: int,
     factors: Factors | None = None,
@@ -308,7 +299,7 @@ def tiers(
 def _kv_buffers(setup: Setup, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
     """GPU bytes that a KV cache on its way over the link takes, besides the buffers of the weights."""
     if not setup.buffers:
-        return 2 * round(model.kv_bytes(batch_size, length) * setup.kv_ratio * setup.kv_host_share) // model.num_layers
+        return 2 * round(max(model.kv_layer_bytes(batch_size, length)) * setup.kv_ratio * setup.kv_host_share)
     return setup.buffers * (buffer_bytes(setup, model, batch_size, input_len, length) - piece_bytes(setup, model))
 
 
@@ -323,7 +314,7 @@ def buffer_bytes(setup: Setup, model: ModelSpec, batch_size: int, input_len: int
     if not setup.kv_host_share or setup.kv_on_cpu:
         return piece
     rows = prefill_rows(batch_size, input_len, pass_tokens(setup, model))
-    return max(piece, round(model.kv_bytes(rows, length) * setup.kv_ratio) // model.num_layers)
+    return max(piece, round(max(model.kv_layer_bytes(rows, length)) * setup.kv_ratio))
 
 
 def activations(setup: Setup, model: ModelSpec, batch_size: int, length: int) -> int:

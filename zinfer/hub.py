@@ -7,11 +7,10 @@ Nothing a repository holds is ever run: no pickled weights, no remote code. The 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from zinfer.model import Dtype, ModelError, ModelSpec, from_parameter_shapes, shape_from_config
+from zinfer.model import Dtype, ModelError, ModelSpec, dtype_of, from_config
 
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 _NOT = ["*/*", "consolidated*"]  # folders and Mistral's second copy of the weights would double the download
@@ -54,8 +53,8 @@ def _explained(hub_id: str) -> Iterator[None]:
 
 
 def spec_from_hub(hub_id: str) -> ModelSpec:
-    """The spec of the hub's model `hub_id` (``owner/name``): its config.json is fetched, its parameters are counted on
-    the `transformers` model built without memory.
+    """The spec of the hub's model `hub_id` (``owner/name``): its config.json is fetched, and the
+    `transformers` model that it describes is asked for the rest.
 
     Raises ModelError, in one line, when the configuration cannot be had or transformers does not know the model.
     """
@@ -73,33 +72,11 @@ def spec_from_hub(hub_id: str) -> ModelSpec:
         config = json.loads(text)
     except ValueError as error:
         raise ModelError(f"{hub_id}: its config.json cannot be read: {error}") from None
-    try:
-        shape_from_config(config)  # says so, if this is no decoder with plain weights, before transformers is asked
-        shapes = _shapes(config)
-    except ModelError as error:
-        raise ModelError(f"{hub_id}: {error}") from None
-    except ImportError:
-        raise ModelError(f"{hub_id}: a hub model needs transformers: pip install 'zinfer[engines]'") from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{hub_id}: transformers cannot build it without code of the repository, which zinfer does not run "
-            f"({' '.join(str(error).split())[:120]})"
-        ) from None
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    known = dtype if dtype in get_args(Dtype) else "bfloat16"
-    return from_parameter_shapes(hub_id, config, shapes, dtype=known, hub_id=hub_id)
-
-
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Parameter names and shapes of the model `config` describes; tied weights appear once."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    # transformers rewrites the rope settings it is given in place
-    settings = AutoConfig.for_model(**deepcopy(config))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if not isinstance(config, dict):
+        raise ModelError(f"{hub_id}: its config.json is no object")
+    dtype = dtype_of(config)
+    known = next((name for name in get_args(Dtype) if name == dtype), "bfloat16")
+    return from_config(hub_id, config, dtype=known, hub_id=hub_id)
 
 
 def download(hub_id: str, revision: str | None = None) -> Path:

@@ -1,8 +1,9 @@
 """What a model costs: parameters, bytes and FLOPs from its shape alone.
 
-A decoder-only model is `num_layers` equal blocks between an embedding and a head. Decode reads every weight once a
-step, so bytes are the currency here, and they are exact: the catalogue's counts are those of the `transformers` model
-(a test compares them), a local checkpoint's are read from its safetensors headers.
+A decoder-only model is a stack of layers, equal or not, between an embedding and a head. Decode reads every weight once
+a step, so bytes are the currency here, and they are exact: they come from the `transformers` model itself, built
+without memory (`zinfer.architecture`). The catalogue holds what that says (a test compares them); where torch is not
+installed, the closed forms of `zinfer.formula` stand in.
 """
 
 import json
@@ -13,7 +14,7 @@ from copy import deepcopy
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from zinfer.frozen import Frozen
 
@@ -21,17 +22,17 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # One name for one thing here; the published configurations have several.
-_CONFIG_KEYS = {
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden_size": ("hidden_size", "n_embed", "n_embd"),
-    "num_heads": ("num_attention_heads", "n_head"),
+CONFIG_KEYS = {
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"),
+    "hidden_size": ("hidden_size", "n_embed", "n_embd", "d_model"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
-    "ffn_size": ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
+    "ffn_size": ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim"),
     "vocab_size": ("vocab_size",),
-    "max_position": ("max_position_embeddings", "n_positions", "seq_length"),
-    "num_experts": ("num_local_experts", "num_experts"),
-    "experts_per_token": ("num_experts_per_tok",),
+    "max_position": ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
 }
 LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 # Families whose configuration, if it says nothing, ties the head to the embedding; checkpoints may hold both even so.
@@ -39,6 +40,8 @@ _TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_
 _HEADS = ("lm_head.weight", "embed_out.weight")
 # Causal masks and rotary frequencies: older checkpoints hold them, the model computes them.
 _BUFFER = re.compile(r"(?:^|\.)(?:attention|attn)\.(?:masked_)?bias$|rotary_emb\.inv_freq$")
+_TEXT = ("text_config",)  # the part of a configuration that describes the text model
+_SHARING = ("num_kv_shared_layers",)
 _TENSOR_DTYPES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -46,17 +49,32 @@ class ModelError(ValueError):
     """A model reference or description that cannot be used; the message says what to do next."""
 
 
-class ModelSpec(Frozen):
-    """A decoder-only model, whole or the first `num_layers` of `total_layers`.
+class LayerSpec(Frozen):
+    """One decoder layer: its parameters, and how many values it caches."""
 
-    `layer_parameters` counts the weights of each decoder layer in depth order, `other_parameters` all that is outside
-    the layers (embeddings, head, final norm), `expert_parameters` the share of one layer that lies in its experts.
+    parameters: int
+    expert_parameters: int = 0  # those of routed experts, of which a token passes through a few
+    kv_width: int = 0  # values cached a token, keys and values together
+    window: int | None = None  # tokens cached at most
+    state: int = 0  # values cached a sequence whatever its length
+    attention: int = 0  # query heads, times the mean width of a key and a value; 0 where nothing attends
+
+    def tokens(self, length: int) -> int:
+        """Of `length` tokens, those that are cached and attended to."""
+        return length if self.window is None else min(length, self.window)
+
+
+class Shape(Frozen):
+    """What the architecture and its configuration make of a model, without a name, a type or weights.
+
+    `other_parameters` counts all that is not in one decoder layer alone: embeddings, head, final norm, and weights that
+    several layers share. Heads and widths are those of the layer that caches most; `ffn_size` is that of one expert
+    where there are experts.
     """
 
-    name: str
-    architecture: str
     num_layers: int
-    total_layers: int
+    layers: tuple[LayerSpec, ...]  # in depth order
+    other_parameters: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -66,13 +84,28 @@ class ModelSpec(Frozen):
     max_position: int | None = None
     num_experts: int = 0
     experts_per_token: int = 0
+
+
+class ModelSpec(Shape):
+    """A decoder-only model, whole or the first `num_layers` of `total_layers`."""
+
+    name: str
+    architecture: str
+    total_layers: int
     dtype: Dtype = "bfloat16"
-    layer_parameters: tuple[int, ...]
-    other_parameters: int
-    expert_parameters: int = 0
     config: dict[str, Any]  # the Hugging Face configuration the model is built from
     directory: str | None = None  # a local checkpoint
     hub_id: str | None = None
+
+    @property
+    def layer_parameters(self) -> tuple[int, ...]:
+        """Weights of each decoder layer, in depth order."""
+        return tuple(layer.parameters for layer in self.layers)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of the routed experts of one layer, of the layer with most."""
+        return max(layer.expert_parameters for layer in self.layers)
 
     @property
     def parameters(self) -> int:
@@ -82,8 +115,16 @@ class ModelSpec(Frozen):
     @property
     def active_parameters(self) -> int:
         """Weights one token passes through: with experts, only `experts_per_token` of each layer's."""
-        idle = self.expert_parameters * (1 - self.experts_per_token / self.num_experts) if self.num_experts else 0
-        return self.parameters - round(idle * self.num_layers)
+        return self.parameters - round(self._routed * (1 - self.experts_per_token / max(1, self.num_experts)))
+
+    def parameters_read(self, batch_size: int) -> float:
+        """Weights that a decode step of `batch_size` tokens reads: of experts only those that some token is sent to,
+        (1 - (1 - k/E)^B) of them if tokens choose independently."""
+        return self.parameters - self._routed * (1 - self.experts_per_token / max(1, self.num_experts)) ** batch_size
+
+    @property
+    def _routed(self) -> int:
+        return sum(layer.expert_parameters for layer in self.layers)
 
     @property
     def ffn_matrices(self) -> int:
@@ -92,7 +133,7 @@ class ModelSpec(Frozen):
         one = max(self.layer_parameters) - attention
         if self.num_experts:
             one = self.expert_parameters // self.num_experts
-        return max(2, round(one / (self.hidden_size * self.ffn_size)))
+        return min(3, max(2, round(one / (self.hidden_size * self.ffn_size))))
 
     @property
     def dtype_bytes(self) -> int:
@@ -119,12 +160,20 @@ class ModelSpec(Frozen):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers at hand: 2 · layers · kv_heads · head_dim · bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        """Keys and values of one token over all layers at hand, while no window is full."""
+        return sum(layer.kv_width for layer in self.layers) * self.dtype_bytes
+
+    def kv_layer_bytes(self, batch_size: int, length: int) -> tuple[int, ...]:
+        """What each layer caches of `batch_size` sequences of `length` tokens: keys and values of those in its window,
+        and its constant state."""
+        return tuple(
+            batch_size * (layer.tokens(length) * layer.kv_width + layer.state) * self.dtype_bytes
+            for layer in self.layers
+        )
 
     def kv_bytes(self, batch_size: int, length: int) -> int:
-        """KV cache of `batch_size` sequences of `length` tokens."""
-        return batch_size * length * self.kv_bytes_per_token
+        """KV cache of `batch_size` sequences of `length` tokens, of all layers at hand."""
+        return sum(self.kv_layer_bytes(batch_size, length))
 
     def decode_flops(self, batch_size: int, context_len: int) -> int:
         """One decode step: two FLOPs a weight and token, and attention over `context_len` cached tokens.
@@ -132,16 +181,18 @@ class ModelSpec(Frozen):
         Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1: 2N + 2 · n_layer · n_ctx · d_attn forward, the
         second term once for the scores and once for the weighted sum of values.
         """
-        attention = 4 * self.num_layers * self.num_heads * self.head_dim * context_len
+        attention = 4 * sum(layer.attention * layer.tokens(context_len) for layer in self.layers)
         return batch_size * (2 * self._matmul_parameters + attention)
 
     def prefill_flops(self, batch_size: int, input_len: int) -> int:
-        """Prefill of `input_len` tokens: as `decode_flops` for every position (causal: half the context on average);
-        the head runs for the last position only."""
+        """Prefill of `input_len` tokens: as `decode_flops` for every position (causal: half the context on average,
+        until a window is full); the head runs for the last position only."""
         head = 2 * self.vocab_size * self.hidden_size
-        attention = 2 * self.num_layers * self.num_heads * self.head_dim * input_len
-        token = 2 * self._matmul_parameters - head + attention
-        return batch_size * (input_len * token + head)
+        attention = 0
+        for layer in self.layers:
+            seen = layer.tokens(input_len)
+            attention += 2 * layer.attention * (2 * seen * input_len - seen**2)
+        return batch_size * (input_len * (2 * self._matmul_parameters - head) + attention + head)
 
     @property
     def _matmul_parameters(self) -> int:
@@ -156,52 +207,59 @@ class ModelSpec(Frozen):
         """
         if not 1 <= layers <= self.num_layers:
             raise ModelError(f"--layers {layers}: {self.name} has {self.num_layers} layers")
-        key = _config_key(self.config, "num_layers") or "num_hidden_layers"
-        config = {
-            name: value[:layers] if isinstance(value, list) and len(value) == self.num_layers else value
-            for name, value in self.config.items()
-        } | {key: layers}
-        parameters = self.layer_parameters[:layers]
-        return self.model_copy(update={"num_layers": layers, "layer_parameters": parameters, "config": config})
+        config = cut(self.config, self.num_layers, layers)
+        return self.model_copy(update={"num_layers": layers, "layers": self.layers[:layers], "config": config})
 
     def with_dtype(self, dtype: Dtype) -> "ModelSpec":
         return self.model_copy(update={"dtype": dtype})
 
 
-def _config_key(config: Mapping[str, Any], field: str) -> str | None:
-    return next((key for key in _CONFIG_KEYS[field] if config.get(key) is not None), None)
+def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
+    """`config` of a model of `depth` decoder layers with its first `layers` only: the depth itself, whatever its key,
+    and each list or string with an item a layer; in the configuration of the text model where that lies within."""
+
+    def first(key: str, value: Any) -> Any:
+        if key in CONFIG_KEYS["num_layers"] and value == depth:
+            return layers
+        if key in _SHARING and isinstance(value, int):  # so many layers at the end take the cache of earlier ones
+            return max(0, layers - (depth - value))
+        if isinstance(value, dict):
+            return {name: first(name, inner) for name, inner in value.items()} if key in _TEXT else value
+        items = isinstance(value, list) or (isinstance(value, str) and key.endswith("pattern"))
+        return value[:layers] if items and len(value) == depth and not key.endswith(("_id", "_ids")) else value
+
+    return {key: first(key, value) for key, value in config.items()}
 
 
-def shape_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The shape fields of a ModelSpec out of a Hugging Face `config.json`, whatever names it uses.
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the text model: a part of `config` where there is more than text, else all of it."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
 
-    `num_kv_heads` are the heads that transformers caches. Raises ModelError when the configuration is not that of a
-    decoder-only model with plain weights.
-    """
-    if config.get("quantization_config"):
+
+def refuse_quantised(config: Mapping[str, Any]) -> None:
+    """Raise ModelError where the weights are not numbers of one of the types that are read."""
+    if config.get("quantization_config") or text_config(config).get("quantization_config"):
         raise ModelError("the weights are quantised, which zinfer does not read: use the unquantised checkpoint")
-    shape: dict[str, Any] = {"architecture": config.get("model_type", "")}
-    for field in _CONFIG_KEYS:
-        key = _config_key(config, field)
-        if key is not None:
-            shape[field] = config[key]
-    missing = [field for field in ("num_layers", "hidden_size", "num_heads", "vocab_size") if field not in shape]
-    if missing:
-        raise ModelError(f"the configuration does not describe a decoder-only language model: no {', '.join(missing)}")
-    shape["total_layers"] = shape["num_layers"]
-    shape.setdefault("head_dim", shape["hidden_size"] // shape["num_heads"])
-    shape.setdefault("ffn_size", 4 * shape["hidden_size"])
-    if config.get("new_decoder_architecture"):
-        # Falcon 40B and 180B: transformers copies each key and value to all heads of its group before it caches them.
-        shape["num_kv_heads"] = shape["num_heads"]
-    elif config.get("multi_query", config.get("model_type") in {"falcon", "gpt_bigcode"}):
-        shape["num_kv_heads"] = 1
-    elif config.get("model_type") == "falcon":
-        shape["num_kv_heads"] = shape["num_heads"]
-    shape.setdefault("num_kv_heads", shape["num_heads"])
-    if not shape.get("num_experts"):
-        shape["num_experts"] = shape["experts_per_token"] = 0
-    return shape
+
+
+def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
+    """The shape of the model that `config` describes: the model's own, where torch and transformers are installed to
+    ask it; else by the closed forms of `zinfer.formula`, with the weights `counted` (names and shapes), if any.
+
+    Raises ModelError, with `name` in it, when `config` is none of a decoder-only model with plain weights.
+    """
+    try:
+        refuse_quantised(config)
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
+    try:
+        from zinfer.architecture import measure
+    except ImportError:
+        from zinfer import formula
+
+        return formula.shape(name, config, counted)
+    return measure(name, config)
 
 
 @cache
@@ -217,67 +275,69 @@ def catalogue_names() -> tuple[str, ...]:
 
 def from_catalogue(name: str) -> ModelSpec:
     """The catalogue's entry `name`. Raises KeyError when there is none."""
+    from zinfer.formula import fields
+
     entry = _catalogue()[name]
-    shape = shape_from_config(entry["config"])
+    shape = fields(entry["config"])
+    layer = LayerSpec(
+        parameters=entry["layer_parameters"],
+        expert_parameters=entry.get("expert_parameters", 0),
+        kv_width=2 * shape["num_kv_heads"] * shape["head_dim"],
+        attention=shape["num_heads"] * shape["head_dim"],
+    )
     return ModelSpec(
         name=name,
         **shape,
-        layer_parameters=(entry["layer_parameters"],) * shape["num_layers"],
+        architecture=entry["config"]["model_type"],
+        total_layers=shape["num_layers"],
+        layers=(layer,) * shape["num_layers"],
         other_parameters=entry["other_parameters"],
-        expert_parameters=entry.get("expert_parameters", 0),
         dtype=entry.get("dtype", "bfloat16"),
         config=deepcopy(entry["config"]),
         hub_id=entry.get("hub_id"),
     )
 
 
-def from_parameter_shapes(
-    name: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], **fields: Any
+def from_config(
+    name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None, **others: Any
 ) -> ModelSpec:
-    """A spec counted from parameter names and shapes, as a checkpoint or a meta-device model lists them.
-
-    Raises ModelError when `config` is not that of a decoder-only model, or a layer of it has no weights.
-    """
-    try:
-        shape = shape_from_config(config)
-    except ModelError as error:
-        raise ModelError(f"{name}: {error}") from None
-    layers = [0] * shape["num_layers"]
-    other = experts = 0
-    for tensor, dims in shapes.items():
-        size = 1
-        for dim in dims:
-            size *= dim
-        match = LAYER_INDEX.search(tensor)
-        if match is None:
-            other += size
-        elif int(match[1]) < len(layers):
-            layers[int(match[1])] += size
-            experts += size if ".experts." in tensor else 0
-    if 0 in layers:
-        raise ModelError(f"{name}: no weights of decoder layer {layers.index(0)} of {len(layers)}")
+    """The spec of the model that `config` describes; see `shape_of` for `counted` and the errors."""
+    shape = shape_of(name, config, counted)
     return ModelSpec(
         name=name,
-        **shape,
-        layer_parameters=tuple(layers),
-        other_parameters=other,
-        expert_parameters=experts // shape["num_layers"],
+        architecture=config.get("model_type", ""),
+        total_layers=shape.num_layers,
+        **dict(shape),
         config=deepcopy(dict(config)),
-        **fields,
+        **others,
     )
 
 
-def from_directory(path: Path) -> ModelSpec:
-    """A local checkpoint's spec, counted from its safetensors headers; no weight is read.
+def dtype_of(config: Mapping[str, Any], default: str = "bfloat16") -> str:
+    """The type of the weights, as the configuration names it."""
+    for part in (config, text_config(config)):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key):
+                return str(part[key]).removeprefix("torch.")
+    return default
 
-    Raises ModelError when the folder holds no usable `config.json` and safetensors.
+
+def from_directory(path: Path) -> ModelSpec:
+    """The spec of a local checkpoint, or of a folder with no more than a `config.json`, or of such a file; no weight is
+    read.
+
+    Raises ModelError when there is no usable `config.json`, or the weights are not safetensors.
     """
-    from zinfer.checkpoint import Checkpoint, CheckpointError
+    from zinfer.checkpoint import Checkpoint, CheckpointError, bare_config
 
     try:
-        checkpoint = Checkpoint.open(path)
+        bare = bare_config(path)
+        checkpoint = None if bare is not None else Checkpoint.open(path)
     except CheckpointError as error:
         raise ModelError(str(error)) from None
+    if checkpoint is None:
+        assert bare is not None
+        return from_config(str(path), bare, dtype=_supported(str(path), dtype_of(bare)))
     config = checkpoint.config
     tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
     tensors = {
@@ -286,11 +346,21 @@ def from_directory(path: Path) -> ModelSpec:
         if not (_BUFFER.search(name) or (tied and name in _HEADS))
     }
     largest = max(tensors.values(), key=lambda tensor: tensor.end - tensor.start)
-    dtype = config.get("dtype") or config.get("torch_dtype") or _TENSOR_DTYPES.get(largest.dtype, largest.dtype)
-    if dtype not in get_args(Dtype):
-        raise ModelError(f"{path}: weights of type {dtype} are not supported; use one of {', '.join(get_args(Dtype))}")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return from_parameter_shapes(str(path), config, shapes, dtype=dtype, directory=str(path))
+    dtype = dtype_of(config, _TENSOR_DTYPES.get(largest.dtype, largest.dtype))
+    spec = from_config(str(path), config, shapes, directory=str(path))
+    there = {int(match[1]) for name in shapes if (match := LAYER_INDEX.search(name))}
+    lacking = sorted(set(range(spec.num_layers)) - there) if there else []
+    if lacking:
+        raise ModelError(f"{path}: no weights of decoder layer {lacking[0]} of {spec.num_layers}")
+    return spec.with_dtype(_supported(str(path), dtype))
+
+
+def _supported(name: str, dtype: str) -> Dtype:
+    found = next((known for known in get_args(Dtype) if known == dtype), None)
+    if found is None:
+        raise ModelError(f"{name}: weights of type {dtype} are not supported; use one of {', '.join(get_args(Dtype))}")
+    return cast(Dtype, found)
 
 
 def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = None) -> ModelSpec:
@@ -303,7 +373,7 @@ def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = Non
     path = Path(reference).expanduser()
     if reference in _catalogue():
         spec = from_catalogue(reference)
-    elif path.is_dir():
+    elif path.is_dir() or (path.is_file() and path.suffix == ".json"):
         spec = from_directory(path).model_copy(update={"name": reference})
     elif path.exists():
         raise ModelError(f"{reference} is a file: --model takes the folder that holds config.json and the safetensors")

@@ -243,7 +243,8 @@ def _weights_setup(case: Case, model: ModelSpec, machine: Machine, automatic: in
         update |= {"slots": 1 + buffers / model.layer_bytes, "blocks": True, "kept_ratio": common.wire_ratio}
         update["buffers"] = pieces if machine.gpu_count else 1
     elif case.engine == "deepspeed":  # fetched a layer at a time; each tensor is a pinned block of its own
-        rounded = pinned_block(model.layer_bytes // 3) * 3 * model.num_layers - model.streamed_bytes
+        layers = (parameters * model.dtype_bytes for parameters in model.layer_parameters)
+        rounded = sum(pinned_block(size // 3) * 3 for size in layers) - model.streamed_bytes
         update |= {"slots": 1.0, "host_rounding": max(rounded, 0)}
         if options.get("tuned") is False:  # embeddings are offloaded too; a tied one is fetched for both of its uses
             slots = max(1.0, model.other_bytes / model.layer_bytes)
@@ -257,7 +258,7 @@ def _weights_setup(case: Case, model: ModelSpec, machine: Machine, automatic: in
 def kv_ratio(case: Case, model: ModelSpec) -> float:
     """Bytes of the case's KV cache over those in the model's type; 8 bits come with a 32-bit scale a head and token."""
     quantized = dict(case.options).get("kv_cache_dtype") in ("int8", "fp8")
-    return (1 + 4 / model.head_dim) / model.dtype_bytes if quantized else 1.0
+    return (1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if quantized else 1.0
 
 
 def pieces_of(model: ModelSpec) -> int:
@@ -288,9 +289,13 @@ def share_out(case: Case, model: ModelSpec, machine: Machine, factors: Factors |
     more = max(0, min(pieces_of(model) - depth, free // buffer)) if machine.gpu_count else 0
     if case.engine == "stream" and dict(case.options).get("ring_depth", "auto") == "auto":
         free -= more * buffer
-    layer = max(1, round(model.layer_bytes * setup.weight_ratio * setup.kept_ratio))
-    layers = min(max(0, free // layer), model.num_layers)
-    return depth + more, layers * round(model.layer_bytes * setup.weight_ratio)
+    kept = 0
+    for size in (parameters * model.dtype_bytes * setup.weight_ratio for parameters in model.layer_parameters):
+        free -= max(1, round(size * setup.kept_ratio))
+        if free < 0:
+            break
+        kept += round(size)
+    return depth + more, kept
 
 
 def make_plan(

@@ -18,10 +18,8 @@ def command(name: str | None, as_json: bool) -> None:
 
     specs = [model.resolve(name)] if name else [model.from_catalogue(entry) for entry in model.catalogue_names()]
     if as_json:
-        keys = ("parameters", "weight_bytes", "layer_bytes", "other_bytes", "kv_bytes_per_token")
-        rows = [
-            spec.model_dump(exclude={"layer_parameters"}) | {key: getattr(spec, key) for key in keys} for spec in specs
-        ]
+        keys = ("parameters", "expert_parameters", "weight_bytes", "layer_bytes", "other_bytes", "kv_bytes_per_token")
+        rows = [spec.model_dump(exclude={"layers"}) | {key: getattr(spec, key) for key in keys} for spec in specs]
         click.echo(json.dumps(rows, indent=1))
         return
     name_column = Column("model", no_wrap=True)

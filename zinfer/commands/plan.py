@@ -166,7 +166,7 @@ def _telling(load: "Load") -> "tuple[tuple[str, Option], ...]":
 
 def _row(plan: "Plan") -> dict[str, Any]:
     derived = {"output_tok_s": plan.output_tok_s, "e2e_s": plan.e2e_s, "fits": plan.fits, "bounds": plan.bounds}
-    return plan.model_dump(mode="json", exclude={"model": {"layer_parameters", "config"}}) | derived
+    return plan.model_dump(mode="json", exclude={"model": {"layers", "config"}}) | derived
 
 
 def _print(title: str, plans: "list[Plan]", calibrated: bool) -> None:

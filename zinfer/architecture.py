@@ -224,9 +224,6 @@ def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreT
     settings = deepcopy(dict(config))
     for key in ("model_type", "dtype", "torch_dtype"):
         settings.pop(key, None)
-    text, tied = settings.get("text_config"), settings.get("tie_word_embeddings")
-    if isinstance(text, dict) and tied is not None:  # where the text model stands alone, it has the head
-        text.setdefault("tie_word_embeddings", tied)
     told = f"{name}: " if name else ""
     if architecture not in CONFIG_MAPPING:
         raise ModelError(
@@ -244,7 +241,9 @@ def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
     """The causal language model of `config`: of the text model within it where that can stand alone, so that what sees
     and hears is neither loaded nor counted; else of the whole."""
     text = getattr(config, "text_config", None)
-    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        # Standing alone it has the head, which the whole model ties or not.
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
         config = text
     elif isinstance(text, PreTrainedConfig) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)

@@ -228,7 +228,10 @@ class _Stored:
     def __init__(self, checkpoint: Checkpoint, state: ModelState) -> None:
         self._checkpoint, self._state = checkpoint, state
         self._directory = state.spec.directory
+        self._around = _Around.of(checkpoint.config, state.model)
         self._mapping = get_model_conversion_mapping(state.model)
+        if self._around is not None:
+            self._mapping = [*self._around.renamings, *self._mapping]
         sources = self._sources()
         self._untie(sources)
         self._names = {name: entry for entry in state.entries.values() for name in entry.names}
@@ -292,35 +295,9 @@ class _Stored:
         prefix = f"{model.base_model_prefix}."
         buffers = {name for name, _ in model.named_buffers()}
         left = {name for name in found.unexpected_keys if not {name, prefix + name} & buffers}
-        if left:
-            left -= self._around({target: unknown[target] for target in left})
+        if left and self._around is not None:
+            left -= self._around.elsewhere({target: unknown[target] for target in left})
         return sorted(unknown[target] for target in left)
-
-    def _around(self, unknown: Mapping[str, str]) -> set[str]:
-        """Those `unknown` targets that are entries of the model that the checkpoint's `architectures` names, outside
-        its text model."""
-        for name in self._checkpoint.config.get("architectures") or ():
-            make: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-            if PreTrainedModel not in getattr(make, "__mro__", ()):
-                continue
-            try:
-                with init_empty_weights(include_buffers=True):
-                    model = make(make.config_class.from_dict(dict(self._checkpoint.config)))
-            except Exception:  # whatever its constructor raises, it tells nothing of these tensors
-                continue
-            text = model.get_decoder() if hasattr(model, "get_decoder") else None
-            inside = {id(tensor) for tensor in text.state_dict(keep_vars=True).values()} if text is not None else set()
-            meta = model.state_dict(keep_vars=True)
-            rules = get_model_conversion_mapping(model)
-            renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-            converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-            prefix = model.base_model_prefix
-            theirs = {
-                target: rename_source_key(stored, renamings, converters, prefix, meta)[0]
-                for target, stored in unknown.items()
-            }
-            return {target for target, own in theirs.items() if own in meta and id(meta[own]) not in inside}
-        return set()
 
     def _untie(self, sources: Mapping[str, list[str]]) -> None:
         """Give names that the configuration ties, but under which the checkpoint stores different values, an entry
@@ -392,6 +369,47 @@ class _Stored:
             reason = " ".join(str(trouble[0]).split())[:300]
             raise CheckpointError(f"{self._directory} does not fit a {spec.architecture} model: {reason}")
         yield from made.items()
+
+
+class _Around:
+    """The multimodal model that a checkpoint is of, of which only the text model is used."""
+
+    def __init__(self, model: PreTrainedModel, path: str, own: str) -> None:
+        self._model, self._inside = model, f"{path}."
+        self._rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+        # Names that the whole model gives to tensors of the text model, and then those which this has for them alone.
+        self.renamings = [*self._rules, WeightRenaming(f"^{re.escape(self._inside)}", own)]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], text: PreTrainedModel) -> "_Around | None":
+        """The model that the `architectures` of a checkpoint's `config` name, if `text` is only a part of it."""
+        parts = {type(module): f"{path}." if path else "" for path, module in text.named_modules()}
+        wanted = [type(text), *([type(text.get_decoder())] if hasattr(text, "get_decoder") else [])]
+        for name in config.get("architectures") or ():
+            make: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+            if PreTrainedModel not in getattr(make, "__mro__", ()) or make is type(text):
+                continue
+            try:
+                with init_empty_weights(include_buffers=True):
+                    model = make(make.config_class.from_dict(dict(config)))
+            except Exception:  # whatever its constructor raises, it tells nothing of these tensors
+                continue
+            for kind in wanted:  # the text model with its head, or without
+                paths = [path for path, module in model.named_modules() if path and type(module) is kind]
+                if len(paths) == 1:
+                    return cls(model, paths[0], parts[kind])
+        return None
+
+    def elsewhere(self, unknown: Mapping[str, str]) -> set[str]:
+        """Those `unknown` targets, with their stored names, that are entries of the other parts of the model."""
+        entries = self._model.state_dict(keep_vars=True)
+        converters = [rule for rule in get_model_conversion_mapping(self._model) if isinstance(rule, WeightConverter)]
+        found = set()
+        for target, stored in unknown.items():
+            own = rename_source_key(stored, self._rules, converters, self._model.base_model_prefix, entries)[0]
+            if own in entries and not own.startswith(self._inside):
+                found.add(target)
+        return found
 
 
 def _table(module: nn.Module, leaf: str) -> dict[str, Any]:

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.checkpoints import VOCAB_SIZE
 from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
 from zinfer.engine import EngineError
+from zinfer.engine.cache import CacheFullError, FixedLayer, QuantizedLayer
 
 LENGTHS = (13, 5, 9)  # of the prompts: longer than the windows, and shorter
 _SHAPE: dict[str, Any] = {
@@ -216,9 +220,14 @@ def test_what_is_more_than_keys_and_values_stays_as_it_is_or_is_refused(option: 
     engine.close()
 
 
-def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(tmp_path: Path) -> None:
-    settings = {"num_local_experts": 2, "initializer_range": 0.3, "block_size": 8, "bos_token_id": None}
-    directory = _saved(tmp_path / "minimax", "minimax", settings)
+@pytest.mark.parametrize("name", ["minimax", "recurrent_gemma"])  # the latter's states are in its modules
+def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zinfer.cost.PREFILL_TOKENS", 1)  # a row at a time, if that were possible
+    settings = {"initializer_range": 0.3, "block_size": 8, "bos_token_id": None}
+    settings |= {"num_local_experts": 2} if name == "minimax" else {"attention_window_size": 16, "lru_width": 64}
+    directory = _saved(tmp_path / name, name, settings)
     engine = load("stream", directory, "cpu", tmp_path)
     for _ in range(2):
         assert torch.equal(greedy(engine, LENGTHS), expected(directory))
@@ -234,3 +243,37 @@ def test_a_model_that_adds_tokens_of_its_own_is_refused(reserve: int, tmp_path: 
     with pytest.raises(EngineError, match="computes other tokens than those of its prompt"):
         engine.prefill(*prompts(LENGTHS), reserve=reserve)
     engine.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    window=st.integers(2, 40),
+    counts=st.lists(st.sampled_from([1, 1, 1, 2, 5, 30, 70]), min_size=1, max_size=40),
+    storage=st.sampled_from([None, torch.int8]),
+)
+def test_a_window_sees_what_that_of_transformers_sees(
+    window: int, counts: list[int], storage: torch.dtype | None
+) -> None:
+    """After any numbers of tokens at a time, of the first two rows and then of the third."""
+    generator, capacity = torch.Generator().manual_seed(window), sum(counts)
+    layer = FixedLayer(3, capacity, window) if storage is None else QuantizedLayer(3, capacity, storage, window)
+    theirs = DynamicSlidingWindowLayer(sliding_window=window)
+    for count in counts:
+        keys, values = (
+            torch.randn(3, 2, count, 6, generator=generator),
+            torch.randn(3, 2, count, 4, generator=generator),
+        )
+        length = theirs.get_seq_length()
+        assert layer.get_mask_sizes(count) == theirs.get_mask_sizes(count)
+        expected = theirs.update(keys, values)
+        seen = []
+        for rows in (slice(0, 2), slice(2, 3)):
+            layer.window(rows, length)
+            assert layer.get_seq_length() == length
+            seen.append(layer.update(keys[rows], values[rows]))
+        for found, exact in zip(map(torch.cat, zip(*seen, strict=True)), expected, strict=True):
+            assert found.shape == exact.shape
+            assert torch.allclose(found, exact, atol=0.0 if storage is None else 0.05)
+        layer.window(slice(0, 3), length + count)
+    with pytest.raises(CacheFullError, match=f"holds {capacity} tokens"):
+        layer.update(keys[:, :, :1], values[:, :, :1])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.cost import pass_tokens, prefill_rows
 from zinfer.engine import EngineError
@@ -67,7 +67,9 @@ class Decoder(Engine):
                 "no cache"
             )
         takes_default = getattr(owner, "_supports_default_dynamic_cache", lambda: True)
-        self._own_cache = not takes_default()
+        # Modules of a few models keep states of the batch themselves, besides what is in the cache.
+        self._in_modules = any(hasattr(module, "_setup_cache") for module in self.model.modules())
+        self._own_cache = self._in_modules or not takes_default()
         self._rope_switch = rope_switch(self.model)
 
     def _forward_owner(self) -> PreTrainedModel:
@@ -77,8 +79,8 @@ class Decoder(Engine):
     def _call(self, **inputs: object) -> Tensor:
         """One forward pass; logits ``[B, n, V]``."""
         output = self.model(**inputs)
-        if self._own_cache:
-            self._state = getattr(output, self._cache_name)
+        if self._own_cache and (state := getattr(output, self._cache_name, None)) is not None:
+            self._state = state
         logits: Tensor = output.logits
         return logits
 
@@ -90,7 +92,7 @@ class Decoder(Engine):
         known = self._check_past(past, batch_size, length)
         self._check_positions(mask, reserve)
         self._cache = self._make_cache(batch_size, length, length + reserve)
-        self._state = self._cache
+        self._state = DynamicCache(config=self.model.config) if self._in_modules else self._cache
         if self._cache is not None:
             for part in past:
                 part.put(self._cache.layers, self.device)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
+from math import ceil
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +28,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -38,6 +40,7 @@ from zinfer.model import CONFIG_KEYS, Dtype, LayerSpec, ModelError, ModelSpec, S
 # Sequences and tokens of the measuring pass. The tokens are recognised in the shapes of what is cached, so their number
 # is none that a model has for a width; a prime, which is no multiple of one either.
 _ROWS, _TOKENS = 2, 13
+_MORE = 8 * 256 + 13  # where something is cached once for up to 256 tokens
 _RESULTS = ("loss", "logits", "hidden_states", "attentions")
 
 
@@ -90,19 +93,40 @@ def _measure(config_json: str) -> Shape:
     with _refusing(), torch.device("meta"), _NoData():
         model = _causal(_configured("", config.get("model_type", ""), config), "bfloat16").eval()
     _, layers = decoder_layers(model)
-    watch = _Watch(layers)
-    with _refusing(), torch.device("meta"), torch.no_grad(), watch:
-        out = model(input_ids=torch.zeros(_ROWS, _TOKENS, dtype=torch.long), use_cache=True)
-    watch.settle(out)
-    return _told(model, layers, watch)
+    watch = _watched(model, layers, _TOKENS)
+    if any(seen.may_grow for seen in watch.layers):
+        for seen, later in zip(watch.layers, _watched(model, layers, _MORE).layers, strict=True):
+            seen.compare(later)
+    return _told(model, layers, watch.layers)
 
 
-def _told(model: PreTrainedModel, layers: nn.ModuleList, watch: "_Watch") -> Shape:
+def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Watch":
+    """What each layer does in a forward pass of `tokens` tokens."""
+
+    def run(**cache: Cache) -> _Watch:
+        watch = _Watch(layers, tokens)
+        try:
+            with torch.device("meta"), torch.no_grad(), watch:
+                ids = torch.zeros(_ROWS, tokens, dtype=torch.long)
+                watch.settle(model(input_ids=ids, use_cache=True, **cache))
+        finally:
+            for hook in watch.hooks:
+                hook.remove()
+        return watch
+
+    with _refusing():
+        try:
+            return run()
+        except IndexError:  # the cache that it makes has a layer for each of an encoder that it does not have
+            return run(past_key_values=DynamicCache())
+
+
+def _told(model: PreTrainedModel, layers: nn.ModuleList, watched: "list[_Seen]") -> Shape:
     """What the modules and the watched pass say, in the words of a ModelSpec."""
     text, routed = _text(model.config), [_experts(layer) for layer in layers]
     times = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     parts = []
-    for layer, experts, seen in zip(layers, routed, watch.layers, strict=True):
+    for layer, experts, seen in zip(layers, routed, watched, strict=True):
         own = {id(weight): weight.numel() for weight in layer.parameters() if times[id(weight)] == 1}
         inside = {id(weight) for module in experts for weight in module.parameters()}
         part = LayerSpec(
@@ -117,11 +141,14 @@ def _told(model: PreTrainedModel, layers: nn.ModuleList, watch: "_Watch") -> Sha
     if not any(part.kv_width or part.state for part in parts):
         raise ModelError(f"{type(model).__name__} keeps nothing of the tokens that it has seen: it cannot decode")
     num_experts = max((_number(module) for modules in routed for module in modules), default=0)
-    chosen = max((k for seen in watch.layers for width, k in seen.chosen if width == num_experts), default=0)
+    chosen = max((k for seen in watched for width, k in seen.chosen if width == num_experts), default=0)
     embedding = model.get_input_embeddings().weight
     hidden = _first(text, CONFIG_KEYS["hidden_size"]) or embedding.shape[-1]
-    kv_heads, head_dim = max((seen.keys for seen in watch.layers), key=lambda keys: keys[0] * keys[1])
-    heads = max(seen.heads for seen in watch.layers) if any(part.attention for part in parts) else 0
+    kv_heads, head_dim = max((seen.keys for seen in watched), key=lambda keys: keys[0] * keys[1])
+    heads = max(seen.heads for seen in watched) if any(part.attention for part in parts) else 0
+    if kv_heads and not heads:  # they attend in a way that is not seen, and as most models do
+        heads = _first(text, CONFIG_KEYS["num_heads"]) or kv_heads
+        parts = [part.model_copy(update={"attention": part.kv_width and heads * head_dim}) for part in parts]
     return Shape(
         num_layers=len(parts),
         layers=tuple(parts),
@@ -172,9 +199,10 @@ def _experts(layer: nn.Module) -> list[nn.Module]:
     shared ones nor in another such module."""
     found: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
-        words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+        own = name.rpartition(".")[2].lower()
         nested = any(name.startswith(f"{outer}.") for outer in found)
-        if "expert" in words and "shared" not in words and not nested and _number(module) > 1 and _weights(module):
+        said = "expert" in own or "expert" in type(module).__name__.lower()
+        if said and "shared" not in own and not nested and _number(module) > 1 and _weights(module):
             found[name] = module
     return list(found.values())
 
@@ -247,6 +275,8 @@ def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
         config = text
     elif isinstance(text, PreTrainedConfig) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"a {config.model_type!r} model is no decoder-only language model")
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
 
 
@@ -300,6 +330,11 @@ def _split(tensor: Tensor, sizes: int | list[int], dim: int = 0) -> tuple[Tensor
     return torch.split(tensor, sizes, dim)
 
 
+def _grouped(rows: Tensor, weights: Tensor, *_: object, **__: object) -> Tensor:
+    """Rows times the matrices of their groups, without the alignment that the kernel asks for."""
+    return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
+
+
 _LOOKS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.item: lambda tensor: 1.0 if tensor.is_floating_point() else 1,
     Tensor.__bool__: lambda _: True,
@@ -312,6 +347,8 @@ _LOOKS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.nonzero: _no_index,
     torch.nonzero: _no_index,
     torch.where: _where,
+    torch._grouped_mm: _grouped,
+    torch.nn.functional.grouped_mm: _grouped,
 }
 _PRODUCTS = (
     torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm, torch.einsum,
@@ -319,61 +356,100 @@ _PRODUCTS = (
 
 
 class _Seen:
-    """What one decoder layer did in the measuring pass."""
+    """What one decoder layer did in a pass of `tokens` tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
         self.entries: list[Any] = []  # of the cache
         self.heads = 0  # of queries
         self.products = 0  # for each token and each that it attends to
         self.chosen: list[tuple[int, int]] = []  # (among how many, how many) by a router, or another that picks
-
-    def tensors(self) -> Iterator[tuple[Any, str, Tensor]]:
-        ids: set[int] = set()
-        for entry in self.entries:
-            for name, tensor in _tensors(entry):
-                if id(tensor) not in ids:  # keys may be values
-                    ids.add(id(tensor))
-                    yield entry, name, tensor
+        self._grown = 0  # values a token, of what is cached once for several of them
+        self._constant: int | None = None  # values of a sequence, where that is not what this pass left
 
     @property
-    def kv_width(self) -> int:
-        return sum(
-            tensor.numel() // (_ROWS * tokens)
-            for _, name, tensor in self.tensors()
-            if (tokens := _tokens(name, tensor))
-        )
+    def tensors(self) -> list[tuple[Any, str, Tensor]]:
+        """What it has cached: part of the cache, name in it, values. (Keys may be the values too, and count once.)"""
+        found = [(entry, name, tensor) for entry in self.entries for name, tensor in _tensors(entry)]
+        return list({id(tensor): (entry, name, tensor) for entry, name, tensor in reversed(found)}.values())
+
+    def cached(self, name: str, tensor: Tensor) -> int:
+        """How many tokens a cached tensor holds something of each for; 0 if it is a state of the sequence."""
+        if name in ("keys", "values") and tensor.dim() == 4:
+            return tensor.shape[-2]  # all of them, or a window's
+        return self.tokens if self.tokens in tensor.shape[1:] else 0
 
     @property
-    def state(self) -> int:
-        return sum(tensor.numel() // _ROWS for _, name, tensor in self.tensors() if not _tokens(name, tensor))
+    def _widths(self) -> list[tuple[int, int | None]]:
+        """Values a token, and the window, of each tensor that holds something of each token."""
+        return [
+            (tensor.numel() // (_ROWS * tokens), size if isinstance(size, int) else None)
+            for entry, name, tensor in self.tensors
+            if (tokens := self.cached(name, tensor))
+            for size in (getattr(entry, "sliding_window", None),)
+        ]
 
     @property
     def window(self) -> int | None:
-        """The widest of the windows of what it caches; None if something has none."""
-        entries = [entry for entry, name, tensor in self.tensors() if _tokens(name, tensor)]
-        sizes = [size for entry in entries if isinstance(size := getattr(entry, "sliding_window", None), int)]
-        return max(sizes) if sizes and len(sizes) == len(entries) else None
+        """The widest window; None if something of all tokens is kept as well."""
+        sizes = [size for _, size in self._widths if size is not None]
+        return max(sizes) if sizes and len(sizes) == len(self._widths) and not self._grown else None
+
+    @property
+    def kv_width(self) -> int:
+        whole = self.window is None
+        return self._grown + sum(width for width, size in self._widths if size is None or not whole)
+
+    @property
+    def state(self) -> int:
+        """Values whose number does not grow: also a window's, beside something of all tokens."""
+        own = self._constant
+        if own is None:
+            own = sum(tensor.numel() // _ROWS for _, name, tensor in self.tensors if not self.cached(name, tensor))
+        beside = self.window is None
+        return own + sum(width * size for width, size in self._widths if size is not None and beside)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether it caches what may be of several tokens together: a state in a part of a class of the model's own."""
+        return any(
+            type(entry).__module__ not in (Cache.__module__, "builtins") and not self.cached(name, tensor)
+            for entry, name, tensor in self.tensors
+        )
+
+    def compare(self, later: "_Seen") -> None:
+        """Tell what grows with the tokens, though more slowly, from what does not, by a longer pass."""
+        before, after = (
+            sum(tensor.numel() // _ROWS for _, name, tensor in seen.tensors if not seen.cached(name, tensor))
+            for seen in (self, later)
+        )
+        self._grown = ceil(max(0, after - before) / (later.tokens - self.tokens))
+        self._constant = max(0, after - self._grown * later.tokens)
 
     @property
     def keys(self) -> tuple[int, int]:
         """Heads of the widest keys, and the width of one."""
-        shapes = [tensor.shape for _, name, tensor in self.tensors() if name == "keys" and tensor.dim() == 4]
+        shapes = [tensor.shape for _, name, tensor in self.tensors if name == "keys" and tensor.dim() == 4]
         return max(((shape[1], shape[3]) for shape in shapes), key=lambda pair: pair[0] * pair[1], default=(0, 0))
 
 
 class _Watch(_NoData):
     """A forward pass on the meta device, and what each of `layers` does in it."""
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module], tokens: int) -> None:
         super().__init__()
         self.layers: list[_Seen] = []
+        self.hooks: list[RemovableHandle] = []
+        self._tokens = tokens
         self._now: _Seen | None = None
         self._owned: set[int] = set()
         for layer in layers:
-            seen = _Seen()
+            seen = _Seen(tokens)
             self.layers.append(seen)
-            layer.register_forward_pre_hook(lambda *_, seen=seen: self._enter(seen))
-            layer.register_forward_hook(lambda _, args, kwargs, __: self._leave(args, kwargs), with_kwargs=True)
+            self.hooks += (
+                layer.register_forward_pre_hook(lambda *_, seen=seen: self._enter(seen)),
+                layer.register_forward_hook(lambda _, args, kwargs, __: self._leave(args, kwargs), with_kwargs=True),
+            )
 
     def _enter(self, seen: _Seen) -> None:
         self._now = seen
@@ -381,21 +457,23 @@ class _Watch(_NoData):
     def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Whatever a cache holds since this layer ran is this layer's."""
         seen, self._now = self._now, None
-        for argument in (*args, *kwargs.values()):
-            for entry in getattr(argument, "layers", ()) if isinstance(argument, Cache) else ():
-                if seen is not None and id(entry) not in self._owned and any(_tensors(entry)):
-                    self._owned.add(id(entry))
-                    seen.entries.append(entry)
+        caches = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)]
+        beside = ((value for name, value in vars(own).items() if name != "layers") for own in caches)
+        lists = (value for values in beside for value in values if isinstance(value, (list, dict)))
+        parts = [part for some in lists for part in (some.values() if isinstance(some, dict) else some)]
+        for entry in (*(entry for own in caches for entry in own.layers), *parts):
+            if seen is not None and id(entry) not in self._owned and any(_tensors(entry)):
+                self._owned.add(id(entry))
+                seen.entries.append(entry)
 
     def settle(self, out: Mapping[str, Any]) -> None:
         """Share out a cache of a class of the model's own, which comes back as a whole, evenly among the layers."""
         if any(seen.entries for seen in self.layers):
             return
         kept = [tensor for key, value in out.items() if key not in _RESULTS for _, tensor in _tensors(value)]
-        if not all(tensor.numel() % (_ROWS * len(self.layers)) == 0 for tensor in kept):
-            raise ModelError("its layers keep different states in one cache, which cannot be told apart")
-        for seen in self.layers:
-            seen.entries = [{"": torch.empty(tensor.numel() // len(self.layers), device="meta")} for tensor in kept]
+        total = sum(tensor.numel() for tensor in kept)
+        for seen in self.layers if total else ():
+            seen.entries = [torch.empty(_ROWS, ceil(total / _ROWS / len(self.layers)), device="meta")]
 
     def computed(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> Any:
         seen = self._now
@@ -408,7 +486,7 @@ class _Watch(_NoData):
             query, _, value = (
                 kwargs[name] if name in kwargs else args[nth] for nth, name in enumerate(("query", "key", "value"))
             )
-            heads = query.numel() // (_ROWS * _TOKENS * query.shape[-1])
+            heads = query.numel() // (_ROWS * self._tokens * query.shape[-1])
             seen.heads = max(seen.heads, heads)
             seen.products += heads * (query.shape[-1] + value.shape[-1])
         elif func in _PRODUCTS and isinstance(out, Tensor):
@@ -417,13 +495,13 @@ class _Watch(_NoData):
 
     def _product(self, seen: _Seen, factors: list[Tensor], out: Tensor) -> None:
         """A matrix product, if it is one of an attention: of queries with keys, or of its outcome with values."""
-        square = (_TOKENS, _TOKENS)
+        square = (self._tokens, self._tokens)
         if out.shape[-2:] == square:
-            heads = out.numel() // (_ROWS * _TOKENS**2)
+            heads = out.numel() // (_ROWS * self._tokens**2)
             seen.heads = max(seen.heads, heads)
             seen.products += heads * factors[0].shape[-1]
         elif any(factor.shape[-2:] == square for factor in factors):
-            seen.products += out.numel() // (_ROWS * _TOKENS)
+            seen.products += out.numel() // (_ROWS * self._tokens)
 
 
 def _tensors(value: Any, name: str = "", depth: int = 3) -> Iterator[tuple[str, Tensor]]:
@@ -441,10 +519,3 @@ def _tensors(value: Any, name: str = "", depth: int = 3) -> Iterator[tuple[str, 
         inside = vars(value).items()
     for key, part in inside if depth else ():
         yield from _tensors(part, key if isinstance(key, str) else name, depth - 1)
-
-
-def _tokens(name: str, tensor: Tensor) -> int:
-    """How many tokens a cached tensor holds something of each for; 0 if it is a state of the sequence."""
-    if name in ("keys", "values") and tensor.dim() == 4:
-        return tensor.shape[-2]  # all of them, or a window's
-    return _TOKENS if _TOKENS in tensor.shape[1:] else 0

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from zinfer.engine.base import Engine, Progress
 from zinfer.frozen import Frozen
-from zinfer.model import ModelError, ModelSpec
+from zinfer.model import ModelError, ModelSpec, check_positions
 
 
 class Sampling(Frozen):
@@ -119,11 +119,7 @@ def _check(spec: ModelSpec, prompts: list[str], mask: Tensor, sampling: Sampling
     lengths = mask.sum(-1).tolist()
     if min(lengths) == 0:
         raise ModelError(f"prompt {prompts[lengths.index(0)]!r} has no tokens: a prompt needs at least one")
-    if spec.max_position is not None and max(lengths) + sampling.output_len > spec.max_position:
-        raise ModelError(
-            f"a prompt of {max(lengths)} tokens and --output-len {sampling.output_len} exceed the "
-            f"{spec.max_position} positions of {spec.name}"
-        )
+    check_positions(spec, max(lengths), sampling.output_len, f"a prompt of {max(lengths)} tokens")
 
 
 def _continue(

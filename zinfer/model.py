@@ -225,6 +225,9 @@ def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
             return max(0, layers - (depth - value))
         if isinstance(value, dict):
             return {name: first(name, inner) for name, inner in value.items()} if key in _TEXT else value
+        if key == "attention_types" and isinstance(value, list):  # kinds, and how often they repeat
+            kinds = [kind for some, times in value for kind in [*some] * times]
+            return [[kinds[:layers], 1]] if len(kinds) == depth else value
         items = isinstance(value, list) or (isinstance(value, str) and key.endswith("pattern"))
         return value[:layers] if items and len(value) == depth and not key.endswith(("_id", "_ids")) else value
 
@@ -388,6 +391,16 @@ def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = Non
     if dtype is not None:
         spec = spec.with_dtype(dtype)
     return spec if layers is None else spec.slice(layers)
+
+
+def check_positions(spec: ModelSpec, input_len: int, output_len: int, prompt: str = "") -> None:
+    """Raise ModelError where a prompt (by default called by its option) and its answer are longer than the positions
+    that the model knows: a table that it learned, or the angles that it was trained with."""
+    if spec.max_position is not None and input_len + output_len > spec.max_position:
+        raise ModelError(
+            f"{prompt or f'--input-len {input_len}'} and --output-len {output_len} exceed the {spec.max_position} "
+            f"positions of {spec.name}"
+        )
 
 
 def config_text(spec: ModelSpec) -> str:

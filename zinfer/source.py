@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from zinfer.checkpoint import Checkpoint
-from zinfer.model import Dtype, ModelSpec, config_text, resolve
+from zinfer.model import Dtype, ModelError, ModelSpec, config_text, resolve
 from zinfer.plan import LoadFormat
 
 Asked = Literal["auto", "safetensors", "dummy"]
@@ -35,6 +35,8 @@ def find(reference: str, dtype: Dtype | None, layers: int | None, load_format: A
     if load_format != "dummy" and spec.directory is None and spec.hub_id is not None:
         directory = _from_hub(spec.hub_id, fetch or load_format == "safetensors")
         spec = spec.model_copy(update={"directory": None if directory is None else str(directory)})
+    if load_format == "safetensors" and spec.directory is None:
+        raise ModelError(f"{reference} is a configuration without weights: --load-format dummy takes random ones")
     if load_format == "dummy" or (load_format == "auto" and spec.directory is None):
         return Source(spec.model_copy(update={"directory": None}), "dummy", revision_of(spec, "dummy"))
     return Source(spec, "safetensors", revision_of(spec, "safetensors"))

@@ -10,6 +10,7 @@ from itertools import count, takewhile
 from typing import Any
 
 from zinfer.machine import Machine
+from zinfer.model import check_positions
 from zinfer.plan import LARGEST_BATCH, Case, Plan, make_plan
 from zinfer.recipe import Load, Sweep, automatic
 from zinfer.record import Measurement, Status
@@ -112,13 +113,16 @@ def prepare(
     nvme_path: str | None = None,
 ) -> list[Job]:
     """The sweep's loads with their plans. `resolve` finds a load's model and weights; `locate` its engine, or None for
-    an engine that does not have that offload: such a combination is left out."""
+    an engine that does not have that offload: such a combination is left out. Raises ModelError where lengths exceed a
+    model's positions."""
     jobs = []
     for load in sweep.loads():
         target = locate(load)
         if target is None:
             continue
         source = resolve(load)
+        for lengths in sweep.lengths():
+            check_positions(source.spec, *lengths)
         cases = tuple(sweep.case(load, source.load_format, source.spec.dtype, lengths) for lengths in sweep.lengths())
         longest = max(cases, key=lambda case: case.workload.total_len)
         plan = make_plan(longest, source.spec, machine, nvme_path)

@@ -83,7 +83,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     from zinfer.accuracy import AccuracyRecord, Prompts
     from zinfer.commands.watch import Watch
     from zinfer.lead import NoAnswer
-    from zinfer.model import ModelError
+    from zinfer.model import ModelError, check_positions
     from zinfer.signals import Interrupted, Signals
     from zinfer.source import find
     from zinfer.subject import text_of, told_of
@@ -99,12 +99,8 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     source = find(model, how["dtype"], None, load_format or "auto", fetch=True)
     if source.load_format == "dummy" and load_format != "dummy":
         raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
-    spec, length = source.spec, how["input_len"] + how["output_len"]
-    if spec.max_position is not None and length > spec.max_position:
-        raise ModelError(
-            f"--input-len {how['input_len']} and --output-len {how['output_len']} exceed the {spec.max_position} "
-            f"positions of {spec.name}"
-        )
+    spec = source.spec
+    check_positions(spec, how["input_len"], how["output_len"])
     started, (reference, settings, target) = now(), _plans(how, source)
     name, text = text_of(how["prompt_file"])
     with Watch() as watch, Signals() as signals:

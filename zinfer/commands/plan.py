@@ -135,7 +135,7 @@ def _plans(
     """The plans of each model, machine and pair of lengths, with a title."""
     from zinfer.choice import best_batch
     from zinfer.cost import Factors
-    from zinfer.model import resolve
+    from zinfer.model import check_positions, resolve
     from zinfer.plan import make_plan
 
     for place, (input_len, output_len), name, layers in product(places, wanted.lengths(), wanted.model, wanted.layers):
@@ -144,6 +144,7 @@ def _plans(
             if (load.model, load.layers) != (name, layers):
                 continue
             spec = resolve(load.model, wanted.dtype, load.layers)
+            check_positions(spec, input_len, output_len)
             case = wanted.case(load, "dummy", spec.dtype, (input_len, output_len))
             case = case.model_copy(update={"options": _telling(load)})
             if case in cases:

@@ -69,7 +69,7 @@ def command(
     """
     from zinfer import here, recipe, sweep
     from zinfer.commands.watch import Watch
-    from zinfer.model import ModelError
+    from zinfer.model import ModelError, check_positions
     from zinfer.plan import make_plan
     from zinfer.source import find
     from zinfer.units import duration
@@ -85,6 +85,8 @@ def command(
     source = find(model, dtype, layers, load_format or "auto", fetch=True)
     if source.load_format == "dummy" and load_format != "dummy":
         raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
+    longest = _longest(source.spec.directory, texts)
+    check_positions(source.spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
     machine = options.with_nvme(here.this_machine(), nvme_path)
     length = max(1, max(map(len, texts), default=0) // 3)
     if chat:
@@ -143,6 +145,21 @@ def command(
         return
     for text in answer["texts"]:
         click.echo(text["prompt"] + text["output_text"])
+
+
+def _longest(directory: str | None, texts: list[str]) -> int:
+    """Tokens of the longest prompt, one at least: counted by the checkpoint's tokenizer where it is in one file; bytes
+    with random weights, as then each is a token."""
+    from pathlib import Path
+
+    if directory is None:
+        return max((len(text.encode()) for text in texts), default=1) or 1
+    file = Path(directory) / "tokenizer.json"
+    if not file.is_file() or not texts:
+        return 1  # the worker counts, once it has loaded the tokenizer
+    from tokenizers import Tokenizer
+
+    return max(1, *(len(encoding.ids) for encoding in Tokenizer.from_file(str(file)).encode_batch(texts)))
 
 
 def _check_chat(chat: bool, batch_size: int | None, system: str | None, kv_cache_dir: str | None) -> None:

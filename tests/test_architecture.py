@@ -1,0 +1,250 @@
+"""What the model itself says of its layers: parameters, experts, and what is cached."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import DynamicCache
+
+from zinfer.architecture import decoder_layers, empty_model, measure
+from zinfer.cli import cli
+from zinfer.commands.run import _longest
+from zinfer.cost import Setup, step
+from zinfer.machine import load as machine
+from zinfer.model import LayerSpec, ModelError, ModelSpec, check_positions, from_config, resolve
+from zinfer.recipe import make_sweep
+from zinfer.source import find
+from zinfer.sweep import prepare
+
+BASE: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 80,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+GQA = BASE | {"num_key_value_heads": 2}
+ROUTED = GQA | {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 12}
+MLA = GQA | {
+    "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+    "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 2, "kv_lora_rank": 24, "q_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20, "n_group": 2, "topk_group": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+SLIDING = ["sliding_attention"] * 2 + ["full_attention"]
+GEMMA = GQA | {"head_dim": 12, "sliding_window": 8, "layer_types": SLIDING * 2}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 12,
+    "layer_types": (["linear_attention"] * 2 + ["full_attention"]) * 2, "head_dim": 12,
+}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": GQA,
+    "gpt2": {"n_embd": 48, "n_layer": 6, "n_head": 4, "vocab_size": 96, "n_positions": 64},
+    "gpt_neo": {"hidden_size": 48, "num_layers": 6, "num_heads": 4, "vocab_size": 96, "max_position_embeddings": 64,
+                "attention_types": [[["global", "local"], 3]]},
+    "mpt": {"d_model": 48, "n_layers": 6, "n_heads": 4, "vocab_size": 96, "max_seq_len": 64},
+    "xglm": {"d_model": 48, "num_layers": 6, "attention_heads": 4, "ffn_dim": 80, "vocab_size": 96},
+    "bart": {"d_model": 48, "decoder_layers": 6, "encoder_layers": 2, "decoder_attention_heads": 4, "vocab_size": 96,
+             "decoder_ffn_dim": 80, "encoder_ffn_dim": 80, "encoder_attention_heads": 4},
+    "gemma3_text": GEMMA,
+    "gemma3": {"text_config": GEMMA, "vision_config": VISION},
+    "mistral3": {"text_config": GQA | {"model_type": "mistral", "head_dim": 12}, "vision_config": VISION},
+    "deepseek_v3": MLA,
+    "glm4_moe": ROUTED | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
+                          "topk_group": 1},
+    "qwen3_moe": ROUTED | {"num_experts": 8},
+    "gpt_oss": GQA | {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 8,
+                      "layer_types": ["sliding_attention", "full_attention"] * 3},
+    "qwen3_next": ROUTED | LINEAR | {"num_experts": 8, "shared_expert_intermediate_size": 20},
+    "mamba": {"hidden_size": 48, "num_hidden_layers": 6, "vocab_size": 96, "state_size": 8},
+    "nemotron_h": GQA | {"layers_block_type": ["mamba", "moe", "attention", "mamba", "moe", "attention"],
+                         "mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 8, "n_groups": 2,
+                         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+                         "moe_shared_expert_intermediate_size": 20, "head_dim": 12},
+}  # fmt: skip
+
+
+def spec_of(kind: str, **changes: Any) -> ModelSpec:
+    return from_config(kind, {"model_type": kind} | CONFIGS[kind] | changes)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_is_counted_as_it_is_built(kind: str) -> None:
+    spec = spec_of(kind)
+    model = empty_model(spec)
+    _, layers = decoder_layers(model)
+    assert spec.layer_parameters == tuple(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
+    assert spec.parameters == sum(weight.numel() for weight in model.parameters())
+    assert (spec.num_layers, spec.hidden_size, spec.vocab_size) == (6, 48, 96 if kind != "gemma3" else spec.vocab_size)
+
+
+def cached(spec: ModelSpec, length: int) -> tuple[int, ...]:
+    """Values that a real forward pass of one sequence leaves in each part of transformers' own cache."""
+    model = empty_model(spec).to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        torch.nn.init.zeros_(tensor)
+    with torch.no_grad():
+        cache = model(input_ids=torch.ones(1, length, dtype=torch.long), use_cache=True)
+    parts = (cache.get("past_key_values") or cache["cache_params"]).layers
+    states = [
+        [
+            part.keys,
+            part.values,
+            *getattr(part, "conv_states", {}).values(),
+            *getattr(part, "recurrent_states", {}).values(),
+        ]
+        for part in ({"keys": None, "values": None} | vars(layer) for layer in parts)
+        for part in (type("Part", (), part),)
+    ]
+    return tuple(sum(tensor.numel() for tensor in part if tensor is not None) for part in states)
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - {"gemma3", "bart"}))
+def test_the_cache_is_the_size_that_a_real_one_has(kind: str) -> None:
+    spec = spec_of(kind).with_dtype("float32")
+    found = tuple(size // 4 for size in spec.kv_layer_bytes(1, 5))
+    assert [size for size in found if size] == [size for size in cached(spec, 5) if size]
+    if spec.layers[0].window == 8:  # transformers keeps one token less than the window attends to
+        width = spec.layers[0].kv_width
+        assert spec.kv_layer_bytes(1, 30)[0] // 4 == 8 * width == cached(spec, 30)[0] + width
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_slice_is_the_model_of_its_cut_configuration(kind: str) -> None:
+    part = spec_of(kind).slice(3)
+    again = measure(kind, part.config)
+    assert (part.layers, part.other_parameters) == (again.layers, again.other_parameters)
+    assert len(decoder_layers(empty_model(part))[1]) == 3
+
+
+def test_compressed_keys_and_first_dense_layers_of_deepseek_v3() -> None:
+    """The published configuration: 671 B parameters, 37 B of them active; transformers caches the compressed keys."""
+    published = {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+        "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "vocab_size": 129280, "max_position_embeddings": 163840,
+    }  # fmt: skip
+    spec = from_config("deepseek-v3", published | {"num_hidden_layers": 4})
+    whole = spec.model_copy(update={"layers": (*spec.layers[:3], *spec.layers[3:] * 58), "num_layers": 61})
+    assert whole.parameters / 1e9 == pytest.approx(671.0, abs=0.1)
+    assert whole.active_parameters / 1e9 == pytest.approx(37.5, abs=0.2)
+    assert (spec.num_experts, spec.experts_per_token, spec.ffn_size) == (256, 8, 2048)
+    assert [layer.expert_parameters > 0 for layer in spec.layers] == [False] * 3 + [True]
+    model = empty_model(spec.slice(1))
+    keys = DynamicCache(config=model.config)
+    with torch.device("meta"):
+        model.to("meta")(input_ids=torch.zeros(1, 7, dtype=torch.long), past_key_values=keys, use_cache=True)
+    width = (keys.layers[0].keys.numel() + keys.layers[0].values.numel()) // 7
+    assert {layer.kv_width for layer in spec.layers} == {width}
+    assert whole.kv_bytes_per_token == 61 * width * 2
+
+
+def test_routed_experts_of_any_name_make_a_mixture() -> None:
+    spec = spec_of("glm4_moe")
+    assert (spec.num_experts, spec.experts_per_token, spec.ffn_size) == (8, 2, 20)
+    assert [layer.expert_parameters for layer in spec.layers] == [0] + [8 * 3 * 48 * 20] * 5
+    assert spec.parameters - spec.active_parameters == 5 * 6 * 3 * 48 * 20
+    place = machine("h100-80gb")
+    one, many = (step(Setup(), spec, place, size, 8).limits["hbm"] for size in (1, 512))
+    assert many > 1.5 * one
+
+
+def test_windows_states_and_attention_of_each_layer() -> None:
+    sliding, full = (spec_of("gemma3_text").layers[index] for index in (0, 2))
+    assert (sliding.kv_width, sliding.window, sliding.attention) == (2 * 2 * 12, 8, 4 * 12)
+    assert full == sliding.model_copy(update={"window": None})
+    recurrent, attending = (spec_of("qwen3_next").layers[index] for index in (0, 2))
+    assert (recurrent.kv_width, recurrent.attention) == (0, 0)
+    assert recurrent.state >= 4 * 12 * 12
+    assert (attending.kv_width, attending.state, attending.attention) == (2 * 2 * 12, 0, 4 * 12)
+    assert spec_of("mamba").num_heads == 0
+    assert spec_of("mamba").kv_bytes(2, 10) == spec_of("mamba").kv_bytes(2, 1000) > 0
+
+
+def test_attention_reads_no_more_than_the_window() -> None:
+    windowed, whole = spec_of("gemma3_text"), spec_of("gemma3_text", layer_types=["full_attention"] * 6)
+    assert windowed.decode_flops(1, 8) == whole.decode_flops(1, 8)
+    assert whole.decode_flops(1, 58) - windowed.decode_flops(1, 58) == 4 * 50 * 4 * 48
+    by_token = sum(windowed.decode_flops(1, seen) - windowed.decode_flops(1, 0) for seen in range(1, 4001))
+    prefilled = windowed.prefill_flops(1, 4000) - spec_of("gemma3_text").model_copy(
+        update={"layers": tuple(layer.model_copy(update={"attention": 0}) for layer in windowed.layers)}
+    ).prefill_flops(1, 4000)
+    assert prefilled == pytest.approx(by_token, rel=1e-3)
+
+
+def test_of_a_wrapper_only_the_text_model_counts() -> None:
+    wrapper, text = spec_of("gemma3"), spec_of("gemma3_text")
+    assert (wrapper.layers, wrapper.architecture) == (text.layers, "gemma3")
+    assert not any("vision" in name for name, _ in empty_model(wrapper).named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "bert", "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}, "keeps nothing"),
+        ({"model_type": "clip"}, "no decoder-only language model"),
+        ({"model_type": "novel"}, "code of the repository, which zinfer does not run"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "transformers cannot build"),
+        ({"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "fp8"}}}, "quantised"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=f"^it: .*{says}") as error:
+        from_config("it", config)
+    assert "\n" not in str(error.value)
+
+
+def test_a_bare_configuration_is_planned(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "glm4_moe", "dtype": "float16"} | CONFIGS["glm4_moe"]))
+    for reference in (tmp_path, file):
+        spec = resolve(str(reference))
+        assert (spec.layers, spec.dtype, spec.directory) == (spec_of("glm4_moe").layers, "float16", None)
+    words = ["plan", "--model", str(file), "--machine", "h100-80gb", "--input-len", "32", "--output-len", "8", "--json"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 0, result.output
+    assert {plan["model"]["num_experts"] for plan in json.loads(result.output)} == {8}
+
+
+def test_lengths_beyond_the_positions_are_refused() -> None:
+    spec = spec_of("gpt2")
+    check_positions(spec, 60, 4)
+    with pytest.raises(ModelError, match="--input-len 60 and --output-len 5 exceed the 64 positions of gpt2"):
+        check_positions(spec, 60, 5)
+    check_positions(spec.model_copy(update={"max_position": None}), 10**6, 1)
+
+
+def test_plan_and_sweep_refuse_them_before_anything_is_loaded() -> None:
+    words = ["--model", "opt-1.3b", "--machine", "h100-80gb", "--input-len", "8,2040", "--output-len", "16"]
+    result = CliRunner().invoke(cli, ["plan", *words])
+    assert "exceed the 2048 positions of opt-1.3b" in str(result.exception)
+    sweep = make_sweep({"model": "opt-1.3b", "input_len": [8, 2040], "output_len": 16}, "test")
+    with pytest.raises(ModelError, match="exceed the 2048 positions of opt-1"):
+        prepare(sweep, machine("h100-80gb"), lambda load: find(load.model, None, None, "dummy"), lambda _: "engine")
+
+
+def test_run_counts_the_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zinfer.here.this_machine", lambda: pytest.fail("the machine was asked"))
+    words = ["-m", "bloom-tiny", "--load-format", "dummy", "--prompt", "x" * 2040, "--output-len", "16"]
+    result = CliRunner().invoke(cli, ["run", *words])
+    assert "a prompt of 2040 tokens and --output-len 16 exceed the 2048 positions of bloom-tiny" in str(
+        result.exception
+    )
+
+
+def test_run_counts_them_with_the_tokenizer_of_the_checkpoint(checkpoint) -> None:
+    folder = str(checkpoint("opt"))
+    assert _longest(folder, ["abc", "defgh"]) == 5
+    assert _longest(None, ["abc", "d\u00e9"]) == 3
+
+
+def test_layers_of_different_sizes_take_the_room_they_need() -> None:
+    spec = spec_of("qwen3_next")
+    layers = spec.kv_layer_bytes(3, 40)
+    assert sum(layers) == spec.kv_bytes(3, 40)
+    assert layers[2] == 3 * 40 * spec.layers[2].kv_width * 2
+    assert layers[0] == 3 * spec.layers[0].state * 2
+    assert LayerSpec(parameters=1, kv_width=4, window=8).tokens(100) == 8

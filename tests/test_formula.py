@@ -1,0 +1,87 @@
+"""Closed forms against the models that they stand for."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.test_architecture import GQA, MLA, ROUTED
+from zinfer.architecture import measure
+from zinfer.formula import shape
+from zinfer.model import ModelError, from_directory
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": GQA | {"head_dim": 20},
+    "llama-biased": GQA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": GQA | {"sliding_window": 8, "head_dim": 12},
+    "mixtral": GQA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2": GQA,
+    "qwen3": GQA | {"head_dim": 20},
+    "qwen2_moe": ROUTED | {"num_experts": 8, "shared_expert_intermediate_size": 36},
+    "qwen3_moe": ROUTED | {"num_experts": 8, "mlp_only_layers": [1], "decoder_sparse_step": 1},
+    "glm4_moe": ROUTED | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True,
+                          "attention_bias": True, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": MLA,
+    "deepseek_v3-whole-queries": MLA | {"q_lora_rank": None},
+}  # fmt: skip
+PLAIN = {
+    "bloom": {"hidden_size": 48, "n_layer": 3, "n_head": 4, "vocab_size": 96, "seq_length": 64},
+    "codegen": {"n_embd": 48, "n_layer": 3, "n_head": 4, "vocab_size": 96, "n_positions": 64, "rotary_dim": 4},
+    "falcon": {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96},
+    "gpt2": {"n_embd": 48, "n_layer": 3, "n_head": 4, "vocab_size": 96},
+    "gpt_bigcode": {"n_embd": 48, "n_layer": 3, "n_head": 4, "vocab_size": 96},
+    "gpt_neox": {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96,
+                 "intermediate_size": 80},
+    "gptj": {"n_embd": 48, "n_layer": 3, "n_head": 4, "vocab_size": 96, "rotary_dim": 4},
+    "opt": {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96, "ffn_dim": 80},
+    "phi": GQA,
+    "stablelm": GQA | {"partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_closed_form_is_what_the_model_says(kind: str) -> None:
+    config = {"model_type": kind.split("-")[0]} | CONFIGS[kind]
+    assert shape(kind, config) == measure(kind, config)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_what_is_cached_follows_from_heads_where_weights_are_counted(kind: str) -> None:
+    config = {"model_type": kind} | PLAIN[kind]
+    asked = measure(kind, config)
+    weights = {f"layers.{index}.weight": (layer.parameters,) for index, layer in enumerate(asked.layers)}
+    found = shape(kind, config, weights | {"head": (asked.other_parameters,)})
+    unsaid = {"max_position": None}  # a default of transformers'
+    assert found.model_copy(update=unsaid) == asked.model_copy(update=unsaid)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "jamba"},
+        {"model_type": "bloom"} | PLAIN["bloom"],
+        {"model_type": "llama"} | GQA | {"layer_types": ["full_attention"] * 6},
+        {"model_type": "deepseek_v3"} | GQA,
+    ],
+)
+def test_without_a_closed_form_it_says_what_is_needed(config: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"^it: .*needs torch and transformers: pip install 'zinfer\[engines\]'"):
+        shape("it", config)
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "llama", "opt", "mixtral"])
+def test_a_checkpoint_counts_the_same_without_torch(architecture: str, checkpoint) -> None:
+    folder = checkpoint(architecture)
+    code = f"""
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from pathlib import Path
+from zinfer.model import from_directory, from_catalogue
+print(from_directory(Path({str(folder)!r})).model_dump_json(include={{"layers", "other_parameters"}}))
+assert from_catalogue("mixtral-8x7b").parameters > 0
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == from_directory(folder).model_dump_json(include={"layers", "other_parameters"}), (
+        run.stderr
+    )

@@ -42,7 +42,7 @@ def main(types: tuple[str, ...], jobs: int, output: Path | None, table: bool) ->
 
 
 def conformance(types: tuple[str, ...], jobs: int) -> dict[str, Any]:
-    """Run `types`, or all; print a line each, the reasons and the counts; return the record."""
+    """Run `types`, or all; print a line each with its reasons, and the counts; return the record."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # records of all machines are of the CPU
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -63,10 +63,6 @@ def conformance(types: tuple[str, ...], jobs: int) -> dict[str, Any]:
     begun = time.monotonic()
     click.echo(f"{'':34} {' '.join(f'{way:8}' for way in WAYS)}")
     rows = run_all(chosen, jobs, _show)
-    for row in rows:
-        for why in dict.fromkeys(outcome.why for way, outcome in row.outcomes.items() if outcome.why and way != "all"):
-            ways = ", ".join(way for way, outcome in row.outcomes.items() if outcome.why == why)
-            click.echo(f"{row.subject.name} ({ways}): {why}")
     told = record.to_json(rows, {name: way.says for name, way in WAYS.items()})
     for wrapper, title in ((False, "types of AutoModelForCausalLM"), (True, "multimodal models around one")):
         found = record.counts(told, wrapper)
@@ -82,6 +78,9 @@ def _show(row: "Row") -> None:
     else:
         told = " ".join(f"{SHORT[outcome.verdict]:8}" for outcome in row.outcomes.values())
     click.echo(f"{row.subject.name:34} {told}")
+    for why in dict.fromkeys(outcome.why for way, outcome in row.outcomes.items() if outcome.why and way != "all"):
+        ways = ", ".join(way for way, outcome in row.outcomes.items() if outcome.why == why)
+        click.echo(f"    {ways}: {why}")
 
 
 if __name__ == "__main__":

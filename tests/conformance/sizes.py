@@ -36,6 +36,7 @@ SIZES: tuple[tuple[str, int | str], ...] = (
     (r"index_topk|indexer_budget", 4),
     (r"index_topk_blocks", 2),
     (r"index_block_size", 4),
+    (r"index_kpool", 2),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|.*max_position.*|model_max_length|context_length", 128),
     (r"max_(source|target)_positions|rel_extent|max_sequence_length|seq_length", 128),
     (r"hidden_size_per_layer_input|vocab_size_per_layer_input", 16),
@@ -136,6 +137,12 @@ ADJUSTMENTS: dict[str, Adjustment] = {
         {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
     ),
     "dots3_note_text": Adjustment("head dim = rotary + plain dims in sliding layers", {"head_dim": 32}),
+    "emu3": Adjustment("images need names in the vocabulary", {"vocabulary_map": {"<|extra_200|>": 3, "<image>": 4}}),
+    "deepseek_ocr2_text": Adjustment(
+        "the default has no kinds of layers", {"mlp_layer_types": _repeat("dense", "sparse")}
+    ),
+    "granite4_vision": Adjustment("the default has no layers that images go to", {"deepstack_layer_map": [[-1, 1]]}),
+    "molmo2_adapter": Adjustment("the default names layers of a deep tower", {"vision_feature_layer": [1, 0]}),
     "gemma4_assistant": Adjustment("the default is refused by itself", {"hidden_size_per_layer_input": 0}),
     "blt": Adjustment("hash tables of half a million rows", {"encoder_hash_byte_group_vocab": 64}),
 }

@@ -19,7 +19,7 @@ from tests.conformance.sizes import ADJUSTMENTS, DEPTH, SETTINGS, SIDE_DEPTH, SI
 
 MAX_DEPTH = 16
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # in the names of kinds of layers
-MAX_PARAMETERS = 4_000_000
+MAX_PARAMETERS = 20_000_000
 KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "layers_num_experts", "indexer_types")  # of layers
 TEXT = ("text", "decoder", "language", "llm", "global")  # in the names of configurations within one
 # A matrix makes values so many times as wide: more where a model's own norms would have all tokens come out alike.
@@ -111,6 +111,12 @@ def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig
     special = [name for name in known if re.fullmatch(r".*(_token_id|_token_index|_index)", name)
                and isinstance(_value(default, name), int) and name not in settings]  # fmt: skip
     settings |= {name: 3 + index for index, name in enumerate(special)}
+    if "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()):
+        rope = dict(_value(default, "rope_parameters") or {})
+        head_dim = settings.get("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
+        half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        third = -(-half // 3)
+        settings["rope_parameters"] = rope | {"mrope_section": [third, third, half - 2 * third]}
     overrides = default.to_dict().get("per_layer_config")
     if overrides and "layer_types" in settings:
         settings["per_layer_config"] = _per_layer(default, overrides, settings)

@@ -18,6 +18,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as zinfer.worker has it, 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs this in the background ignores it for us
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ["COLUMNS"] = "80"  # what is printed for people is as wide as where there is no terminal
+for name in ("FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)
 if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # caches of ours, Triton's and others'
     HOME = TemporaryDirectory(prefix="zinfer-tests-")
     os.environ["HOME"] = HOME.name

@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import cache
 from math import ceil
 from typing import Any
@@ -249,7 +248,7 @@ def _others(shape: Iterable[int], hidden: int) -> list[int]:
 
 def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreTrainedConfig:
     # A copy: transformers writes into nested settings (rotary scaling) that it is given.
-    settings = deepcopy(dict(config))
+    settings: dict[str, Any] = _numbers(dict(config))
     for key in ("model_type", "dtype", "torch_dtype"):
         settings.pop(key, None)
     told = f"{name}: " if name else ""
@@ -263,6 +262,16 @@ def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreT
     except Exception as error:  # each architecture has checks of its own
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{told}transformers cannot build a {architecture!r} model: {reason}") from None
+
+
+def _numbers(value: Any) -> Any:
+    """A copy of a part of a `config.json`, with the numbers in it that JSON has no words for and transformers spells
+    as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: _numbers(part) for key, part in value.items()}
+    return [_numbers(part) for part in value] if isinstance(value, list) else value
 
 
 def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:

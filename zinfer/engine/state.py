@@ -232,6 +232,9 @@ class _Stored:
         self._mapping = get_model_conversion_mapping(state.model)
         if self._around is not None:
             self._mapping = [*self._around.renamings, *self._mapping]
+        for rule in self._mapping:
+            if getattr(rule, "force_cpu", False):  # that is where all are converted, unless they have no data
+                rule.force_cpu = False
         sources = self._sources()
         self._untie(sources)
         self._names = {name: entry for entry in state.entries.values() for name in entry.names}

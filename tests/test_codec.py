@@ -258,7 +258,7 @@ def need_triton() -> None:
         pytest.fail("the kernel's tests need triton, which torch for CPUs does not bring along: pip install triton")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """What the kernel makes of `CASES`, of some of them with other numbers of warps, and of damaged data."""
     need_triton()

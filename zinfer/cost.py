@@ -299,7 +299,7 @@ def tiers(
 def _kv_buffers(setup: Setup, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
     """GPU bytes that a KV cache on its way over the link takes, besides the buffers of the weights."""
     if not setup.buffers:
-        return 2 * round(max(model.kv_layer_bytes(batch_size, length)) * setup.kv_ratio * setup.kv_host_share)
+        return 2 * round(model.largest_kv_layer_bytes(batch_size, length) * setup.kv_ratio * setup.kv_host_share)
     return setup.buffers * (buffer_bytes(setup, model, batch_size, input_len, length) - piece_bytes(setup, model))
 
 
@@ -314,7 +314,7 @@ def buffer_bytes(setup: Setup, model: ModelSpec, batch_size: int, input_len: int
     if not setup.kv_host_share or setup.kv_on_cpu:
         return piece
     rows = prefill_rows(batch_size, input_len, pass_tokens(setup, model))
-    return max(piece, round(max(model.kv_layer_bytes(rows, length)) * setup.kv_ratio))
+    return max(piece, round(model.largest_kv_layer_bytes(rows, length) * setup.kv_ratio))
 
 
 def activations(setup: Setup, model: ModelSpec, batch_size: int, length: int) -> int:

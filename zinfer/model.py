@@ -9,9 +9,10 @@ installed, the closed forms of `zinfer.formula` stand in.
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -64,6 +65,25 @@ class LayerSpec(Frozen):
         return length if self.window is None else min(length, self.window)
 
 
+class _Same:
+    """A stack of layers as a key: equal to itself only, which is quicker to say than whether its layers are equal."""
+
+    def __init__(self, layers: tuple[LayerSpec, ...]) -> None:
+        self.layers = layers
+
+    def __hash__(self) -> int:
+        return id(self.layers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.layers is self.layers
+
+
+@lru_cache(maxsize=256)
+def _kinds(same: _Same) -> tuple[tuple[LayerSpec, int], ...]:
+    """The different layers of a stack, and how many of each: a plan asks thousands of times what they need."""
+    return tuple(Counter(same.layers).items())
+
+
 class Shape(Frozen):
     """What the architecture and its configuration make of a model, without a name, a type or weights.
 
@@ -103,14 +123,18 @@ class ModelSpec(Shape):
         return tuple(layer.parameters for layer in self.layers)
 
     @property
+    def _in_layers(self) -> int:
+        return sum(times * layer.parameters for layer, times in _kinds(_Same(self.layers)))
+
+    @property
     def expert_parameters(self) -> int:
         """Weights of the routed experts of one layer, of the layer with most."""
-        return max(layer.expert_parameters for layer in self.layers)
+        return max(layer.expert_parameters for layer, _ in _kinds(_Same(self.layers)))
 
     @property
     def parameters(self) -> int:
         """All weights of the layers at hand, and those outside the layers."""
-        return sum(self.layer_parameters) + self.other_parameters
+        return self._in_layers + self.other_parameters
 
     @property
     def active_parameters(self) -> int:
@@ -124,13 +148,13 @@ class ModelSpec(Shape):
 
     @property
     def _routed(self) -> int:
-        return sum(layer.expert_parameters for layer in self.layers)
+        return sum(times * layer.expert_parameters for layer, times in _kinds(_Same(self.layers)))
 
     @property
     def ffn_matrices(self) -> int:
         """Matrices of a feed-forward network: two, three with a gate."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
-        one = max(self.layer_parameters) - attention
+        one = self.layer_bytes // self.dtype_bytes - attention
         if self.num_experts:
             one = self.expert_parameters // self.num_experts
         return min(3, max(2, round(one / (self.hidden_size * self.ffn_size))))
@@ -146,12 +170,12 @@ class ModelSpec(Shape):
     @property
     def layer_bytes(self) -> int:
         """Bytes of the largest decoder layer: what one slot of a ring has to hold."""
-        return max(self.layer_parameters) * self.dtype_bytes
+        return max(layer.parameters for layer, _ in _kinds(_Same(self.layers))) * self.dtype_bytes
 
     @property
     def streamed_bytes(self) -> int:
         """Bytes of all decoder layers: what full offload moves over the link a step."""
-        return sum(self.layer_parameters) * self.dtype_bytes
+        return self._in_layers * self.dtype_bytes
 
     @property
     def other_bytes(self) -> int:
@@ -171,9 +195,18 @@ class ModelSpec(Shape):
             for layer in self.layers
         )
 
+    def largest_kv_layer_bytes(self, batch_size: int, length: int) -> int:
+        """`kv_layer_bytes` of the layer that caches most."""
+        kinds = _kinds(_Same(self.layers))
+        values = max(layer.tokens(length) * layer.kv_width + layer.state for layer, _ in kinds)
+        return batch_size * values * self.dtype_bytes
+
     def kv_bytes(self, batch_size: int, length: int) -> int:
         """KV cache of `batch_size` sequences of `length` tokens, of all layers at hand."""
-        return sum(self.kv_layer_bytes(batch_size, length))
+        values = sum(
+            times * (layer.tokens(length) * layer.kv_width + layer.state) for layer, times in _kinds(_Same(self.layers))
+        )
+        return batch_size * values * self.dtype_bytes
 
     def decode_flops(self, batch_size: int, context_len: int) -> int:
         """One decode step: two FLOPs a weight and token, and attention over `context_len` cached tokens.
@@ -181,7 +214,8 @@ class ModelSpec(Shape):
         Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1: 2N + 2 · n_layer · n_ctx · d_attn forward, the
         second term once for the scores and once for the weighted sum of values.
         """
-        attention = 4 * sum(layer.attention * layer.tokens(context_len) for layer in self.layers)
+        kinds = _kinds(_Same(self.layers))
+        attention = 4 * sum(times * layer.attention * layer.tokens(context_len) for layer, times in kinds)
         return batch_size * (2 * self._matmul_parameters + attention)
 
     def prefill_flops(self, batch_size: int, input_len: int) -> int:
@@ -189,9 +223,9 @@ class ModelSpec(Shape):
         until a window is full); the head runs for the last position only."""
         head = 2 * self.vocab_size * self.hidden_size
         attention = 0
-        for layer in self.layers:
+        for layer, times in _kinds(_Same(self.layers)):
             seen = layer.tokens(input_len)
-            attention += 2 * layer.attention * (2 * seen * input_len - seen**2)
+            attention += 2 * times * layer.attention * (2 * seen * input_len - seen**2)
         return batch_size * (input_len * (2 * self._matmul_parameters - head) + attention + head)
 
     @property

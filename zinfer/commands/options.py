@@ -12,7 +12,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 OFFLOADS = ("none", "cpu", "nvme")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
-MODEL_HELP = "Catalogue name (see `zinfer models`), Hugging Face hub id, or checkpoint folder."
+MODEL_HELP = "Catalogue name (see `zinfer models`), Hugging Face hub id, checkpoint folder, or config.json."
 
 
 class Words(click.ParamType[Any]):

@@ -8,14 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import test_cache_kinds as kinds
+from tests.checkpoints import save_config
 from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
+from tests.test_state import GLM
 from zinfer.engine.base import Engine, EngineError
 from zinfer.engine.stream.hosted import _landed
 from zinfer.engine.stream.kernels import trouble
+from zinfer.plan import Offload
 
 pytestmark = pytest.mark.gpu
 
 Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
+kind = kinds.kind  # the fixture
 ARCHITECTURES = ("bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mixtral")
 TURNS = 4  # copies that come too late show at some time
 
@@ -55,6 +60,30 @@ def test_a_kv_cache_in_host_memory_gives_the_same_tokens(
     monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", 9)
     directory = checkpoint(architecture)
     check(load("stream", directory, "cpu", tmp_path, kv_offload="auto", kv_attention=attention), directory)
+
+
+@pytest.mark.parametrize("way", ["none", "weights", "rows", "cpu", "link"])
+@pytest.mark.parametrize("name", kinds.KINDS)
+def test_every_kind_of_layer_gives_the_same_tokens(
+    name: str, way: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    if way in ("cpu", "link") and name in kinds.STATES_ONLY:
+        pytest.skip("it has no keys and values")
+    if way == "rows":
+        monkeypatch.setattr("zinfer.cost.PREFILL_TOKENS", 1)
+    options = {"cpu": {"kv_attention": "cpu"}, "link": {"kv_attention": "gpu"}}.get(way, {})
+    if options:
+        options |= {"kv_offload": "cpu"}
+    engine = load("stream", kind(name), "none" if way == "none" else "cpu", tmp_path, **options)
+    for _ in range(TURNS):
+        assert torch.equal(tokens(engine, kinds.LENGTHS), kinds.expected(kind(name)))
+    engine.close()
+
+
+@pytest.mark.parametrize(("name", "offload"), [("stream", "none"), ("stream", "cpu"), ("accelerate", "cpu")])
+def test_persistent_buffers_keep_the_values_of_their_layers(name: str, offload: Offload, tmp_path: Path) -> None:
+    directory = save_config(tmp_path / "glm", "glm4_moe", **GLM)
+    check(load(name, directory, offload, tmp_path), directory)
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])

@@ -422,7 +422,9 @@ class _Seen:
     def may_grow(self) -> bool:
         """Whether it caches what may be of several tokens together: a state in a part of a class of the model's own."""
         return any(
-            type(entry).__module__ not in (Cache.__module__, "builtins") and not self.cached(name, tensor)
+            not isinstance(entry, Tensor)
+            and type(entry).__module__ not in (Cache.__module__, "builtins")
+            and not self.cached(name, tensor)
             for entry, name, tensor in self.tensors
         )
 
@@ -485,6 +487,9 @@ class _Watch(_NoData):
             seen.entries = [torch.empty(_ROWS, ceil(total / _ROWS / len(self.layers)), device="meta")]
 
     def computed(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], nn.Parameter):
+            raise ModelError("it changes its weights as it runs, so that they cannot be streamed")
         seen = self._now
         if seen is None:
             return out

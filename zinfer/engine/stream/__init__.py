@@ -253,7 +253,8 @@ class Stream(Decoder):
         if self._own_cache:
             kept = "a state of its own kind"
         elif not isinstance(trial := make_cache(config, 1, 1), RowCache):
-            kept = f"more than keys and values ({', '.join(sorted(other_layers(trial)))})"
+            others = ", ".join(sorted(other_layers(trial)))
+            kept = f"more than keys and values ({others})" if others else "fewer keys and values than there are layers"
         elif not trial.attention:
             kept = "a state of fixed size, and no keys and values"
         else:

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from zinfer.case import Case
 from zinfer.machine import Machine
 from zinfer.model import LayerSpec, ModelSpec
-from zinfer.plan import Case, Plan
+from zinfer.plan import Plan
 from zinfer.recipe import Load, Sweep
 from zinfer.record import Effective, Measurement, Status
 from zinfer.source import Source

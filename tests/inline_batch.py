@@ -17,11 +17,12 @@ from typing import Any
 from tests.inline import MACHINE, SPEC, kill_after
 from zinfer import job as jobs
 from zinfer.batch import Request, read_requests, refusal
+from zinfer.case import Case, Workload
 from zinfer.intake import rows_of
 from zinfer.job import Job, Standing
 from zinfer.ledger import Ledger, job_path
 from zinfer.packing import Pace, Shape
-from zinfer.plan import Case, Plan, Workload, make_plan
+from zinfer.plan import Plan, make_plan
 from zinfer.record import Measurement, Status
 from zinfer.worker import WorkerDied
 

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from zinfer.plan import Case, Workload
+from zinfer.case import Case, Workload
 from zinfer.record import Effective, Measurement, Span
 
 LAYERS_BYTES = 69_057_937_408  # 14 layers of BLOOM-176B in bf16

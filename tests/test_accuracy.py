@@ -19,13 +19,14 @@ from tests.test_cli import folder, zinfer
 from tests.test_parity import MACHINE
 from zinfer import accuracy, engine, follow, lead
 from zinfer.accuracy import AccuracyError, AccuracyRecord, Deviation, Position
+from zinfer.case import Case, Option, Workload
 from zinfer.cli import cli
 from zinfer.commands.accuracy import table
 from zinfer.deviate import Comparison, Found
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.lead import NoAnswer
 from zinfer.model import from_directory
-from zinfer.plan import Case, Option, Plan, Workload, make_plan
+from zinfer.plan import Plan, make_plan
 from zinfer.worker import Worker, WorkerDied, _Server
 
 assert folder  # a fixture

@@ -8,9 +8,10 @@ import pytest
 from tests.results import case, point
 from zinfer import calibrate, cost, machine, model
 from zinfer.calibrate import Row, fit, load_machines, load_points, predict, table
+from zinfer.case import Case, Option
 from zinfer.cost import Factors
 from zinfer.machine import Machine
-from zinfer.plan import Case, Option, Plan, make_plan, setup_of
+from zinfer.plan import Plan, make_plan, setup_of
 from zinfer.published import Beside, Published, beside
 from zinfer.record import Effective, Measurement
 

@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.results import case, point
+from zinfer.case import Case
 from zinfer.cli import cli
 from zinfer.commands.compare import AXES, METRICS
 from zinfer.compare import HIGHER_IS_BETTER, CompareError, Metric, compare, value
-from zinfer.plan import Case
 from zinfer.record import Measurement
 from zinfer.store import Store
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zinfer import machine, model
+from zinfer.case import Case, Workload
 from zinfer.choice import advice, best_batch
 from zinfer.cost import (
     LINK_KEEPS,
@@ -25,7 +26,7 @@ from zinfer.cost import (
     wire_bytes,
 )
 from zinfer.machine import FIGURES, Machine
-from zinfer.plan import CAUTIOUS, Case, Workload, largest_batch, make_plan, setup_of, share_out
+from zinfer.plan import CAUTIOUS, largest_batch, make_plan, setup_of, share_out
 
 BLOOM = model.resolve("bloom-176b", None, None)
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})

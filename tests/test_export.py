@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.results import case, point, sweep
+from zinfer.case import Case, Workload
 from zinfer.cli import cli
 from zinfer.export import COLUMNS, WRITERS, Table, to_csv, to_json, to_md
-from zinfer.plan import Case, Workload
 from zinfer.record import Effective, Measurement
 from zinfer.store import Store
 

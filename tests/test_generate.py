@@ -8,11 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.test_parity import MACHINE
+from zinfer.case import Case, Workload
 from zinfer.engine.base import silent
 from zinfer.engine.stream import Stream
 from zinfer.generate import Sampling, byte_tokenizer, choose, generate
 from zinfer.model import ModelError, ModelSpec, from_directory
-from zinfer.plan import Case, Workload, make_plan
+from zinfer.plan import make_plan
 
 PROMPTS = ["Once upon a time", "No", "weights"]
 

@@ -13,11 +13,11 @@ from tests import test_cache_kinds as kinds
 from tests.checkpoints import save_config
 from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
 from tests.test_state import GLM
+from zinfer.case import Offload
 from zinfer.engine.base import Engine, EngineError
 from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.stream.hosted import _landed
 from zinfer.engine.stream.kernels import trouble
-from zinfer.plan import Offload
 
 pytestmark = pytest.mark.gpu
 

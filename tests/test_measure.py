@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.inline import MACHINE, SPEC
+from zinfer.case import Case, Workload
 from zinfer.engine.base import Engine
 from zinfer.measure import WARM_UP_STEPS, Samples, measure, prompts
-from zinfer.plan import Case, Workload, make_plan
+from zinfer.plan import make_plan
 from zinfer.record import Effective, Measurement, Span
 
 WORKLOAD = Workload(batch_size=3, input_len=5, output_len=4)

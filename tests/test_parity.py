@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE
 from zinfer import engine, model
+from zinfer.case import Case, Offload, Option, Workload
 from zinfer.engine.base import Engine
 from zinfer.machine import Machine
 from zinfer.model import Dtype
-from zinfer.plan import Case, Offload, Option, Workload, make_plan
+from zinfer.plan import make_plan
 
 OUTPUT_LEN = 12
 BATCHES = ((9, 5, 7), (4, 6))  # prompt lengths of two batches, which one engine runs after the other

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zinfer import machine, model
+from zinfer.case import Case, Workload
 from zinfer.machine import Machine
-from zinfer.plan import Case, Workload, make_plan, pinned_block, resident_bytes
+from zinfer.plan import make_plan, pinned_block, resident_bytes
 
 BIG = machine.load("h100-80gb").model_copy(update={"host_bytes": 512 << 30})
 

@@ -13,11 +13,12 @@ from tests.test_cli import folder, zinfer  # noqa: F401
 from tests.test_parity import load
 from zinfer import engine as engines
 from zinfer import reuse
+from zinfer.case import Case, Workload
 from zinfer.cli import cli
 from zinfer.engine import EngineError
 from zinfer.hardware import slug
 from zinfer.machine import Machine
-from zinfer.plan import Case, Plan, Workload
+from zinfer.plan import Plan
 from zinfer.rerun import Rerun
 from zinfer.reuse import Point, ReuseError, ReuseRecord, Run, break_even, verdict
 from zinfer.worker import WorkerDied, _Server

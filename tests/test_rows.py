@@ -14,6 +14,7 @@ from tests.test_parity import MACHINE
 from zinfer import job as jobs
 from zinfer import rows as worker_side
 from zinfer.batch import Request, read_requests
+from zinfer.case import Case, Workload
 from zinfer.engine.base import Engine
 from zinfer.engine.stream import Stream
 from zinfer.intake import Row as Wanted
@@ -22,7 +23,7 @@ from zinfer.job import Job
 from zinfer.ledger import Ledger
 from zinfer.model import from_directory
 from zinfer.packing import best_plan
-from zinfer.plan import Case, Plan, Workload
+from zinfer.plan import Plan
 from zinfer.rows import Row, Rows, chance, choose
 
 TEMPLATE = "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"

@@ -16,12 +16,12 @@ from tests.checkpoints import ARCHITECTURES, save_config
 from tests.test_parity import BATCHES, COMPARED, greedy, load, reference
 from zinfer import model
 from zinfer.architecture import empty_model
+from zinfer.case import Offload
 from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream import codec, packed
 from zinfer.model import Dtype, ModelError, ModelSpec
-from zinfer.plan import Offload
 from zinfer.source import revision_of
 
 CPU = torch.device("cpu")

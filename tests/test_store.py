@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.results import case, point, traced
-from zinfer.plan import Case, Workload
+from zinfer.case import Case, Workload
 from zinfer.record import Effective, Measurement, Span
 from zinfer.store import Header, Store, StoreError, decode, encode, read, read_usable
 

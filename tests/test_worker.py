@@ -14,7 +14,8 @@ import torch
 from tests import PATIENCE_S
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
-from zinfer.plan import Case, Option, Workload, make_plan
+from zinfer.case import Case, Option, Workload
+from zinfer.plan import make_plan
 from zinfer.record import Effective, Measurement, Span
 from zinfer.worker import Worker, WorkerDied, _Server, not_as_asked
 

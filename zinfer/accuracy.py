@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import fmean, median_low
 from typing import Literal, NamedTuple, Self
 
+from zinfer.case import Case
+from zinfer.errors import ZinferError
 from zinfer.frozen import Frozen
-from zinfer.plan import Case
 from zinfer.record import Status
 from zinfer.units import figures
 
@@ -27,7 +28,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-class AccuracyError(ValueError):
+class AccuracyError(ZinferError):
     """A comparison that cannot be made, or a record that cannot be read; the message says what to do next."""
 
 

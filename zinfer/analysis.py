@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 from typing import Literal
 
+from zinfer.case import Case, Offload
 from zinfer.frozen import Frozen
 from zinfer.group import Points, by_load
 from zinfer.model import catalogue_names, from_catalogue
-from zinfer.plan import Case, Offload
 from zinfer.record import Measurement
 from zinfer.spread import half_width
 from zinfer.units import figures

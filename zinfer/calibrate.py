@@ -15,12 +15,13 @@ from pathlib import Path
 from statistics import median
 
 from zinfer import cost, machine
+from zinfer.case import Case
 from zinfer.cost import Factors, Setup
 from zinfer.frozen import Frozen
 from zinfer.group import Points
 from zinfer.machine import Machine, MachineError
 from zinfer.model import ModelError, ModelSpec, resolve
-from zinfer.plan import Case, Plan, make_plan, setup_of
+from zinfer.plan import Plan, make_plan, setup_of
 from zinfer.record import Measurement
 from zinfer.store import files, read
 

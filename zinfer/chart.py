@@ -18,7 +18,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from zinfer.plan import Case
+from zinfer.case import Case
 
 Format = Literal["png", "svg"]
 

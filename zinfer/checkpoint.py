@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zinfer.errors import ZinferError
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 SAMPLE = 4096  # bytes of either end of a tensor that tell retrained weights of one layout apart
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ZinferError):
     """A checkpoint that cannot be loaded safely; the message names the file and says what is wrong with it."""
 
 

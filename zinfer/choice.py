@@ -7,10 +7,11 @@ thinks of, and offload is judged at each side's own best batch.
 from collections.abc import Sequence
 from functools import cache
 
+from zinfer.case import Case
 from zinfer.cost import Factors
 from zinfer.machine import Machine
 from zinfer.model import ModelSpec
-from zinfer.plan import Case, Plan, largest_batch, make_plan
+from zinfer.plan import Plan, largest_batch, make_plan
 from zinfer.units import figures
 
 NEARLY = 0.9  # of the best throughput that powers of two reach: beside them a better batch is looked for

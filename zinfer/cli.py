@@ -6,6 +6,8 @@ from importlib import import_module
 
 import click
 
+from zinfer.errors import INTERNAL, USAGE, ZinferError
+
 # verb -> its line in the help; the code is zinfer.commands.<verb>:command
 VERBS = {
     "models": "List the models of the catalogue, or show one.",
@@ -26,9 +28,6 @@ VERBS = {
     "export": "Write result files as CSV, Parquet, Markdown or JSON, a row a point.",
     "doctor": "Check what is installed and what this machine can run.",
 }
-
-# Exit codes; click itself uses 2 for usage errors.
-INTERNAL, USAGE, PARTIAL, NOTHING, ENVIRONMENT, INTEGRITY, REGRESSION = 1, 2, 3, 4, 5, 6, 7
 
 
 class Failure(click.ClickException):
@@ -95,10 +94,9 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        ours = isinstance(error, ValueError) and type(error).__module__.startswith("zinfer.")
-        if ours:
+        if isinstance(error, ZinferError):
             click.echo(f"Error: {error}", err=True)
-            sys.exit(getattr(error, "exit_code", USAGE))
+            sys.exit(error.exit_code)
         text = " ".join(str(error).split())[:600]
         click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)
         sys.exit(INTERNAL)

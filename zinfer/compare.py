@@ -13,8 +13,9 @@ from math import hypot
 from statistics import mean
 from typing import Any, Literal, NamedTuple, get_args
 
+from zinfer.case import Case, Offload
+from zinfer.errors import ZinferError
 from zinfer.frozen import Frozen
-from zinfer.plan import Case, Offload
 from zinfer.record import Measurement, Status
 from zinfer.spread import half_width
 
@@ -32,7 +33,7 @@ HIGHER_IS_BETTER: dict[Metric, bool] = {
 Verdict = Literal["better", "worse", "same", "noise", "unknown", "untimed", "broken", "fixed", "failed"]
 
 
-class CompareError(ValueError):
+class CompareError(ZinferError):
     """Records that cannot be compared; the message says why."""
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from zinfer import lead
 from zinfer.accuracy import AccuracyError, Along, Deviation, Failed, Position
+from zinfer.case import Case
 from zinfer.lead import NoAnswer, Recorded, Row
-from zinfer.plan import Case, Plan
+from zinfer.plan import Plan
 from zinfer.units import gb
 from zinfer.worker import Worker, WorkerDied
 

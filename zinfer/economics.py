@@ -10,6 +10,7 @@ from math import ceil, isfinite
 
 from pydantic import Field
 
+from zinfer.errors import ZinferError
 from zinfer.frozen import Frozen
 from zinfer.record import Measurement
 
@@ -20,7 +21,7 @@ _PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": DAY_S, "day": DAY_S}
 
 
-class EconomicsError(ValueError):
+class EconomicsError(ZinferError):
     """A price, a demand or a duration that cannot be understood, or a question the record has no answer to."""
 
 

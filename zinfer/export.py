@@ -19,7 +19,7 @@ from html import escape
 from statistics import mean
 from typing import Any, NamedTuple, get_args
 
-from zinfer.plan import Case, Workload
+from zinfer.case import Case, Workload
 from zinfer.record import Effective, Measurement
 from zinfer.spread import half_width
 from zinfer.units import figures

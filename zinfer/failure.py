@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from zinfer.errors import one_line
 from zinfer.record import Status
 
 
@@ -13,12 +14,6 @@ def told(error: BaseException, stage: str) -> dict[str, Any]:
 
         traceback.print_exception(error)
     return {"status": status_of(error), "stage": stage, "error": one_line(error)}
-
-
-def one_line(error: BaseException) -> str:
-    """What an exception says, in one line that names it when its message does not stand alone."""
-    text = " ".join(str(error).split())[:500]
-    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def status_of(error: BaseException) -> Status:

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import get_args
 
+from zinfer.case import Case, LoadFormat, Offload
 from zinfer.frozen import Frozen
 from zinfer.model import Dtype
-from zinfer.plan import Case, LoadFormat, Offload
 from zinfer.record import Measurement
 
 Points = Sequence[Measurement]

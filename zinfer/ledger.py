@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from zinfer.batch import Done, decode, encode
+from zinfer.errors import ZinferError
 from zinfer.lines import Closing, Garbled, Lines, StoreError, read_lines, sync_folder
 
 FORMAT = 1  # of the .job file
 
 
-class JobChanged(ValueError):
+class JobChanged(ZinferError):
     """The output file belongs to another job; the message tells the difference."""
 
     exit_code = 6

@@ -14,8 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
+from zinfer.errors import ZinferError
 
-class StoreError(ValueError):
+
+class StoreError(ZinferError):
     """A file of records that cannot be read or written; the message says what to do next."""
 
     exit_code = 5  # the environment's fault: disk, permissions, a second writer

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from zinfer.errors import ZinferError
 from zinfer.frozen import Frozen
 from zinfer.units import figures, gb
 
@@ -16,7 +17,7 @@ FILE = "codec.json"
 COLUMNS = ("weights", "#bytes", "#coded to", "#bound", "#encode GB/s", "#decode GB/s", "pays")
 
 
-class CodecError(ValueError):
+class CodecError(ZinferError):
     """Weights that cannot be measured, or a record that cannot be read; the message says what to do next."""
 
 

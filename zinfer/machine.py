@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from zinfer.errors import ZinferError
 from zinfer.frozen import Frozen
 from zinfer.units import figures, gb, parse_bytes
 
 Tier = Literal["gpu", "host", "nvme"]
 
 
-class MachineError(ValueError):
+class MachineError(ZinferError):
     """A machine reference that cannot be used; the message says what to do next."""
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zinfer.case import Workload
 from zinfer.engine.base import Engine
-from zinfer.plan import Workload
 from zinfer.record import Span, Status
 
 if TYPE_CHECKING:

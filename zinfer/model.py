@@ -17,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from zinfer.errors import ZinferError
 from zinfer.frozen import Frozen
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -46,7 +47,7 @@ _SHARING = ("num_kv_shared_layers",)
 _TENSOR_DTYPES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-class ModelError(ValueError):
+class ModelError(ZinferError):
     """A model reference or description that cannot be used; the message says what to do next."""
 
 

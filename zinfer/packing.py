@@ -15,10 +15,11 @@ from math import expm1, log1p
 from typing import NamedTuple
 
 from zinfer import cost
+from zinfer.case import Case, Workload
 from zinfer.choice import best_batch
 from zinfer.machine import Machine
 from zinfer.model import ModelSpec
-from zinfer.plan import CAUTIOUS, Case, Plan, Workload, largest_batch, make_plan, setup_of, share_out
+from zinfer.plan import CAUTIOUS, Plan, largest_batch, make_plan, setup_of, share_out
 
 GRAIN = 16  # tokens to which lengths are rounded up when the plan is asked for room
 MOST_ROWS = 4096  # that are looked at for one batch

@@ -8,18 +8,13 @@ fits is what a plan looks for.
 from collections.abc import Callable
 from typing import Literal
 
-from pydantic import Field
-
 from zinfer import cost
+from zinfer.case import Case, Offload
 from zinfer.cost import Bytes, Factors, Setup
 from zinfer.frozen import Frozen
 from zinfer.machine import Machine
-from zinfer.model import Dtype, ModelSpec
+from zinfer.model import ModelSpec
 from zinfer.units import duration, gb, gib, parse_bytes
-
-Offload = Literal["none", "cpu", "nvme"]
-LoadFormat = Literal["safetensors", "dummy"]
-Option = str | int | float | bool
 
 LARGEST_BATCH = 1 << 20  # nobody asks for more
 HOST_SHARE = 0.97  # of host memory a load may take before it is refused
@@ -33,47 +28,6 @@ RING_DEPTH = 6  # pieces between link and slot at least: what comes while a laye
 # Where `stream` shares out the GPU's memory, what a plan does not see of it (gaps, moments of a step) stays free.
 CAUTIOUS = Factors(memory=1.5)
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
-
-
-class Workload(Frozen):
-    """A batch of `batch_size` prompts of `input_len` tokens, each continued by `output_len` tokens."""
-
-    batch_size: int = Field(ge=1)
-    input_len: int = Field(ge=1)
-    output_len: int = Field(ge=1)
-
-    @property
-    def total_len(self) -> int:
-        return self.input_len + self.output_len
-
-
-class Case(Frozen):
-    """What was asked for. Hashable by value: it is a record's key."""
-
-    model: str
-    engine: str
-    offload: Offload
-    workload: Workload
-    dtype: Dtype = "bfloat16"
-    load_format: LoadFormat = "dummy"
-    layers: int | None = None  # measure a slice of the model
-    gpu_weights: str | None = None  # of the streamed weights, how much stays on the GPU: auto, 25%, 40GiB
-    options: tuple[tuple[str, Option], ...] = ()  # the engine's settings that differ from its defaults, sorted
-
-    @property
-    def load(self) -> "Case":
-        """The case without its batch size: cases with equal loads share one process and one copy of the weights."""
-        return self.with_batch(1)
-
-    def with_batch(self, batch_size: int) -> "Case":
-        workload = self.workload.model_copy(update={"batch_size": batch_size})
-        return self.model_copy(update={"workload": workload})
-
-    def label(self) -> str:
-        """Engine and offload in a few characters, for legends and progress lines."""
-        resident = "" if self.gpu_weights is None else f" gpu-weights={self.gpu_weights}"
-        options = "".join(f" {key}={value}" for key, value in self.options)
-        return f"{self.engine} {self.offload}{resident}{options}"
 
 
 class Plan(Frozen):

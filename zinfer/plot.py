@@ -11,10 +11,11 @@ from matplotlib.figure import Figure
 
 from zinfer.analysis import Spread, best, best_by_load, spread
 from zinfer.analysis import edges as find_edges
+from zinfer.case import Case
 from zinfer.chart import GREY, PALETTE, Sheet, batch_axis, log_axis, looks, series, shortened
 from zinfer.gantt import timeline
 from zinfer.group import Group, Points, by_load
-from zinfer.plan import Case, Plan
+from zinfer.plan import Plan
 from zinfer.record import Measurement
 from zinfer.units import figures, gb
 

@@ -12,16 +12,18 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
+from zinfer.case import Case, Offload, Option, Workload
 from zinfer.engine import ENGINES
+from zinfer.errors import ZinferError
 from zinfer.frozen import Frozen
 from zinfer.model import Dtype
-from zinfer.plan import Case, Offload, Option, Workload, resident_bytes
+from zinfer.plan import resident_bytes
 from zinfer.published import Published
 
 ENGINE_RECIPES = Path("engines")
 
 
-class RecipeError(ValueError):
+class RecipeError(ZinferError):
     """A recipe, or an axis on the command line, that cannot be understood."""
 
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
+from zinfer.case import Case
 from zinfer.frozen import Frozen
-from zinfer.plan import Case
 
 SCHEMA_VERSION = 1
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from zinfer.case import Workload
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Progress
 from zinfer.engine.kept import Kept
 from zinfer.engine.keptfile import drop_from_page_cache, read, write
 from zinfer.measure import first_token_ms, prompts
-from zinfer.plan import Plan, Workload
+from zinfer.plan import Plan
 
 
 class Rerun:

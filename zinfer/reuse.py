@@ -13,8 +13,9 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from zinfer.case import Case
+from zinfer.errors import ZinferError
 from zinfer.frozen import Frozen
-from zinfer.plan import Case
 from zinfer.units import duration, figures, gb
 
 FILE = "reuse.json"
@@ -24,7 +25,7 @@ Source = Literal["memory", "disk"]
 SOURCES: tuple[Source, ...] = ("memory", "disk")
 
 
-class ReuseError(ValueError):
+class ReuseError(ZinferError):
     """A record that cannot be read; the message says what to do next."""
 
 

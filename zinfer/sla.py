@@ -12,6 +12,7 @@ from statistics import mean
 from typing import Literal
 
 from zinfer.economics import parse_seconds
+from zinfer.errors import ZinferError
 from zinfer.frozen import Frozen
 from zinfer.record import Measurement
 from zinfer.units import duration, figures
@@ -22,7 +23,7 @@ RATES: tuple[Metric, ...] = ("output_tok_s", "decode_tok_s", "user_tok_s")
 STATISTICS = ("mean", "max", "min", "p50", "p90", "p95", "p99")
 
 
-class SlaError(ValueError):
+class SlaError(ZinferError):
     """A service level that cannot be understood; the message lists what can."""
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from zinfer.case import LoadFormat
 from zinfer.checkpoint import Checkpoint
 from zinfer.model import Dtype, ModelError, ModelSpec, config_text, resolve
-from zinfer.plan import LoadFormat
 
 Asked = Literal["auto", "safetensors", "dummy"]
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any
 
+from zinfer.case import Case
 from zinfer.machine import Machine
 from zinfer.model import check_positions
-from zinfer.plan import LARGEST_BATCH, Case, Plan, make_plan
+from zinfer.plan import LARGEST_BATCH, Plan, make_plan
 from zinfer.recipe import Load, Sweep, automatic
 from zinfer.record import Measurement, Status
 from zinfer.signals import Interrupted, Signals

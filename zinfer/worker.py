@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from zinfer import __version__
-from zinfer.failure import one_line, status_of, told
-from zinfer.plan import Case, Plan, resident_bytes
+from zinfer.case import Case
+from zinfer.errors import one_line
+from zinfer.failure import status_of, told
+from zinfer.plan import Plan, resident_bytes
 from zinfer.record import Effective, Measurement, Status
 from zinfer.services import Services
 

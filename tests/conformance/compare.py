@@ -16,12 +16,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from tests.conformance.sizes import FIRST_TOKEN, VOCAB_SIZE
 from tests.conformance.small import GAINS, CannotBuild, Subject, family, save, small_model
 from zinfer import engine
+from zinfer.case import Case, Offload, Option, Workload
 from zinfer.checkpoint import CheckpointError
 from zinfer.commands import pack
 from zinfer.engine import EngineError
 from zinfer.machine import Machine
 from zinfer.model import ModelError
-from zinfer.plan import Case, Offload, Option, Workload, make_plan
+from zinfer.plan import make_plan
 from zinfer.source import find
 
 LENGTHS, OUTPUT_LEN = (9, 5, 7), 12  # of the left-padded rows; together longer than two sliding windows

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zinfer.cli import ENVIRONMENT, NOTHING, PARTIAL, Failure
+from zinfer.cli import Failure
 from zinfer.commands import options
+from zinfer.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
     from rich.table import Table

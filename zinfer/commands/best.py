@@ -39,8 +39,9 @@ def command(results: Path, model: str | None, machine: str | None, as_json: bool
     """
     import json
 
-    from zinfer.cli import NOTHING, Failure
+    from zinfer.cli import Failure
     from zinfer.commands import decision
+    from zinfer.errors import NOTHING
     from zinfer.group import groups
     from zinfer.store import StoreError, read_usable
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from zinfer.cli import ENVIRONMENT, Failure
+from zinfer.cli import Failure
 from zinfer.commands import options
+from zinfer.errors import ENVIRONMENT
 
 
 @click.command("build", short_help="Build a TensorRT plan.")

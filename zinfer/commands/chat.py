@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from zinfer.cli import ENVIRONMENT, INTERNAL, Failure
+from zinfer.cli import Failure
+from zinfer.errors import ENVIRONMENT, INTERNAL
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -30,9 +30,10 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     zinfer codec ./my-checkpoint
     """
     from zinfer import codec, lossless
-    from zinfer.cli import INTEGRITY, Failure
+    from zinfer.cli import Failure
     from zinfer.commands.out import console
     from zinfer.commands.probe import write
+    from zinfer.errors import INTEGRITY
 
     if dtype not in (None, "bfloat16"):
         raise click.UsageError(f"--dtype {dtype}: only bfloat16 is coded")

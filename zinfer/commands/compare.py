@@ -55,8 +55,9 @@ def command(
     """
     import json
 
-    from zinfer.cli import REGRESSION, Failure
+    from zinfer.cli import Failure
     from zinfer.compare import CompareError, compare
+    from zinfer.errors import REGRESSION
 
     ours, theirs, axes = _points(before), _points(after), across or ()
     for path, side in ((before, ours), (after, theirs)):
@@ -79,7 +80,8 @@ def command(
 
 
 def _points(path: Path) -> "tuple[Measurement, ...]":
-    from zinfer.cli import ENVIRONMENT, NOTHING, Failure
+    from zinfer.cli import Failure
+    from zinfer.errors import ENVIRONMENT, NOTHING
     from zinfer.store import Records, StoreError, read
 
     if path.is_dir() or path.suffix != ".jsonl":
@@ -98,7 +100,7 @@ def _points(path: Path) -> "tuple[Measurement, ...]":
 
 def _nothing_common(before: Path, after: Path, found: "Comparison") -> str:
     """The refusal, with the first field in which the sides have no value in common."""
-    from zinfer.plan import Case
+    from zinfer.case import Case
 
     sides = [[point.case for point in points] for points in (found.only_before, found.only_after)]
     for field in (name for name in Case.model_fields if name != "workload"):

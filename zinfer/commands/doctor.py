@@ -44,8 +44,8 @@ def command(as_json: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from zinfer.cli import ENVIRONMENT
     from zinfer.commands.out import console
+    from zinfer.errors import ENVIRONMENT
 
     engines = engine_rows()
     rows = [*package_rows(), *machine_rows(), *engines]

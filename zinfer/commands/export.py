@@ -22,7 +22,8 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
     zinfer export --format md sweeps/results/*/bloom-176b-slice.jsonl
     zinfer export -o all.parquet
     """
-    from zinfer.cli import ENVIRONMENT, NOTHING, Failure
+    from zinfer.cli import Failure
+    from zinfer.errors import ENVIRONMENT, NOTHING
     from zinfer.export import WRITERS, Table
     from zinfer.store import Records, StoreError, files, read
 

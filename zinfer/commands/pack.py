@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
-from zinfer.cli import ENVIRONMENT, Failure
+from zinfer.cli import Failure
 from zinfer.commands import options
+from zinfer.errors import ENVIRONMENT
 
 
 @click.command("pack", short_help="Pack a checkpoint for the lossless wire format.")

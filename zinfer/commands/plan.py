@@ -12,9 +12,10 @@ import click
 from zinfer.commands import options
 
 if TYPE_CHECKING:
+    from zinfer.case import Option
     from zinfer.cost import Factors
     from zinfer.machine import Machine
-    from zinfer.plan import Option, Plan
+    from zinfer.plan import Plan
     from zinfer.recipe import Load, Sweep
 
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
@@ -119,7 +120,8 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
 
 def _factors(results: Path | None) -> "Mapping[str, Factors]":
     from zinfer import calibrate
-    from zinfer.cli import NOTHING, Failure
+    from zinfer.cli import Failure
+    from zinfer.errors import NOTHING
 
     if results is None:
         return {}

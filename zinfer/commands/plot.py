@@ -25,7 +25,8 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
     from typing import get_args
 
     from zinfer import chart, plot
-    from zinfer.cli import NOTHING, Failure
+    from zinfer.cli import Failure
+    from zinfer.errors import NOTHING
     from zinfer.group import groups, path_part
     from zinfer.reuse import FILE, load
     from zinfer.reuse_plot import reuse
@@ -70,7 +71,8 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
 def _write(figure: "Figure", stem: Path, forms: "list[Format]") -> None:
     """The figure as `stem` and a suffix for each form. Raises Failure where it cannot be written."""
     from zinfer.chart import render
-    from zinfer.cli import ENVIRONMENT, Failure
+    from zinfer.cli import Failure
+    from zinfer.errors import ENVIRONMENT
 
     for form in forms:
         path = stem.with_name(f"{stem.name}.{form}")

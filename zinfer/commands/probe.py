@@ -44,7 +44,8 @@ def write(path: Path, text: str) -> None:
     import os
     import tempfile
 
-    from zinfer.cli import ENVIRONMENT, Failure
+    from zinfer.cli import Failure
+    from zinfer.errors import ENVIRONMENT
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

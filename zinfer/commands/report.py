@@ -42,8 +42,9 @@ def command(
     The page is one file that needs no other and no network; the Markdown twin shows the figures that `zinfer plot` drew
     into its folder. Prints the paths it wrote. Equal results give equal bytes.
     """
-    from zinfer.cli import ENVIRONMENT, Failure
+    from zinfer.cli import Failure
     from zinfer.economics import Prices, parse_demand
+    from zinfer.errors import ENVIRONMENT
     from zinfer.report import compose, markdown, page
     from zinfer.report.study import Demand
     from zinfer.store import StoreError

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zinfer.cli import NOTHING, Failure
+from zinfer.cli import Failure
 from zinfer.commands import options
+from zinfer.errors import NOTHING
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -133,7 +134,8 @@ def _scratch(folder: str | None) -> Iterator[str | None]:
 
 def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
     """Measure one load, context after context; a context that cannot be measured says why."""
-    from zinfer.plan import Workload, make_plan
+    from zinfer.case import Workload
+    from zinfer.plan import make_plan
     from zinfer.reuse import Point, Run
     from zinfer.worker import Worker, WorkerDied, now
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
-from zinfer.cli import ENVIRONMENT, INTERNAL, Failure
+from zinfer.cli import Failure
 from zinfer.commands import options
 from zinfer.commands.chat import ANSWER, CONTEXT, chat_options, talk, turns
+from zinfer.errors import ENVIRONMENT, INTERNAL
 
 
 @click.command("run", short_help="Generate text.")

@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
-from zinfer.cli import ENVIRONMENT, INTEGRITY, Failure
+from zinfer.cli import Failure
 from zinfer.commands import options
+from zinfer.errors import ENVIRONMENT, INTEGRITY
 
 
 @click.command("sweep", short_help="Measure batch sizes, offloads and engines; keep every point.")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from importlib import import_module, util
 from typing import TYPE_CHECKING
 
-from zinfer.plan import Offload, Option
+from zinfer.case import Offload, Option
+from zinfer.errors import ZinferError
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
@@ -68,7 +69,7 @@ ENGINES: dict[str, Kind] = {
 }
 
 
-class EngineError(ValueError):
+class EngineError(ZinferError):
     """An engine that cannot be used for what was asked; the message says what to do next."""
 
 

@@ -39,11 +39,11 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from zinfer.architecture import decoder_layers, empty_model
+from zinfer.case import LoadFormat
 from zinfer.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from zinfer.engine.base import Progress, silent
 from zinfer.engine.read import DTYPES, Group, empty_tensor, groups_mapped, groups_read
 from zinfer.model import ModelSpec
-from zinfer.plan import LoadFormat
 
 logging.disable_progress_bar()
 

@@ -9,13 +9,14 @@ from statistics import median
 from typing import NamedTuple
 
 from zinfer import analysis, calibrate, machine
+from zinfer.case import Case
 from zinfer.chart import PALETTE
 from zinfer.choice import advice, best_batch
 from zinfer.cost import Bytes, Factors
 from zinfer.group import by_load
 from zinfer.machine import Machine
 from zinfer.model import ModelSpec
-from zinfer.plan import Case, Plan, make_plan
+from zinfer.plan import Plan, make_plan
 from zinfer.record import Measurement
 from zinfer.report import figure
 from zinfer.report.document import Block, Heading, Items, Picture, Row, Section, Swatch, Table, Text

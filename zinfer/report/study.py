@@ -5,12 +5,12 @@ from os.path import expanduser, isdir
 from typing import NamedTuple
 
 from zinfer.accuracy import AccuracyRecord
+from zinfer.case import Case
 from zinfer.economics import Prices
 from zinfer.group import Group, Points
 from zinfer.lossless import CodecRecord
 from zinfer.machine import Machine
 from zinfer.model import ModelError, ModelSpec, catalogue_names, resolve
-from zinfer.plan import Case
 from zinfer.published import Published
 from zinfer.reuse import ReuseRecord
 from zinfer.store import Header

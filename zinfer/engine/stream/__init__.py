@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from zinfer.case import Option, Workload
 from zinfer.engine import EngineError
 from zinfer.engine.arena import HostArena, check_free, lay_out
 from zinfer.engine.cache import STORAGE, QuantizedLayer, RowCache, make_cache, other_layers, shares_keys
@@ -33,8 +34,6 @@ from zinfer.plan import (
     KV_OFFLOADS,
     LOSSLESS_RATIO,
     RING_DEPTH,
-    Option,
-    Workload,
     is_lossless,
     pieces_of,
     resident_bytes,

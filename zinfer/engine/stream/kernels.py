@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from zinfer.failure import one_line
+from zinfer.errors import one_line
 
 
 @cache

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zinfer.case import LoadFormat
 from zinfer.checkpoint import Checkpoint
 from zinfer.cost import prefill_rows
 from zinfer.engine import EngineError
@@ -28,7 +29,6 @@ from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
 from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
 from zinfer.model import ModelSpec
-from zinfer.plan import LoadFormat
 from zinfer.source import revision_of
 from zinfer.units import gb
 

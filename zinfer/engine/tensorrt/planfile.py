@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
+from zinfer.case import LoadFormat
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt.attention import CacheKind
 from zinfer.engine.tensorrt.library import Name
 from zinfer.frozen import Frozen
 from zinfer.model import Dtype
-from zinfer.plan import LoadFormat
 from zinfer.units import gb
 
 PLANS = Path("engines/plans")

@@ -27,7 +27,8 @@ from zinfer.engine.cache import QuantizedLayer
 from zinfer.lead import NoAnswer
 from zinfer.model import from_directory
 from zinfer.plan import Plan, make_plan
-from zinfer.worker import Worker, WorkerDied, _Server
+from zinfer.server import Server
+from zinfer.worker import Worker, WorkerDied
 
 assert folder  # a fixture
 Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
@@ -39,7 +40,7 @@ class Inline(Worker):
     """Both ends of a worker in this process: what goes through the pipe, goes through JSON."""
 
     def __init__(self, target: str = "zinfer.engine.stream:Stream", **_settings: Any) -> None:
-        self._target, self._server, self._loaded = target, _Server(io.StringIO()), lambda _size, _seconds: None
+        self._target, self._server, self._loaded = target, Server(io.StringIO()), lambda _size, _seconds: None
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         fields = json.loads(json.dumps(message))

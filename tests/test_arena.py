@@ -17,8 +17,8 @@ from zinfer import model
 from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine import arena
 from zinfer.engine.arena import CHUNK, LOCK_LIMIT, PAGE, HostArena, lay_out
+from zinfer.failure import status_of
 from zinfer.hardware import NumaNode
-from zinfer.worker import status_of
 
 HOLD = """
 import sys

@@ -26,7 +26,7 @@ from tests.test_parity import load
 from zinfer.cli import Failure, cli
 from zinfer.commands import chat as terminal
 from zinfer.engine.base import Engine
-from zinfer.worker import _Server
+from zinfer.server import Server
 
 TURNS = ["Hello there", "And again", "third"]
 Checkpoints = Callable[..., Path]
@@ -36,7 +36,7 @@ class Inline:
     """The worker's end without a process."""
 
     def __init__(self, engine: Engine) -> None:
-        self._server = _Server(io.StringIO())
+        self._server = Server(io.StringIO())
         self._server._engine, self._server._plan = engine, engine.plan
         self.on_token: Callable[[int], None] = lambda _count: None
         self.tokens = 0

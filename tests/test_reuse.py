@@ -21,7 +21,8 @@ from zinfer.machine import Machine
 from zinfer.plan import Plan
 from zinfer.rerun import Rerun
 from zinfer.reuse import Point, ReuseError, ReuseRecord, Run, break_even, verdict
-from zinfer.worker import WorkerDied, _Server
+from zinfer.server import Server
+from zinfer.worker import WorkerDied
 
 Checkpoints = Callable[..., Path]
 
@@ -148,7 +149,7 @@ class Inline:
         self._target = target
 
     def load(self, plan: Plan) -> None:
-        self._server = _Server(io.StringIO())
+        self._server = Server(io.StringIO())
         self._server._plan = plan
         self._server._engine = engines.load(self._target)(plan)
 

@@ -17,7 +17,7 @@ from zinfer.engine.stream import codec, image
 from zinfer.engine.stream.blocks import interleave
 from zinfer.engine.stream.image import Image, pack, plain, unpack
 from zinfer.engine.stream.ring import Ring
-from zinfer.worker import not_as_asked
+from zinfer.server import not_as_asked
 
 CPU = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from zinfer.engine.tensorrt.library import Library, Messages, find_library
 from zinfer.engine.tensorrt.network import make_network
 from zinfer.model import ModelSpec, resolve
 from zinfer.plan import Plan, make_plan
-from zinfer.worker import not_as_asked
+from zinfer.server import not_as_asked
 
 ARCHITECTURES = ("bloom", "opt", "llama", "qwen2", "mistral")
 CACHES: tuple[CacheKind, ...] = ("native", "plain")

@@ -17,7 +17,8 @@ from tests.inline import MACHINE, SPEC
 from zinfer.case import Case, Option, Workload
 from zinfer.plan import make_plan
 from zinfer.record import Effective, Measurement, Span
-from zinfer.worker import Worker, WorkerDied, _Server, not_as_asked
+from zinfer.server import Server, not_as_asked
+from zinfer.worker import Worker, WorkerDied
 
 
 def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:
@@ -188,7 +189,7 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
             held.append(weakref.ref(scores))
             raise torch.OutOfMemoryError("out of memory")
 
-    server = _Server(io.StringIO())
+    server = Server(io.StringIO())
     server._plan = make_plan(case(), SPEC, MACHINE)
     server._engine = Hungry(server._plan)
     server._facts = {"machine": "test"}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as zinfer.worker has it, and before torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as zinfer.worker.process has it, and before torch is imported
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs this in the background ignores it for us
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

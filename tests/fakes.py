@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zinfer.engine.base import Engine, Progress, silent
-from zinfer.plan import Plan
-from zinfer.record import Effective, Span
+from zinfer.plan.plan import Plan
+from zinfer.record.measurement import Effective, Span
 
 VOCAB = 64  # as tests.inline.SPEC has it
 TARGET = "tests.fakes:FakeEngine"

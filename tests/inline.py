@@ -8,15 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zinfer.case import Case
-from zinfer.machine import Machine
-from zinfer.model import LayerSpec, ModelSpec
-from zinfer.plan import Plan
-from zinfer.recipe import Load, Sweep
-from zinfer.record import Effective, Measurement, Status
-from zinfer.source import Source
-from zinfer.store import Header, Store, read
-from zinfer.sweep import FINAL, Events, prepare, run
+from zinfer.job.recipe import Load, Sweep
+from zinfer.job.sweep import FINAL, Events, prepare, run
+from zinfer.plan.plan import Plan
+from zinfer.record.measurement import Effective, Measurement, Status
+from zinfer.record.store import Header, Store, read
+from zinfer.spec.case import Case
+from zinfer.spec.machine import Machine
+from zinfer.spec.model import LayerSpec, ModelSpec
+from zinfer.spec.source import Source
 
 MACHINE = Machine(
     name="test", source="measured", gpu_name="fake", gpu_count=1, gpu_bytes=80 << 30, host_bytes=100 << 30

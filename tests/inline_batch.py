@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.inline import MACHINE, SPEC, kill_after
-from zinfer import job as jobs
-from zinfer.batch import Request, read_requests, refusal
-from zinfer.case import Case, Workload
-from zinfer.intake import rows_of
-from zinfer.job import Job, Standing
-from zinfer.ledger import Ledger, job_path
-from zinfer.packing import Pace, Shape
-from zinfer.plan import Plan, make_plan
-from zinfer.record import Measurement, Status
-from zinfer.worker import WorkerDied
+from zinfer.job.batch import run as jobs
+from zinfer.job.batch.intake import rows_of
+from zinfer.job.batch.ledger import Ledger, job_path
+from zinfer.job.batch.openai import Request, read_requests, refusal
+from zinfer.job.batch.packing import Pace, Shape
+from zinfer.job.batch.run import Job, Standing
+from zinfer.plan.plan import Plan, make_plan
+from zinfer.record.measurement import Measurement, Status
+from zinfer.spec.case import Case, Workload
+from zinfer.worker.process import WorkerDied
 
 CASE = Case(model="fake", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=64, output_len=64))
 ADD = Ledger.add

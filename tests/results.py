@@ -3,8 +3,8 @@
 import random
 from typing import Any
 
-from zinfer.case import Case, Workload
-from zinfer.record import Effective, Measurement, Span
+from zinfer.record.measurement import Effective, Measurement, Span
+from zinfer.spec.case import Case, Workload
 
 LAYERS_BYTES = 69_057_937_408  # 14 layers of BLOOM-176B in bf16
 LINK = 54.6e9

@@ -17,18 +17,21 @@ from transformers import AutoModelForCausalLM
 
 from tests.test_cli import folder, zinfer
 from tests.test_parity import MACHINE
-from zinfer import accuracy, engine, follow, lead
-from zinfer.accuracy import AccuracyError, AccuracyRecord, Deviation, Position
-from zinfer.case import Case, Option, Workload
+from zinfer import engine
 from zinfer.cli import cli
 from zinfer.commands.accuracy import table
-from zinfer.deviate import Comparison, Found
 from zinfer.engine.cache import QuantizedLayer
-from zinfer.lead import NoAnswer
-from zinfer.model import from_directory
-from zinfer.plan import Plan, make_plan
-from zinfer.server import Server
-from zinfer.worker import Worker, WorkerDied
+from zinfer.job import lead
+from zinfer.job.accuracy import Comparison, Found
+from zinfer.job.lead import NoAnswer
+from zinfer.plan.plan import Plan, make_plan
+from zinfer.record import accuracy
+from zinfer.record.accuracy import AccuracyError, AccuracyRecord, Deviation, Position
+from zinfer.spec.case import Case, Option, Workload
+from zinfer.spec.model import from_directory
+from zinfer.worker import teacher_forcing as follow
+from zinfer.worker.process import Worker, WorkerDied
+from zinfer.worker.server import Server
 
 assert folder  # a fixture
 Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
@@ -56,7 +59,7 @@ class Inline(Worker):
 
 @pytest.fixture(autouse=True)
 def swift(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("zinfer.probe.measure_link", lambda device: 5e9)
+    monkeypatch.setattr("zinfer.worker.probe.measure_link", lambda device: 5e9)
 
 
 def plan(directory: Path, batch_size: int = 5, **options: Option) -> Plan:
@@ -343,7 +346,7 @@ def test_mistakes_are_one_line(
     words: list[str], message: str, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("zinfer.worker.Worker", Inline)
+    monkeypatch.setattr("zinfer.worker.process.Worker", Inline)
     Path("text.txt").write_text(TEXT)
     Path("model").symlink_to(checkpoint("opt"))
     (folder / "model.bin").write_bytes(b"\xff")
@@ -357,7 +360,7 @@ def test_mistakes_are_one_line(
 
 def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("zinfer.worker.Worker", Inline)
+    monkeypatch.setattr("zinfer.worker.process.Worker", Inline)
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--samples", 2, "--input-len", 8, "--output-len", 4]
     result = invoke(*words, "-O", "kv_cache_dtype=int9,fp8", "-o", "found.json")
     assert result.exit_code == 3
@@ -385,7 +388,7 @@ def test_an_interrupt_leaves_nothing_behind(
             return super()._ask(message)
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("zinfer.worker.Worker", Interrupting)
+    monkeypatch.setattr("zinfer.worker.process.Worker", Interrupting)
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     before = sorted(folder.rglob("*"))
     words = ["--samples", 2, "--input-len", 8, "--output-len", 4]

@@ -5,7 +5,8 @@ import shlex
 import pytest
 
 from tests.results import case, point, sweep
-from zinfer.analysis import (
+from zinfer.analysis.group import by_load, groups
+from zinfer.analysis.rates import (
     best,
     best_by_load,
     command,
@@ -16,8 +17,7 @@ from zinfer.analysis import (
     speedup,
     spread,
 )
-from zinfer.group import by_load, groups
-from zinfer.record import Measurement
+from zinfer.record.measurement import Measurement
 
 
 def exact(

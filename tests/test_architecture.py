@@ -9,15 +9,15 @@ import torch
 from click.testing import CliRunner
 from transformers import DynamicCache
 
-from zinfer.architecture import decoder_layers, empty_model, measure
 from zinfer.cli import cli
 from zinfer.commands.run import _longest
-from zinfer.cost import Setup, step
-from zinfer.machine import load as machine
-from zinfer.model import LayerSpec, ModelError, ModelSpec, check_positions, from_config, resolve
-from zinfer.recipe import make_sweep
-from zinfer.source import find
-from zinfer.sweep import prepare
+from zinfer.job.recipe import make_sweep
+from zinfer.job.sweep import prepare
+from zinfer.plan.cost import Setup, step
+from zinfer.spec.architecture import decoder_layers, empty_model, measure
+from zinfer.spec.machine import load as machine
+from zinfer.spec.model import LayerSpec, ModelError, ModelSpec, check_positions, from_config, resolve
+from zinfer.spec.source import find
 
 BASE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 80,
@@ -228,7 +228,7 @@ def test_plan_and_sweep_refuse_them_before_anything_is_loaded() -> None:
 
 
 def test_run_counts_the_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zinfer.here.this_machine", lambda: pytest.fail("the machine was asked"))
+    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: pytest.fail("the machine was asked"))
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--prompt", "x" * 2040, "--output-len", "16"]
     result = CliRunner().invoke(cli, ["run", *words])
     assert "a prompt of 2040 tokens and --output-len 16 exceed the 2048 positions of bloom-tiny" in str(

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tests import PATIENCE_S
-from zinfer import model
-from zinfer.architecture import decoder_layers, empty_model
 from zinfer.engine import arena
 from zinfer.engine.arena import CHUNK, LOCK_LIMIT, PAGE, HostArena, lay_out
-from zinfer.failure import status_of
-from zinfer.hardware import NumaNode
+from zinfer.spec import model
+from zinfer.spec.architecture import decoder_layers, empty_model
+from zinfer.spec.host import NumaNode
+from zinfer.worker.failure import status_of
 
 HOLD = """
 import sys

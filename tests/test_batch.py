@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinfer.batch import Done, Fault, Request, answer, decode, encode, failure, read_requests, refusal
-from zinfer.intake import rows_of, split
-from zinfer.lines import Garbled
+from zinfer.job.batch.intake import rows_of, split
+from zinfer.job.batch.openai import Done, Fault, Request, answer, decode, encode, failure, read_requests, refusal
+from zinfer.record.jsonl import Garbled
 
 TALK = [{"role": "user", "content": "hi"}]
 

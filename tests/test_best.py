@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from tests.results import case, point, sweep
 from zinfer.cli import cli
-from zinfer.store import Store
+from zinfer.record.store import Store
 
 
 def best(*arguments: object) -> Result:

@@ -105,8 +105,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_tokens_are_those_of_transformers(
     name: str, way: str, at_once: int, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", max(LENGTHS) * at_once)
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", max(LENGTHS) * at_once)
     monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 2)  # the window moves every other step
     offload, options = WAYS[way]
     if options and name in STATES_ONLY:
@@ -224,7 +224,7 @@ def test_what_is_more_than_keys_and_values_stays_as_it_is_or_is_refused(option: 
 def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.cost.PREFILL_TOKENS", 1)  # a row at a time, if that were possible
+    monkeypatch.setattr("zinfer.plan.cost.PREFILL_TOKENS", 1)  # a row at a time, if that were possible
     settings = {"initializer_range": 0.3, "block_size": 8, "bos_token_id": None}
     settings |= {"num_local_experts": 2} if name == "minimax" else {"attention_window_size": 16, "lru_width": 64}
     directory = _saved(tmp_path / name, name, settings)

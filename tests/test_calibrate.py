@@ -6,14 +6,16 @@ from statistics import median
 import pytest
 
 from tests.results import case, point
-from zinfer import calibrate, cost, machine, model
-from zinfer.calibrate import Row, fit, load_machines, load_points, predict, table
-from zinfer.case import Case, Option
-from zinfer.cost import Factors
-from zinfer.machine import Machine
-from zinfer.plan import Plan, make_plan, setup_of
-from zinfer.published import Beside, Published, beside
-from zinfer.record import Effective, Measurement
+from zinfer.analysis import calibrate
+from zinfer.analysis.calibrate import Row, fit, load_machines, load_points, predict, table
+from zinfer.plan import cost
+from zinfer.plan.cost import Factors
+from zinfer.plan.plan import Plan, make_plan, setup_of
+from zinfer.plan.published import Beside, Published, beside
+from zinfer.record.measurement import Effective, Measurement
+from zinfer.spec import machine, model
+from zinfer.spec.case import Case, Option
+from zinfer.spec.machine import Machine
 
 RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
 H100 = machine.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 1 << 40})

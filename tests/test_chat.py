@@ -26,7 +26,7 @@ from tests.test_parity import load
 from zinfer.cli import Failure, cli
 from zinfer.commands import chat as terminal
 from zinfer.engine.base import Engine
-from zinfer.server import Server
+from zinfer.worker.server import Server
 
 TURNS = ["Hello there", "And again", "third"]
 Checkpoints = Callable[..., Path]
@@ -111,7 +111,7 @@ def test_an_answer_ends_at_the_end_token(
     free, _ = talk(Inline(engine), capsys)
     end = free[0]["output_ids"][4]
     length = free[0]["output_ids"].index(end)
-    monkeypatch.setattr("zinfer.chat.eos_token_ids", lambda *_: frozenset({end}))
+    monkeypatch.setattr("zinfer.generation.chat.eos_token_ids", lambda *_: frozenset({end}))
     ended, _ = talk(Inline(engine), capsys, turns=TURNS[:2], ignore_eos=False)
     assert ended[0]["output_ids"] == free[0]["output_ids"][:length]
     assert ended[0]["finish_reason"] == "stop"

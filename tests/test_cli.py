@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests import PATIENCE_S
-from zinfer.hardware import slug
-from zinfer.machine import Machine
-from zinfer.store import read
+from zinfer.record.store import read
+from zinfer.spec.host import slug
+from zinfer.spec.machine import Machine
 
 ROOT = Path(__file__).parents[1]
 TINY = ["-m", "bloom-tiny", "--engine", "stream", "--input-len", "8", "--output-len", "4", "--repeats", "1"]
@@ -152,8 +152,8 @@ def test_the_best_command_runs(folder: Path) -> None:
 
 def test_a_file_from_before_a_setting_existed_is_one_with_its_default() -> None:
     from zinfer.commands.sweep import _changes
-    from zinfer.recipe import Sweep
-    from zinfer.store import Header
+    from zinfer.job.recipe import Sweep
+    from zinfer.record.store import Header
 
     new = Header(machine="m", recipe=Sweep(model=("a",)).model_dump(mode="json"))
     old = new.model_copy(update={"recipe": {k: v for k, v in new.recipe.items() if k != "gpu_weights"}})
@@ -208,7 +208,7 @@ def test_an_interrupt_keeps_everything_and_says_how_to_go_on(folder: Path, numbe
 
 
 def test_a_second_sweep_on_the_same_file_waits_for_nobody(folder: Path) -> None:
-    from zinfer.store import Store
+    from zinfer.record.store import Store
 
     with Store.open(folder / "r.jsonl"):
         result = zinfer(folder, "sweep", *TINY, "--offload", "none", "--batch-size", "1", "-o", "r.jsonl")

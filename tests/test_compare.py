@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.results import case, point
-from zinfer.case import Case
+from zinfer.analysis.compare import HIGHER_IS_BETTER, CompareError, Metric, compare, value
 from zinfer.cli import cli
 from zinfer.commands.compare import AXES, METRICS
-from zinfer.compare import HIGHER_IS_BETTER, CompareError, Metric, compare, value
-from zinfer.record import Measurement
-from zinfer.store import Store
+from zinfer.record.measurement import Measurement
+from zinfer.record.store import Store
+from zinfer.spec.case import Case
 
 Files = Callable[..., list[Path]]  # writes a.jsonl and b.jsonl
 

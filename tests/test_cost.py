@@ -6,10 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinfer import machine, model
-from zinfer.case import Case, Workload
-from zinfer.choice import advice, best_batch
-from zinfer.cost import (
+from zinfer.plan.cost import (
     LINK_KEEPS,
     PIECE_BYTES,
     Factors,
@@ -25,8 +22,11 @@ from zinfer.cost import (
     tiers,
     wire_bytes,
 )
-from zinfer.machine import FIGURES, Machine
-from zinfer.plan import CAUTIOUS, largest_batch, make_plan, setup_of, share_out
+from zinfer.plan.plan import CAUTIOUS, largest_batch, make_plan, setup_of, share_out
+from zinfer.plan.search import advice, best_batch
+from zinfer.spec import machine, model
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.machine import FIGURES, Machine
 
 BLOOM = model.resolve("bloom-176b", None, None)
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.results import case, point, sweep
-from zinfer.cli import cli
-from zinfer.decide import decide
-from zinfer.economics import (
+from zinfer.analysis.best import decide
+from zinfer.analysis.economics import (
     COUNTER,
     READINGS,
     EconomicsError,
@@ -24,9 +23,10 @@ from zinfer.economics import (
     parse_demand,
     parse_seconds,
 )  # fmt: skip
-from zinfer.record import Measurement
-from zinfer.sla import SlaError, check, parse, statistic
-from zinfer.store import Store
+from zinfer.analysis.sla import SlaError, check, parse, statistic
+from zinfer.cli import cli
+from zinfer.record.measurement import Measurement
+from zinfer.record.store import Store
 
 
 def timed(batch: int = 32, step_s: float = 2.0, first_s: float = 8.0, repeats: int = 2, **fields: Any) -> Measurement:

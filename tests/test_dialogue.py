@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from zinfer.dialogue import Dialogue, Spelling, decode
-from zinfer.generate import byte_tokenizer
-from zinfer.model import ModelError
-from zinfer.prefix import common
+from zinfer.generation.detokenizer import Dialogue, Spelling, decode
+from zinfer.generation.generate import byte_tokenizer
+from zinfer.generation.radix_tree import common
+from zinfer.spec.model import ModelError
 
 EXTENDING = (
     "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"

@@ -6,9 +6,9 @@ import re
 import pytest
 from click.testing import CliRunner
 
-from zinfer import hardware
 from zinfer.commands import doctor
 from zinfer.engine import ENGINES, EngineError, Kind
+from zinfer.spec import host as hardware
 
 
 def refuse(name: str) -> Kind:

@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.test_parity import MACHINE
-from zinfer.case import Case, Workload
 from zinfer.engine.base import silent
 from zinfer.engine.stream import Stream
-from zinfer.generate import Sampling, byte_tokenizer, choose, generate
-from zinfer.model import ModelError, ModelSpec, from_directory
-from zinfer.plan import make_plan
+from zinfer.generation.generate import Sampling, byte_tokenizer, choose, generate
+from zinfer.plan.plan import make_plan
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.model import ModelError, ModelSpec, from_directory
 
 PROMPTS = ["Once upon a time", "No", "weights"]
 

@@ -13,11 +13,11 @@ from tests import test_cache_kinds as kinds
 from tests.checkpoints import save_config
 from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
 from tests.test_state import GLM
-from zinfer.case import Offload
 from zinfer.engine.base import Engine, EngineError
 from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.stream.hosted import _landed
 from zinfer.engine.stream.kernels import trouble
+from zinfer.spec.case import Offload
 
 pytestmark = pytest.mark.gpu
 
@@ -57,9 +57,9 @@ def check(engine: Engine, directory: Path) -> None:
 def test_a_kv_cache_in_host_memory_gives_the_same_tokens(
     architecture: str, attention: str, here: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("zinfer.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
-    monkeypatch.setattr("zinfer.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", 9)
+    monkeypatch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 9)
     directory = checkpoint(architecture)
     check(load("stream", directory, "cpu", tmp_path, kv_offload="auto", kv_attention=attention), directory)
 
@@ -72,7 +72,7 @@ def test_every_kind_of_layer_gives_the_same_tokens(
     if way in ("cpu", "link") and name in kinds.STATES_ONLY:
         pytest.skip("it has no keys and values")
     if way == "rows":
-        monkeypatch.setattr("zinfer.cost.PREFILL_TOKENS", 1)
+        monkeypatch.setattr("zinfer.plan.cost.PREFILL_TOKENS", 1)
     options = {"cpu": {"kv_attention": "cpu"}, "link": {"kv_attention": "gpu"}}.get(way, {})
     if options:
         options |= {"kv_offload": "cpu"}
@@ -104,7 +104,7 @@ def test_a_model_that_stays_can_have_its_cache_in_host_memory(
 def test_in_8_bits_the_cache_is_the_same_wherever_it_is(
     architecture: str, here: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("zinfer.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
+    monkeypatch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
     directory, lengths = checkpoint(architecture), BATCHES[0]
     given = reference(directory)[0]
     alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from zinfer import hardware
-from zinfer.hardware import NumaNode, available_bytes, numa_node
+from zinfer.spec import host as hardware
+from zinfer.spec.host import NumaNode, available_bytes, numa_node
 
 GPU = "0000:3b:00.0"
 

@@ -96,12 +96,13 @@ def hub() -> Iterator[str]:
 
 
 def ask(home: Path, *calls: str, **env: str) -> list[str]:
-    """What each call of a function of zinfer.hub gives, as text, in a fresh process (the hub library reads its settings
+    """What each call of a function of zinfer.spec.hub gives, as text, in a fresh process (the hub library reads its settings
     once, when it is imported)."""
     code = """
 import json, sys
 from tests import PATIENCE_S
-from zinfer import hub, model
+from zinfer.spec import hub
+from zinfer.spec import model
 answers = []
 for call in sys.argv[1:]:
     try:

@@ -15,16 +15,16 @@ from tests import PATIENCE_S
 from tests.fakes import TARGET
 from tests.inline import MACHINE, SPEC
 from tests.inline_batch import CASE, SETTINGS, InlineRows, line, run_inline, text
-from zinfer import job as jobs
-from zinfer.batch import Request, read_requests
-from zinfer.intake import rows_of
-from zinfer.job import Job, JobFailed, Standing
-from zinfer.ledger import JobChanged, Ledger, job_path
-from zinfer.lines import StoreError
-from zinfer.packing import Shape, shaped
-from zinfer.plan import make_plan
-from zinfer.signals import Interrupted
-from zinfer.worker import Worker
+from zinfer.job.batch import run as jobs
+from zinfer.job.batch.intake import rows_of
+from zinfer.job.batch.ledger import JobChanged, Ledger, job_path
+from zinfer.job.batch.openai import Request, read_requests
+from zinfer.job.batch.packing import Shape, shaped
+from zinfer.job.batch.run import Job, JobFailed, Standing
+from zinfer.job.signals import Interrupted
+from zinfer.plan.plan import make_plan
+from zinfer.record.jsonl import StoreError
+from zinfer.worker.process import Worker
 
 PROMPTS = [f"a{10 * size}/{size}" for size in range(1, 31)]
 LINES = [line(prompt) for prompt in PROMPTS]

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.test_parity import OUTPUT_LEN, load, prompts
-from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.kept import Kept
 from zinfer.engine.keptfile import read, told, write
+from zinfer.spec.checkpoint import CheckpointError
 
 Checkpoints = Callable[..., Path]
 ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "qwen2", "mixtral"]
@@ -80,8 +80,8 @@ def test_deepspeed_keeps_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
 def test_padded_rows_go_on_together_and_in_blocks(
     architecture: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", 4 * at_once)
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 4 * at_once)
     engine = load("stream", checkpoint(architecture), "cpu", tmp_path)
     token_ids, mask = prompts((9, 5, 7))
     expected = go_on(engine, token_ids, mask)

@@ -13,7 +13,7 @@ from zinfer.engine.cache import QuantizedLayer
 from zinfer.engine.stream import attend
 from zinfer.engine.stream.hosted import Hosted, host
 from zinfer.engine.stream.kv import CpuCache
-from zinfer.measure import Samples, measure
+from zinfer.worker.measure import Samples, measure
 
 Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
 
@@ -25,8 +25,8 @@ def test_tokens_are_those_of_transformers(
     architecture: str, attention: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     directory = checkpoint(architecture)
-    monkeypatch.setattr("zinfer.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", 9 * at_once)
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 9 * at_once)
     engine = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention=attention)
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
@@ -45,7 +45,7 @@ def test_some_sequences_here_and_some_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory = checkpoint(architecture)
-    monkeypatch.setattr("zinfer.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
+    monkeypatch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
     engine = load("stream", directory, "cpu", tmp_path, kv_offload="auto", kv_attention=attention)
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
@@ -60,8 +60,8 @@ def test_some_sequences_here_and_some_there(
 
 
 def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("zinfer.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", 1)
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 1)
     there, here = (
         load("stream", checkpoint("llama"), "cpu", tmp_path, **options)
         for options in ({"kv_offload": "cpu", "kv_attention": "cpu"}, {"kv_offload": "none"})
@@ -237,7 +237,7 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     if not compiler:
         monkeypatch.setattr("zinfer.engine.stream.attend.library", lambda: None)
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
-    monkeypatch.setattr("zinfer.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
+    monkeypatch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
     directory = checkpoint(architecture)
     alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
     split = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8", kv_offload="auto")

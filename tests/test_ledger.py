@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from zinfer.batch import encode, failure
-from zinfer.batch import read_requests as read
-from zinfer.ledger import JobChanged, Ledger, job_path
-from zinfer.lines import StoreError
+from zinfer.job.batch.ledger import JobChanged, Ledger, job_path
+from zinfer.job.batch.openai import encode, failure
+from zinfer.job.batch.openai import read_requests as read
+from zinfer.record.jsonl import StoreError
 
 SETTINGS = {"prompts": "abc", "model": "llama"}
 RECORDS = [

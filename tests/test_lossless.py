@@ -12,15 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from tests import trained
 from tests.results import sweep
-from zinfer import codec, lossless, probe
-from zinfer.checkpoint import CheckpointError
 from zinfer.cli import cli
 from zinfer.engine.stream import codec as coder
-from zinfer.generate import load_tokenizer
-from zinfer.lossless import CodecError, CodecRecord, Coded, Rate
-from zinfer.model import from_directory
-from zinfer.published import codecs
-from zinfer.store import Store
+from zinfer.generation.generate import load_tokenizer
+from zinfer.plan.published import codecs
+from zinfer.record import codec as lossless
+from zinfer.record.codec import CodecError, CodecRecord, Coded, Rate
+from zinfer.record.store import Store
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.model import from_directory
+from zinfer.worker import codec, probe
 
 MIB = 1 << 20
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from zinfer import machine as machines
 from zinfer.cli import cli
-from zinfer.machine import FIGURES, Machine, MachineError, load, override
+from zinfer.spec import machine as machines
+from zinfer.spec.machine import FIGURES, Machine, MachineError, load, override
 
 
 @pytest.mark.parametrize("name", machines.catalogue_names())

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.inline import MACHINE, SPEC
-from zinfer.case import Case, Workload
 from zinfer.engine.base import Engine
-from zinfer.measure import WARM_UP_STEPS, Samples, measure, prompts
-from zinfer.plan import make_plan
-from zinfer.record import Effective, Measurement, Span
+from zinfer.plan.plan import make_plan
+from zinfer.record.measurement import Effective, Measurement, Span
+from zinfer.spec.case import Case, Workload
+from zinfer.worker.measure import WARM_UP_STEPS, Samples, measure, prompts
 
 WORKLOAD = Workload(batch_size=3, input_len=5, output_len=4)
 CASE = Case(model="fake", engine="stream", offload="none", workload=WORKLOAD)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zinfer import model as models
-from zinfer.formula import fields
-from zinfer.model import ModelError, ModelSpec, resolve
+from zinfer.spec import model as models
+from zinfer.spec.formula import fields
+from zinfer.spec.model import ModelError, ModelSpec, resolve
 
 
 def build(spec: ModelSpec) -> torch.nn.Module:

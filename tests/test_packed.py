@@ -10,11 +10,11 @@ import torch
 
 from tests.test_cli import zinfer
 from tests.test_parity import BATCHES, greedy, load
-from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
 from zinfer.engine.stream import codec, packed
-from zinfer.model import ModelSpec, resolve
-from zinfer.source import revision_of
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.model import ModelSpec, resolve
+from zinfer.spec.source import revision_of
 
 Checkpoints = Callable[..., Path]
 CPU = torch.device("cpu")

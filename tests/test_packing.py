@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.inline_batch import CASE, SPEC, InlineRows, line, run_inline
-from zinfer import machine, packing
-from zinfer.model import from_catalogue
-from zinfer.packing import (
+from zinfer.job.batch import packing
+from zinfer.job.batch.packing import (
     Block,
     Need,
     Pace,
@@ -28,7 +27,9 @@ from zinfer.packing import (
     shaped,
     worth_packing_anew,
 )
-from zinfer.plan import CAUTIOUS, largest_batch, make_plan
+from zinfer.plan.plan import CAUTIOUS, largest_batch, make_plan
+from zinfer.spec import machine
+from zinfer.spec.model import from_catalogue
 
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
 BLOOM = from_catalogue("bloom-176b")

@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE
-from zinfer import engine, model
-from zinfer.case import Case, Offload, Option, Workload
+from zinfer import engine
 from zinfer.engine.base import Engine
-from zinfer.machine import Machine
-from zinfer.model import Dtype
-from zinfer.plan import make_plan
+from zinfer.plan.plan import make_plan
+from zinfer.spec import model
+from zinfer.spec.case import Case, Offload, Option, Workload
+from zinfer.spec.machine import Machine
+from zinfer.spec.model import Dtype
 
 OUTPUT_LEN = 12
 BATCHES = ((9, 5, 7), (4, 6))  # prompt lengths of two batches, which one engine runs after the other
@@ -117,7 +118,7 @@ def test_greedy_tokens_are_those_of_transformers(
 def test_a_batch_is_prefilled_a_few_rows_at_a_time(
     architecture: str, tokens: int, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.cost.PREFILL_TOKENS", tokens)
+    monkeypatch.setattr("zinfer.plan.cost.PREFILL_TOKENS", tokens)
     loaded = load("stream", checkpoint(architecture), "cpu", tmp_path)
     try:
         check(loaded, checkpoint(architecture), "cpu")

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinfer import machine, model
-from zinfer.case import Case, Workload
-from zinfer.machine import Machine
-from zinfer.plan import make_plan, pinned_block, resident_bytes
+from zinfer.plan.plan import make_plan, pinned_block, resident_bytes
+from zinfer.spec import machine, model
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.machine import Machine
 
 BIG = machine.load("h100-80gb").model_copy(update={"host_bytes": 512 << 30})
 

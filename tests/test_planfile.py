@@ -22,7 +22,7 @@ from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.build import COPIES, Cancelled, build, plan_key
 from zinfer.engine.tensorrt.library import Library, find_library
 from zinfer.engine.tensorrt.planfile import PLANS, PlanFile, PlanKey
-from zinfer.model import ModelSpec, resolve
+from zinfer.spec.model import ModelSpec, resolve
 
 Checkpoints = Callable[..., Path]
 

@@ -14,11 +14,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from tests.results import LAYERS_BYTES, case, point, sweep, traced
-from zinfer import chart, plot
+from zinfer.analysis.group import groups
 from zinfer.cli import cli
-from zinfer.group import groups
-from zinfer.record import Effective, Measurement
-from zinfer.store import Store
+from zinfer.record.measurement import Effective, Measurement
+from zinfer.record.store import Store
+from zinfer.report.plot import figures as plot
+from zinfer.report.plot import style as chart
 
 CROWD = [
     point(

@@ -2,7 +2,7 @@
 
 import random
 
-from zinfer.prefix import Tree, common, digest
+from zinfer.generation.radix_tree import Tree, common, digest
 
 
 def test_the_longest_known_beginning_is_found() -> None:

@@ -11,9 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests import PATIENCE_S
-from zinfer import hardware, here, probe
 from zinfer.commands.probe import command, write
-from zinfer.machine import Machine, MachineError, load
+from zinfer.spec import host as hardware
+from zinfer.spec import local as here
+from zinfer.spec.machine import Machine, MachineError, load
+from zinfer.worker import probe
 
 H100 = {"name": "NVIDIA H100 80GB HBM3"}
 
@@ -128,7 +130,7 @@ def test_names(devices: list[dict[str, str]], cpu: str, name: str, monkeypatch: 
 
 
 def test_slug_needs_no_torch() -> None:
-    code = "import sys; from zinfer.hardware import slug; slug(); assert 'torch' not in sys.modules"
+    code = "import sys; from zinfer.spec.host import slug; slug(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 

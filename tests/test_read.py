@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests import PATIENCE_S
-from zinfer import model
-from zinfer.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from zinfer.engine import read
 from zinfer.engine.read import Group, groups_mapped, groups_read
 from zinfer.engine.state import ModelState
+from zinfer.spec import model
+from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
 
 GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]
 TENSORS = {

@@ -10,12 +10,15 @@ from pathlib import Path
 import click
 import pytest
 
-from zinfer import accuracy, lossless, machine, model, reuse
-from zinfer.calibrate import fit, load_machines, load_points
+from zinfer.analysis.calibrate import fit, load_machines, load_points
 from zinfer.cli import cli
-from zinfer.plan import make_plan
-from zinfer.record import Measurement
-from zinfer.store import read
+from zinfer.plan.plan import make_plan
+from zinfer.record import accuracy
+from zinfer.record import codec as lossless
+from zinfer.record import prefix_reuse as reuse
+from zinfer.record.measurement import Measurement
+from zinfer.record.store import read
+from zinfer.spec import machine, model
 
 ROOT = Path(__file__).parents[1]
 README, GUIDE = ((ROOT / name).read_text() for name in ("README.md", "GUIDE.md"))

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from zinfer import engine, model
+from zinfer import engine
 from zinfer.commands.options import locate
-from zinfer.machine import load as load_machine
-from zinfer.recipe import RecipeError, engine_recipe, make_sweep, read_toml
-from zinfer.store import read
+from zinfer.job.recipe import RecipeError, engine_recipe, make_sweep, read_toml
+from zinfer.record.store import read
+from zinfer.spec import model
+from zinfer.spec.machine import load as load_machine
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,17 +13,18 @@ from tests.results import case, point, sweep, traced
 from tests.test_accuracy import record as measured_accuracy
 from tests.test_reuse import point as kept_point
 from tests.test_reuse import run as kept_run
-from zinfer import accuracy, reuse
-from zinfer.chart import PALETTE
 from zinfer.cli import cli
-from zinfer.machine import Machine, load
-from zinfer.record import Measurement
+from zinfer.record import accuracy
+from zinfer.record import prefix_reuse as reuse
+from zinfer.record.measurement import Measurement
+from zinfer.record.store import Header, Store
 from zinfer.report.document import Table
 from zinfer.report.figure import CONTRAST, DARK, LIGHT, Bar, Line, bars, contrast, curves, readable
 from zinfer.report.markdown import cell, fenced, prose
 from zinfer.report.measured import rated
 from zinfer.report.page import shell
-from zinfer.store import Header, Store
+from zinfer.report.plot.style import PALETTE
+from zinfer.spec.machine import Machine, load
 
 HOSTILE = '"><script>alert(1)</script><img src=http://example.com/x onerror=alert(1)> | `code` [a](b) # *b*'
 SECTIONS = (

@@ -11,7 +11,7 @@ import pytest
 from tests.browser import CHROMIUM, Browser, browsing
 from tests.results import case, point, sweep
 from tests.test_report import HOSTILE, WHOLE, invoke, store
-from zinfer.record import Measurement
+from zinfer.record.measurement import Measurement
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = {1280: "wide", 400: "narrow"}

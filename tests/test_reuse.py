@@ -12,17 +12,17 @@ from click.testing import CliRunner
 from tests.test_cli import folder, zinfer  # noqa: F401
 from tests.test_parity import load
 from zinfer import engine as engines
-from zinfer import reuse
-from zinfer.case import Case, Workload
 from zinfer.cli import cli
 from zinfer.engine import EngineError
-from zinfer.hardware import slug
-from zinfer.machine import Machine
-from zinfer.plan import Plan
-from zinfer.rerun import Rerun
-from zinfer.reuse import Point, ReuseError, ReuseRecord, Run, break_even, verdict
-from zinfer.server import Server
-from zinfer.worker import WorkerDied
+from zinfer.plan.plan import Plan
+from zinfer.record import prefix_reuse as reuse
+from zinfer.record.prefix_reuse import Point, ReuseError, ReuseRecord, Run, break_even, verdict
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.host import slug
+from zinfer.spec.machine import Machine
+from zinfer.worker.prefix_reuse import Rerun
+from zinfer.worker.process import WorkerDied
+from zinfer.worker.server import Server
 
 Checkpoints = Callable[..., Path]
 
@@ -171,8 +171,8 @@ def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
     """`zinfer reuse` in this process: how it ended, and what it recorded."""
     machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zinfer.here.this_machine", lambda: machine)
-    monkeypatch.setattr("zinfer.worker.Worker", Inline)
+    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: machine)
+    monkeypatch.setattr("zinfer.worker.process.Worker", Inline)
 
     def invoke(*words: str, dies: int = 0) -> tuple[Any, Run]:
         monkeypatch.setattr(Inline, "dies", dies)

@@ -11,20 +11,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.test_parity import MACHINE
-from zinfer import job as jobs
-from zinfer import rows as worker_side
-from zinfer.batch import Request, read_requests
-from zinfer.case import Case, Workload
 from zinfer.engine.base import Engine
 from zinfer.engine.stream import Stream
-from zinfer.intake import Row as Wanted
-from zinfer.intake import needs, rows_of
-from zinfer.job import Job
-from zinfer.ledger import Ledger
-from zinfer.model import from_directory
-from zinfer.packing import best_plan
-from zinfer.plan import Plan
-from zinfer.rows import Row, Rows, chance, choose
+from zinfer.generation import rows as worker_side
+from zinfer.generation.rows import Row, Rows, chance, choose
+from zinfer.job.batch import run as jobs
+from zinfer.job.batch.intake import Row as Wanted
+from zinfer.job.batch.intake import needs, rows_of
+from zinfer.job.batch.ledger import Ledger
+from zinfer.job.batch.openai import Request, read_requests
+from zinfer.job.batch.packing import best_plan
+from zinfer.job.batch.run import Job
+from zinfer.plan.plan import Plan
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.model import from_directory
 
 TEMPLATE = "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
 TEMPLATE += "[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"

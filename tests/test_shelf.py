@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.test_parity import load
-from zinfer.checkpoint import CheckpointError
 from zinfer.engine import keptfile
 from zinfer.engine.base import Engine
-from zinfer.shelf import Shelf
+from zinfer.generation.prefix_cache import Shelf
+from zinfer.spec.checkpoint import CheckpointError
 
 MODEL = {"model": "tiny", "revision": "r1"}
 TOKENS = torch.randint(4, 128, (40,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import ARCHITECTURES, save_config
 from tests.test_parity import BATCHES, COMPARED, greedy, load, reference
-from zinfer import model
-from zinfer.architecture import empty_model
-from zinfer.case import Offload
-from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream import codec, packed
-from zinfer.model import Dtype, ModelError, ModelSpec
-from zinfer.source import revision_of
+from zinfer.spec import model
+from zinfer.spec.architecture import empty_model
+from zinfer.spec.case import Offload
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.model import Dtype, ModelError, ModelSpec
+from zinfer.spec.source import revision_of
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.results import case, point, traced
-from zinfer.case import Case, Workload
-from zinfer.record import Effective, Measurement, Span
-from zinfer.store import Header, Store, StoreError, decode, encode, read, read_usable
+from zinfer.record.measurement import Effective, Measurement, Span
+from zinfer.record.store import Header, Store, StoreError, decode, encode, read, read_usable
+from zinfer.spec.case import Case, Workload
 
 HEADER = Header(machine="h100", recipe={"engines": ["stream"], "batch_size": [1, 2]}, versions={"zinfer": "0.1.0"})
 POINTS = [point(case(size, output_len=3), repeats=2) for size in (1, 2, 4)]
@@ -42,7 +42,7 @@ def reason(line: bytes) -> str:
 
 def resealed(**changes: object) -> bytes:
     """A point's line with other fields and a right checksum, as a zinfer of another version would write it."""
-    from zinfer import store
+    from zinfer.record import store
 
     fields = json.loads(encode(POINTS[0])) | changes
     fields.pop("checksum")
@@ -161,7 +161,7 @@ FILL = """
 import resource, sys
 from pathlib import Path
 from tests.results import case, point
-from zinfer.store import Store, StoreError
+from zinfer.record.store import Store, StoreError
 path = Path(sys.argv[1])
 measured = point(case(8, output_len=3), repeats=2)
 with Store.open(path) as store:
@@ -201,7 +201,9 @@ def test_a_failed_sync_takes_the_record_back(file: Path, monkeypatch: pytest.Mon
 
 
 def test_a_second_writer_is_refused(file: Path) -> None:
-    script = "import sys; from pathlib import Path; from zinfer.store import Store; Store.open(Path(sys.argv[1]))"
+    script = (
+        "import sys; from pathlib import Path; from zinfer.record.store import Store; Store.open(Path(sys.argv[1]))"
+    )
     with Store.open(file) as store:
         store.points()  # closing a reader's descriptor must not release the lock
         with pytest.raises(StoreError, match="another zinfer is writing"):
@@ -275,7 +277,7 @@ def test_a_timeline_is_stored_as_short_rows() -> None:
 
 
 def test_records_without_a_timeline_are_read() -> None:
-    from zinfer import store
+    from zinfer.record import store
 
     fields = json.loads(encode(POINTS[0]))
     del fields["timeline"], fields["checksum"]

@@ -17,7 +17,7 @@ from zinfer.engine.stream import codec, image
 from zinfer.engine.stream.blocks import interleave
 from zinfer.engine.stream.image import Image, pack, plain, unpack
 from zinfer.engine.stream.ring import Ring
-from zinfer.server import not_as_asked
+from zinfer.worker.server import not_as_asked
 
 CPU = torch.device("cpu")
 
@@ -293,8 +293,8 @@ def test_a_prefill_in_blocks_streams_the_weights_once(
     directory = checkpoint(architecture)
     engine = load("stream", directory, "cpu", tmp_path)
     whole = tokens(engine)
-    monkeypatch.setattr("zinfer.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.cost.BLOCK_TOKENS", 1)  # a pass for each row
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 1)  # a pass for each row
     for ours, theirs in zip(tokens(engine), whole, strict=True):
         assert torch.equal(ours, theirs)
     ring = engine._ring  # type: ignore[attr-defined]

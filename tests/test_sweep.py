@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests import PATIENCE_S
 from tests.inline import InlineWorker, run_inline
-from zinfer.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
-from zinfer.record import Measurement, Status
-from zinfer.signals import Interrupted
-from zinfer.store import Store, read
-from zinfer.sweep import Batches, Try, exit_code, listed, to_the_edge
+from zinfer.job.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
+from zinfer.job.signals import Interrupted
+from zinfer.job.sweep import Batches, Try, exit_code, listed, to_the_edge
+from zinfer.record.measurement import Measurement, Status
+from zinfer.record.store import Store, read
 
 
 def drive(batches: Batches, edge: int, failure: Status = "oom_gpu") -> list[Try]:

@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from tests import walker
 from tests.inline import MACHINE
-from zinfer.architecture import empty_model
-from zinfer.case import Case, Workload
 from zinfer.engine import EngineError
 from zinfer.engine.state import ModelState
 from zinfer.engine.tensorrt import TensorRT, planfile
@@ -24,9 +22,11 @@ from zinfer.engine.tensorrt.build import build, plan_key
 from zinfer.engine.tensorrt.execute import shortfall
 from zinfer.engine.tensorrt.library import Library, Messages, find_library
 from zinfer.engine.tensorrt.network import make_network
-from zinfer.model import ModelSpec, resolve
-from zinfer.plan import Plan, make_plan
-from zinfer.server import not_as_asked
+from zinfer.plan.plan import Plan, make_plan
+from zinfer.spec.architecture import empty_model
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.model import ModelSpec, resolve
+from zinfer.worker.server import not_as_asked
 
 ARCHITECTURES = ("bloom", "opt", "llama", "qwen2", "mistral")
 CACHES: tuple[CacheKind, ...] = ("native", "plain")

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.results import LINK, case, point, traced
-from zinfer.record import Effective, Span
-from zinfer.timeline import Waits, busy, busy_bandwidth, focus, idle, length_ms, share, waits
+from zinfer.analysis.timeline import Waits, busy, busy_bandwidth, focus, idle, length_ms, share, waits
+from zinfer.record.measurement import Effective, Span
 
 
 def spans(*rows: tuple[str, int | None, float, float]) -> tuple[Span, ...]:

@@ -14,11 +14,11 @@ import torch
 from tests import PATIENCE_S
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
-from zinfer.case import Case, Option, Workload
-from zinfer.plan import make_plan
-from zinfer.record import Effective, Measurement, Span
-from zinfer.server import Server, not_as_asked
-from zinfer.worker import Worker, WorkerDied
+from zinfer.plan.plan import make_plan
+from zinfer.record.measurement import Effective, Measurement, Span
+from zinfer.spec.case import Case, Option, Workload
+from zinfer.worker.process import Worker, WorkerDied
+from zinfer.worker.server import Server, not_as_asked
 
 
 def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:

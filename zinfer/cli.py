@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-from zinfer.errors import INTERNAL, USAGE, ZinferError
+from zinfer.spec.errors import INTERNAL, USAGE, ZinferError
 
 # verb -> its line in the help; the code is zinfer.commands.<verb>:command
 VERBS = {

@@ -16,14 +16,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from tests.conformance.sizes import FIRST_TOKEN, VOCAB_SIZE
 from tests.conformance.small import GAINS, CannotBuild, Subject, family, save, small_model
 from zinfer import engine
-from zinfer.case import Case, Offload, Option, Workload
-from zinfer.checkpoint import CheckpointError
 from zinfer.commands import pack
 from zinfer.engine import EngineError
-from zinfer.machine import Machine
-from zinfer.model import ModelError
-from zinfer.plan import make_plan
-from zinfer.source import find
+from zinfer.plan.plan import make_plan
+from zinfer.spec.case import Case, Offload, Option, Workload
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.machine import Machine
+from zinfer.spec.model import ModelError
+from zinfer.spec.source import find
 
 LENGTHS, OUTPUT_LEN = (9, 5, 7), 12  # of the left-padded rows; together longer than two sliding windows
 SEEDS = 8  # prompts that are tried until no token is a close call
@@ -212,7 +212,7 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
 
 def run(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, scratch: Path) -> Tensor:
     """zinfer's greedy tokens, ``[B, OUTPUT_LEN]``."""
-    tokens_at_once = mock.patch("zinfer.cost.PREFILL_TOKENS", way.prefill_tokens)
+    tokens_at_once = mock.patch("zinfer.plan.cost.PREFILL_TOKENS", way.prefill_tokens)
     with tokens_at_once if way.prefill_tokens else mock.MagicMock(), loaded(way, directory, scratch) as running:
         tokens = [running.prefill(token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
         while len(tokens) < OUTPUT_LEN:

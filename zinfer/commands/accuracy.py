@@ -7,13 +7,13 @@ import click
 
 from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.errors import ENVIRONMENT, NOTHING, PARTIAL
+from zinfer.spec.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from zinfer.accuracy import AccuracyRecord
-    from zinfer.plan import Plan
+    from zinfer.plan.plan import Plan
+    from zinfer.record.accuracy import AccuracyRecord
 
 
 @click.command("accuracy", short_help="State what a setting costs in accuracy.")
@@ -53,9 +53,9 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     zinfer accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8,fp8
     zinfer accuracy --model ./my-checkpoint --dtype fp32 --kv-cache-dtype int8 --prompt-file book.txt --samples 64
     """
-    from zinfer import accuracy
     from zinfer.commands.out import console
     from zinfer.commands.probe import write
+    from zinfer.record import accuracy
 
     record = _measure(debug, how)
     path = output or Path("sweeps/results") / record.machine
@@ -80,15 +80,18 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     """Refuse what cannot be compared, then compare."""
     from hashlib import sha256
 
-    from zinfer import deviate, hardware, here, sweep
-    from zinfer.accuracy import AccuracyRecord, Prompts
     from zinfer.commands.watch import Watch
-    from zinfer.lead import NoAnswer
-    from zinfer.model import ModelError, check_positions
-    from zinfer.signals import Interrupted, Signals
-    from zinfer.source import find
-    from zinfer.subject import text_of, told_of
-    from zinfer.worker import Worker, now, versions
+    from zinfer.job import accuracy as deviate
+    from zinfer.job import sweep
+    from zinfer.job.lead import NoAnswer
+    from zinfer.job.signals import Interrupted, Signals
+    from zinfer.job.subject import text_of, told_of
+    from zinfer.record.accuracy import AccuracyRecord, Prompts
+    from zinfer.spec import host as hardware
+    from zinfer.spec import local as here
+    from zinfer.spec.model import ModelError, check_positions
+    from zinfer.spec.source import find
+    from zinfer.worker.process import Worker, now, versions
 
     if not how["settings"]:
         raise click.UsageError("say what to compare, as in --kv-cache-dtype int8,fp8")
@@ -141,8 +144,9 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
 
 def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
     """The reference's plan, those of the settings, and their engine."""
-    from zinfer import here, recipe
-    from zinfer.plan import make_plan
+    from zinfer.job import recipe
+    from zinfer.plan.plan import make_plan
+    from zinfer.spec import local as here
 
     offload, gpu_weights, nvme_path = how["offload"], how["gpu_weights"], how["nvme_path"]
     if offload == "nvme" and nvme_path is None:
@@ -180,7 +184,7 @@ def table(record: "AccuracyRecord") -> "Table":
     """Each setting beside the reference, along its own tokens and along the text."""
     from rich.table import Table
 
-    from zinfer.accuracy import COLUMNS
+    from zinfer.record.accuracy import COLUMNS
 
     found = Table(title=record.title, title_justify="left", caption=record.told, caption_justify="left")
     for name in COLUMNS:

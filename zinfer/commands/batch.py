@@ -7,12 +7,12 @@ import click
 
 from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.errors import ENVIRONMENT, NOTHING, PARTIAL
+from zinfer.spec.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
-    from zinfer.batch import Request
     from zinfer.commands.watch import Watch
-    from zinfer.job import Standing
+    from zinfer.job.batch.openai import Request
+    from zinfer.job.batch.run import Standing
 
 AT_ONCE = 500  # prompts that are tokenised before telling
 
@@ -77,11 +77,11 @@ def command(
     import time
     from hashlib import sha256
 
-    from zinfer.batch import Fault, read_requests, refusal
     from zinfer.commands.watch import Watch
-    from zinfer.ledger import Ledger
-    from zinfer.model import ModelError
-    from zinfer.source import find
+    from zinfer.job.batch.ledger import Ledger
+    from zinfer.job.batch.openai import Fault, read_requests, refusal
+    from zinfer.spec.model import ModelError
+    from zinfer.spec.source import find
 
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another")
@@ -111,7 +111,7 @@ def command(
 
 def _loads(model: str, layers: int | None, how: dict[str, Any]) -> dict[Any, str]:
     """The loads that may serve, one for each offload, with their engine."""
-    from zinfer.recipe import Sweep
+    from zinfer.job.recipe import Sweep
 
     offload, gpu_weights, settings = how["offload"], how["gpu_weights"], how["settings"]
     if offload == "nvme" and how["nvme_path"] is None:
@@ -142,13 +142,15 @@ def _run(
     how: dict[str, Any],
 ) -> "Standing | None":
     """Answer the requests that wait; how far it got."""
-    from zinfer import here, packing, sweep
-    from zinfer.batch import refusal
-    from zinfer.intake import needs, rows_of, split
-    from zinfer.job import Job, JobFailed
-    from zinfer.recipe import Sweep
-    from zinfer.signals import Interrupted
-    from zinfer.worker import Worker, WorkerDied
+    from zinfer.job import sweep
+    from zinfer.job.batch import packing
+    from zinfer.job.batch.intake import needs, rows_of, split
+    from zinfer.job.batch.openai import refusal
+    from zinfer.job.batch.run import Job, JobFailed
+    from zinfer.job.recipe import Sweep
+    from zinfer.job.signals import Interrupted
+    from zinfer.spec import local as here
+    from zinfer.worker.process import Worker, WorkerDied
 
     spec = source.spec
     machine = options.with_nvme(here.this_machine(), how["nvme_path"])
@@ -209,7 +211,7 @@ def _lengths(waiting: "list[Request]", worker: Any, spec: Any, watch: "Watch") -
 
 
 def _summary(answers: int, errors: int, output: Path, standing: "Standing | None") -> str:
-    from zinfer.units import duration, figures
+    from zinfer.spec.units import duration, figures
 
     told = f"{answers:,} answers and {errors:,} errors in {output}"
     if standing is None or standing.rate is None:

@@ -8,8 +8,8 @@ import click
 from zinfer.commands.prices import price_options
 
 if TYPE_CHECKING:
-    from zinfer.group import Group, Points
-    from zinfer.record import Measurement
+    from zinfer.analysis.group import Group, Points
+    from zinfer.record.measurement import Measurement
 
 
 @click.command("best", short_help="Name the best configuration and the command that runs it.")
@@ -39,11 +39,11 @@ def command(results: Path, model: str | None, machine: str | None, as_json: bool
     """
     import json
 
+    from zinfer.analysis.group import groups
     from zinfer.cli import Failure
     from zinfer.commands import decision
-    from zinfer.errors import NOTHING
-    from zinfer.group import groups
-    from zinfer.store import StoreError, read_usable
+    from zinfer.record.store import StoreError, read_usable
+    from zinfer.spec.errors import NOTHING
 
     try:
         records = read_usable(results)
@@ -86,9 +86,9 @@ def _show(points: "Points", command: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from zinfer import analysis
+    from zinfer.analysis import rates as analysis
     from zinfer.commands.out import console
-    from zinfer.units import duration, figures, gib
+    from zinfer.spec.units import duration, figures, gib
 
     winner = analysis.best(points)
     if winner is None:
@@ -126,7 +126,7 @@ def _show(points: "Points", command: bool) -> None:
 
 def _summary(group: "Group", points: "Points") -> dict[str, Any]:
     """One group as JSON: milliseconds, bytes, bytes a second; null is unknown."""
-    from zinfer import analysis
+    from zinfer.analysis import rates as analysis
 
     return {
         **group.model_dump(),
@@ -158,7 +158,7 @@ def _summary(group: "Group", points: "Points") -> dict[str, Any]:
 
 
 def _point(point: "Measurement | None") -> dict[str, Any] | None:
-    from zinfer import analysis
+    from zinfer.analysis import rates as analysis
 
     if point is None:
         return None

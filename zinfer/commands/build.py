@@ -9,7 +9,7 @@ import click
 
 from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.errors import ENVIRONMENT
+from zinfer.spec.errors import ENVIRONMENT
 
 
 @click.command("build", short_help="Build a TensorRT plan.")
@@ -53,9 +53,9 @@ def command(
     zinfer build --model opt-30b --load-format dummy --max-batch-size 32 --max-seq-len 544
     """
     from zinfer.engine import kind
-    from zinfer.hardware import host_bytes
-    from zinfer.source import find
-    from zinfer.units import duration, gb
+    from zinfer.spec.host import host_bytes
+    from zinfer.spec.source import find
+    from zinfer.spec.units import duration, gb
 
     kind(engine)
     from zinfer.engine.tensorrt import planfile

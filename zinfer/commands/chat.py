@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from zinfer.cli import Failure
-from zinfer.errors import ENVIRONMENT, INTERNAL
+from zinfer.spec.errors import ENVIRONMENT, INTERNAL
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -24,7 +24,7 @@ class Size(click.ParamType[Any]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from zinfer.units import parse_bytes
+        from zinfer.spec.units import parse_bytes
 
         try:
             return value if isinstance(value, int) else parse_bytes(value)
@@ -99,7 +99,7 @@ class Stop:
 
 
 def talk(worker: Any, said: Iterable[str], settings: dict[str, Any], say: Callable[[str], None], as_json: bool) -> None:
-    """Hold the conversation of the turns `said` with a loaded `worker`; `settings` are those of `zinfer.chat.Chat`.
+    """Hold the conversation of the turns `said` with a loaded `worker`; `settings` are those of `zinfer.generation.chat.Chat`.
 
     Raises Failure where a turn fails, KeyboardInterrupt at the second ctrl-C in an answer.
     """
@@ -143,7 +143,7 @@ def _answer(ended: dict[str, Any]) -> dict[str, Any]:
 
 def summary(told: dict[str, Any]) -> str:
     """What a turn took, in one line."""
-    from zinfer.units import duration, figures
+    from zinfer.spec.units import duration, figures
 
     rate = "" if told["decode_tok_s"] is None else f", then {figures(told['decode_tok_s'])} tok/s"
     what = f"{told['reloaded_tokens']:,} tokens reloaded, {told['computed_tokens']:,} computed"

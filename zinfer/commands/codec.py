@@ -10,7 +10,7 @@ from zinfer.commands import options
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from zinfer.lossless import CodecRecord
+    from zinfer.record.codec import CodecRecord
 
 
 @click.command("codec", short_help="Measure what lossless coding does to weights, and whether it pays.")
@@ -29,11 +29,12 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     zinfer codec
     zinfer codec ./my-checkpoint
     """
-    from zinfer import codec, lossless
     from zinfer.cli import Failure
     from zinfer.commands.out import console
     from zinfer.commands.probe import write
-    from zinfer.errors import INTEGRITY
+    from zinfer.record import codec as lossless
+    from zinfer.spec.errors import INTEGRITY
+    from zinfer.worker import codec
 
     if dtype not in (None, "bfloat16"):
         raise click.UsageError(f"--dtype {dtype}: only bfloat16 is coded")
@@ -58,9 +59,9 @@ def tables(record: "CodecRecord") -> "list[RenderableType]":
     """What was measured, and what others have published."""
     from rich.table import Table
 
-    from zinfer.lossless import COLUMNS
-    from zinfer.published import PublishedCodec, codecs
-    from zinfer.units import gb
+    from zinfer.plan.published import PublishedCodec, codecs
+    from zinfer.record.codec import COLUMNS
+    from zinfer.spec.units import gb
 
     measured = f"{record.machine}, link {gb(record.link)}/s"
     found: list[RenderableType] = []

@@ -9,8 +9,8 @@ import click
 from zinfer.commands import options
 
 if TYPE_CHECKING:
-    from zinfer.compare import Change, Comparison, Metric, Verdict
-    from zinfer.record import Measurement
+    from zinfer.analysis.compare import Change, Comparison, Metric, Verdict
+    from zinfer.record.measurement import Measurement
 
 METRICS = ("output_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes")
 AXES = ("engine", "offload", "gpu_weights", "options", "dtype", "load_format")
@@ -55,9 +55,9 @@ def command(
     """
     import json
 
+    from zinfer.analysis.compare import CompareError, compare
     from zinfer.cli import Failure
-    from zinfer.compare import CompareError, compare
-    from zinfer.errors import REGRESSION
+    from zinfer.spec.errors import REGRESSION
 
     ours, theirs, axes = _points(before), _points(after), across or ()
     for path, side in ((before, ours), (after, theirs)):
@@ -81,8 +81,8 @@ def command(
 
 def _points(path: Path) -> "tuple[Measurement, ...]":
     from zinfer.cli import Failure
-    from zinfer.errors import ENVIRONMENT, NOTHING
-    from zinfer.store import Records, StoreError, read
+    from zinfer.record.store import Records, StoreError, read
+    from zinfer.spec.errors import ENVIRONMENT, NOTHING
 
     if path.is_dir() or path.suffix != ".jsonl":
         raise Failure(f"{path} is not a results file: name a .jsonl, such as sweeps/results/<machine>/<sweep>.jsonl")
@@ -100,7 +100,7 @@ def _points(path: Path) -> "tuple[Measurement, ...]":
 
 def _nothing_common(before: Path, after: Path, found: "Comparison") -> str:
     """The refusal, with the first field in which the sides have no value in common."""
-    from zinfer.case import Case
+    from zinfer.spec.case import Case
 
     sides = [[point.case for point in points] for points in (found.only_before, found.only_after)]
     for field in (name for name in Case.model_fields if name != "workload"):
@@ -116,8 +116,8 @@ def _show(before: Path, after: Path, metric: "Metric", found: "Comparison") -> N
     from rich.table import Table
     from rich.text import Text
 
+    from zinfer.analysis.compare import HIGHER_IS_BETTER
     from zinfer.commands.out import console
-    from zinfer.compare import HIGHER_IS_BETTER
 
     click.echo(f"A: {before}\nB: {after}")
     for name, ours, theirs in found.differences:
@@ -167,7 +167,7 @@ def _cells(change: "Change", metric: "Metric") -> tuple[str, ...]:
 
 
 def _amount(value: float, metric: "Metric") -> str:
-    from zinfer.units import duration, figures, gib
+    from zinfer.spec.units import duration, figures, gib
 
     if metric == "gpu_peak_bytes":
         return gib(value, 2)
@@ -178,7 +178,7 @@ def _summary(
     before: Path, after: Path, metric: "Metric", found: "Comparison", allowed: float | None, worse: "list[Change]"
 ) -> dict[str, Any]:
     """The comparison as JSON: values in the metric's own unit, shares of A; null is unknown."""
-    from zinfer.compare import HIGHER_IS_BETTER
+    from zinfer.analysis.compare import HIGHER_IS_BETTER
 
     return {
         "a": str(before),

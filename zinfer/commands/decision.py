@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import click
 from pydantic import ValidationError
 
-from zinfer.decide import Decision, Objective, decide, known_cost
-from zinfer.economics import EconomicsError, Fleet, Prices, fleet, parse_demand
-from zinfer.group import Points
-from zinfer.record import Measurement
-from zinfer.sla import Sla, parse
-from zinfer.units import duration, figures
+from zinfer.analysis.best import Decision, Objective, decide, known_cost
+from zinfer.analysis.economics import EconomicsError, Fleet, Prices, fleet, parse_demand
+from zinfer.analysis.group import Points
+from zinfer.analysis.sla import Sla, parse
+from zinfer.record.measurement import Measurement
+from zinfer.spec.units import duration, figures
 
 
 class Answer(NamedTuple):
@@ -76,7 +76,7 @@ def question(
 
 def show(answer: Answer) -> None:
     """The answer below the table, in a few lines."""
-    from zinfer import analysis
+    from zinfer.analysis import rates as analysis
 
     found, point = answer.decision, answer.decision.point
     click.echo()
@@ -134,7 +134,7 @@ def _named(point: Measurement) -> str:
 
 def row(answer: Answer) -> dict[str, Any]:
     """The answer as JSON: seconds, USD, J; null is unknown."""
-    from zinfer import analysis
+    from zinfer.analysis import rates as analysis
 
     found, machines = answer.decision, answer.fleet
     return {

@@ -45,7 +45,7 @@ def command(as_json: bool) -> None:
     from rich.table import Table
 
     from zinfer.commands.out import console
-    from zinfer.errors import ENVIRONMENT
+    from zinfer.spec.errors import ENVIRONMENT
 
     engines = engine_rows()
     rows = [*package_rows(), *machine_rows(), *engines]
@@ -65,7 +65,7 @@ def package_rows() -> list[Row]:
     """Python, zinfer and every package that some verb or engine uses, with its version."""
     import platform
 
-    from zinfer.hardware import metadata_version
+    from zinfer.spec.host import metadata_version
 
     rows = [
         Row("package", "python", platform.python_version()),
@@ -84,8 +84,8 @@ def machine_rows() -> list[Row]:
     import shutil
     from pathlib import Path
 
-    from zinfer.hardware import available_bytes, gpus, host_bytes, memory_limit
-    from zinfer.units import gib
+    from zinfer.spec.host import available_bytes, gpus, host_bytes, memory_limit
+    from zinfer.spec.units import gib
 
     devices: list[dict[str, Any]] = gpus()
     gpu, advice = "none", "the CPU stands in for it"

@@ -23,9 +23,9 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
     zinfer export -o all.parquet
     """
     from zinfer.cli import Failure
-    from zinfer.errors import ENVIRONMENT, NOTHING
-    from zinfer.export import WRITERS, Table
-    from zinfer.store import Records, StoreError, files, read
+    from zinfer.record.export import WRITERS, Table
+    from zinfer.record.store import Records, StoreError, files, read
+    from zinfer.spec.errors import ENVIRONMENT, NOTHING
 
     ending = output.suffix.removeprefix(".").lower() if output else ""
     chosen = form or (ending if ending in FORMATS else "csv")

@@ -12,9 +12,9 @@ def command(name: str | None, as_json: bool) -> None:
 
     from rich.table import Column, Table
 
-    from zinfer import model
     from zinfer.commands.out import console
-    from zinfer.units import gb
+    from zinfer.spec import model
+    from zinfer.spec.units import gb
 
     specs = [model.resolve(name)] if name else [model.from_catalogue(entry) for entry in model.catalogue_names()]
     if as_json:

@@ -58,7 +58,7 @@ class Batches(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
             return value
-        from zinfer.recipe import RecipeError, parse_batches
+        from zinfer.job.recipe import RecipeError, parse_batches
 
         try:
             return parse_batches(value)
@@ -74,7 +74,7 @@ class GpuWeights(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         if isinstance(value, tuple):
             return value
-        from zinfer.plan import resident_bytes
+        from zinfer.plan.plan import resident_bytes
 
         words = tuple(word.strip() for word in value.split(","))
         for word in words:
@@ -99,7 +99,7 @@ class Dtype(click.ParamType[Any]):
 
 def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
     """``-O key=v1,v2`` as axes."""
-    from zinfer.recipe import parse_option
+    from zinfer.job.recipe import parse_option
 
     axes = {}
     for value in values:
@@ -110,7 +110,7 @@ def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str
     return axes
 
 
-SHORTHANDS = {  # settings of `stream` with an option of their own, and their values as in `zinfer.plan`
+SHORTHANDS = {  # settings of `stream` with an option of their own, and their values as in `zinfer.plan.plan`
     "weight_codec": (("auto", "none", "lossless"), "How weights cross the link."),
     "kv_offload": (("none", "cpu", "auto"), "Whose KV cache lies in host memory: no, all, or excess sequences'."),
     "kv_cache_dtype": (("auto", "bf16", "int8", "fp8"), "Type of the KV cache."),

@@ -7,7 +7,7 @@ import click
 
 from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.errors import ENVIRONMENT
+from zinfer.spec.errors import ENVIRONMENT
 
 
 @click.command("pack", short_help="Pack a checkpoint for the lossless wire format.")
@@ -26,8 +26,8 @@ def command(model: str, dtype: Any, layers: int | None, output: Path | None) -> 
     """
     from zinfer.commands.watch import Watch
     from zinfer.engine import kind
-    from zinfer.source import find
-    from zinfer.units import gb
+    from zinfer.spec.source import find
+    from zinfer.spec.units import gb
 
     kind("stream")
     import torch

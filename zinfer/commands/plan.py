@@ -12,11 +12,11 @@ import click
 from zinfer.commands import options
 
 if TYPE_CHECKING:
-    from zinfer.case import Option
-    from zinfer.cost import Factors
-    from zinfer.machine import Machine
-    from zinfer.plan import Plan
-    from zinfer.recipe import Load, Sweep
+    from zinfer.job.recipe import Load, Sweep
+    from zinfer.plan.cost import Factors
+    from zinfer.plan.plan import Plan
+    from zinfer.spec.case import Option
+    from zinfer.spec.machine import Machine
 
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become an engine's, so axes of Case.options, with the value that changes nothing
@@ -69,9 +69,10 @@ def command(
     zinfer plan --model bloom-176b --machine h200 --weight-bits 16,4
     zinfer plan bloom-176b-machines --calibrate sweeps/results
     """
-    from zinfer import here, machine
-    from zinfer.choice import advice
-    from zinfer.published import beside
+    from zinfer.plan.published import beside
+    from zinfer.plan.search import advice
+    from zinfer.spec import local as here
+    from zinfer.spec import machine
 
     wanted = _sweep(recipe, given)
     named = [machine.load(name) for name in wanted.machine] if wanted.machine else [here.this_machine()]
@@ -102,7 +103,7 @@ def command(
 
 def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
     """What is asked for, of the recipe and the options, which take its place."""
-    from zinfer.recipe import make_sweep, read_toml
+    from zinfer.job.recipe import make_sweep, read_toml
 
     fields: dict[str, Any] = {}
     if recipe is not None:
@@ -119,9 +120,9 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
 
 
 def _factors(results: Path | None) -> "Mapping[str, Factors]":
-    from zinfer import calibrate
+    from zinfer.analysis import calibrate
     from zinfer.cli import Failure
-    from zinfer.errors import NOTHING
+    from zinfer.spec.errors import NOTHING
 
     if results is None:
         return {}
@@ -135,10 +136,10 @@ def _plans(
     wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Factors]"
 ) -> "Iterator[tuple[str, list[Plan]]]":
     """The plans of each model, machine and pair of lengths, with a title."""
-    from zinfer.choice import best_batch
-    from zinfer.cost import Factors
-    from zinfer.model import check_positions, resolve
-    from zinfer.plan import make_plan
+    from zinfer.plan.cost import Factors
+    from zinfer.plan.plan import make_plan
+    from zinfer.plan.search import best_batch
+    from zinfer.spec.model import check_positions, resolve
 
     for place, (input_len, output_len), name, layers in product(places, wanted.lengths(), wanted.model, wanted.layers):
         own, cases = [], set()
@@ -176,7 +177,7 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool) -> None:
     from rich.table import Table
 
     from zinfer.commands.out import console
-    from zinfer.units import duration, figures, gb
+    from zinfer.spec.units import duration, figures, gb
 
     what = "predicted" if calibrated else "physical limits"
     table = Table(
@@ -207,7 +208,8 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool) -> None:
 
 
 def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Factors]") -> None:
-    from zinfer import chart, plot
+    from zinfer.report.plot import figures as plot
+    from zinfer.report.plot import style as chart
 
     form = path.suffix.removeprefix(".")
     if form not in ("png", "svg"):

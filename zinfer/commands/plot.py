@@ -8,7 +8,7 @@ import click
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from zinfer.chart import Format
+    from zinfer.report.plot.style import Format
 
 
 @click.command("plot", short_help="Draw the figures of a result file.")
@@ -24,13 +24,14 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
     """
     from typing import get_args
 
-    from zinfer import chart, plot
+    from zinfer.analysis.group import groups, path_part
     from zinfer.cli import Failure
-    from zinfer.errors import NOTHING
-    from zinfer.group import groups, path_part
-    from zinfer.reuse import FILE, load
-    from zinfer.reuse_plot import reuse
-    from zinfer.store import StoreError, files, read, read_usable
+    from zinfer.record.prefix_reuse import FILE, load
+    from zinfer.record.store import StoreError, files, read, read_usable
+    from zinfer.report.plot import figures as plot
+    from zinfer.report.plot import style as chart
+    from zinfer.report.plot.prefix_reuse import reuse
+    from zinfer.spec.errors import NOTHING
 
     forms = [form for form in get_args(chart.Format) if form in formats.split(",")]
     if len(forms) != len(formats.split(",")):
@@ -70,9 +71,9 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
 
 def _write(figure: "Figure", stem: Path, forms: "list[Format]") -> None:
     """The figure as `stem` and a suffix for each form. Raises Failure where it cannot be written."""
-    from zinfer.chart import render
     from zinfer.cli import Failure
-    from zinfer.errors import ENVIRONMENT
+    from zinfer.report.plot.style import render
+    from zinfer.spec.errors import ENVIRONMENT
 
     for form in forms:
         path = stem.with_name(f"{stem.name}.{form}")

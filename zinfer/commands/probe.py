@@ -8,7 +8,7 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from zinfer.machine import Machine
+    from zinfer.spec.machine import Machine
 
 
 @click.command("probe", short_help="Measure this machine's memory, links and compute.")
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the machine as JSON, besides writing it.")
 def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: bool) -> None:
     """Measure the links between this machine's memories, its compute and, if asked, its disk; write machine.json."""
-    from zinfer import here
     from zinfer.commands.out import console
-    from zinfer.probe import probe
+    from zinfer.spec import local as here
+    from zinfer.worker.probe import probe
 
     machine = probe(nvme_path, quick, progress=lambda what: click.echo(f"measuring {what}", err=True))
     machine = machine.model_copy(update={"name": here.name()})
@@ -45,7 +45,7 @@ def write(path: Path, text: str) -> None:
     import tempfile
 
     from zinfer.cli import Failure
-    from zinfer.errors import ENVIRONMENT
+    from zinfer.spec.errors import ENVIRONMENT
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def table(machine: "Machine") -> "Table":
     """What was measured, a line a figure; what is unknown is left out."""
     from rich.table import Table
 
-    from zinfer.units import gb, gib
+    from zinfer.spec.units import gb, gib
 
     link = "host to GPU" if machine.gpu_count else "copy within memory"
     rows: list[tuple[str, float | None, str]] = [

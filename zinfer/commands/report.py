@@ -9,8 +9,8 @@ import click
 from zinfer.commands.prices import price_options
 
 if TYPE_CHECKING:
-    from zinfer.machine import Machine
     from zinfer.report.study import Findings, Question
+    from zinfer.spec.machine import Machine
 
 FORMS = (".html", ".md")
 
@@ -42,12 +42,12 @@ def command(
     The page is one file that needs no other and no network; the Markdown twin shows the figures that `zinfer plot` drew
     into its folder. Prints the paths it wrote. Equal results give equal bytes.
     """
+    from zinfer.analysis.economics import Prices, parse_demand
     from zinfer.cli import Failure
-    from zinfer.economics import Prices, parse_demand
-    from zinfer.errors import ENVIRONMENT
+    from zinfer.record.store import StoreError
     from zinfer.report import compose, markdown, page
     from zinfer.report.study import Demand
-    from zinfer.store import StoreError
+    from zinfer.spec.errors import ENVIRONMENT
 
     if output.suffix not in FORMS:
         raise click.BadParameter(f"{str(output)!r}: write a name that ends in .html or .md", param_hint="--output")
@@ -77,10 +77,12 @@ def command(
 
 
 def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
-    from zinfer import accuracy, lossless, reuse
-    from zinfer.group import groups
+    from zinfer.analysis.group import groups
+    from zinfer.record import accuracy
+    from zinfer.record import codec as lossless
+    from zinfer.record import prefix_reuse as reuse
+    from zinfer.record.store import files, read
     from zinfer.report.study import Findings, Study
-    from zinfer.store import files, read
 
     studies: list[Study] = []
     damaged: list[str] = []
@@ -112,10 +114,10 @@ def _records(folders: Iterable[Path], kind: Any, damaged: list[str]) -> tuple[An
 
 def _questions(folder: Path) -> "tuple[Question, ...]":
     """What the planning recipes in `folder` ask."""
-    from zinfer import machine
-    from zinfer.model import resolve
-    from zinfer.recipe import make_sweep, read_toml
+    from zinfer.job.recipe import make_sweep, read_toml
     from zinfer.report.study import Question
+    from zinfer.spec import machine
+    from zinfer.spec.model import resolve
 
     found = []
     for path in sorted(folder.glob("*.toml")):
@@ -132,7 +134,7 @@ def _questions(folder: Path) -> "tuple[Question, ...]":
 
 
 def _machine(folder: Path) -> "Machine | None":
-    from zinfer import machine
+    from zinfer.spec import machine
 
     try:
         return machine.load(folder / "machine.json")

@@ -10,14 +10,14 @@ import click
 
 from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.errors import NOTHING
+from zinfer.spec.errors import NOTHING
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from zinfer.commands.watch import Watch
-    from zinfer.reuse import Point, Run
-    from zinfer.sweep import Job
+    from zinfer.job.sweep import Job
+    from zinfer.record.prefix_reuse import Point, Run
 
 
 class Contexts(click.ParamType[Any]):
@@ -80,12 +80,13 @@ def command(
     zinfer reuse --model bloom-176b --layers 14 --context 1k,2k
     zinfer reuse --model ./my-checkpoint --offload none,cpu --kv-cache-dir /mnt/nvme/kv
     """
-    from zinfer import here, recipe, sweep
     from zinfer.commands.out import console
     from zinfer.commands.probe import write
     from zinfer.commands.watch import Watch
-    from zinfer.reuse import FILE, ReuseRecord, load
-    from zinfer.source import find
+    from zinfer.job import recipe, sweep
+    from zinfer.record.prefix_reuse import FILE, ReuseRecord, load
+    from zinfer.spec import local as here
+    from zinfer.spec.source import find
 
     if "nvme" in offload and nvme_path is None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
@@ -134,10 +135,10 @@ def _scratch(folder: str | None) -> Iterator[str | None]:
 
 def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
     """Measure one load, context after context; a context that cannot be measured says why."""
-    from zinfer.case import Workload
-    from zinfer.plan import make_plan
-    from zinfer.reuse import Point, Run
-    from zinfer.worker import Worker, WorkerDied, now
+    from zinfer.plan.plan import make_plan
+    from zinfer.record.prefix_reuse import Point, Run
+    from zinfer.spec.case import Workload
+    from zinfer.worker.process import Worker, WorkerDied, now
 
     spec, machine = job.plan.model, job.plan.machine
     plans = [make_plan(case, spec, machine, nvme_path) for case in job.cases]
@@ -197,14 +198,14 @@ def _why_not(plan: Any) -> str | None:
 
 
 def _device(machine: Any) -> str:
-    from zinfer.hardware import cpu_model
+    from zinfer.spec.host import cpu_model
 
     return str(machine.gpu_name or cpu_model())
 
 
 def _line(point: "Point") -> str:
     """A measured context, in one line."""
-    from zinfer.reuse import SOURCES, told
+    from zinfer.record.prefix_reuse import SOURCES, told
 
     gains = {source: point.gain(source) for source in SOURCES}
     ways = [f"{source} {told(point.samples(source))} ({gain:.2f}x)" for source, gain in gains.items() if gain]
@@ -216,7 +217,7 @@ def table(run: "Run") -> "Table":
     """The medians of a run, a line a context."""
     from rich.table import Table
 
-    from zinfer.reuse import COLUMNS
+    from zinfer.record.prefix_reuse import COLUMNS
 
     found = Table(title=f"{run.title}: time to the first token\n{run.conditions}", title_justify="left")
     for name in COLUMNS:

@@ -9,7 +9,7 @@ import click
 from zinfer.cli import Failure
 from zinfer.commands import options
 from zinfer.commands.chat import ANSWER, CONTEXT, chat_options, talk, turns
-from zinfer.errors import ENVIRONMENT, INTERNAL
+from zinfer.spec.errors import ENVIRONMENT, INTERNAL
 
 
 @click.command("run", short_help="Generate text.")
@@ -68,13 +68,14 @@ def command(
     zinfer run --model bigscience/bloom-560m --offload cpu --prompt-file prompts.txt --json
     zinfer run --model ./my-checkpoint --chat --kv-cache-dir ./kv
     """
-    from zinfer import here, recipe, sweep
     from zinfer.commands.watch import Watch
-    from zinfer.model import ModelError, check_positions
-    from zinfer.plan import make_plan
-    from zinfer.source import find
-    from zinfer.units import duration
-    from zinfer.worker import Worker, WorkerDied
+    from zinfer.job import recipe, sweep
+    from zinfer.plan.plan import make_plan
+    from zinfer.spec import local as here
+    from zinfer.spec.model import ModelError, check_positions
+    from zinfer.spec.source import find
+    from zinfer.spec.units import duration
+    from zinfer.worker.process import Worker, WorkerDied
 
     _check_chat(chat, batch_size, system, kv_cache_dir)
     output_len = output_len or (ANSWER if chat else 32)

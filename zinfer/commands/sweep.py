@@ -8,7 +8,7 @@ import click
 
 from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.errors import ENVIRONMENT, INTEGRITY
+from zinfer.spec.errors import ENVIRONMENT, INTEGRITY
 
 
 @click.command("sweep", short_help="Measure batch sizes, offloads and engines; keep every point.")
@@ -52,13 +52,14 @@ def command(
     """
     from functools import partial
 
-    from zinfer import here, sweep
     from zinfer.commands.watch import Watch
-    from zinfer.recipe import RecipeError, make_sweep, read_toml
-    from zinfer.signals import Interrupted
-    from zinfer.source import find
-    from zinfer.store import Header, Store, read
-    from zinfer.worker import Worker, now
+    from zinfer.job import sweep
+    from zinfer.job.recipe import RecipeError, make_sweep, read_toml
+    from zinfer.job.signals import Interrupted
+    from zinfer.record.store import Header, Store, read
+    from zinfer.spec import local as here
+    from zinfer.spec.source import find
+    from zinfer.worker.process import Worker, now
 
     fields = {}
     if recipe is not None:
@@ -134,8 +135,8 @@ def _name(recipe: str | None, plan: Any) -> str:
 
 
 def _versions(engines: tuple[str, ...]) -> dict[str, str]:
-    from zinfer.recipe import engine_recipe
-    from zinfer.worker import versions
+    from zinfer.job.recipe import engine_recipe
+    from zinfer.worker.process import versions
 
     found: dict[str, str] = {}
     for name in engines:
@@ -145,7 +146,7 @@ def _versions(engines: tuple[str, ...]) -> dict[str, str]:
 
 def _changes(before: Any, after: Any) -> str:
     """What differs between two headers, a line each."""
-    from zinfer.recipe import Sweep
+    from zinfer.job.recipe import Sweep
 
     defaults = Sweep(model=("any",)).model_dump(mode="json")  # of keys that an older file does not have
     old, new = (
@@ -158,7 +159,7 @@ def _changes(before: Any, after: Any) -> str:
 
 
 def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
-    from zinfer.plan import describe, make_plan
+    from zinfer.plan.plan import describe, make_plan
 
     rows = [
         make_plan(case.with_batch(batch), job.plan.model, job.plan.machine, job.plan.nvme_path)

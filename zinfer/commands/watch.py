@@ -7,10 +7,10 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from zinfer.job import Standing
-from zinfer.record import Measurement
-from zinfer.sweep import Events, Job
-from zinfer.units import duration, figures, gb
+from zinfer.job.batch.run import Standing
+from zinfer.job.sweep import Events, Job
+from zinfer.record.measurement import Measurement
+from zinfer.spec.units import duration, figures, gb
 
 
 class Watch:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from importlib import import_module, util
 from typing import TYPE_CHECKING
 
-from zinfer.case import Offload, Option
-from zinfer.errors import ZinferError
+from zinfer.spec.case import Offload, Option
+from zinfer.spec.errors import ZinferError
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine

@@ -16,7 +16,7 @@ from torch import Tensor
 from zinfer.engine.arena import HostArena, lay_out
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.state import ModelState
-from zinfer.record import Effective
+from zinfer.record.measurement import Effective
 
 
 class Accelerate(Decoder):

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from zinfer.engine.base import Progress, silent
-from zinfer.hardware import NumaNode, available_bytes, numa_node
-from zinfer.units import gb
+from zinfer.spec.host import NumaNode, available_bytes, numa_node
+from zinfer.spec.units import gb
 
 ALIGNMENT = 256  # bytes; what cuBLAS wants of an operand, and a multiple of every dtype
 PAGE = 4096

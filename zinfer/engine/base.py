@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from zinfer.engine import ENGINES, EngineError
-from zinfer.plan import Plan
-from zinfer.record import Effective, Span
+from zinfer.plan.plan import Plan
+from zinfer.record.measurement import Effective, Span
 
 if TYPE_CHECKING:
     from zinfer.engine.kept import Kept

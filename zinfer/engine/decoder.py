@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from zinfer.cost import pass_tokens, prefill_rows
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Progress, silent
 from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, make_cache, show_rows
 from zinfer.engine.kept import Kept
-from zinfer.plan import Plan, setup_of
+from zinfer.plan.cost import pass_tokens, prefill_rows
+from zinfer.plan.plan import Plan, setup_of
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # what forward passes call their cache
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from zinfer.checkpoint import Checkpoint, CheckpointError
 from zinfer.engine.arena import Block
 from zinfer.engine.kept import Kept
 from zinfer.engine.read import CHUNK, DTYPES, as_bytes, fill, reading
-from zinfer.lines import sync_folder
+from zinfer.record.jsonl import sync_folder
+from zinfer.spec.checkpoint import Checkpoint, CheckpointError
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -15,9 +15,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from zinfer.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from zinfer.engine.arena import HostArena, lay_out
-from zinfer.hardware import available_bytes
+from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from zinfer.spec.host import available_bytes
 
 THREADS = 16  # they wait for the disk most of the time, so that there may be more of them than cores
 CHUNK = 16 << 20  # bytes that a thread reads at a time

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from zinfer import accuracy, reuse
+from zinfer.record import accuracy
+from zinfer.record import prefix_reuse as reuse
 from zinfer.report.document import Block, Heading, Items, Row, Table
 from zinfer.report.study import Findings
 

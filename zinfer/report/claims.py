@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from zinfer.choice import advice, best_batch
-from zinfer.plan import Plan
-from zinfer.published import beside
+from zinfer.plan.plan import Plan
+from zinfer.plan.published import beside
+from zinfer.plan.search import advice, best_batch
 from zinfer.report.document import Block, Heading, Items, Row, Table
 from zinfer.report.measured import rated
 from zinfer.report.predicted import Forecast
 from zinfer.report.study import Findings, shape
-from zinfer.units import duration
+from zinfer.spec.units import duration
 
 
 def claims(findings: Findings, known: Forecast) -> Iterator[Block]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from zinfer.lossless import COLUMNS
-from zinfer.published import PublishedCodec, codecs
+from zinfer.plan.published import PublishedCodec, codecs
+from zinfer.record.codec import COLUMNS
 from zinfer.report.document import Block, Heading, Items, Row, Table
 from zinfer.report.study import Findings
-from zinfer.units import gb
+from zinfer.spec.units import gb
 
 
 def blocks(findings: Findings) -> Iterator[Block]:

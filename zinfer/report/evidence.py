@@ -6,13 +6,14 @@ from itertools import chain
 from statistics import mean, stdev
 from typing import Any
 
-from zinfer import analysis, compare
-from zinfer.group import Points, by_load
-from zinfer.record import Measurement
+from zinfer.analysis import compare
+from zinfer.analysis import rates as analysis
+from zinfer.analysis.group import Points, by_load
+from zinfer.record.measurement import Measurement
+from zinfer.record.stats import relative_half_width
 from zinfer.report.document import Block, Command, Heading, Items, Kind, Row, Section, Table, Text
 from zinfer.report.measured import rated
 from zinfer.report.study import Findings, Study
-from zinfer.spread import relative_half_width
 
 _WORDS: dict[compare.Verdict, str] = {
     "noise": "within the noise",

@@ -1,4 +1,4 @@
-"""Figures as inline SVG, drawn for the width they are shown at, in the colours of `zinfer.chart`.
+"""Figures as inline SVG, drawn for the width they are shown at, in the colours of `zinfer.report.plot.style`.
 
 Measured is filled and solid, predicted is pale with a dashed outline. A colour too close to the paper, light or dark,
 is moved away from it until its contrast is that of a graphic one can see (WCAG 2.2, 1.4.11), and nothing is told by
@@ -11,7 +11,7 @@ from math import ceil, cos, floor, log2, log10, pi, sin
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from zinfer.units import figures
+from zinfer.spec.units import figures
 
 WIDE, NARROW = 920, 344
 LIGHT, DARK = "#ffffff", "#14171b"  # the page's paper

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from math import floor, log10
 
-from zinfer import analysis, chart
-from zinfer.group import Points, by_load
-from zinfer.machine import FIGURES, Machine
-from zinfer.record import Measurement
+from zinfer.analysis import rates as analysis
+from zinfer.analysis.group import Points, by_load
+from zinfer.record.measurement import Measurement
 from zinfer.report import figure
 from zinfer.report.document import (
     Answer,
@@ -23,8 +22,10 @@ from zinfer.report.document import (
     Table,
     Text,
 )
+from zinfer.report.plot import style as chart
 from zinfer.report.study import Findings, Study
-from zinfer.units import duration, gib
+from zinfer.spec.machine import FIGURES, Machine
+from zinfer.spec.units import duration, gib
 
 _NAMES = {
     "gpu_bytes": "GPU memory, usable, each",

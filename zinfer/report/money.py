@@ -1,13 +1,13 @@
-"""What a token costs in money and energy, and how many GPUs a demand takes: `zinfer.economics` on measured points."""
+"""What a token costs in money and energy, and how many GPUs a demand takes: `zinfer.analysis.economics` on measured points."""
 
-from zinfer import analysis
-from zinfer.economics import Cost, EconomicsError, Prices, cost, fleet
-from zinfer.group import Points
-from zinfer.record import Measurement
+from zinfer.analysis import rates as analysis
+from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost, fleet
+from zinfer.analysis.group import Points
+from zinfer.record.measurement import Measurement
 from zinfer.report.document import Block, Command, Heading, Row, Section, Table, Text
 from zinfer.report.measured import rate, rated
 from zinfer.report.study import Demand, Findings
-from zinfer.units import duration
+from zinfer.spec.units import duration
 
 _SLICE = "A slice: the whole model is slower in proportion and its largest batch smaller, so it costs more than this."
 

@@ -1,6 +1,6 @@
 """Sections of what was not measured: memory by what it is for, the bottleneck, and other machines.
 
-Predictions come from `zinfer.calibrate`: the physics of a pass and a few factors an engine, fitted to these records.
+Predictions come from `zinfer.analysis.calibrate`: the physics of a pass and a few factors an engine, fitted to these records.
 Whatever stands here is drawn pale and named predicted.
 """
 
@@ -8,21 +8,23 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import NamedTuple
 
-from zinfer import analysis, calibrate, machine
-from zinfer.case import Case
-from zinfer.chart import PALETTE
-from zinfer.choice import advice, best_batch
-from zinfer.cost import Bytes, Factors
-from zinfer.group import by_load
-from zinfer.machine import Machine
-from zinfer.model import ModelSpec
-from zinfer.plan import Plan, make_plan
-from zinfer.record import Measurement
+from zinfer.analysis import calibrate
+from zinfer.analysis import rates as analysis
+from zinfer.analysis.group import by_load
+from zinfer.plan.cost import Bytes, Factors
+from zinfer.plan.plan import Plan, make_plan
+from zinfer.plan.search import advice, best_batch
+from zinfer.record.measurement import Measurement
 from zinfer.report import figure
 from zinfer.report.document import Block, Heading, Items, Picture, Row, Section, Swatch, Table, Text
 from zinfer.report.measured import named, rate, rated
+from zinfer.report.plot.style import PALETTE
 from zinfer.report.study import Findings, Study, shape
-from zinfer.units import duration, gb, gib
+from zinfer.spec import machine
+from zinfer.spec.case import Case
+from zinfer.spec.machine import Machine
+from zinfer.spec.model import ModelSpec
+from zinfer.spec.units import duration, gb, gib
 
 MACHINES = ("a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200")
 # what memory is for -> its colour

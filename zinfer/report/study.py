@@ -4,16 +4,16 @@ from collections.abc import Mapping
 from os.path import expanduser, isdir
 from typing import NamedTuple
 
-from zinfer.accuracy import AccuracyRecord
-from zinfer.case import Case
-from zinfer.economics import Prices
-from zinfer.group import Group, Points
-from zinfer.lossless import CodecRecord
-from zinfer.machine import Machine
-from zinfer.model import ModelError, ModelSpec, catalogue_names, resolve
-from zinfer.published import Published
-from zinfer.reuse import ReuseRecord
-from zinfer.store import Header
+from zinfer.analysis.economics import Prices
+from zinfer.analysis.group import Group, Points
+from zinfer.plan.published import Published
+from zinfer.record.accuracy import AccuracyRecord
+from zinfer.record.codec import CodecRecord
+from zinfer.record.prefix_reuse import ReuseRecord
+from zinfer.record.store import Header
+from zinfer.spec.case import Case
+from zinfer.spec.machine import Machine
+from zinfer.spec.model import ModelError, ModelSpec, catalogue_names, resolve
 
 
 class Study(NamedTuple):

@@ -1,10 +1,10 @@
 """Where the time of a decode step goes, for the points that have a timeline."""
 
-from zinfer.analysis import best_by_load
-from zinfer.group import Points
+from zinfer.analysis.group import Points
+from zinfer.analysis.rates import best_by_load
+from zinfer.analysis.timeline import busy, busy_bandwidth, length_ms, share, waits
 from zinfer.report.document import Block, Heading, Row, Table
 from zinfer.report.study import Findings
-from zinfer.timeline import busy, busy_bandwidth, length_ms, share, waits
 
 
 def link_waits(findings: Findings) -> tuple[Block, ...]:

@@ -31,7 +31,7 @@ from zinfer.engine.arena import empty_pinned_cache, pinned_bytes, set_pinned_all
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io, check_dtype, modules_under_way
 from zinfer.engine.state import ModelState
-from zinfer.record import Effective
+from zinfer.record.measurement import Effective
 
 
 class DeepSpeed(Decoder):

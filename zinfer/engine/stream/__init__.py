@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from zinfer.case import Option, Workload
 from zinfer.engine import EngineError
 from zinfer.engine.arena import HostArena, check_free, lay_out
 from zinfer.engine.cache import STORAGE, QuantizedLayer, RowCache, make_cache, other_layers, shares_keys
@@ -25,7 +24,7 @@ from zinfer.engine.stream.image import Image, pack, plain
 from zinfer.engine.stream.kernels import trouble
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, LinkCache, Sender, SplitLayer
 from zinfer.engine.stream.ring import Ring
-from zinfer.plan import (
+from zinfer.plan.plan import (
     CAUTIOUS,
     CODECS,
     DEQUANTIZED_BYTES,
@@ -40,8 +39,9 @@ from zinfer.plan import (
     setup_of,
     share_out,
 )
-from zinfer.record import Effective, Span
-from zinfer.source import revision_of
+from zinfer.record.measurement import Effective, Span
+from zinfer.spec.case import Option, Workload
+from zinfer.spec.source import revision_of
 
 CHOICES = {
     "weight_codec": CODECS,

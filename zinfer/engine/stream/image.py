@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zinfer.cost import PIECE_BYTES
 from zinfer.engine.arena import ALIGNMENT, Block, HostArena, lay_out
 from zinfer.engine.stream import codec
+from zinfer.plan.cost import PIECE_BYTES
 
 # Large enough for the link's full rate, and for the launches that go with it to be cheap.
 PIECE = PIECE_BYTES

@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from zinfer.errors import one_line
+from zinfer.spec.errors import one_line
 
 
 @cache

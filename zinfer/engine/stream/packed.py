@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from zinfer.checkpoint import CheckpointError
 from zinfer.engine import EngineError
 from zinfer.engine.arena import Block, HostArena, check_free, lay_out
 from zinfer.engine.base import Progress, silent
@@ -25,8 +24,9 @@ from zinfer.engine.read import as_bytes, fill, reading
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream.codec import Layout
 from zinfer.engine.stream.image import Image, Piece, pack
-from zinfer.model import ModelSpec
-from zinfer.units import gb
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.model import ModelSpec
+from zinfer.spec.units import gb
 
 PACKED = Path("engines/packed")
 DATA, INDEX = "layers.bin", "packed.json"

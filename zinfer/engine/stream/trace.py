@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from zinfer.record import Span
+from zinfer.record.measurement import Span
 
 Lane = Literal["copy", "decode", "compute"]
 Mark = torch.cuda.Event | float

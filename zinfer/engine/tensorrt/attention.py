@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zinfer.engine.tensorrt.ops import Net, Node
-from zinfer.model import ModelSpec
+from zinfer.spec.model import ModelSpec
 
 CacheKind = Literal["native", "plain"]
 

@@ -17,9 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zinfer.case import LoadFormat
-from zinfer.checkpoint import Checkpoint
-from zinfer.cost import prefill_rows
 from zinfer.engine import EngineError
 from zinfer.engine.arena import lay_out
 from zinfer.engine.base import Progress, silent
@@ -28,9 +25,12 @@ from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
 from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
-from zinfer.model import ModelSpec
-from zinfer.source import revision_of
-from zinfer.units import gb
+from zinfer.plan.cost import prefill_rows
+from zinfer.spec.case import LoadFormat
+from zinfer.spec.checkpoint import Checkpoint
+from zinfer.spec.model import ModelSpec
+from zinfer.spec.source import revision_of
+from zinfer.spec.units import gb
 
 CODE_BYTES = 256 << 20  # of a plan that is not weights, generously
 COPIES = 2  # of the weights, that the library makes: 1.4 to 2.0 with TensorRT-RTX 1.7 on a CPU

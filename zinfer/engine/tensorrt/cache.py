@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zinfer.engine.tensorrt.attention import CacheKind
-from zinfer.model import ModelSpec
+from zinfer.spec.model import ModelSpec
 
 Tensors = dict[str, Tensor]
 

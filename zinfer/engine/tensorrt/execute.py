@@ -9,8 +9,8 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Progress, silent
 from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.planfile import PlanFile
-from zinfer.plan import resident_bytes
-from zinfer.units import gb
+from zinfer.plan.plan import resident_bytes
+from zinfer.spec.units import gb
 
 PREFILL, DECODE = 0, 1  # the plan's optimisation profiles
 READ_BYTES = 64 << 20  # of the plan at a time

@@ -18,7 +18,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.tensorrt.attention import ATTENTIONS, Attention, CacheKind
 from zinfer.engine.tensorrt.library import Library
 from zinfer.engine.tensorrt.ops import Net, Node
-from zinfer.model import ModelSpec
+from zinfer.spec.model import ModelSpec
 
 NETWORK_VERSION = 1  # of the code in this folder that decides what a network computes; part of a plan's key
 _ACTIVATIONS = {"gelu": "GELU_ERF", "relu": "RELU", "gelu_new": "GELU_TANH", "gelu_pytorch_tanh": "GELU_TANH"}

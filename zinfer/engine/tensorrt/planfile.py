@@ -15,13 +15,13 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
-from zinfer.case import LoadFormat
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt.attention import CacheKind
 from zinfer.engine.tensorrt.library import Name
-from zinfer.frozen import Frozen
-from zinfer.model import Dtype
-from zinfer.units import gb
+from zinfer.spec.case import LoadFormat
+from zinfer.spec.model import Dtype
+from zinfer.spec.units import gb
+from zinfer.spec.value import Frozen
 
 PLANS = Path("engines/plans")
 END_BYTES = 1 << 20  # at either end of a plan, that its checksum covers; all of 350 GB would take minutes to sum
@@ -31,7 +31,7 @@ class PlanKey(Frozen):
     """Everything that a plan depends on."""
 
     model: str
-    revision: str  # of the weights, as `zinfer.source` tells it
+    revision: str  # of the weights, as `zinfer.spec.source` tells it
     dtype: Dtype
     load_format: LoadFormat
     layers: int | None  # of a slice

@@ -1,0 +1,1 @@
+"""Analysis: records in, values out (groups, best configurations, comparisons, calibration, cost)."""

@@ -1,0 +1,76 @@
+"""From points to one answer: those that keep the service levels, and of these the best by one objective."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost
+from zinfer.analysis.group import Points
+from zinfer.analysis.rates import pareto
+from zinfer.analysis.sla import Kept, Sla, check
+from zinfer.record.measurement import Measurement
+from zinfer.spec.value import Frozen
+
+Objective = Literal["throughput", "cost", "energy", "latency"]
+
+
+class Decision(Frozen):
+    """The answer for one group of points.
+
+    `point` is None where no point keeps every level, and `nearest` is then the one that misses by least; or where no
+    point that does has what the objective needs.
+    """
+
+    objective: Objective
+    point: Measurement | None = None
+    kept: tuple[Kept, ...] = ()  # of `point`, or of `nearest`
+    cost: Cost | None = None
+    nearest: Measurement | None = None
+    front: tuple[Measurement, ...] = ()  # of the points that keep the levels: tok/s against tok/s of one user
+    keeping: int = 0  # points that keep the levels
+    usable: int = 0
+    unknown: int = 0  # points that keep the levels, but whose cost or energy is not known
+
+
+def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Prices) -> Decision:
+    """The best of `points` by `objective` under `slas`; of equals the smaller batch.
+
+    A point whose value is not known is not chosen. Raises EconomicsError for cost without prices.
+    """
+    if objective == "cost" and prices.gpu_hour_usd is None and prices.host_hour_usd is None:
+        raise EconomicsError("--objective cost needs a price: --gpu-hour-usd, and --host-hour-usd where that is apart")
+    usable = [point for point in points if point.usable]
+    keeping = [point for point in usable if all(kept.ok for kept in check(point, slas))]
+    if not keeping:
+        nearest = min(usable, key=lambda point: sum(kept.miss for kept in check(point, slas)), default=None)
+        kept = check(nearest, slas) if nearest is not None else ()
+        return Decision(objective=objective, kept=kept, nearest=nearest, usable=len(usable))
+
+    def value(point: Measurement, found: Cost) -> float | None:
+        return {
+            "throughput": -(point.output_tok_s or 0.0),
+            "latency": point.tpot_ms or sum(point.ttft_ms),
+            "cost": found.usd_per_mtok,
+            "energy": found.j_per_token,
+        }[objective]
+
+    costs = [known_cost(point, prices) for point in keeping]
+    ranked = [
+        (worth, point.case.workload.batch_size, nth)
+        for nth, (point, found) in enumerate(zip(keeping, costs, strict=True))
+        if (worth := value(point, found)) is not None
+    ]
+    chosen = min(ranked)[-1] if ranked else None
+    point = None if chosen is None else keeping[chosen]
+    return Decision(
+        objective=objective, point=point, kept=check(point, slas) if point else (), front=pareto(keeping),
+        cost=None if chosen is None else costs[chosen], keeping=len(keeping), usable=len(usable),
+        unknown=len(keeping) - len(ranked),
+    )  # fmt: skip
+
+
+def known_cost(point: Measurement, prices: Prices) -> Cost:
+    """The point's cost, without USD where energy has a price and was not read."""
+    try:
+        return cost(point, prices) or Cost()
+    except EconomicsError:
+        return cost(point, Prices()) or Cost()

@@ -1,0 +1,220 @@
+"""Two sets of records, point by point: what changed, and whether it is more than the noise of the repeats.
+
+Each side's mean is known to within the half-width of its own 95% confidence interval; a difference of two means is
+known to within the two half-widths in quadrature. What lies inside that is noise, whatever its sign. One repeat has no
+spread: its noise is unknown, which is told apart from small, and no such change is called better or worse::
+
+    for change in compare(read(a).points, read(b).points).changes:
+        print(change.label, change.relative, change.verdict)
+"""
+
+from collections.abc import Iterable, Sequence
+from math import hypot
+from statistics import mean
+from typing import Any, Literal, NamedTuple, get_args
+
+from zinfer.record.measurement import Measurement, Status
+from zinfer.record.stats import half_width
+from zinfer.spec.case import Case, Offload
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.value import Frozen
+
+Metric = Literal["output_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes"]
+HIGHER_IS_BETTER: dict[Metric, bool] = {
+    "output_tok_s": True,
+    "decode_tok_s": True,
+    "ttft_ms": False,
+    "tpot_ms": False,
+    "gpu_peak_bytes": False,
+}
+
+# same: equal to the last digit; noise: within it; unknown: a change whose noise is not known; untimed: a side that ran
+# has no value; broken and fixed: failed after or before only; failed: on both sides
+Verdict = Literal["better", "worse", "same", "noise", "unknown", "untimed", "broken", "fixed", "failed"]
+
+
+class CompareError(ZinferError):
+    """Records that cannot be compared; the message says why."""
+
+
+class Value(Frozen):
+    """A metric of one point, in its own unit. None is unknown, never zero."""
+
+    mean: float | None = None
+    noise: float | None = None  # half-width of the 95% confidence interval; None from fewer than two repeats
+
+
+class Change(Frozen):
+    """One case, before and after; the cases differ where the comparison runs across an axis."""
+
+    before_case: Case
+    after_case: Case
+    before_status: Status
+    after_status: Status
+    before: Value
+    after: Value
+    higher_is_better: bool
+
+    @property
+    def label(self) -> str:
+        """Engine, offload and options, of both sides where they differ."""
+        before, after = self.before_case.label(), self.after_case.label()
+        return before if before == after else f"{before} → {after}"
+
+    @property
+    def delta(self) -> float | None:
+        """After minus before, in the metric's unit."""
+        if self.before.mean is None or self.after.mean is None:
+            return None
+        return self.after.mean - self.before.mean
+
+    @property
+    def relative(self) -> float | None:
+        """The change as a share of before."""
+        return None if self.delta is None or not self.before.mean else self.delta / self.before.mean
+
+    @property
+    def noise(self) -> float | None:
+        """How large `delta` may be by chance, in the metric's unit: both half-widths in quadrature."""
+        if self.before.noise is None or self.after.noise is None:
+            return None
+        return hypot(self.before.noise, self.after.noise)
+
+    @property
+    def loss(self) -> float:
+        """By which share after is worse than before: 0 where it is not, or where that cannot be told."""
+        return max(0.0, (self.relative or 0.0) * (-1 if self.higher_is_better else 1))
+
+    @property
+    def verdict(self) -> Verdict:
+        if "ok" not in (self.before_status, self.after_status):
+            return "failed"
+        if self.before_status != self.after_status:
+            return "broken" if self.before_status == "ok" else "fixed"
+        if self.delta is None:
+            return "untimed"
+        if self.delta == 0:
+            return "same"
+        if self.noise is None:
+            return "unknown"
+        if abs(self.delta) <= self.noise:
+            return "noise"
+        return "worse" if self.loss else "better"
+
+    def regressed(self, share: float) -> bool:
+        """Whether it ran before and fails now, or is worse by more than `share` and by more than the noise; noise that
+        is not known counts as none."""
+        return self.verdict == "broken" or (self.verdict in ("worse", "unknown") and self.loss > share)
+
+
+class Difference(NamedTuple):
+    """What differs between the sides as a whole: a machine, a version; empty where a side does not say."""
+
+    name: str
+    before: str
+    after: str
+
+
+class Comparison(NamedTuple):
+    """`changes` of the cases on both sides; `only_before` and `only_after` are the points without a counterpart."""
+
+    changes: tuple[Change, ...]
+    only_before: tuple[Measurement, ...] = ()
+    only_after: tuple[Measurement, ...] = ()
+    differences: tuple[Difference, ...] = ()
+
+
+def compare(
+    before: Iterable[Measurement],
+    after: Iterable[Measurement],
+    metric: Metric = "output_tok_s",
+    across: Sequence[str] = (),
+) -> Comparison:
+    """`before` against `after`: cases that are equal in all fields but those named in `across` belong together.
+
+    Of points of the same case the last one counts; those that were interrupted count as not there. The machine is no
+    part of a case, so a side has to be of one machine: raises CompareError for two, and where leaving out `across`
+    makes two cases of one side equal.
+    """
+    first, second = _by_key(before, across), _by_key(after, across)
+    common = [(first[key], second[key]) for key in first.keys() & second.keys()]
+    return Comparison(
+        changes=tuple(
+            _change(ours, theirs, metric) for ours, theirs in sorted(common, key=lambda pair: _order(pair[0]))
+        ),
+        only_before=tuple(sorted((first[key] for key in first.keys() - second.keys()), key=_order)),
+        only_after=tuple(sorted((second[key] for key in second.keys() - first.keys()), key=_order)),
+        differences=_differences(tuple(first.values()), tuple(second.values())),
+    )
+
+
+def value(point: Measurement, metric: Metric) -> Value:
+    """The metric of a point and how far its repeats pin it down; nothing from a point that is not usable."""
+    found = getattr(point, metric) if point.usable else None
+    if metric == "gpu_peak_bytes":
+        return Value(mean=found)
+    steps = [mean(repeat) for repeat in point.step_ms if repeat]
+    samples: dict[Metric, Sequence[float]] = {
+        "output_tok_s": point.output_tok_s_samples if point.usable else (),
+        "decode_tok_s": [point.case.workload.batch_size / step * 1e3 for step in steps if step],
+        "ttft_ms": point.ttft_ms,
+        "tpot_ms": steps,
+    }
+    if metric == "ttft_ms":
+        found = mean(found) if found else None
+    return Value(mean=found, noise=None if found is None else half_width(samples[metric]))
+
+
+def _change(before: Measurement, after: Measurement, metric: Metric) -> Change:
+    return Change(
+        before_case=before.case,
+        after_case=after.case,
+        before_status=before.status,
+        after_status=after.status,
+        before=value(before, metric),
+        after=value(after, metric),
+        higher_is_better=HIGHER_IS_BETTER[metric],
+    )
+
+
+def _by_key(points: Iterable[Measurement], across: Sequence[str]) -> dict[tuple[Any, ...], Measurement]:
+    latest = {(point.machine, point.case): point for point in points}
+    machines = sorted({machine for machine, _ in latest})
+    if len(machines) > 1:
+        raise CompareError(f"holds points of {' and '.join(machines)}: compare files of one machine each")
+    fields = [field for field in Case.model_fields if field not in across]
+    found: dict[tuple[Any, ...], Measurement] = {}
+    for point in latest.values():
+        if point.status == "cancelled":
+            continue
+        key = tuple(getattr(point.case, field) for field in fields)
+        if key in found:
+            same = f"{found[key].case.label()} and {point.case.label()}"
+            raise CompareError(f"holds {same}, which are one case without {', '.join(across)}: compare across fewer")
+        found[key] = point
+    return found
+
+
+def _order(point: Measurement) -> tuple[str | int, ...]:
+    case = point.case
+    load, offload, label = case.workload, get_args(Offload).index(case.offload), case.label()
+    section = (case.model, case.layers or 0, load.input_len, load.output_len, case.dtype, case.load_format)
+    return *section, case.engine, offload, len(label), label, load.batch_size
+
+
+def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) -> tuple[Difference, ...]:
+    """Machine first, then model revision and versions by name, wherever the sides do not say the same."""
+    first, second = _told(before), _told(after)
+    names = [*dict.fromkeys(["machine", "model revision", *sorted(first.keys() | second.keys())])]
+    pairs = [Difference(name, first.get(name, ""), second.get(name, "")) for name in names]
+    return tuple(pair for pair in pairs if pair.before != pair.after)
+
+
+def _told(points: Sequence[Measurement]) -> dict[str, str]:
+    found: dict[str, set[str]] = {}
+    for point in points:
+        said = {"machine": point.machine, "model revision": point.model_revision} | point.versions
+        for name, text in said.items():
+            if text:
+                found.setdefault(name, set()).add(text)
+    return {name: " and ".join(sorted(texts)) for name, texts in found.items()}

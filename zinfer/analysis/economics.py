@@ -1,0 +1,150 @@
+"""What a token costs in money and energy, and how many GPUs a demand takes.
+
+A machine that is paid by the hour makes a token cheap by making many: USD a million tokens = USD an hour / (3600 ·
+tok/s) · 1e6, plus the energy at its price. Energy is what NVML counted on the GPU while the point was timed, over the
+tokens generated meanwhile; a datasheet's watts never stand in for it.
+"""
+
+import re
+from math import ceil, isfinite
+
+from pydantic import Field
+
+from zinfer.record.measurement import Measurement
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.value import Frozen
+
+COUNTER = "NVML's energy counter of the GPU"
+READINGS = "mean of NVML's power readings of the GPU, times the time"
+DAY_S = 86400
+_PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": DAY_S, "day": DAY_S}
+
+
+class EconomicsError(ZinferError):
+    """A price, a demand or a duration that cannot be understood, or a question the record has no answer to."""
+
+
+class Prices(Frozen):
+    """What is paid: USD an hour of a GPU and of the host around it, which carries `gpus_per_server` of them, USD a kWh.
+    None is unknown, and not free."""
+
+    gpu_hour_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    host_hour_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    power_usd_kwh: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    gpus_per_server: int = Field(default=1, ge=1)
+
+    @property
+    def known(self) -> bool:
+        return any(price is not None for price in (self.gpu_hour_usd, self.host_hour_usd, self.power_usd_kwh))
+
+
+class Cost(Frozen):
+    """Of one point: USD a million output tokens (None without prices), J a token (None without a reading) and how the
+    energy was found."""
+
+    usd_per_mtok: float | None = None
+    j_per_token: float | None = None
+    method: str = ""
+
+
+class Fleet(Frozen):
+    """Machines for a demand, each with one GPU running one point's configuration."""
+
+    tokens: float  # to be generated within `seconds`
+    seconds: float
+    gpu_tok_s: float  # of one GPU at full load
+    utilisation: float  # of a GPU's capacity that is planned with
+    working: int
+    spare: int
+    servers: int
+
+    @property
+    def gpus(self) -> int:
+        return self.working + self.spare
+
+    @property
+    def load(self) -> float:
+        """Of the working GPUs' full capacity that the demand takes."""
+        return self.tokens / (self.working * self.gpu_tok_s * self.seconds) if self.working else 0.0
+
+
+def energy(point: Measurement) -> tuple[float, str] | None:
+    """J an output token, all repeats together, and the method; None where nothing was read.
+
+    The reading spans prefill and decode of all repeats, so the tokens are those of all repeats, first ones included.
+    """
+    tokens = len(point.ttft_ms) * point.case.workload.batch_size * point.case.workload.output_len
+    if not point.usable or not tokens:
+        return None
+    counted, watts, seconds = (point.gpu.get(key) for key in ("energy_j", "power_w_mean", "timed_s"))
+    if counted:
+        return counted / tokens, COUNTER
+    return (watts * seconds / tokens, READINGS) if watts and seconds else None
+
+
+def cost(point: Measurement, prices: Prices) -> Cost | None:
+    """What the point's tokens cost on one GPU; None for a point that is not usable.
+
+    Raises EconomicsError when energy has a price and was not measured.
+    """
+    rate, read = point.output_tok_s, energy(point)
+    if not point.usable or not rate:
+        return None
+    found = Cost() if read is None else Cost(j_per_token=read[0], method=read[1])
+    if not prices.known:
+        return found
+    hours = 1e6 / rate / 3600
+    usd = hours * ((prices.gpu_hour_usd or 0.0) + (prices.host_hour_usd or 0.0) / prices.gpus_per_server)
+    if prices.power_usd_kwh is not None:
+        if read is None:
+            raise EconomicsError(f"{point.case.label()} has no reading of its energy: leave out --power-usd-kwh")
+        usd += read[0] * 1e6 / 3.6e6 * prices.power_usd_kwh
+    return found.model_copy(update={"usd_per_mtok": usd})
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of ``8h``, ``30 min``, ``2s``, ``250ms``. Raises EconomicsError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|h|d|day)\s*", text)
+    value = 0.0 if match is None else float(match[1]) * (1e-3 if match[2] == "ms" else _SECONDS[match[2]])
+    if not value or not isfinite(value):
+        raise EconomicsError(f"{text!r} is no duration: write 8h, 30min, 2s or 250ms")
+    return value
+
+
+def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
+    """Tokens and the seconds they may take: ``2Mtok/day`` is spread over a day, or done within `deadline` of each;
+    ``5Mtok`` needs one. Raises EconomicsError."""
+    match = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kKMGBT]?)\s*(?:tok(?:ens?)?)?\s*(?:/\s*(s|min|h|d|day))?\s*", text
+    )
+    tokens = 0.0 if match is None else float(match[1]) * _PREFIXES[match[2]]
+    if match is None or not tokens or not isfinite(tokens):
+        raise EconomicsError(f"{text!r} is no demand: write 2Mtok/day, 500ktok/h, or 5Mtok with --deadline 8h")
+    period = _SECONDS[match[3]] if match[3] else None
+    if deadline is None and period is None:
+        raise EconomicsError(f"{text!r} says no time: write it as 2Mtok/day, or add --deadline 8h")
+    seconds = parse_seconds(deadline) if deadline is not None else float(period or 0)
+    if period is not None and seconds > period:
+        raise EconomicsError(f"--deadline {deadline} is longer than the time in which the next {text} comes")
+    return tokens, seconds
+
+
+def fleet(
+    point: Measurement,
+    tokens: float,
+    seconds: float,
+    utilisation: float = 0.8,
+    spare: int = 1,
+    gpus_per_server: int = 1,
+) -> Fleet:
+    """GPUs and servers that generate `tokens` in `seconds` with the point's configuration: ceil(tokens / (tok/s ·
+    utilisation · seconds)), and `spare` more. Raises EconomicsError for a point without a throughput."""
+    rate = point.output_tok_s
+    if not rate or not 0 < utilisation <= 1 or tokens <= 0 or seconds <= 0 or spare < 0 or gpus_per_server < 1:
+        raise EconomicsError("a fleet needs a measured throughput, a demand, and a utilisation above 0% up to 100%")
+    working = max(1, ceil(tokens / (rate * utilisation * seconds) * (1 - 1e-9)))  # rounding buys no GPU
+    return Fleet(
+        tokens=tokens, seconds=seconds, gpu_tok_s=rate, utilisation=utilisation, working=working, spare=spare,
+        servers=ceil((working + spare) / gpus_per_server),
+    )  # fmt: skip

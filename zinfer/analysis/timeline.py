@@ -1,0 +1,103 @@
+"""Where the time of a decode step goes: what share of it each lane works, and when the link waits.
+
+A streamed step takes as long as its bytes need on the link, and longer by every moment in which the link has nothing
+to do. Pure functions over the spans of one traced step; times are ms from its beginning.
+"""
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from zinfer.record.measurement import Lane, Measurement, Span
+
+Spans = Sequence[Span]
+Interval = tuple[float, float]
+
+
+class Waits(NamedTuple):
+    """How long the link is idle in a step: before its first copy, between copies, after its last; and for how much of
+    that another lane works, so that the rest is launches and the CPU."""
+
+    before_ms: float
+    between_ms: float
+    after_ms: float
+    working_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        return self.before_ms + self.between_ms + self.after_ms
+
+
+def length_ms(spans: Spans) -> float:
+    """When the step is over.
+
+    One that found a copy under way leaves as much to the next, and ends with its last computation. One that found the
+    link idle, because its clock waits for the whole device, ends with the last of what it began.
+    """
+    handed_on = any(span.lane == "copy" and span.start_ms < 0 < span.end_ms for span in spans)
+    own = [span.end_ms for span in spans if span.lane == "compute" or not handed_on]
+    return max(own, default=0.0)
+
+
+def busy(spans: Spans, *lanes: Lane) -> tuple[Interval, ...]:
+    """When any of `lanes` works within the step, ascending and apart."""
+    end = length_ms(spans)
+    own = [(max(0.0, span.start_ms), min(end, span.end_ms)) for span in spans if span.lane in lanes]
+    merged: list[Interval] = []
+    for start, stop in sorted(interval for interval in own if interval[0] < interval[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def idle(spans: Spans, lane: Lane = "copy") -> tuple[Interval, ...]:
+    """When `lane` does not work within the step."""
+    edges = [0.0, *(edge for interval in busy(spans, lane) for edge in interval), length_ms(spans)]
+    return tuple((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
+
+
+def share(spans: Spans, lane: Lane) -> float:
+    """The part of the step in which `lane` works, 0 to 1."""
+    end = length_ms(spans)
+    return _total(busy(spans, lane)) / end if end > 0 else 0.0
+
+
+def waits(spans: Spans) -> Waits:
+    """When the link is idle, and whether for the sake of another lane. A link that never works waits before."""
+    copies, gaps = busy(spans, "copy"), idle(spans)
+    first, last = (copies[0][0], copies[-1][1]) if copies else (length_ms(spans),) * 2
+    before = _overlap(gaps, [(0.0, first)])
+    after = _overlap(gaps, [(last, length_ms(spans))])
+    return Waits(before, _total(gaps) - before - after, after, _overlap(gaps, busy(spans, "decode", "compute")))
+
+
+def busy_bandwidth(point: Measurement) -> float | None:
+    """Bytes a second that cross the link while it works, in a traced step; None where it is not known."""
+    seconds = _total(busy(point.timeline, "copy")) / 1e3
+    if point.effective is None or not seconds:
+        return None
+    crossing = point.effective.wire_bytes_per_step
+    return (point.effective.streamed_bytes_per_step if crossing is None else crossing) / seconds
+
+
+def focus(spans: Spans, layers: float = 3.5) -> Interval:
+    """The stretch of about `layers` copies in which the link waits longest, which lies in its middle if it can."""
+    end = length_ms(spans)
+    copies = [span.end_ms - span.start_ms for span in spans if span.lane == "copy"]
+    width = min(end, layers * median(copies)) if copies else end
+    gaps = idle(spans)
+    wanted = [at for start, stop in gaps for at in ((start + stop - width) / 2, start, stop - width)]
+    starts = [min(max(0.0, at), end - width) for at in wanted] or [0.0]
+    best = max(starts, key=lambda at: round(_overlap(gaps, [(at, at + width)]), 3))  # of equals the first, the middle
+    return best, best + width
+
+
+def _total(intervals: Iterable[Interval]) -> float:
+    return sum(stop - start for start, stop in intervals)
+
+
+def _overlap(first: Iterable[Interval], second: Sequence[Interval]) -> float:
+    """How long one of `first` and one of `second` hold together; each of them apart in itself."""
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)

@@ -1,0 +1,1 @@
+"""Generation: tokens and text out of a loaded engine."""

@@ -1,0 +1,229 @@
+"""Conversations that were computed, kept for their next turn: in host memory and, if there is a folder, on its disk.
+
+A turn finds the longest beginning that any kept conversation shares with it, so that edited turns, and conversations
+with one system prompt, find their part as well. A turn that goes on from what is kept adds only what is new in it.
+Memory and disk have a budget each; what was used least recently goes first, ends before beginnings.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from zinfer.engine import EngineError, keptfile
+from zinfer.engine.base import Engine
+from zinfer.engine.kept import Kept
+from zinfer.generation.radix_tree import Node, Tree, digest
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.units import gb
+from zinfer.spec.value import Frozen
+
+FORMAT = 1
+OURS = re.compile(r"[0-9a-f]{32}\.safetensors")
+ABANDONED_S = 3600  # after which a file that is still being written has no writer any more
+
+
+class Label(Frozen):
+    """What a file says of itself: whose keys and values it holds, and of which tokens after which others."""
+
+    format: int
+    identity: Mapping[str, str]  # of the model
+    parent: str
+    first: int
+    tokens: tuple[int, ...]
+    bytes: int
+
+
+class Shelf:
+    """Keeps up to `size` bytes in memory and `folder_size` bytes in `folder`, of one model, which `identity` tells from
+    all others. `say` hears in a line what could not be kept or read; nothing of that is an error."""
+
+    def __init__(
+        self,
+        identity: Mapping[str, str],
+        size: int,
+        folder: Path | None = None,
+        folder_size: int = 0,
+        say: Callable[[str], object] = str,
+        pin: bool = False,
+    ) -> None:
+        self.held = 0  # bytes in memory
+        self._identity, self._size, self._folder, self._folder_size = dict(identity), size, folder, folder_size
+        self._say, self._pin = say, pin
+        self._tree = Tree(f"{FORMAT} {sorted(self._identity.items())}")
+        self._clock = count(1)
+        if folder is not None:
+            self._list(folder)
+
+    def find(self, tokens: Sequence[int]) -> list[Kept]:
+        """What is kept of the longest known beginning of `tokens`, part after part, all of it in memory now; at least
+        the last token is left to be computed. The parts stay until the next call of `find` or `keep`."""
+        path = self._tree.match(tokens[:-1])
+        spare = {node for node, _ in path}
+        self._touch(node for node, _ in path)
+        parts: list[Kept] = []
+        for node, length in path:
+            if node.kept is None and not self._load(node, spare):
+                break
+            parts.append(node.kept if length == len(node.tokens) else node.kept.head(length))
+        return parts
+
+    def keep(self, tokens: Sequence[int], engine: Engine) -> None:
+        """Keep what `engine` has computed of `tokens`, which are the first ones of its running batch of one row, as far
+        as it is not kept yet."""
+        path = self._tree.match(tokens)
+        whole = [node for node, length in path if length == len(node.tokens)]
+        self._touch(whole)
+        if sum(length for _, length in path) == len(tokens):
+            return
+        parent = whole[-1] if whole else self._tree.root
+        size = engine.plan.model.kv_bytes(1, len(tokens) - parent.last)
+        if not self._room(size, set(whole)):
+            self._say(f"{gb(size)} more of the conversation are not kept: its memory is limited to {gb(self._size)}")
+            return
+        try:
+            kept = engine.keep(parent.last, len(tokens))
+        except (MemoryError, EngineError, torch.OutOfMemoryError) as error:  # the GPU lays out what leaves it
+            self._say(f"{gb(size)} of the conversation are not kept: {error}")
+            return
+        node = self._tree.add(parent, tuple(tokens[parent.last :]))
+        node.kept, node.size = kept, kept.nbytes
+        self.held += node.size
+        self._touch([*whole, node])
+        if self._folder is not None:
+            self._write([*whole, node], self._folder)
+
+    def close(self) -> None:
+        """Free the memory; the files stay."""
+        for node in list(self._tree):
+            self._free(node)
+
+    def _touch(self, path: Iterable[Node]) -> None:
+        """These were used now: an end before what it follows, so that it goes first."""
+        for node in reversed(list(path)):
+            node.used = next(self._clock)
+            if node.path is not None:
+                with suppress(OSError):
+                    os.utime(node.path, ns=(time.time_ns(),) * 2)  # finer than what the kernel would set
+
+    def _room(self, size: int, spare: set[Node]) -> bool:
+        """Make room for `size` bytes in memory, without `spare`; whether there is."""
+        while self.held + size > self._size:
+            held = [node for node in self._tree if node.kept is not None and node not in spare]
+            if not held:
+                return False
+            oldest = min(held, key=lambda node: node.used)
+            self._free(oldest)
+            if oldest.path is None:
+                self._forget(oldest)
+        return True
+
+    def _free(self, node: Node) -> None:
+        if node.kept is not None:
+            node.kept.close()
+            node.kept = None
+            self.held -= node.size
+
+    def _forget(self, node: Node) -> None:
+        """`node` is nowhere any more: what follows it is of no use."""
+        for one in self._tree.remove(node):
+            self._free(one)
+
+    def _load(self, node: Node, spare: set[Node]) -> bool:
+        """Have `node` in memory, from its file; whether that went well."""
+        assert node.path is not None
+        if not self._room(node.size, spare):
+            return False
+        try:
+            node.kept = keptfile.read(node.path, node.first, self._pin)
+            self.held += node.size
+            if (node.kept.length, node.kept.nbytes) != (len(node.tokens), node.size):
+                raise CheckpointError(f"{node.path} is damaged")
+        except MemoryError as error:
+            self._say(f"{node.path} is not read: {error}")
+            return False
+        except (CheckpointError, OSError) as error:
+            self._say(f"left out: {error}")
+            self._forget(node)
+            return False
+        return True
+
+    def _list(self, folder: Path) -> None:
+        """Know what lies in `folder`; nothing is read but the files' headers."""
+        labels: dict[str, tuple[Label, Path]] = {}
+        others = 0
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                label = Label.model_validate(keptfile.told(path))
+                name = digest(label.parent, label.tokens)
+                if label.format != FORMAT or dict(label.identity) != self._identity:
+                    others += 1
+                elif f"{name}.safetensors" != path.name or not label.tokens or label.bytes != keptfile.data_bytes(path):
+                    raise CheckpointError(f"{path} is damaged")
+                else:
+                    labels[name] = label, path
+            except ValidationError:
+                self._say(f"left out: {path} is no kept conversation")
+            except (CheckpointError, OSError) as error:
+                self._say(f"left out: {error}")
+        if others:
+            self._say(f"left out: {others} files in {folder} are of other models or versions")
+        for _name, (label, path) in sorted(labels.items(), key=lambda item: item[1][0].first):  # parents first
+            parent = self._tree.get(label.parent)
+            if parent is not None and parent.last == label.first:
+                node = self._tree.add(parent, label.tokens)
+                node.path, node.size = path, label.bytes
+        for path in folder.glob("*.part"):
+            with suppress(OSError):
+                if OURS.match(path.name) and time.time() - path.stat().st_mtime > ABANDONED_S:
+                    path.unlink()
+
+    def _write(self, path: Sequence[Node], folder: Path) -> None:
+        """Have all of `path` on disk, as far as its budget goes."""
+        for node in path:
+            file = folder / f"{node.digest}.safetensors"
+            if node.path is not None and file.exists():
+                continue
+            try:
+                if node.kept is None or not self._room_on_disk(node.size, path, folder):
+                    self._say(f"{gb(node.size)} are not written: {folder} is limited to {gb(self._folder_size)}")
+                    return
+                assert node.parent is not None
+                label = Label(
+                    format=FORMAT, identity=self._identity, parent=node.parent.digest, first=node.first,
+                    tokens=tuple(node.tokens), bytes=node.size,
+                )  # fmt: skip
+                keptfile.write(node.kept, file, label.model_dump())
+                node.path = file
+            except OSError as error:
+                self._say(f"{folder} keeps nothing: {error.strerror}")
+                return
+        self._touch(path)
+
+    def _room_on_disk(self, size: int, spare: Sequence[Node], folder: Path) -> bool:
+        """Make room for `size` bytes in `folder`, whatever model they are of, without `spare`; whether there is."""
+        names = {f"{node.digest}.safetensors" for node in spare}
+        files = []
+        for path in folder.glob("*.safetensors"):
+            with suppress(FileNotFoundError):  # another process makes room, too
+                files += [(path, path.stat())] if OURS.fullmatch(path.name) else []
+        total = sum(status.st_size for _, status in files)
+        for path, status in sorted(files, key=lambda one: one[1].st_mtime_ns):
+            if total + size <= self._folder_size:
+                break
+            if path.name in names:
+                continue
+            path.unlink(missing_ok=True)
+            total -= status.st_size
+            node = self._tree.get(path.stem)
+            if node is not None:
+                node.path = None
+                if node.kept is None:
+                    self._forget(node)
+        return total + size <= self._folder_size

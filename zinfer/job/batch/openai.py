@@ -1,0 +1,267 @@
+"""The OpenAI batch format: requests in, a JSON object a line; answers and errors out, likewise.
+
+A request says what to continue and how::
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon", "max_tokens": 64}}
+
+Its answer has the same `custom_id`, a completion as that endpoint returns it, and ids that depend on nothing but the
+line, so that a job that is run twice says the same twice. A request that cannot be served is answered with status 400
+and an `error`, one that the machine failed on with an `error` and no response. Sources: "The request input object" and
+"The request output object" of OpenAI's API reference; `BatchRequestOutput` in its openapi.yaml.
+"""
+
+import json
+import math
+from collections import Counter
+from hashlib import sha256
+from typing import Any, NamedTuple, NoReturn
+
+from zinfer.record.jsonl import Garbled
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+# Parameters that change nothing about the answer.
+_IGNORED = frozenset(
+    {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+     "parallel_tool_calls", "stream_options"}
+)  # fmt: skip
+_USED = frozenset({"max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed"})
+# Parameters that are understood with these values only, which ask for nothing; null asks for nothing anywhere.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],),
+    "functions": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}  # fmt: skip
+
+
+class Request(NamedTuple):
+    """A line that can be understood. Temperature 0 is greedy; `seed` is the line's own where it names none."""
+
+    id: str
+    custom_id: str
+    chat: bool
+    prompt: Any  # the text, or for a chat its messages, each a role and a text
+    output_len: int | None
+    temperature: float
+    top_p: float
+    stop: tuple[str, ...]
+    seed: str
+
+
+class Fault(NamedTuple):
+    """A line that cannot be served, and why."""
+
+    id: str
+    custom_id: str | None
+    code: str
+    message: str
+    param: str | None = None
+
+
+class Done(NamedTuple):
+    """What an earlier run wrote about a request."""
+
+    id: str
+    ok: bool
+    tokens: int
+
+
+class _Refused(ValueError):
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+def read_requests(content: bytes) -> list[Request | Fault]:
+    """The requests of a file, in its order; blank lines are skipped. Never raises."""
+    found: list[Request | Fault] = []
+    seen: Counter[bytes] = Counter()
+    first: dict[str, int] = {}  # custom_id -> its line
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        line = line.strip()
+        if not line:
+            continue
+        digest = sha256(b"%d\n%s" % (seen[line], line)).hexdigest()[:24]
+        seen[line] += 1
+        custom_id: str | None = None
+        try:
+            fields = _object(line, number)
+            custom_id = _custom_id(fields, number)
+            if custom_id in first:
+                raise _Refused(
+                    "duplicate_custom_id", f"line {number}: line {first[custom_id]} has the custom_id {custom_id!r} too"
+                )
+            first[custom_id] = number
+            found.append(_request(digest, custom_id, fields))
+        except _Refused as refused:
+            found.append(Fault(f"batch_req_{digest}", custom_id, refused.code, str(refused), refused.param))
+    return found
+
+
+def _object(line: bytes, number: int) -> dict[str, Any]:
+    try:
+        fields = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise _Refused("invalid_json_line", f"line {number} is not valid JSON") from None
+    if not isinstance(fields, dict):
+        raise _Refused("invalid_json_line", f"line {number} is not a JSON object")
+    return fields
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _custom_id(fields: dict[str, Any], number: int) -> str:
+    custom_id = fields.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise _Refused("missing_required_parameter", f"line {number} has no custom_id, a text", "custom_id")
+    return custom_id
+
+
+def _request(digest: str, custom_id: str, fields: dict[str, Any]) -> Request:
+    if fields.get("method") != "POST":
+        raise _Refused("invalid_method", "method must be POST", "method")
+    url, body = fields.get("url"), fields.get("body")
+    if url not in (COMPLETIONS, CHAT):
+        raise _Refused("invalid_url", f"url must be {COMPLETIONS} or {CHAT}", "url")
+    if not isinstance(body, dict):
+        raise _Refused("missing_required_parameter", "there is no body, an object", "body")
+    given = {key: value for key, value in body.items() if value is not None}
+    subject = "messages" if url == CHAT else "prompt"
+    _refuse_unsupported(given, subject)
+    if subject not in given:
+        raise _Refused("missing_required_parameter", f"the body has no {subject}", subject)
+    length = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    return Request(
+        id=f"batch_req_{digest}",
+        custom_id=custom_id,
+        chat=url == CHAT,
+        prompt=_messages(given[subject]) if url == CHAT else _text(given[subject]),
+        output_len=_whole(given, length, 1) if length in given else None,
+        temperature=_number(given, "temperature", 1.0, 2.0),
+        top_p=_number(given, "top_p", 1.0, 1.0),
+        stop=_stop(given.get("stop")),
+        seed=digest if "seed" not in given else str(_whole(given, "seed", None)),
+    )
+
+
+def _refuse_unsupported(body: dict[str, Any], subject: str) -> None:
+    for key, value in body.items():
+        if key in _IGNORED or key in _USED or key == subject:
+            continue
+        harmless = any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in _NEUTRAL.get(key, ())
+        )
+        if not harmless:
+            shown = f"={json.dumps(value)[:40]}" if isinstance(value, str | int | float) else ""
+            raise _Refused("unsupported_parameter", f"{key}{shown} is not supported", key)
+
+
+def _whole(body: dict[str, Any], key: str, least: int | None) -> int:
+    value = body[key]
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        raise _Refused("invalid_value", f"{key} must be a whole number" + (f" from {least}" if least else ""), key)
+    return value
+
+
+def _number(body: dict[str, Any], key: str, default: float, most: float) -> float:
+    value = body.get(key, default)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not 0 <= value <= most:
+        raise _Refused("invalid_value", f"{key} must be a number from 0 to {most:g}", key)
+    return float(value)
+
+
+def _text(prompt: Any) -> str:
+    if not isinstance(prompt, str):
+        raise _Refused("invalid_type", "prompt must be one text; write a line for each prompt", "prompt")
+    return prompt
+
+
+def _stop(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise _Refused("invalid_value", "stop must be a text, or a list of texts, none of them empty", "stop")
+    return tuple(texts)
+
+
+def _messages(messages: Any) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise _Refused("invalid_type", "messages must be a list that is not empty", "messages")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> dict[str, str]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _Refused("invalid_value", "a message must be an object with a role", "messages")
+    given = {key: value for key, value in message.items() if value is not None}
+    more = given.keys() - {"role", "content", "name", "refusal"}
+    if more:
+        raise _Refused("unsupported_parameter", f"{min(more)} in a message is not supported", "messages")
+    content = given.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    text = ""
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _Refused("unsupported_parameter", "a message's content must be text", "messages")
+        text += part["text"]
+    return {"role": given["role"], "content": text}
+
+
+def answer(
+    request: Request, text: str, finish_reason: str, tokens: tuple[int, int], model: str, created: int
+) -> dict[str, Any]:
+    """The output object of a request that was continued; `tokens` are the prompt's and the answer's, `finish_reason` is
+    ``stop`` or ``length``."""
+    key = request.id.removeprefix("batch_req_")
+    choice: dict[str, Any] = {"index": 0}
+    choice |= {"message": {"role": "assistant", "content": text}} if request.chat else {"text": text}
+    body = {
+        "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{key}",
+        "object": "chat.completion" if request.chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [choice | {"logprobs": None, "finish_reason": finish_reason}],
+        "usage": {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)},
+    }
+    return _output(request.id, request.custom_id, {"status_code": 200, "request_id": f"req_{key}", "body": body}, None)
+
+
+def refusal(fault: Fault) -> dict[str, Any]:
+    """The output object of a request that cannot be served: OpenAI's 400, and the same once more as the `error`, where
+    other programs look for it."""
+    error = {"message": fault.message, "type": "invalid_request_error", "param": fault.param, "code": fault.code}
+    key = fault.id.removeprefix("batch_req_")
+    response = {"status_code": 400, "request_id": f"req_{key}", "body": {"error": error}}
+    return _output(fault.id, fault.custom_id, response, {"code": fault.code, "message": fault.message})
+
+
+def failure(request: Request, code: str, message: str) -> dict[str, Any]:
+    """The output object of a request that the machine failed on."""
+    return _output(request.id, request.custom_id, None, {"code": code, "message": message})
+
+
+def _output(identity: str, custom_id: str | None, response: Any, error: Any) -> dict[str, Any]:
+    return {"id": identity, "custom_id": custom_id, "response": response, "error": error}
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    """The line of an output object or of any other, in ASCII, without its newline."""
+    return json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
+
+
+def decode(line: bytes) -> Done:
+    """What an output line says. Raises Garbled for a line that is no output object."""
+    try:
+        record = json.loads(line)
+        response, error = record["response"], record["error"]
+        ok = error is None and response["status_code"] == 200
+        tokens = response["body"]["usage"]["completion_tokens"] if ok else 0
+        if not isinstance(record["id"], str) or "custom_id" not in record or not isinstance(tokens, int):
+            raise Garbled("not an output object of a batch")
+        return Done(record["id"], ok, tokens)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise Garbled("not a whole output object of a batch") from None

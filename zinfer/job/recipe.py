@@ -1,0 +1,244 @@
+"""Recipes: what to sweep (`sweeps/*.toml`) and how an engine is set up (`engines/*.toml`).
+
+Both are plain data. Unknown keys are errors that list the known ones; every list is an axis.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+
+from zinfer.engine import ENGINES
+from zinfer.plan.plan import resident_bytes
+from zinfer.plan.published import Published
+from zinfer.spec.case import Case, Offload, Option, Workload
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.model import Dtype
+from zinfer.spec.value import Frozen
+
+ENGINE_RECIPES = Path("engines")
+
+
+class RecipeError(ZinferError):
+    """A recipe, or an axis on the command line, that cannot be understood."""
+
+
+class EngineRecipe(Frozen):
+    """An engine by name and the options in which it differs from the engine's defaults."""
+
+    engine: str
+    description: str = ""
+    options: dict[str, Option] = Field(default_factory=dict)
+
+
+class Load(Frozen):
+    """What one process loads: cases that differ only in batch size and lengths share it."""
+
+    model: str
+    engine: str
+    offload: Offload
+    dtype: Dtype | None
+    layers: int | None
+    gpu_weights: str | None
+    options: tuple[tuple[str, Option], ...]
+
+
+class Sweep(Frozen):
+    """A recipe: the axes of a sweep. Every tuple is an axis; the sweep is their product.
+
+    `batch_size` is the batches to measure, or "auto": double until memory runs out, then bisect to the exact edge
+    ("auto*4" quadruples; "1,8,32,auto" measures these and the edge).
+    """
+
+    description: str = ""
+    model: tuple[str, ...]
+    engine: tuple[str, ...] = ("stream",)
+    offload: tuple[Offload, ...] = ("none", "cpu")
+    batch_size: tuple[int, ...] | str = "auto"
+    input_len: tuple[int, ...] = (512,)
+    output_len: tuple[int, ...] = (32,)
+    dtype: Dtype | None = None
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    layers: tuple[int | None, ...] = (None,)
+    gpu_weights: tuple[str | None, ...] = (None,)  # for offload cpu and nvme; without offload all of them stay
+    options: dict[str, tuple[Option, ...]] = Field(default_factory=dict)
+    machine: tuple[str, ...] = ()  # to plan for; a sweep runs on the machine it is on
+    published: tuple[Published, ...] = ()
+    repeats: int = Field(default=3, ge=1)
+    tolerance: float = Field(default=0.02, gt=0)  # stop repeating at this 95% half-width, as a share of the mean
+    timeout_s: float = Field(default=1800, gt=0)
+
+    @field_validator(
+        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "machine", mode="before"
+    )
+    @classmethod
+    def _axis(cls, value: Any) -> Any:
+        return value if isinstance(value, list | tuple) else (value,)
+
+    @field_validator("batch_size", mode="before")
+    @classmethod
+    def _batches(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = parse_batches(value)
+        elif isinstance(value, int):
+            value = (value,)
+        if isinstance(value, list | tuple):
+            if not value or min(value) < 1:
+                raise ValueError("batch sizes are positive whole numbers")
+            return tuple(sorted(set(value)))
+        return value
+
+    @field_validator("gpu_weights")
+    @classmethod
+    def _known_budgets(cls, value: tuple[str | None, ...]) -> tuple[str | None, ...]:
+        for budget in value:
+            resident_bytes(budget, 0)
+        return value
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _option_axes(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: tuple(v) if isinstance(v, list | tuple) else (v,) for key, v in value.items()}
+
+    def loads(self) -> Iterator[Load]:
+        """What has to be loaded, one after the other; the engine recipes are resolved."""
+        for model in self.model:
+            for layers in self.layers:
+                for name in self.engine:
+                    recipe = engine_recipe(name)
+                    for offload in self.offload:
+                        budgets = (None,) if offload == "none" else self.gpu_weights
+                        for budget, options in product(budgets, _product(recipe.options, self.options)):
+                            yield Load(
+                                model=model,
+                                engine=recipe.engine,
+                                offload=offload,
+                                dtype=self.dtype,
+                                layers=layers,
+                                gpu_weights=budget,
+                                options=options,
+                            )
+
+    def lengths(self) -> Iterator[tuple[int, int]]:
+        """Pairs of input and output length."""
+        for input_len in self.input_len:
+            for output_len in self.output_len:
+                yield input_len, output_len
+
+    def case(
+        self, load: Load, load_format: Literal["safetensors", "dummy"], dtype: Dtype, lengths: tuple[int, int]
+    ) -> Case:
+        """The case of `load` at batch size 1."""
+        return Case(
+            model=load.model,
+            engine=load.engine,
+            offload=load.offload,
+            workload=Workload(batch_size=1, input_len=lengths[0], output_len=lengths[1]),
+            dtype=dtype,
+            load_format=load_format,
+            layers=load.layers,
+            gpu_weights=load.gpu_weights,
+            options=load.options,
+        )
+
+
+def _product(fixed: dict[str, Option], axes: dict[str, tuple[Option, ...]]) -> Iterator[tuple[tuple[str, Option], ...]]:
+    combined: list[dict[str, Option]] = [dict(fixed)]
+    for key, values in axes.items():
+        combined = [options | {key: value} for options in combined for value in values]
+    for options in combined:
+        yield tuple(sorted(options.items()))
+
+
+def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
+    """By what ``auto`` (2) or ``auto*N`` multiplies, and the batches that ``1,8,auto`` puts in the place of that.
+    Raises RecipeError for anything else."""
+    *listed, last = batch_size.split(",")
+    match = re.fullmatch(r"auto(?:\*([2-9]|\d\d+))?", last)
+    if match is None or (listed and match[1]):
+        raise RecipeError(f"--batch-size {batch_size!r}: write auto, auto*4 to quadruple instead, or 1,8,auto")
+    batches = parse_batches(",".join(listed)) if listed else ()
+    assert not isinstance(batches, str)
+    return int(match[1] or 2), batches
+
+
+def parse_batches(text: str) -> tuple[int, ...] | str:
+    """``1,2,4``; ``1-64*2`` (1, 2, 4, .. 64); ``8-32+8`` (8, 16, 24, 32); mixed with commas; ``auto``, ``auto*4`` and
+    ``1,2,auto`` stay as they are. Raises RecipeError."""
+    if text.split(",")[-1].startswith("auto"):
+        automatic(text)
+        return text
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+)([*+])(\d+))?\s*", part)
+        if match is None:
+            raise RecipeError(f"--batch-size {text!r}: write auto, 1,2,4, a range 1-64*2 (doubling), or 8-64+8 (steps)")
+        value, end = int(match[1]), int(match[2] or match[1])
+        step = int(match[4] or 1)
+        if value < 1 or step < (2 if match[3] == "*" else 1):
+            raise RecipeError(f"--batch-size {text!r}: the range {part.strip()} never ends or starts below 1")
+        while value <= end:
+            found.append(value)
+            if match[3] is None:
+                break
+            value = value * step if match[3] == "*" else value + step
+    return tuple(sorted(set(found)))
+
+
+def parse_option(text: str) -> Option:
+    """An option's value as a person types it: true/false, a number, or text."""
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The contents of a recipe file. Raises RecipeError naming the file and the line."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise RecipeError(f"no recipe {path}") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise RecipeError(f"{path}: {error}") from None
+
+
+def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
+    """A Sweep out of plain data. Raises RecipeError that names `origin` and, for an unknown key, the known ones."""
+    try:
+        return Sweep.model_validate(fields)
+    except ValidationError as error:
+        raise RecipeError(f"{origin}: {_first_problem(error, Sweep)}") from None
+
+
+def engine_recipe(name: str) -> EngineRecipe:
+    """The recipe `engines/<name>.toml`, or the engine `name` with its defaults. Raises RecipeError."""
+    path = ENGINE_RECIPES / f"{name}.toml"
+    if path.is_file():
+        try:
+            return EngineRecipe.model_validate(read_toml(path))
+        except ValidationError as error:
+            raise RecipeError(f"{path}: {_first_problem(error, EngineRecipe)}") from None
+    if name in ENGINES:
+        return EngineRecipe(engine=name)
+    recipes = [path.stem for path in sorted(ENGINE_RECIPES.glob("*.toml"))]
+    raise RecipeError(f"no engine {name!r}; there are {', '.join([*ENGINES, *recipes])}")
+
+
+def _first_problem(error: ValidationError, kind: type[Frozen]) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"][:2])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {where!r}; the keys are {', '.join(kind.model_fields)}"
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,283 @@
+"""The sweep: loads outside, batch sizes inside, every point on disk before the next one starts.
+
+With 352 GB of weights the load *is* the cost, so a process loads once and measures batch after batch, smallest first.
+Out of memory is a finding, not an accident: it is recorded, and no larger batch of the same load is tried.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count, takewhile
+from typing import Any
+
+from zinfer.job.recipe import Load, Sweep, automatic
+from zinfer.job.signals import Interrupted, Signals
+from zinfer.plan.plan import LARGEST_BATCH, Plan, make_plan
+from zinfer.record.measurement import Measurement, Status
+from zinfer.record.store import Store
+from zinfer.spec.case import Case
+from zinfer.spec.machine import Machine
+from zinfer.spec.model import check_positions
+from zinfer.spec.source import Source
+from zinfer.worker.process import Worker, WorkerDied, now
+
+# A recorded point with one of these is not measured again by --resume; the others deserve another try.
+FINAL: frozenset[Status] = frozenset(
+    {"ok", "oom_gpu", "oom_host", "unsupported", "nan_output", "offload_not_effective"}
+)
+OUT_OF_MEMORY: frozenset[Status] = frozenset({"oom_gpu", "oom_host"})
+
+
+@dataclass(frozen=True)
+class Try:
+    """A batch to run: timed, or only to see whether it fits (prefill and two steps, no samples)."""
+
+    batch_size: int
+    timed: bool = True
+
+
+Batches = Generator[Try, Status, None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One load, ready to run: its plan at batch 1, its cases, and where its engine is."""
+
+    plan: Plan
+    cases: tuple[Case, ...]  # at batch 1, a pair of lengths each
+    target: str  # the engine, module:Class
+    revision: str = ""
+
+
+@dataclass
+class Events:
+    """What a sweep tells whoever watches it."""
+
+    point: Callable[[Measurement, bool], None] = lambda _point, _resumed: None  # the bool: from the record
+    loading: Callable[[Job], None] = lambda _job: None
+    loaded: Callable[[int, float], None] = lambda _size, _seconds: None
+    progress: Callable[[str, float], None] = lambda _what, _share: None
+
+
+def to_the_edge(limit: int, factor: int = 2, first: Iterable[int] = (), guess: int = 0) -> Batches:
+    """`first`, or else 1, 2, 4, .., until memory runs out or `limit`; then the largest batch that runs, timed last.
+
+    It is searched for from `guess` on in growing strides, and by bisection between what ran and what did not. A status
+    is sent in for every batch yielded; anything but ``ok`` counts as not running.
+    """
+    good, bad = 0, limit + 1
+    rising = iter(sorted(first)) if first else takewhile(lambda batch: batch <= limit, _powers(factor))
+    for batch in rising:
+        if batch > limit or (yield Try(batch)) != "ok":
+            bad = min(bad, batch)
+            break
+        good = batch
+    largest_timed = good
+    batch, stride = (guess, 1) if guess > good else (2 * good, good)
+    while good and bad - good > 1:
+        if not good < batch < bad:
+            batch = (good + bad) // 2
+        if (yield Try(batch, timed=False)) == "ok":
+            good, batch = batch, batch + stride
+        else:
+            bad, batch = batch, batch - stride
+        stride *= 2
+    while good > largest_timed and (yield Try(good)) != "ok":  # several runs may need a little more than one
+        good -= 1
+
+
+def _powers(factor: int) -> Iterator[int]:
+    return (factor**power for power in count())
+
+
+def listed(batches: Iterable[int]) -> Batches:
+    """The given batches in rising order, up to the first that runs out of memory."""
+    for batch in sorted(batches):
+        if (yield Try(batch)) in OUT_OF_MEMORY:
+            return
+
+
+def batches_of(sweep: Sweep, plan: Plan) -> Batches:
+    """The batches to try. Without a GPU an out-of-memory would be the whole machine's, so the plan sets the limit; with
+    one it guesses the edge."""
+    if not isinstance(sweep.batch_size, str):
+        return listed(sweep.batch_size)
+    limit = LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size)
+    factor, first = automatic(sweep.batch_size)
+    return to_the_edge(limit, factor, first, guess=min(plan.max_batch_size, limit))
+
+
+def prepare(
+    sweep: Sweep,
+    machine: Machine,
+    resolve: Callable[[Load], Source],
+    locate: Callable[[Load], str | None],
+    nvme_path: str | None = None,
+) -> list[Job]:
+    """The sweep's loads with their plans. `resolve` finds a load's model and weights; `locate` its engine, or None for
+    an engine that does not have that offload: such a combination is left out. Raises ModelError where lengths exceed a
+    model's positions."""
+    jobs = []
+    for load in sweep.loads():
+        target = locate(load)
+        if target is None:
+            continue
+        source = resolve(load)
+        for lengths in sweep.lengths():
+            check_positions(source.spec, *lengths)
+        cases = tuple(sweep.case(load, source.load_format, source.spec.dtype, lengths) for lengths in sweep.lengths())
+        longest = max(cases, key=lambda case: case.workload.total_len)
+        plan = make_plan(longest, source.spec, machine, nvme_path)
+        jobs.append(Job(plan, cases, target, source.revision))
+    return jobs
+
+
+def run(
+    sweep: Sweep,
+    jobs: Iterable[Job],
+    store: Store,
+    done: Iterable[Measurement] = (),
+    events: Events | None = None,
+    make_worker: Callable[..., Any] = Worker,
+) -> list[Measurement]:
+    """Measure what `done` does not hold yet, appending every point to `store` at once; returns all points of the sweep.
+
+    Raises Interrupted on SIGINT and SIGTERM, after the point under way is recorded as `cancelled`, and StoreError when
+    a record cannot be written; no worker is left behind in either case.
+    """
+    known = {point.case: point for point in done if point.status in FINAL}
+    events = events or Events()
+    points: list[Measurement] = []
+    with Signals() as signals:
+        for job in jobs:
+            points += _Runner(sweep, job, store, known, events, make_worker, signals).run()
+    return points
+
+
+class _Runner:
+    """One job: its worker, started when the first unmeasured point needs it."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        job: Job,
+        store: Store,
+        known: dict[Case, Measurement],
+        events: Events,
+        make_worker: Callable[..., Any],
+        signals: Signals,
+    ) -> None:
+        self._sweep, self._job, self._store, self._known, self._events = sweep, job, store, known, events
+        self._make_worker, self._signals = make_worker, signals
+        self._worker: Any = None
+        self._crashes = 0
+
+    def run(self) -> list[Measurement]:
+        points: list[Measurement] = []
+        try:
+            for case in self._job.cases:
+                plan = make_plan(case, self._job.plan.model, self._job.plan.machine)
+                batches = batches_of(self._sweep, plan)
+                status: Status | None = None
+                while (attempt := _advance(batches, status)) is not None:
+                    repeats = self._sweep.repeats if attempt.timed else 0
+                    point, resumed = self._point(case.with_batch(attempt.batch_size), repeats)
+                    status = point.status
+                    points.append(point)
+                    self._events.point(point, resumed)
+                    if point.stage == "load" or self._crashes > 1:
+                        return points  # nothing of this load can be measured
+        finally:
+            self._stop()
+        return points
+
+    def _point(self, case: Case, repeats: int) -> tuple[Measurement, bool]:
+        known = self._known.get(case)
+        if known is not None and (known.usable or known.status != "ok" or not repeats):
+            return known, True
+        point = self._measure(case, repeats)
+        predicted = make_plan(case, self._job.plan.model, self._job.plan.machine)
+        numbers: dict[str, float] = {"gpu_bytes": predicted.gpu.total, "host_bytes": predicted.host.total}
+        if predicted.step_s is not None and predicted.prefill_s is not None:
+            numbers |= {"step_ms": predicted.step_s * 1e3, "ttft_ms": predicted.prefill_s * 1e3}
+        point = point.model_copy(update={"predicted": numbers, "model_revision": self._job.revision})
+        self._store.append(point)
+        self._known[case] = point
+        return point, False
+
+    def _measure(self, case: Case, repeats: int) -> Measurement:
+        why_not = self._job.plan.why_not
+        if why_not is not None:
+            return self._failed(case, "unsupported", why_not, "load")
+        stage = "load"
+        try:
+            if self._worker is None:
+                self._events.loading(self._job)
+                self._worker = self._make_worker(
+                    self._job.target,
+                    timeout_s=self._sweep.timeout_s,
+                    notice=self._events.progress,
+                    loaded=self._events.loaded,
+                )
+                with self._signals.raised():
+                    refused: Measurement | None = self._worker.load(self._job.plan)
+                if refused is not None:
+                    self._stop()
+                    return refused.model_copy(update={"case": case})
+            stage = "measure"
+            with self._signals.raised():
+                point: Measurement = self._worker.measure(case, repeats, self._sweep.tolerance)
+            if point.status == "crashed":  # a CUDA context that has seen an error is of no use for the next point
+                self._crashes += 1
+                self._stop()
+            return point
+        except WorkerDied as death:
+            self._crashes += 1
+            self._stop()
+            return self._failed(case, death.status, str(death), stage)
+        except Interrupted as interrupt:
+            self._stop(kill=True)
+            self._store.append(self._failed(case, "cancelled", interrupt.name, stage))
+            raise
+
+    def _failed(self, case: Case, status: Status, error: str, stage: str) -> Measurement:
+        model = self._job.plan.model
+        return Measurement(
+            case=case,
+            status=status,
+            machine=self._job.plan.machine.name,
+            error=error,
+            stage=stage,
+            num_layers=model.num_layers,
+            total_layers=model.total_layers,
+            started_at=now(),
+        )
+
+    def _stop(self, kill: bool = False) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            if kill:
+                worker.kill()
+            worker.close()
+
+
+def _advance(batches: Batches, status: Status | None) -> Try | None:
+    try:
+        return next(batches) if status is None else batches.send(status)
+    except StopIteration:
+        return None
+
+
+def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:
+    """0 when every point is ok (with ``auto``, a batch that memory or a TensorRT plan has no room for is how the edge
+    is found, and fine), 3 when some are not, 4 when none is."""
+    points = tuple(points)
+    good = sum(point.status == "ok" for point in points)
+    if not good:
+        return 4
+    fine = good + (sum(map(_edge, points)) if isinstance(sweep.batch_size, str) else 0)
+    return 0 if fine == len(points) else 3
+
+
+def _edge(point: Measurement) -> bool:
+    """Whether the load ran and the batch was too large for it."""
+    return point.status in OUT_OF_MEMORY or (point.status == "unsupported" and point.stage != "load")

@@ -1,0 +1,1 @@
+"""Planning: what fits where, and how fast it can be, before anything runs."""

@@ -1,0 +1,331 @@
+"""What a pass costs: bytes on every tier and seconds at every bottleneck, from shapes and bandwidths alone.
+
+A decode step reads every weight once: t = max(bytes over the link / link, bytes in GPU memory / HBM, FLOPs / compute,
+bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`. What
+an engine adds to the physics stands in `Factors`, which `zinfer.analysis.calibrate` fits to measurements.
+
+    setup = Setup(tier="host")
+    step(setup, spec, machine, batch_size=32, context=528).bound_by        # "link"
+
+Sources: the roofline of Williams et al. 2009 (doi:10.1145/1498765.1498785); FLOPs as in `zinfer.spec.model`; offload and
+residency as in FlexGen (arXiv:2303.06865), section 4.3, without its CPU-compute terms.
+"""
+
+from math import ceil, inf
+from typing import Literal
+
+from pydantic import Field
+
+from zinfer.spec.machine import Machine
+from zinfer.spec.model import ModelSpec
+from zinfer.spec.value import Frozen
+
+Bound = Literal["link", "hbm", "compute", "host memory", "cpu attention", "nvme", "launch"]
+
+CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as the driver reports them
+PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
+# Prompt tokens in one forward pass. A pass streams every weight (2 bytes a parameter) and computes 2 FLOPs a parameter
+# and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
+# model. More than that at once only takes memory, which the KV cache of a larger batch has better use for.
+PREFILL_TOKENS = 8192
+# In blocks within a layer's stay the weights cross once anyway, and a pass only has to be long enough for the matrix
+# products: as many tokens as have this many hidden values, 2,048 of BLOOM-176B, but not fewer than that.
+BLOCK_VALUES, BLOCK_TOKENS = 2048 * 14336, 2048
+# Between its matrix products a layer's prefill reads and writes GPU memory, one kernel after the other: a token's
+# hidden values so often (two norms, two sums, heads split and merged), those within the feed-forward network so often
+# (a fused activation; BLOOM's is nine kernels), and where attention keeps its scores, for each of them so many bytes.
+HIDDEN_PASSES, FFN_PASSES, FFN_PASSES_OF, SCORE_BYTES = 20, 3, {"bloom": 21}, 20
+EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
+# Cores that attend to a KV cache in host memory take that from the link: fewer do where they are done in this part of
+# the time that the link needs anyway. The rest is for what a layer does before and after.
+CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
+LINK_KEEPS = 0.95  # of its rate while all cores attend: 0.95 was seen beside 16 cores, 0.92 beside 64
+UNPACKING = 0.4  # of the bandwidth of GPU memory: the rate at which coded weights become whole ones
+PIECE_BYTES = 128 << 20  # of a layer that crosses the link at a time, see `zinfer.engine.stream.image`
+
+
+class Bytes(Frozen):
+    """Bytes on one tier, by what they are for."""
+
+    weights: int = 0
+    kv_cache: int = 0
+    buffers: int = 0  # slots the streamed layers, or the streamed KV cache, land in
+    activations: int = 0
+    overhead: int = 0  # rounding of pinned blocks, contexts, the process itself
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.buffers + self.activations + self.overhead
+
+
+class Setup(Frozen):
+    """Where weights and KV cache live and how they move, in an engine's words or a planner's."""
+
+    tier: Literal["gpu", "host", "nvme"] = "gpu"  # of the weights that are not resident
+    gpus: int = Field(default=1, ge=1)  # each with its own link, and an equal part of weights, cache and work
+    resident_bytes: int = 0  # of the layers' weights, on all GPUs together, besides what lies outside the layers
+    kept_ratio: float = 1.0  # bytes that a streamed weight takes where it lies, over the stored ones, if it lies coded
+    weight_ratio: float = 1.0  # bytes a weight is stored in, over those of the model's dtype: int4 with scales 0.28
+    wire_ratio: float = 1.0  # bytes that cross the link, over the stored ones: a lossless codec 0.67
+    slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
+    kv_host_share: float = 0.0  # of the sequences, those with their KV cache in host memory, read at every step
+    kv_on_cpu: bool = False  # attention to that cache is the CPU's, so that it never crosses the link
+    kv_cpu_share: float = Field(default=1.0, gt=0, le=1)  # of the CPU's cores, and of the rate that all of them reach
+    buffers: int = 0  # of a ring, in which it crosses a few sequences at a time; 0: as two whole layers' worth
+    kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
+    resident_others: bool = True  # embeddings, head and final norm stay on the GPU
+    also_streamed: int = 0  # bytes a pass fetches besides the layers
+    overlapped: bool = True  # copies run beside compute
+    blocks: bool = False  # prefill passes go through the layers side by side, and the weights cross once for all
+    pinned: bool = True
+    host_rounding: int = 0  # bytes that page-locking adds to the weights
+
+
+class Factors(Frozen):
+    """How far an engine stays behind the physics; the defaults are a good engine's."""
+
+    link_share: float = 0.95  # of the link's bandwidth that streamed bytes reach
+    layer_s: float = 0.0  # seconds to launch one decoder layer, under which none gets
+    mfu: float = 0.6  # of the machine's matmul rate, where compute is the bottleneck
+    memory: float = 1.0  # GPU bytes taken over bytes counted, besides weights and KV cache
+    error: float | None = None  # of predicted throughput, as a share, in 9 of 10 cases; None: never measured
+    points: int = 0  # measurements behind it
+
+    @property
+    def words(self) -> str:
+        """All of them in a line."""
+        launch = f", {self.layer_s * 1e3:.2f} ms to launch a layer" if self.layer_s else ""
+        band = "" if self.error is None else f"; throughput within {self.error:.0%} in 9 of 10 cases"
+        return (
+            f"{self.link_share:.1%} of the link{launch}, {self.mfu:.0%} of the matmul rate, working memory "
+            f"x {self.memory:.2f}, from {self.points} points{band}"
+        )
+
+
+class Times(Frozen):
+    """Seconds of a pass, None where the machine's figures are not known, and the bottleneck that sets them."""
+
+    seconds: float | None = None
+    bound_by: Bound | None = None
+    limits: dict[Bound, float] = Field(default_factory=dict)
+
+
+def layers_stored(setup: Setup, model: ModelSpec) -> int:
+    """Bytes that all decoder layers take where they are stored."""
+    return round(model.streamed_bytes * setup.weight_ratio)
+
+
+def wire_bytes(setup: Setup, model: ModelSpec) -> int:
+    """Weight bytes that one pass moves over the links."""
+    if setup.tier == "gpu":
+        return 0
+    left = max(0, layers_stored(setup, model) - setup.resident_bytes)
+    return round((left + setup.also_streamed) * setup.wire_ratio)
+
+
+def pass_tokens(setup: Setup, model: ModelSpec) -> int:
+    """Prompt tokens that one forward pass of a prefill takes at most, if they are several sequences'."""
+    return min(PREFILL_TOKENS, max(BLOCK_TOKENS, BLOCK_VALUES // model.hidden_size)) if setup.blocks else PREFILL_TOKENS
+
+
+def prefill_rows(batch_size: int, input_len: int, tokens: int | None = None) -> int:
+    """How many sequences of a batch are prefilled in one forward pass of `tokens`, by default `PREFILL_TOKENS`."""
+    return min(batch_size, max(1, (tokens or PREFILL_TOKENS) // input_len))
+
+
+def step(
+    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, context: int, factors: Factors | None = None
+) -> Times:
+    """One decode step of `batch_size` sequences with `context` tokens in their KV cache, on average."""
+    factors = factors or Factors()
+    kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
+    active = model.parameters_read(batch_size) * model.dtype_bytes * setup.weight_ratio
+    flops = model.decode_flops(batch_size, context)
+    return _pass(setup, model, machine, factors, kv, active, flops)
+
+
+def prefill(
+    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, input_len: int, factors: Factors | None = None
+) -> Times:
+    """The whole prefill of `batch_size` prompts of `input_len` tokens, in as many passes as it takes."""
+    factors = factors or Factors()
+    rows = prefill_rows(batch_size, input_len, pass_tokens(setup, model))
+    passes = 1 if setup.blocks else ceil(batch_size / rows)
+    flops = model.prefill_flops(batch_size, input_len) // passes
+    stored = model.weight_bytes * setup.weight_ratio
+    written = round(model.kv_bytes(batch_size, input_len) * setup.kv_ratio * setup.kv_host_share) // passes
+    passed = _passed_bytes(model, batch_size, input_len) // passes
+    one = _pass(setup, model, machine, factors, 0, stored, flops, written, passed)
+    if one.seconds is None:
+        return one
+    scaled = {bound: seconds * passes for bound, seconds in one.limits.items()}
+    return Times(seconds=one.seconds * passes, bound_by=one.bound_by, limits=scaled)
+
+
+def _pass(
+    setup: Setup,
+    model: ModelSpec,
+    machine: Machine,
+    factors: Factors,
+    kv: int,
+    read: float,
+    flops: int,
+    written: int = 0,
+    passed: int = 0,
+) -> Times:
+    """A pass that reads `read` bytes of weights and `kv` of cache, computes `flops`, in between reads and writes
+    `passed` bytes of GPU memory, and sends `written` bytes of keys and values to the host while weights come."""
+    link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
+    hosted = round(kv * setup.kv_host_share)
+    over_link = wire_bytes(setup, model) + (0 if setup.kv_on_cpu else hosted)
+    from_host = wire_bytes(setup, model) + hosted
+    if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and link is None):
+        return Times()
+    share = setup.gpus  # of everything that is split
+    streamed = wire_bytes(setup, model) / setup.wire_ratio
+    limits: dict[Bound, float] = {
+        # a streamed weight is written to GPU memory before it is read
+        "hbm": (read + streamed + kv - (hosted if setup.kv_on_cpu else 0)) / share / machine.hbm_bandwidth,
+        "compute": flops / share / (factors.mfu * machine.matmul_flops) + passed / share / machine.hbm_bandwidth,
+        "launch": factors.layer_s * model.num_layers,
+    }
+    if over_link and link is not None:
+        limits["link"] = over_link / share / (factors.link_share * link)
+    if written and machine.duplex_bandwidth is not None:
+        limits["link"] = max(limits.get("link", 0.0), written / share / machine.duplex_bandwidth)
+    if from_host and machine.host_bandwidth is not None:  # all links read from one memory, and the CPU does
+        limits["host memory"] = from_host / machine.host_bandwidth
+    cpu = machine.attention_rate(max(1, model.num_heads // max(1, model.num_kv_heads)))
+    if hosted and setup.kv_on_cpu and cpu is not None:
+        # In every layer one after the other: weights are unpacked, the GPU computes, the CPU attends.
+        unpacked = 0.0 if setup.wire_ratio == 1 else streamed / share / (UNPACKING * machine.hbm_bandwidth)
+        on_gpu = unpacked + limits["hbm"] + limits["compute"] + limits["launch"]
+        attending, copying = side_by_side(setup, machine, cpu, hosted, limits.get("link", 0.0))
+        limits["cpu attention"] = attending + on_gpu
+        if "link" in limits:
+            limits["link"] = copying
+    if setup.tier == "nvme":
+        if machine.nvme_bandwidth is None:
+            return Times()
+        limits["nvme"] = wire_bytes(setup, model) / machine.nvme_bandwidth
+    found = _slowest(limits)
+    if setup.overlapped or found.seconds is None or found.bound_by not in ("link", "nvme", "host memory"):
+        return found
+    return found.model_copy(update={"seconds": found.seconds + max(limits["compute"], limits["launch"])})
+
+
+def side_by_side(setup: Setup, machine: Machine, cpu: float, hosted: int, copying: float) -> tuple[float, float]:
+    """Seconds that the CPU attends to `hosted` bytes of the KV cache (all cores to `cpu` of them a second), and seconds
+    of the link for what it would alone copy in `copying`. While both run they read one memory.
+
+    What each then has left was measured, or else the CPU has its part of the memory's bandwidth and the link nearly all
+    that it had. Fewer cores take less, down to where neither loses anything. (The links of several GPUs are one here.)
+    """
+    own, link = setup.kv_cpu_share * cpu, machine.h2d_bandwidth
+    if link is None or setup.tier != "host":
+        return hosted / own, copying
+    part = min(1.0, (machine.host_bandwidth or inf) / (cpu + link))
+    slow_cpu = min(cpu, machine.shared_attention_bandwidth or part * cpu)
+    slow_link = min(link, machine.shared_h2d_bandwidth or max(part, LINK_KEEPS) * link)
+    together = min(slow_cpu + slow_link, machine.host_bandwidth or inf)
+    lost = cpu + link - together  # by both, where all cores attend
+    loss = max(0.0, own + link - together) / lost if lost > 0 else 0.0
+    cpu_rate, link_share = own - loss * (cpu - slow_cpu), 1 - loss * (1 - slow_link / link)
+    both = min(hosted / cpu_rate, copying / link_share)
+    return both + (hosted - cpu_rate * both) / own, copying + (1 - link_share) * both
+
+
+def with_cores(
+    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, context: int, factors: Factors | None = None
+) -> Setup:
+    """`setup`, whose KV cache the CPU attends to, with the share of its cores that makes a decode step the shortest."""
+    best, shortest = setup, step(setup, model, machine, batch_size, context, factors).seconds
+    for share in CPU_SHARES:
+        fewer = setup.model_copy(update={"kv_cpu_share": share})
+        times = step(fewer, model, machine, batch_size, context, factors)
+        in_time = times.limits.get("cpu attention", 0.0) <= CPU_TIME * times.limits.get("link", 0.0)
+        if in_time and times.seconds is not None and shortest is not None and times.seconds < shortest:
+            best, shortest = fewer, times.seconds
+    return best
+
+
+def _passed_bytes(model: ModelSpec, batch_size: int, length: int) -> int:
+    """What a prefill reads and writes of GPU memory between its matrix products."""
+    ffn = FFN_PASSES_OF.get(model.architecture, FFN_PASSES) * model.ffn_size * max(1, model.experts_per_token)
+    token = (HIDDEN_PASSES * model.hidden_size + ffn) * model.dtype_bytes
+    scores = model.num_heads * length * SCORE_BYTES if model.architecture in EAGER else 0
+    return batch_size * length * (token + scores) * model.num_layers
+
+
+def _slowest(limits: dict[Bound, float]) -> Times:
+    bound_by = max(limits, key=lambda bound: limits[bound])
+    return Times(seconds=limits[bound_by], bound_by=bound_by, limits=limits)
+
+
+def tiers(
+    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, input_len: int, output_len: int,
+    factors: Factors | None = None,
+) -> tuple[Bytes, Bytes, Bytes]:  # fmt: skip
+    """Bytes on one GPU, on the host and on NVMe. Without a GPU the host carries the device's bytes as well; they are
+    listed apart all the same."""
+    factors = factors or Factors()
+    stored, others = layers_stored(setup, model), round(model.other_bytes * setup.weight_ratio)
+    kv = round(model.kv_bytes(batch_size, input_len + output_len) * setup.kv_ratio)
+    offloaded = stored if setup.tier != "gpu" else 0
+    resident = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
+    slots = round(setup.slots * model.layer_bytes * setup.weight_ratio) if offloaded > resident else 0
+    hosted = round(kv * setup.kv_host_share)
+    if hosted and not setup.kv_on_cpu:
+        slots += _kv_buffers(setup, model, batch_size, input_len, input_len + output_len)
+    working = activations(setup, model, batch_size, input_len)
+    extra = round((factors.memory - 1) * (slots + working))
+    gpu = Bytes(
+        weights=(round(resident * setup.kept_ratio) + (others if setup.resident_others else 0)) // setup.gpus,
+        kv_cache=(kv - hosted) // setup.gpus,
+        buffers=slots // setup.gpus,
+        activations=(working + extra) // setup.gpus,
+        overhead=CONTEXT_BYTES if machine.gpu_count else 0,
+    )
+    on_host = offloaded if setup.tier == "host" else 0
+    host = Bytes(
+        weights=round(on_host * setup.kept_ratio) + (0 if setup.resident_others else others),
+        kv_cache=hosted,
+        buffers=2 * model.layer_bytes if setup.tier == "nvme" else 0,
+        overhead=(setup.host_rounding if on_host else 0) + PROCESS_BYTES,
+    )
+    return gpu, host, Bytes(weights=offloaded if setup.tier == "nvme" else 0)
+
+
+def _kv_buffers(setup: Setup, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
+    """GPU bytes that a KV cache on its way over the link takes, besides the buffers of the weights."""
+    if not setup.buffers:
+        return 2 * round(model.largest_kv_layer_bytes(batch_size, length) * setup.kv_ratio * setup.kv_host_share)
+    return setup.buffers * (buffer_bytes(setup, model, batch_size, input_len, length) - piece_bytes(setup, model))
+
+
+def piece_bytes(setup: Setup, model: ModelSpec) -> int:
+    """Of a layer, what crosses the link at a time and waits in one buffer of a ring."""
+    return round(min(PIECE_BYTES, model.layer_bytes) * setup.wire_ratio)
+
+
+def buffer_bytes(setup: Setup, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
+    """Of one buffer of a ring, which also takes the KV cache, of `length` tokens, of sequences prefilled together."""
+    piece = piece_bytes(setup, model)
+    if not setup.kv_host_share or setup.kv_on_cpu:
+        return piece
+    rows = prefill_rows(batch_size, input_len, pass_tokens(setup, model))
+    return max(piece, round(model.largest_kv_layer_bytes(rows, length) * setup.kv_ratio))
+
+
+def activations(setup: Setup, model: ModelSpec, batch_size: int, length: int) -> int:
+    """Peak of one layer's prefill: hidden states, the widest intermediate twice (and a gate), and eager attention
+    scores for ALiBi models, for which transformers has no fused kernel (three times in the weights' type, softmax in
+    float32). Passes side by side keep their hidden states each."""
+    rows = prefill_rows(batch_size, length, pass_tokens(setup, model))
+    tokens = rows * length
+    wide = max(model.ffn_matrices * model.ffn_size, 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
+    flat = tokens * (4 * model.hidden_size + wide) * model.dtype_bytes
+    eager = model.architecture in EAGER
+    scores = rows * model.num_heads * length**2 * (model.dtype_bytes * 3 + 4) if eager else 0
+    waiting = (batch_size - rows) * length * model.hidden_size * model.dtype_bytes if setup.blocks else 0
+    return flat + scores + waiting + batch_size * model.vocab_size * (model.dtype_bytes + 4)

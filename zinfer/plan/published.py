@@ -1,0 +1,92 @@
+"""Ratios that others have published, beside the planned ones; and sizes of their lossless codecs, beside the measured.
+
+Where every weight crosses the link at each step, two machines differ as their links do. A published ratio below that
+means that the engine reached a smaller share of the faster link than of the one it was calibrated on; which share, is
+arithmetic.
+"""
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
+from typing import ClassVar
+
+from zinfer.plan.cost import Factors
+from zinfer.plan.plan import Plan
+from zinfer.spec.value import Frozen
+
+
+class Published(Frozen):
+    """A throughput of `engine` on `machine` as a multiple of that on the machine `over`, from `low` to `high`."""
+
+    claim: str
+    engine: str
+    machine: str
+    over: str
+    low: float
+    high: float
+    source: str
+
+
+class PublishedCodec(Frozen):
+    """Size of bf16 weights that a lossless codec of others leaves, as a share, from `low` to `high`."""
+
+    columns: ClassVar = ("codec", "#size", "weights", "source")
+
+    codec: str
+    low: float
+    high: float
+    weights: str
+    source: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Text under `columns`."""
+        low, high = f"{100 * self.low:g}", f"{100 * self.high:g}%"
+        return self.codec, high if self.low == self.high else f"{low}-{high}", self.weights, self.source
+
+
+def codecs() -> tuple[PublishedCodec, ...]:
+    """Those of the catalogue."""
+    with (files("zinfer") / "catalog" / "codecs.toml").open("rb") as file:
+        return tuple(PublishedCodec(codec=name, **entry) for name, entry in tomllib.load(file).items())
+
+
+class Beside(Frozen):
+    """A published ratio and what is planned: None where a plan is missing or does not fit."""
+
+    published: Published
+    planned: float | None = None
+    share: float | None = None  # of the link, that the plan assumes
+
+    @property
+    def explaining(self) -> tuple[float, float] | None:
+        """The shares of the faster link that give the published ratios; None where the plan agrees or is unknown."""
+        claim = self.published
+        if self.planned is None or self.share is None or claim.low <= self.planned <= claim.high:
+            return None
+        return self.share * claim.low / self.planned, self.share * claim.high / self.planned
+
+    @property
+    def words(self) -> str:
+        """All of it in a sentence or two."""
+        claim = self.published
+        told = f"{claim.low:g}-{claim.high:g}x"
+        head = f"{claim.claim} with {claim.engine}: published {told} ({claim.source})"
+        if self.planned is None:
+            return f"{head}, planned unknown."
+        text = f"{head}, planned {self.planned:.1f}x."
+        if self.explaining is not None and self.share is not None:
+            low, high = self.explaining
+            text += f" The published ratio is that of {low:.0%} to {high:.0%} of the link instead of {self.share:.0%}."
+        return text
+
+
+def beside(claims: Iterable[Published], plans: Iterable[Plan], factors: Mapping[str, Factors]) -> Iterator[Beside]:
+    """Each claim with its planned ratio, of the first plans of its engine on its two machines."""
+    rates: dict[tuple[str, str], float | None] = {}
+    for plan in plans:
+        rates.setdefault((plan.case.engine, plan.machine.name), plan.output_tok_s if plan.fits else None)
+    for claim in claims:
+        ours, theirs = (rates.get((claim.engine, name)) for name in (claim.machine, claim.over))
+        share = factors[claim.engine].link_share if claim.engine in factors else 1.0
+        yield Beside(published=claim, planned=ours / theirs if ours and theirs else None, share=share)

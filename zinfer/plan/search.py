@@ -1,0 +1,72 @@
+"""Which batch is worth its memory, and whether to stream at all: plans compared with each other.
+
+A larger batch is free until something else than the link sets the step, so the best batch is seldom the first that one
+thinks of, and offload is judged at each side's own best batch.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+from zinfer.plan.cost import Factors
+from zinfer.plan.plan import Plan, largest_batch, make_plan
+from zinfer.spec.case import Case
+from zinfer.spec.machine import Machine
+from zinfer.spec.model import ModelSpec
+from zinfer.spec.units import figures
+
+NEARLY = 0.9  # of the best throughput that powers of two reach: beside them a better batch is looked for
+
+
+def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> Plan:
+    """The plan of `case` at the batch size with the highest predicted throughput, of equals the smallest: among 1, 2,
+    4, .. and the largest that fits, and the peaks beside those that are nearly the best. Where nothing fits, or no time
+    is known, the plan at batch 1."""
+
+    @cache
+    def plan(size: int) -> Plan:
+        return make_plan(case.with_batch(size), model, machine, factors=factors, largest=largest)
+
+    def rank(size: int) -> tuple[float, int]:
+        return _rate(plan(size)), -size
+
+    def peak(low: int, high: int) -> int:
+        while high - low > 2:
+            left, right = low + (high - low) // 3, high - (high - low) // 3
+            low, high = (left, high) if rank(left) < rank(right) else (low, right)
+        return max(range(low, high + 1), key=rank)
+
+    largest = largest_batch(case, model, machine, factors)
+    sizes = sorted({1 << power for power in range(largest.bit_length())} | {largest} - {0}) or [1]
+    promising = NEARLY * max(rank(size) for size in sizes)[0]
+    between = (
+        peak(sizes[max(index - 1, 0)], sizes[min(index + 1, len(sizes) - 1)])
+        for index, size in enumerate(sizes)
+        if rank(size)[0] >= promising
+    )
+    return plan(max(*sizes, *between, key=rank))
+
+
+def advice(plans: Sequence[Plan]) -> str:
+    """In a sentence, whether to stream, from the `best_batch` plans of one model, machine and pair of lengths."""
+    able = [plan for plan in plans if plan.fits and plan.output_tok_s]
+    if not able:
+        return "Nothing fits; see why below." if plans else "Nothing was planned."
+    staying, moving = (
+        max((plan for plan in able if (plan.streamed_bytes > 0) is streams), key=_rate, default=None)
+        for streams in (False, True)
+    )
+    if moving is None or staying is None:
+        (only,) = (plan for plan in (staying, moving) if plan)
+        verb = "Stream: without it the weights do not fit" if only is moving else "Do not stream: all of it fits"
+        return f"{verb}. {_words(only)}."
+    first, second = (staying, moving) if _rate(staying) >= _rate(moving) else (moving, staying)
+    verb = "Do not stream" if first is staying else "Stream"
+    return f"{verb}: {_words(first)}; {_words(second)}, {_rate(second) / _rate(first):.2f} of it."
+
+
+def _rate(plan: Plan) -> float:
+    return plan.output_tok_s or 0.0
+
+
+def _words(plan: Plan) -> str:
+    return f"{plan.case.label()} gives {figures(_rate(plan))} tok/s at batch {plan.case.workload.batch_size}"

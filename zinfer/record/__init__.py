@@ -1,0 +1,1 @@
+"""Records: what was measured, as it is stored, and how it is written and read back."""

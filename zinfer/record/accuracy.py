@@ -1,0 +1,195 @@
+"""How far an engine's output moves when one of its settings changes, as measured.
+
+A reference and a changed setting get the same tokens; at each position both say how likely every next token is. Where
+rows follow the reference's own greedy tokens (`own`), a setting that runs freely takes the same way up to the first
+position where its most likely token is another one, so both are told by one pass. Greedy text is what a model finds
+easy; rows that follow a given text (`text`) show what it is like elsewhere, and what the text's perplexity is.
+
+The first position of a row is its prefill's, which no setting of the KV cache changes.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import exp, inf
+from pathlib import Path
+from statistics import fmean, median_low
+from typing import Literal, NamedTuple, Self
+
+from zinfer.record.measurement import Status
+from zinfer.spec.case import Case
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.units import figures
+from zinfer.spec.value import Frozen
+
+Along = Literal["own", "text"]
+FILE = "accuracy.json"
+COLUMNS = (
+    "setting", "along", "#positions", "#logit error", "#at most", "#KL, nats", "#at most", "#same token",
+    "#perplexity", "#same rows", "#tokens till then",
+)  # fmt: skip
+
+
+class AccuracyError(ZinferError):
+    """A comparison that cannot be made, or a record that cannot be read; the message says what to do next."""
+
+
+class Position(NamedTuple):
+    """One next token. The logits' error is the root of the mean square over the vocabulary, over the standard deviation
+    of the reference's logits; KL is the divergence of the distribution from the reference's."""
+
+    error: float
+    kl: float  # nats
+    same: float  # 1 if the most likely token is that of the reference, else 0
+    reference_nats: float  # of the token that came next: -ln p
+    nats: float
+
+
+class Deviation(Frozen):
+    """All positions of `rows` rows: means, and the largest.
+
+    `first_differences`, of rows that follow the reference's own tokens: how many tokens of each are the same before the
+    first other one, None where all of them are.
+    """
+
+    case: Case
+    along: Along
+    rows: int
+    positions: int
+    error: float
+    error_max: float
+    kl: float
+    kl_max: float
+    agreement: float
+    reference_perplexity: float | None = None  # of a text
+    perplexity: float | None = None
+    first_differences: tuple[int | None, ...] = ()
+
+    @classmethod
+    def of(cls, case: Case, along: Along, rows: Sequence[Sequence[Position]]) -> Self:
+        """What `rows` of positions, one at least, come to."""
+        every = [position for row in rows for position in row]
+        perplexities: dict[str, float | None] = {}
+        first: tuple[int | None, ...] = ()
+        if along == "text":
+            perplexities = {
+                "reference_perplexity": exp(fmean(position.reference_nats for position in every)),
+                "perplexity": exp(fmean(position.nats for position in every)),
+            }
+        else:
+            first = tuple(next((i for i, position in enumerate(row) if not position.same), None) for row in rows)
+        return cls(
+            case=case,
+            along=along,
+            rows=len(rows),
+            positions=len(every),
+            error=fmean(position.error for position in every),
+            error_max=max(position.error for position in every),
+            kl=fmean(position.kl for position in every),
+            kl_max=max(position.kl for position in every),
+            agreement=fmean(position.same for position in every),
+            first_differences=first,
+            **perplexities,
+        )
+
+    @property
+    def identical(self) -> float | None:
+        """The share of rows whose greedy text is the reference's to the end."""
+        return self.first_differences.count(None) / self.rows if self.first_differences else None
+
+    @property
+    def first_difference(self) -> float | None:
+        """The median of `first_differences`, infinite where most rows have none."""
+        found = [inf if tokens is None else tokens for tokens in self.first_differences]
+        return median_low(found) if found else None
+
+
+class Failed(Frozen):
+    """A setting without numbers, and why."""
+
+    case: Case
+    status: Status
+    error: str
+
+
+class Prompts(Frozen):
+    """The text that rows begin with and follow: what it is called, the sha256 of its UTF-8, its length in tokens."""
+
+    name: str
+    sha256: str
+    tokens: int
+
+
+class AccuracyRecord(Frozen):
+    """What `zinfer accuracy` found on `machine`: `device` computed, logits were of type `logits_dtype`."""
+
+    machine: str
+    device: str
+    started_at: str
+    versions: Mapping[str, str]
+    told: str  # what the model is
+    revision: str
+    reference: Case
+    logits_dtype: str
+    samples: int  # of the text; each makes a row along it and one along the reference's own tokens
+    prompts: Prompts
+    deviations: tuple[Deviation, ...]
+    failed: tuple[Failed, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Model, reference and machine, and a warning where the weights mean nothing."""
+        load = self.reference.workload
+        dummy = "RANDOM WEIGHTS, which say nothing of a model: " if self.reference.load_format == "dummy" else ""
+        lengths = f"{load.input_len} tokens in, {load.output_len} followed"
+        return f"{dummy}{self.reference.model}, against {self.reference.label()}, {lengths}, on {self.machine}"
+
+    @property
+    def compared(self) -> tuple[Case, ...]:
+        """The settings that have numbers; not the reference in other batches."""
+        batch_size = self.reference.workload.batch_size
+        return tuple(dict.fromkeys(d.case for d in self.deviations if d.case.workload.batch_size == batch_size))
+
+    def label(self, case: Case) -> str:
+        """In what `case` differs from the reference."""
+        batch_size = case.workload.batch_size
+        found = [f"{key}={value}" for key, value in case.options if (key, value) not in self.reference.options]
+        found += [f"batch {batch_size}"] * (batch_size != self.reference.workload.batch_size)
+        return " ".join(found) or "none"
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """A row of text for each deviation, under `COLUMNS`."""
+        return [
+            (
+                self.label(one.case),
+                one.along,
+                f"{one.positions:,}",
+                _percent(one.error),
+                _percent(one.error_max),
+                f"{one.kl:.3g}",
+                f"{one.kl_max:.3g}",
+                f"{one.agreement:.2%}",
+                _change(one.reference_perplexity, one.perplexity),
+                "" if one.identical is None else f"{one.identical:.0%} of {one.rows}",
+                _tokens(one.first_difference, one.case.workload.output_len),
+            )
+            for one in self.deviations
+        ]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return "" if before is None or after is None else f"{figures(before, 4)} {round(after / before - 1, 4) + 0.0:+.2%}"
+
+
+def _tokens(count: float | None, most: int) -> str:
+    return "" if count is None else f"all {most}" if count == inf else str(count)
+
+
+def load(path: Path) -> AccuracyRecord:
+    """The record in `path`. Raises AccuracyError for what is none."""
+    try:
+        return AccuracyRecord.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise AccuracyError(f"{path} is no record of `zinfer accuracy`: {str(error).splitlines()[0]}") from error

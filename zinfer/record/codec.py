@@ -1,0 +1,106 @@
+"""What the lossless codec does to weights, as measured: how small, how fast, and whether that pays behind this link.
+
+A streamed step takes as long as its bytes need on the link. Coded they are fewer, and some are decoded while the next
+ones cross, so the longer of both sets the pace: a link brings at most ``1 / max(coded / raw, link / decode)`` times as
+many weights a second, where `link` and `decode` are rates of raw bytes.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.units import figures, gb
+from zinfer.spec.value import Frozen
+
+FILE = "codec.json"
+COLUMNS = ("weights", "#bytes", "#coded to", "#bound", "#encode GB/s", "#decode GB/s", "pays")
+
+
+class CodecError(ZinferError):
+    """Weights that cannot be measured, or a record that cannot be read; the message says what to do next."""
+
+
+class Rate(Frozen):
+    """Bytes a second: the median of `samples`, and their range over it."""
+
+    median: float
+    spread: float
+    samples: int
+    of: str
+
+
+class Coded(Frozen):
+    """One kind of weights, laid end to end and coded. `bound` is what coding exponents one by one can reach, with a
+    table for every block: their entropy and 8 bits, over 16. Rates are of raw bytes, None where nothing was timed."""
+
+    name: str
+    told: str  # what the weights are
+    total_bytes: int  # of all of them
+    raw_bytes: int  # of those that were coded
+    coded_bytes: int
+    bound: float
+    status: Literal["ok", "no_smaller", "wrong_bits"]
+    encode: Rate | None = None
+    decode: Rate | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.coded_bytes / self.raw_bytes
+
+    def gain(self, link: float) -> float | None:
+        """How many times as many weights a link of `link` bytes a second brings, at most; None where unknown."""
+        return 1 / max(self.ratio, link / self.decode.median) if self.status == "ok" and self.decode else None
+
+    def verdict(self, link: float) -> str:
+        """Whether it pays, in a few words: yes and the gain, or no, as decoding is slower than the link."""
+        gain = self.gain(link)
+        if gain is None:
+            return "FAILED" if self.status == "wrong_bits" else "no, as large"
+        if gain <= 1:
+            return "no, too slow"
+        return f"yes, {gain:.2f}x"
+
+
+class CodecRecord(Frozen):
+    """What `zinfer codec` found on `machine`: `device` did the work, `link` is bytes a second from host to device."""
+
+    machine: str
+    device: str
+    link: float
+    started_at: str
+    versions: Mapping[str, str]
+    rows: tuple[Coded, ...]
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the weights that came back with other bits."""
+        return tuple(row.name for row in self.rows if row.status == "wrong_bits")
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """A row of text for each kind of weights, under `COLUMNS`."""
+        return [
+            (
+                row.name,
+                gb(row.raw_bytes),
+                f"{row.ratio:.1%}",
+                f"{row.bound:.1%}",
+                _rate(row.encode),
+                _rate(row.decode, spread=True),
+                row.verdict(self.link),
+            )
+            for row in self.rows
+        ]
+
+
+def _rate(rate: Rate | None, spread: bool = False) -> str:
+    """In GB/s; with `spread`, and half the range."""
+    return "" if rate is None else figures(rate.median / 1e9) + f" ± {rate.spread / 2:.1%}" * spread
+
+
+def load(path: Path) -> CodecRecord:
+    """The record in `path`. Raises CodecError for what is none."""
+    try:
+        return CodecRecord.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CodecError(f"{path} is no record of `zinfer codec`: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,204 @@
+"""Records to a flat table, one row a point, for spreadsheets, data frames and documents.
+
+Failures are rows too; what a point does not know is an empty cell, never 0. Rates are those of usable points only.
+Units stand in the column names: tokens a second, milliseconds, seconds, bytes, bytes a second. The columns of `COLUMNS`
+are always there, in that order; one for each prediction and each version that was recorded follows them::
+
+    table = Table.of([("bloom", point) for point in points])
+    Path("bloom.csv").write_bytes(to_csv(table))
+
+Model names and error texts come from outside and are never trusted: no cell starts a formula, a table or markup.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterable
+from html import escape
+from statistics import mean
+from typing import Any, NamedTuple, get_args
+
+from zinfer.record.measurement import Effective, Measurement
+from zinfer.record.stats import half_width
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.units import figures
+
+Cell = str | int | float | None
+
+# What a spreadsheet takes for the start of a formula (OWASP, "CSV Injection"): an apostrophe is put before it.
+_FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
+
+
+class _Column(NamedTuple):
+    kind: type[Any]  # of the cells that are not empty: str, int or float
+    of: Callable[[Measurement], Cell]
+
+
+def _kind(annotation: Any) -> type[Any]:
+    """The type of a field's cells: ``int | None`` is int; what is neither int nor float is told as text."""
+    return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), str)
+
+
+def _json(value: Any) -> str | None:
+    """Many values in one cell; empty where there is none."""
+    return json.dumps(value, sort_keys=True, default=str) if value else None
+
+
+def _timed(get: Callable[[Measurement], Cell]) -> Callable[[Measurement], Cell]:
+    return lambda point: get(point) if point.usable else None
+
+
+def _asked(field: str) -> Callable[[Measurement], Cell]:
+    return lambda point: _cell(dict(point.case.options) if field == "options" else getattr(point.case, field))
+
+
+def _length(field: str) -> Callable[[Measurement], Cell]:
+    return lambda point: _cell(getattr(point.case.workload, field))
+
+
+def _placed(field: str) -> Callable[[Measurement], Cell]:
+    return lambda point: _cell(getattr(point.effective, field, None))
+
+
+def _cell(value: Any) -> Cell:
+    """A field's value as text or number."""
+    if isinstance(value, dict | tuple):
+        return _json(value)
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _tpot_half_width(point: Measurement) -> float | None:
+    return half_width([mean(steps) for steps in point.step_ms if steps])
+
+
+_CASE = {
+    name: _Column(_kind(field.annotation), _asked(name))
+    for name, field in Case.model_fields.items()
+    if name != "workload"
+} | {name: _Column(int, _length(name)) for name in Workload.model_fields}
+_EFFECTIVE = {
+    f"effective_{name}": _Column(_kind(field.annotation), _placed(name))
+    for name, field in Effective.model_fields.items()
+}
+_COLUMNS = {
+    "machine": _Column(str, lambda p: p.machine),
+    **_CASE,
+    "model_revision": _Column(str, lambda p: p.model_revision or None),
+    "num_layers": _Column(int, lambda p: p.num_layers),
+    "total_layers": _Column(int, lambda p: p.total_layers),
+    "status": _Column(str, lambda p: p.status),
+    "stage": _Column(str, lambda p: p.stage),
+    "error": _Column(str, lambda p: p.error),
+    "repeats": _Column(int, lambda p: len(p.ttft_ms) or None),
+    "output_tok_s": _Column(float, _timed(lambda p: p.output_tok_s)),
+    "output_tok_s_half_width": _Column(float, _timed(lambda p: half_width(p.output_tok_s_samples))),
+    "decode_tok_s": _Column(float, _timed(lambda p: p.decode_tok_s)),
+    "prefill_tok_s": _Column(float, _timed(lambda p: p.prefill_tok_s)),
+    "ttft_ms": _Column(float, _timed(lambda p: mean(p.ttft_ms))),
+    "ttft_ms_half_width": _Column(float, _timed(lambda p: half_width(p.ttft_ms))),
+    "tpot_ms": _Column(float, _timed(lambda p: p.tpot_ms)),
+    "tpot_ms_half_width": _Column(float, _timed(_tpot_half_width)),
+    "step_median_ms": _Column(float, _timed(lambda p: p.step_median_ms)),
+    "e2e_ms": _Column(float, _timed(lambda p: mean(p.e2e_ms))),
+    "load_s": _Column(float, lambda p: p.load_s),
+    "load_bytes": _Column(int, lambda p: p.load_bytes),
+    "load_bandwidth_bytes_s": _Column(float, lambda p: p.load_bandwidth),
+    "h2d_bandwidth_bytes_s": _Column(float, _timed(lambda p: p.h2d_bandwidth)),
+    "link_bandwidth_bytes_s": _Column(float, lambda p: p.link_bandwidth),
+    "link_share": _Column(float, _timed(lambda p: p.link_share)),
+    "gpu_peak_bytes": _Column(int, lambda p: p.gpu_peak_bytes),
+    "gpu_used_bytes": _Column(int, lambda p: p.gpu_used_bytes),
+    "host_peak_bytes": _Column(int, lambda p: p.host_peak_bytes),
+    **_EFFECTIVE,
+    "gpu_readings": _Column(str, lambda p: _json(p.gpu)),
+    "started_at": _Column(str, lambda p: p.started_at or None),
+}
+COLUMNS = ("file", *_COLUMNS)
+
+
+class Table(NamedTuple):
+    """Columns with the type of their cells, and rows in that order."""
+
+    columns: dict[str, type[Any]]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    @classmethod
+    def of(cls, points: Iterable[tuple[str, Measurement]]) -> "Table":
+        """The table of points, each with the name of the file it is from; of points of one file, machine and case the
+        last one counts."""
+        latest = {(file, point.machine, point.case): point for file, point in points}
+        predicted = sorted({name for point in latest.values() for name in point.predicted})
+        versions = sorted({name for point in latest.values() for name in point.versions})
+        columns: dict[str, type[Any]] = {"file": str} | {name: column.kind for name, column in _COLUMNS.items()}
+        columns |= {f"predicted_{name}": float for name in predicted} | {f"version_{name}": str for name in versions}
+        rows = tuple(
+            (
+                file,
+                *(column.of(point) for column in _COLUMNS.values()),
+                *(point.predicted.get(name) for name in predicted),
+                *(point.versions.get(name) for name in versions),
+            )
+            for (file, _, _), point in latest.items()
+        )
+        return cls(columns, rows)
+
+
+def to_csv(table: Table) -> bytes:
+    """Comma-separated UTF-8 with a header, lines ending in a newline. A text that a spreadsheet would take for a
+    formula gets an apostrophe before it; numbers are as exact as in the records; every line break is one newline."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_unarmed, table.columns))
+    writer.writerows([_plain(cell) for cell in row] for row in table.rows)
+    return text.getvalue().encode()
+
+
+def to_json(table: Table) -> bytes:
+    """A list of objects with all columns; null is unknown."""
+    return json.dumps([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1).encode() + b"\n"
+
+
+def to_md(table: Table) -> bytes:
+    """A Markdown table for reading: four digits of a fraction, and without the columns in which nothing stands."""
+    kept = [nth for nth in range(len(table.columns)) if any(row[nth] is not None for row in table.rows)]
+    names = list(table.columns)
+    lines = [[_md(names[nth]) for nth in kept], ["---"] * len(kept)]
+    lines += [[_md(row[nth]) for nth in kept] for row in table.rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines).encode()
+
+
+def to_parquet(table: Table) -> bytes:
+    """An Apache Parquet file: strings, 64-bit integers and floats, null for unknown. Raises ModuleNotFoundError
+    without pyarrow."""
+    import pyarrow
+    import pyarrow.parquet
+
+    types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
+    schema = pyarrow.schema([(name, types[kind]) for name, kind in table.columns.items()])
+    columns = [pyarrow.array([row[nth] for row in table.rows], type=field.type) for nth, field in enumerate(schema)]
+    target = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, schema=schema), target)
+    return target.getvalue()
+
+
+WRITERS: dict[str, Callable[[Table], bytes]] = {"csv": to_csv, "parquet": to_parquet, "md": to_md, "json": to_json}
+
+
+def _plain(cell: Cell) -> Cell:
+    return _unarmed(cell) if isinstance(cell, str) else cell
+
+
+def _unarmed(text: str) -> str:
+    text = "\n".join(re.split("\r\n?", text))  # the csv module of Python 3.12 and before leaves a lone \r unquoted
+    return f"'{text}" if text.lstrip(" ").startswith(_FORMULA) else text
+
+
+def _md(cell: Cell) -> str:
+    """A cell on one line, without markup."""
+    if cell is None or isinstance(cell, float):
+        return "" if cell is None else figures(cell, 4).replace(",", "")
+    flat = " ".join("".join(letter if letter.isprintable() else " " for letter in str(cell)).split())
+    for mark in "\\`*_|[]~":
+        flat = flat.replace(mark, f"\\{mark}")
+    return escape(flat, quote=False)

@@ -1,0 +1,194 @@
+"""A file of lines that is only ever appended to: whole lines, synced, by one process at a time, mended when opened.
+
+A job of days may end in a kill, a full disk or a power cut; whatever was written by then must be on disk and legible.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+from zinfer.spec.errors import ZinferError
+
+
+class StoreError(ZinferError):
+    """A file of records that cannot be read or written; the message says what to do next."""
+
+    exit_code = 5  # the environment's fault: disk, permissions, a second writer
+
+
+class Garbled(ValueError):
+    """A line whose bytes are not those that were written."""
+
+
+Check = Callable[[bytes], object]  # raises Garbled for such a line, ValueError for a whole one that cannot be used
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The lines of a file without their newlines; the last one may lack it. Raises StoreError."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    lines = content.split(b"\n")
+    return lines if lines[-1] else lines[:-1]
+
+
+class Closing(ABC):
+    """What `with` closes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is held. Safe to call twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Lines(Closing):
+    """A file open for appending, by this process alone. Make one with `Lines.open`, and `mend` it before appending."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open `path`, made if need be, and lock it until `close`; its contents stay as they are.
+
+        Raises StoreError when another process writes the file or it cannot be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = cls(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
+        except OSError as error:
+            raise StoreError(f"cannot open {path} for writing: {error.strerror}") from error
+        try:
+            lines._lock()
+            sync_folder(path.parent)
+        except BaseException:
+            lines.close()
+            raise
+        return lines
+
+    def append(self, *lines: bytes) -> None:
+        """Write lines, given without newlines, and wait for the disk. On StoreError (disk full, say) the file ends
+        where it did before."""
+        _append(self._descriptor, b"".join(line + b"\n" for line in lines), self.path)
+
+    def cut(self) -> None:
+        """Take all lines away."""
+        _cut(self._descriptor, 0, self.path)
+
+    def mend(self, check: Check, kind: str, aside: bool = True) -> tuple[tuple[int, str], ...]:
+        """The lines that `check` finds fault with, by their numbers (from 1), and why.
+
+        Garbled ones are copied to ``<file>.damaged`` (unless not put `aside`); those at the end, such as a line that a
+        kill tore, are then cut off. Raises StoreError, and changes nothing, where no line is right: the file is no
+        `kind` ("results file").
+        """
+        lines, garbled = read_lines(self.path), []
+        faults: list[tuple[int, str]] = []
+        end = position = 0  # end: of the last line to keep
+        for number, line in enumerate(lines, start=1):
+            position += len(line) + 1
+            try:
+                check(line)
+                end = position
+            except ValueError as error:
+                faults.append((number, str(error)))
+                if isinstance(error, Garbled):
+                    garbled.append(line)
+                else:
+                    end = position  # whole, but of another version: not ours to cut
+        size = os.fstat(self._descriptor).st_size
+        torn = len(lines) == 1 and lines[0].startswith(b"{") and size < position  # the first line ever, by a kill
+        if lines and len(garbled) == len(lines) and not torn:
+            raise StoreError(f"{self.path} is not a {kind}: no line is a record; name another with --output")
+        if aside:
+            _keep_aside(self.path.with_name(self.path.name + ".damaged"), garbled)
+        if end > size:  # a whole line that lacks only its newline
+            _append(self._descriptor, b"\n", self.path)
+        elif end < size:
+            _cut(self._descriptor, end, self.path)
+        return tuple(faults)
+
+    def close(self) -> None:
+        """Release the file. Safe to call twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _lock(self) -> None:
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            raise StoreError(f"{self.path} is not a regular file; name another with --output")
+        try:
+            # not lockf: a POSIX lock is lost when its process closes any descriptor of the file, as reading it does
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreError(f"another zinfer is writing {self.path}; wait for it, or name another --output") from None
+        except OSError as error:
+            raise StoreError(f"cannot lock {self.path}: {error.strerror}") from error
+
+
+def _keep_aside(path: Path, lines: list[bytes]) -> None:
+    """Add `lines` to the file at `path`, unless they are there since an earlier opening."""
+    known = set(read_lines(path)) if path.exists() else set()
+    new = b"".join(line + b"\n" for line in lines if line not in known)
+    if not new:
+        return
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        _refuse(path, error)
+    try:
+        _append(descriptor, new, path)
+        sync_folder(path.parent)
+    finally:
+        os.close(descriptor)
+
+
+def _append(descriptor: int, data: bytes, path: Path) -> None:
+    """One write and a sync; if either fails, the file is cut back to what it was."""
+    size = os.fstat(descriptor).st_size
+    try:
+        if os.write(descriptor, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(descriptor)
+    except OSError as error:
+        with suppress(StoreError):
+            _cut(descriptor, size, path)
+        _refuse(path, error)
+
+
+def _cut(descriptor: int, size: int, path: Path) -> None:
+    try:
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
+    except OSError as error:
+        _refuse(path, error)
+
+
+def _refuse(path: Path, error: OSError) -> NoReturn:
+    raise StoreError(f"cannot write {path}: {error.strerror}; the records in it are kept") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a new file's name durable, where the file system can sync a folder."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

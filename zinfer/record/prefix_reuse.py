@@ -1,0 +1,164 @@
+"""What a kept conversation is worth, as measured: the time to the first token with its keys and values reloaded from
+host memory or from disk, against computing them again.
+
+Computing takes the whole model for every token, and where weights are streamed one pass of them at least, which reload
+needs as well: so a short context gains nothing, and from some context on, the break-even, a reload is faster.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import log
+from pathlib import Path, PurePath
+from statistics import median
+from typing import Literal
+
+from pydantic import ValidationError
+
+from zinfer.spec.case import Case
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.units import duration, figures, gb
+from zinfer.spec.value import Frozen
+
+FILE = "reuse.json"
+COLUMNS = ("#context", "#kept", "#recompute", "#memory", "#faster", "#disk", "#faster", "token", "#logits")
+
+Source = Literal["memory", "disk"]
+SOURCES: tuple[Source, ...] = ("memory", "disk")
+
+
+class ReuseError(ZinferError):
+    """A record that cannot be read; the message says what to do next."""
+
+
+class Point(Frozen):
+    """Prefills of `context` tokens, of which all but `new_tokens` were kept, in `kept_bytes`: every sample, in ms, to
+    the first token. What was not measured says why it was `skipped`.
+
+    `max_difference` is that between any logit computed and reloaded.
+    """
+
+    context: int
+    new_tokens: int
+    kept_bytes: int = 0
+    recompute_ms: tuple[float, ...] = ()
+    memory_ms: tuple[float, ...] = ()
+    disk_ms: tuple[float, ...] = ()
+    same_token: bool | None = None
+    max_difference: float | None = None
+    skipped: str | None = None
+
+    def samples(self, source: Source) -> tuple[float, ...]:
+        return self.memory_ms if source == "memory" else self.disk_ms
+
+    def gain(self, source: Source) -> float | None:
+        """How many times as fast as computing a reload is, by medians; None where one was not measured."""
+        own = self.samples(source)
+        return median(self.recompute_ms) / median(own) if own and self.recompute_ms else None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its medians as text, under `COLUMNS`."""
+        sources: list[str] = []
+        for source in SOURCES:
+            gain = self.gain(source)
+            sources += ["", ""] if gain is None else [told(self.samples(source)), f"{gain:.2f}x"]
+        return (
+            f"{self.context:,}", gb(self.kept_bytes), told(self.recompute_ms), *sources,
+            "same" if self.same_token else "OTHER",
+            "" if self.max_difference is None else figures(self.max_difference, 2),
+        )  # fmt: skip
+
+
+class Run(Frozen):
+    """One load (`case`, whose workload means nothing) over context lengths."""
+
+    case: Case
+    num_layers: int
+    total_layers: int
+    model_revision: str = ""
+    started_at: str
+    link: float | None = None  # bytes a second, host to device, just before the load
+    versions: Mapping[str, str]
+    points: tuple[Point, ...]
+
+    @property
+    def measured(self) -> tuple[Point, ...]:
+        return tuple(point for point in self.points if point.recompute_ms)
+
+    @property
+    def title(self) -> str:
+        """``bloom-176b, 14 of 70 layers, stream cpu``."""
+        local = self.case.model.startswith((".", "/", "~"))
+        name = PurePath(self.case.model).name if local else self.case.model
+        part = "" if self.case.layers is None else f", {self.num_layers} of {self.total_layers} layers"
+        return f"{name}{part}, {self.case.label()}"
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """The break-even from memory and from disk, and what was skipped, a line each."""
+        found = (verdict(self.points, source) for source in SOURCES)
+        skipped = (f"{point.context:,} tokens skipped: {point.skipped}" for point in self.points if point.skipped)
+        return (*filter(None, found), *skipped)
+
+    @property
+    def conditions(self) -> str:
+        weights = "dummy weights" if self.case.load_format == "dummy" else "weights of the checkpoint"
+        new = ", ".join(sorted({str(point.new_tokens) for point in self.points}))
+        link = "" if self.link is None else f", link {gb(self.link)}/s"
+        return f"{weights}, {self.case.dtype}{link}; the last {new} tokens are new"
+
+
+class ReuseRecord(Frozen):
+    """What `zinfer reuse` found on `machine`, whose `device` did the work; a run a load, the latest one of each."""
+
+    machine: str
+    device: str
+    runs: tuple[Run, ...]
+
+    def with_run(self, run: Run) -> "ReuseRecord":
+        """With `run` in the place of an earlier one of the same load, or added."""
+        others = tuple(one for one in self.runs if one.case != run.case)
+        return self.model_copy(update={"runs": (*others, run)})
+
+
+def break_even(points: Sequence[Point], source: Source) -> float | None:
+    """The context in tokens from which on a reload is faster: between the last measured one where it is not and the
+    next, on a line through the logarithms of both gains. 0 where it always is, infinite where it is not at the longest
+    context; None where nothing was measured."""
+    known = sorted((point.context, gain) for point in points if (gain := point.gain(source)) is not None)
+    losing = [index for index, (_, gain) in enumerate(known) if gain <= 1]
+    if not known:
+        return None
+    if not losing:
+        return 0.0
+    if losing[-1] == len(known) - 1:
+        return float("inf")
+    (before, below), (after, above) = known[losing[-1] : losing[-1] + 2]
+    share = -log(below) / (log(above) - log(below))
+    return float(before * (after / before) ** share)
+
+
+def verdict(points: Sequence[Point], source: Source) -> str | None:
+    """The break-even in words; None where nothing was measured."""
+    found = break_even(points, source)
+    if found is None:
+        return None
+    contexts = [point.context for point in points if point.gain(source) is not None]
+    if found == 0:
+        return f"reload from {source} always wins, from {min(contexts):,} tokens on"
+    if found == float("inf"):
+        wins = any((point.gain(source) or 0) > 1 for point in points)
+        return f"reload from {source} {'does not win at' if wins else 'never wins, up to'} {max(contexts):,} tokens"
+    return f"reload from {source} wins from {round(found):,} tokens on"
+
+
+def told(samples_ms: Sequence[float]) -> str:
+    """The median, with its unit."""
+    return duration(median(samples_ms) / 1e3)
+
+
+def load(path: Path) -> ReuseRecord:
+    """The record in `path`. Raises ReuseError for what is none."""
+    try:
+        return ReuseRecord.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ReuseError(f"{path} is no record of `zinfer reuse`: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,201 @@
+"""Results on disk: one JSON line a record, appended whole and synced, checked when read.
+
+A sweep of days may end in a kill, a full disk or a power cut; whatever was finished by then must be on disk and
+legible. A line carries its schema version and a checksum and is canonical (sorted keys, no spaces, ASCII), so that any
+changed byte shows. Files are only ever appended to::
+
+    with Store.open(Path("sweeps/results/h100/bloom.jsonl")) as store:
+        store.append_header(Header(machine="h100", recipe=recipe))
+        store.append(measurement)
+    points = read(Path("sweeps/results")).points
+"""
+
+import json
+import math
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from pydantic import Field, ValidationError
+
+from zinfer.record.jsonl import Closing, Garbled, Lines, read_lines
+from zinfer.record.jsonl import StoreError as StoreError  # for those who catch it
+from zinfer.record.measurement import SCHEMA_VERSION, Measurement
+from zinfer.spec.value import Frozen
+
+
+class Header(Frozen):
+    """What a sweep was started with; written at each start, so that a resumed file tells its whole story."""
+
+    machine: str
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    model_revision: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+    started_at: str = ""  # ISO 8601, UTC
+
+
+class Damage(NamedTuple):
+    """A line that could not be used, by its number (from 1), and why."""
+
+    path: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.reason}"
+
+
+class Records(NamedTuple):
+    """What was read: every point in file order, repeated cases included; of these the last one counts."""
+
+    points: tuple[Measurement, ...] = ()
+    headers: tuple[Header, ...] = ()
+    damaged: tuple[Damage, ...] = ()
+
+    @property
+    def warning(self) -> str | None:
+        """One line for stderr when something was left out."""
+        if not self.damaged:
+            return None
+        rest = f" (and {len(self.damaged) - 1} more lines)" if len(self.damaged) > 1 else ""
+        return f"left out {self.damaged[0]}{rest}"
+
+
+_KINDS: dict[str, type[Header] | type[Measurement]] = {"sweep": Header, "point": Measurement}
+
+
+def _canonical(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str).encode()
+
+
+def _sealed(fields: dict[str, Any]) -> bytes:
+    return _canonical(fields | {"checksum": sha256(_canonical(fields)).hexdigest()[:16]})
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for NaN and the infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _validated(kind: str, fields: dict[str, Any]) -> Header | Measurement:
+    try:
+        return _KINDS[kind].model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def encode(record: Header | Measurement) -> bytes:
+    """The line of a record, without its newline. Raises StoreError for a record that could not be read back."""
+    kind = "point" if isinstance(record, Measurement) else "sweep"
+    fields = _finite(record.model_dump())
+    try:
+        _validated(kind, fields)
+        return _sealed(fields | {"kind": kind, "schema_version": SCHEMA_VERSION})
+    except (ValueError, TypeError) as error:
+        raise StoreError(f"a {kind} record that cannot be stored: {error}") from error
+
+
+def decode(line: bytes) -> Header | Measurement:
+    """The record of a line. Raises ValueError with the reason when it is not exactly what `encode` wrote."""
+    try:
+        fields = json.loads(line)
+        claimed = fields.pop("checksum")
+        sealed = _sealed(fields)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise Garbled("not a whole record") from None
+    if sealed != line:
+        raise Garbled(f"the checksum {str(claimed)[:16]} does not match the line")
+    version = fields.pop("schema_version", None)
+    kind = fields.pop("kind", None)
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"schema version {version}; this zinfer reads {SCHEMA_VERSION}")
+    if kind not in _KINDS:
+        raise ValueError(f"unknown kind of record {kind!r}")
+    return _validated(kind, fields)
+
+
+def files(path: Path) -> tuple[Path, ...]:
+    """The results files that `path` stands for: itself, or every ``*.jsonl`` below it, sorted."""
+    return tuple(sorted(path.rglob("*.jsonl"))) if path.is_dir() else (path,)
+
+
+def read(path: Path) -> Records:
+    """All records of a file, or of every ``*.jsonl`` below a folder; changes nothing.
+
+    A line that cannot be used is reported in `damaged` and the rest is used. Raises StoreError when there is no such
+    path or it cannot be read.
+    """
+    points: list[Measurement] = []
+    headers: list[Header] = []
+    damaged: list[Damage] = []
+    for file in files(path):
+        for number, line in enumerate(read_lines(file), start=1):
+            try:
+                record = decode(line)
+            except ValueError as error:
+                damaged.append(Damage(file, number, str(error)))
+                continue
+            if isinstance(record, Measurement):
+                points.append(record)
+            else:
+                headers.append(record)
+    return Records(tuple(points), tuple(headers), tuple(damaged))
+
+
+def read_usable(path: Path) -> Records:
+    """`read`, where nothing to work from is an error too: raises StoreError unless a point is usable."""
+    records = read(path) if path.exists() else Records()
+    if any(point.usable for point in records.points):
+        return records
+    if not records.points:
+        lost = f" ({records.warning})" if records.warning else ""
+        raise StoreError(f"no results in {path}{lost}: measure first, with `zinfer sweep`")
+    statuses = ", ".join(sorted({point.status for point in records.points}))
+    raise StoreError(f"none of the {len(records.points)} points in {path} succeeded ({statuses}): see `zinfer report`")
+
+
+class Store(Closing):
+    """A results file open for appending, by this process alone. Make one with `Store.open`."""
+
+    def __init__(self, lines: Lines) -> None:
+        self.path = lines.path
+        self.damaged: tuple[Damage, ...] = ()  # found on opening; garbled lines are kept in `<file>.damaged`
+        self._lines = lines
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open `path`, made if need be, and lock it until `close`.
+
+        Garbled lines are copied to ``<file>.damaged``; those at the end, such as a record that a kill tore, are then
+        cut off. Raises StoreError when another process writes the file or it cannot be written.
+        """
+        store = cls(Lines.open(path))
+        try:
+            store.damaged = tuple(Damage(path, *fault) for fault in store._lines.mend(decode, "results file"))
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def append(self, point: Measurement) -> None:
+        """Write one point and wait for the disk. On StoreError (disk full, say) the file ends at its last record."""
+        self._lines.append(encode(point))
+
+    def append_header(self, header: Header) -> None:
+        """Write the header of a start, like `append`."""
+        self._lines.append(encode(header))
+
+    def points(self) -> tuple[Measurement, ...]:
+        return read(self.path).points
+
+    def headers(self) -> tuple[Header, ...]:
+        return read(self.path).headers
+
+    def close(self) -> None:
+        """Release the file. Safe to call twice."""
+        self._lines.close()

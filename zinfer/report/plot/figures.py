@@ -1,0 +1,275 @@
+"""Records to figures, one function a figure, each for the points of one group.
+
+Measured is solid with markers, a limit is dashed, out of memory is a ×, and what is not known is not drawn.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from statistics import mean, median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zinfer.analysis.group import Group, Points, by_load
+from zinfer.analysis.rates import Spread, best, best_by_load, spread
+from zinfer.analysis.rates import edges as find_edges
+from zinfer.plan.plan import Plan
+from zinfer.record.measurement import Measurement
+from zinfer.report.plot.style import GREY, PALETTE, Sheet, batch_axis, log_axis, looks, series, shortened
+from zinfer.report.plot.timeline import timeline
+from zinfer.spec.case import Case
+from zinfer.spec.units import figures, gb
+
+_SAME_LIMIT = 1.1  # limits closer than this are drawn as one
+
+
+def draw(group: Group, points: Points, names: Collection[str] | None = None) -> dict[str, Figure]:
+    """The figures of a group by name, all of `FIGURES` or those of `names`, without any that would show nothing."""
+    with looks():
+        drawn = {name: figure(group, points) for name, figure in FIGURES.items() if names is None or name in names}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def throughput(group: Group, points: Points) -> Figure | None:
+    """Output tokens a second over batch size, with the batch sizes that failed in a strip below."""
+    top = best(points)
+    if top is None or top.output_tok_s is None:
+        return None
+    points = _shown(points)
+    failed = by_load([point for point in points if point.status != "ok"])
+    answer = f"Ringed, the fastest: {top.case.label()}, batch {_batch(top)}, {figures(top.output_tok_s or 0)} tok/s."
+    notes = (answer, f"{group.conditions}{_bars(points)}")
+    sheet = Sheet(group, "which engine, at which batch?", notes, strip_rows=len(failed))
+    axes = sheet.panels[0]
+    values = _lines(axes, points, lambda point: spread(point.output_tok_s_samples))
+    values += _link_limits(axes, points)
+    axes.plot([_batch(top)], [top.output_tok_s], "o", markersize=15, color="none", markeredgecolor=GREY, zorder=1)
+    log_axis(axes, values)
+    axes.set_ylabel("output tokens a second")
+    batch_axis(axes, _sizes(points))
+    if sheet.strip is not None:
+        axes.tick_params(labelbottom=False, bottom=False)
+        axes.set_xlabel("")
+        _strip(sheet.strip, failed, list(by_load(points)), _sizes(points))
+        batch_axis(sheet.strip, _sizes(points))
+    return sheet.finish()
+
+
+def latency(group: Group, points: Points) -> Figure | None:
+    """Time to the first token, and time per token after it, over batch size."""
+    usable = [point for point in points if point.usable]
+    if not usable:
+        return None
+    sheet = Sheet(group, "how long does a user wait?", (f"{group.conditions}{_bars(points)}",), panels=2)
+    first, after = sheet.panels
+    first.set_title("to the first token (TTFT)", loc="left", size=10)
+    after.set_title("for each token after it (TPOT)", loc="left", size=10)
+    waits = _lines(first, points, lambda point: spread([sample / 1e3 for sample in point.ttft_ms]))
+    steps = _lines(after, points, lambda point: spread([mean(own) / 1e3 for own in point.step_ms if own]))
+    for axes, values in ((first, waits), (after, steps)):
+        if values:
+            log_axis(axes, values)
+        batch_axis(axes, _sizes(usable))
+    first.set_ylabel("seconds")
+    return sheet.finish()
+
+
+def link(group: Group, points: Points) -> Figure | None:
+    """Weights delivered a second by decode steps, as a share of what the host-to-device link can copy."""
+    streamed = [point for point in points if point.usable and point.link_share]
+    if not streamed:
+        return None
+    full = median(point.link_bandwidth or 0 for point in streamed)
+    meaning = "Bytes of weights that a step uses, over the median step time; compressed weights can pass 100%."
+    sheet = Sheet(group, "how much of the link is used?", (meaning, group.conditions))
+    axes = sheet.panels[0]
+    values = _lines(axes, points, lambda point: spread([100 * share] if (share := point.link_share) else []))
+    axes.axhline(100, linestyle="--", color=GREY, linewidth=1.3, label=f"the link: {gb(full)}/s from pinned memory")
+    axes.set_ylim(0, 1.1 * max(100, *values))
+    axes.set_ylabel("% of the measured link")
+    batch_axis(axes, _sizes(streamed))
+    return sheet.finish()
+
+
+def residency(group: Group, points: Points) -> Figure | None:
+    """Output tokens a second over the share of the weights that stays on the GPU, each budget at its own best batch,
+    and all of them at the largest batch that they share. Nothing to show without two budgets of one engine."""
+    tops = [point for point in best_by_load(points) if _resident_share(point) is not None]
+    engines = {point.case.engine for point in tops if point.case.gpu_weights is not None}
+    lines: list[tuple[str, str, list[Measurement]]] = []
+    for engine in sorted(engines):
+        own = [point for point in tops if point.case.engine == engine]
+        if len(own) < 2:
+            continue
+        lines.append((engine, "each at its own best batch", own))
+        loads = by_load([point for point in points if point.usable and point.case.load in {p.case.load for p in own}])
+        common = set.intersection(*({_batch(point) for point in batch} for batch in loads.values()))
+        if common:
+            equal = [next(p for p in batch if _batch(p) == max(common)) for batch in loads.values()]
+            lines.append((engine, f"all at batch {max(common)}", equal))
+    if not lines:
+        return None
+    sheet = Sheet(group, "how much of the weights should stay on the GPU?", (group.conditions,))
+    axes = sheet.panels[0]
+    values: list[float] = []
+    for nth, (engine, how, own) in enumerate(lines):
+        own.sort(key=lambda point: _resident_share(point) or 0)
+        rates = [point.output_tok_s or 0 for point in own]
+        look = series([own[0].case.load])[own[0].case.load] | {"label": f"{engine}, {how}"}
+        if nth % 2:
+            look |= {"markerfacecolor": "white", "linewidth": 1.0}
+        axes.plot([_resident_share(point) or 0 for point in own], rates, **look, zorder=3)
+        for point, rate in zip(own, rates, strict=True):
+            if nth % 2 == 0:
+                axes.annotate(
+                    f"batch {_batch(point)}", (_resident_share(point) or 0, rate), xytext=(0, 9),
+                    textcoords="offset points", ha="center", size=8, color=look["color"],
+                )  # fmt: skip
+        values += rates
+    log_axis(axes, [*values, 1.2 * max(values)])
+    axes.set_xlim(-4, 104)
+    axes.set_xlabel("% of the weights on the GPU")
+    axes.set_ylabel("output tokens a second")
+    return sheet.finish()
+
+
+def prediction(plans: Sequence[Plan]) -> Figure | None:
+    """Predicted output tokens a second over batch size, a dashed line a machine and load, its error band shaded; None
+    where nothing fits. The plans are of one model and one pair of lengths."""
+    lines: dict[tuple[str, Case], list[Plan]] = {}
+    for plan in plans:
+        if plan.fits and plan.output_tok_s and plan.case.workload.batch_size <= plan.max_batch_size:
+            lines.setdefault((plan.machine.name, plan.case.load), []).append(plan)
+    if not lines:
+        return None
+    machines = list(dict.fromkeys(machine for machine, _ in lines))
+    case = next(iter(lines.values()))[0].case
+    group = Group(
+        machine=", ".join(machines), model=case.model, layers=case.layers, input_len=case.workload.input_len,
+        output_len=case.workload.output_len, dtype=case.dtype, load_format=case.load_format,
+        total_layers=plans[0].model.total_layers,
+    )  # fmt: skip
+    what = "Predictions, nothing was run; shaded: nine of ten" if plans[0].error else "Physical limits, nothing was run"
+    with looks():
+        sheet = Sheet(group, "where, and at which batch?", (what, group.machine))
+        axes = sheet.panels[0]
+        values: list[float] = []
+        for nth, ((machine, load), own) in enumerate(lines.items()):
+            sizes = [plan.case.workload.batch_size for plan in own]
+            rates = [plan.output_tok_s or 0.0 for plan in own]
+            colour = PALETTE[nth % len(PALETTE)]
+            axes.plot(sizes, rates, "--", color=colour, label=f"{machine}: {shortened(load.label(), 60)}")
+            band = own[0].error or 0.0
+            axes.fill_between(
+                sizes, [r * (1 - band) for r in rates], [r * (1 + band) for r in rates], color=colour, alpha=0.15, lw=0
+            )
+            values += [rate * (1 + sign * band) for rate in rates for sign in (-1, 1)]
+        log_axis(axes, values)
+        axes.set_ylabel("output tokens a second")
+        batch_axis(axes, [plan.case.workload.batch_size for own in lines.values() for plan in own])
+        return sheet.finish()
+
+
+def _resident_share(point: Measurement) -> float | None:
+    """Per cent of the weights that a decode step finds on the GPU."""
+    if point.effective is None:
+        return None
+    resident, streamed = point.effective.gpu_weight_bytes, point.effective.streamed_bytes_per_step
+    return 100 * resident / (resident + streamed) if resident + streamed else None
+
+
+def _batch(point: Measurement) -> int:
+    return point.case.workload.batch_size
+
+
+def _sizes(points: Points) -> list[int]:
+    return [_batch(point) for point in points]
+
+
+def _bars(points: Points) -> str:
+    repeated = any(point.usable and len(point.ttft_ms) > 1 for point in points)
+    return " · means of the repeats, bars their 95% confidence" if repeated else ""
+
+
+def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | None]) -> list[float]:
+    """A line a load; points without a value are left out. Gives all that the y axis has to hold."""
+    held: list[float] = []
+    loads = by_load(points)
+    for load, look in series(loads).items():
+        known = [(_batch(point), found) for point in loads[load] if point.usable and (found := value(point))]
+        if not known:
+            continue
+        sizes, means = [size for size, _ in known], [found.mean for _, found in known]
+        # a bar never reaches zero, which a log axis does not have
+        below = [min(found.half_width or 0, 0.5 * found.mean) for _, found in known]
+        above = [found.half_width or 0 for _, found in known]
+        axes.plot(sizes, means, **look, zorder=3)
+        if any(above):
+            axes.errorbar(sizes, means, yerr=(below, above), fmt="none", ecolor=look["color"], capsize=3, zorder=2)
+        held += means + [a - b for a, b in zip(means, below, strict=True)]
+        held += [a + b for a, b in zip(means, above, strict=True)]
+    return held
+
+
+def _link_limits(axes: Axes, points: Points) -> list[float]:
+    """Dashed: batch · link / streamed bytes, over the batch sizes of the loads it holds for.
+
+    The prefill streams every weight once too, so n output tokens a row take at least n passes over the link.
+    """
+    limits: list[tuple[float, str, set[int]]] = []
+    for point in points:
+        effective, bandwidth = point.effective, point.link_bandwidth
+        if not point.usable or effective is None or not effective.streamed_bytes_per_step or not bandwidth:
+            continue
+        rate = bandwidth / effective.streamed_bytes_per_step
+        known = next((limit for limit in limits if max(rate / limit[0], limit[0] / rate) < _SAME_LIMIT), None)
+        if known is None:
+            text = f"link limit: {gb(effective.streamed_bytes_per_step)} a step, {gb(bandwidth)}/s, uncompressed"
+            limits.append(known := (rate, text, set()))
+        known[2].add(_batch(point))
+    held = []
+    for rate, text, sizes in limits:
+        ends = [min(sizes) / 2**0.25, max(sizes) * 2**0.25]
+        axes.plot(ends, [size * rate for size in ends], "--", color=GREY, linewidth=1.3, label=text, zorder=2)
+        held += [size * rate for size in ends]
+    return held
+
+
+def _shown(points: Points) -> Points:
+    """Without batches that were only tried for fit, and without those that ran out of memory beyond a load's edge."""
+    edges = {edge.load: edge.smallest_oom for edge in find_edges(points)}
+    return tuple(
+        point
+        for point in points
+        if point.usable
+        or (_batch(point) == edges[point.case.load] if point.status.startswith("oom") else point.status != "ok")
+    )
+
+
+def _strip(
+    axes: Axes, failed: dict[Case, tuple[Measurement, ...]], loads: Sequence[Case], sizes_shown: Sequence[int]
+) -> None:
+    """A row a load: × where memory ran out, + where it failed for another reason, with the load's name beside it."""
+    look = series(loads)
+    middle = (min(sizes_shown) * max(sizes_shown)) ** 0.5
+    for row, (load, own) in enumerate(failed.items()):
+        others = sorted({point.status for point in own if not point.status.startswith("oom")})
+        for mark, out in (("x", True), ("+", False)):
+            sizes = [_batch(point) for point in own if point.status.startswith("oom") is out]
+            axes.plot(sizes, [row] * len(sizes), mark, color=look[load]["color"], markersize=7, markeredgewidth=2)
+        on_left = min(_sizes(own)) >= middle
+        axes.annotate(
+            shortened(load.label(), 48) + (f" ({', '.join(others)})" if others else ""),
+            (min(_sizes(own)) if on_left else max(_sizes(own)), row),
+            xytext=(-9 if on_left else 9, 0), textcoords="offset points",
+            ha="right" if on_left else "left", va="center", size=8, color=look[load]["color"],
+        )  # fmt: skip
+    axes.set_ylim(len(failed) - 0.4, -0.6)
+    axes.set_yticks([])
+    kinds = {"× out of\nmemory" if p.status.startswith("oom") else "+ failed" for own in failed.values() for p in own}
+    axes.set_ylabel("\n".join(sorted(kinds, reverse=True)), rotation=0, ha="right", va="center", size=8.5)
+    axes.grid(axis="y", visible=False)
+
+
+FIGURES: dict[str, Callable[[Group, Points], Figure | None]] = {
+    figure.__name__: figure for figure in (throughput, latency, link, residency, timeline)
+}

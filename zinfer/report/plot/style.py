@@ -1,0 +1,217 @@
+"""How every figure looks: a question as its title, conditions below it, the legend outside the data, stable bytes.
+
+Measured series are solid lines with markers; limits and predictions are dashed and have none. An engine keeps its
+colour and its marker in every figure; a hollow marker means no offload, so that print without colour stays legible.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from math import ceil, log2
+from textwrap import wrap
+from typing import Any, Literal, Protocol
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from zinfer.spec.case import Case
+
+Format = Literal["png", "svg"]
+
+# Okabe & Ito's palette, safe for colour-blind readers
+_ENGINES = {
+    "stream": ("#0072B2", "o"),
+    "deepspeed": ("#D55E00", "s"),
+    "accelerate": ("#009E73", "^"),
+    "tensorrt": ("#CC79A7", "D"),
+    "tensorrt-rtx": ("#882255", "P"),
+}
+_OTHERS = (("#E69F00", "v"), ("#56B4E9", "X"), ("#000000", "p"), ("#999933", "h"))
+_VARIANTS = ("<", ">", "*", "d", "8", "H")  # markers of one engine's further options
+PALETTE = tuple(colour for colour, _ in (*_ENGINES.values(), *_OTHERS))
+GREY, INK = "#666666", "#222222"
+
+_STYLE = {
+    "font.family": "DejaVu Sans",  # ships with matplotlib
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.8,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "svg.hashsalt": "zinfer",  # element ids come from it instead of a random number
+    "svg.fonttype": "path",
+    "path.simplify": False,
+}
+_WIDTH, _DPI = 9.0, 150
+_LEFT, _RIGHT, _PANEL = 0.85, 0.25, 3.7  # inches, like all below
+DRAWN = _WIDTH - _LEFT - _RIGHT  # the width of what is drawn
+_AXIS_LABEL, _LEGEND_ROW, _STRIP_ROW = 0.6, 0.2, 0.22
+_TITLE_ROW, _NOTE_ROW, _MARGIN = 0.28, 0.21, 0.18
+_CHARACTER = 0.064  # of the legend's font, generously
+
+
+class Titled(Protocol):
+    """What a figure is about."""
+
+    @property
+    def title(self) -> str: ...
+
+
+@contextmanager
+def looks() -> Iterator[None]:
+    """Our settings over matplotlib's defaults, whatever the user's own matplotlibrc says."""
+    with style.context(["default", _STYLE]):
+        yield
+
+
+def render(figure: Figure, form: Format) -> bytes:
+    """The figure's file, equal bytes for equal figures: no dates, no versions, no random ids."""
+    buffer = BytesIO()
+    metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
+    with looks():
+        figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
+    return buffer.getvalue()
+
+
+def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
+    """What tells the lines apart, as arguments of `Axes.plot`: colour and shape by engine, fill by offload."""
+    found: dict[Case, dict[str, Any]] = {}
+    strangers: dict[str, int] = {}
+    variants: dict[tuple[str, str], int] = {}
+    for load in loads:
+        if load.engine in _ENGINES:
+            colour, marker = _ENGINES[load.engine]
+        else:
+            colour, marker = _OTHERS[strangers.setdefault(load.engine, len(strangers)) % len(_OTHERS)]
+        nth = variants[load.engine, load.offload] = variants.get((load.engine, load.offload), -1) + 1
+        if nth:
+            marker = _VARIANTS[(nth - 1) % len(_VARIANTS)]
+            colour = lighter(colour, min(0.6, 0.3 * nth))
+        found[load] = {
+            "color": colour,
+            "marker": marker,
+            "markersize": 7,
+            "markerfacecolor": {"none": "white", "cpu": colour}.get(load.offload, lighter(colour, 0.6)),
+            "markeredgewidth": 1.5,
+            "linewidth": 1.8,
+            "label": shortened(load.label(), 90),
+        }
+    return found
+
+
+def shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+class Sheet:
+    """One figure being drawn: `panels` side by side, an optional strip of `strip_rows` below them, a legend; or panels
+    in a `stack`, each with the room above it and its height, in inches."""
+
+    def __init__(
+        self,
+        about: Titled,
+        question: str,
+        notes: Iterable[str],
+        panels: int = 1,
+        strip_rows: int = 0,
+        stack: Sequence[tuple[float, float]] = (),
+    ) -> None:
+        self._titles = wrap(f"{about.title}: {question}", 80)
+        self._notes = [line for note in notes for line in wrap(note, 124)]
+        self._figure = Figure()
+        FigureCanvasAgg(self._figure)
+        self.strip: Axes | None = None
+        if stack:
+            ratios = [inches for pair in stack for inches in pair]
+            grid = self._figure.add_gridspec(len(ratios), 1, height_ratios=ratios, hspace=0)
+            self.panels = [self._figure.add_subplot(grid[row, 0]) for row in range(1, len(ratios), 2)]
+        else:
+            ratios = [_PANEL, _STRIP_ROW * strip_rows] if strip_rows else [_PANEL]
+            grid = self._figure.add_gridspec(len(ratios), panels, height_ratios=ratios, hspace=0.04, wspace=0.2)
+            self.panels = [self._figure.add_subplot(grid[0, column]) for column in range(panels)]
+            self.strip = self._figure.add_subplot(grid[1, 0], sharex=self.panels[0]) if strip_rows else None
+        self._rows = ratios
+
+    def finish(self) -> Figure:
+        """Place title, notes and legend around the panels, each in space of its own, and give the figure."""
+        handles, labels = self._legend()
+        width = max(map(len, labels), default=0) * _CHARACTER + 0.55
+        columns = max(1, min(4, int((_WIDTH - _LEFT) // width)))
+        heads = _TITLE_ROW if any(panel.get_title(loc="left") for panel in self.panels) else 0
+        top = 2 * _MARGIN + _TITLE_ROW * len(self._titles) + _NOTE_ROW * len(self._notes) + heads
+        bottom = _AXIS_LABEL + _LEGEND_ROW * ceil(len(labels) / columns) + _MARGIN
+        height = top
+        for inches in (*self._rows, bottom):  # not sum(), whose last digit depends on the version of Python
+            height += inches
+        self._figure.set_size_inches(_WIDTH, height)
+        self._figure.subplots_adjust(
+            left=_LEFT / _WIDTH, right=1 - _RIGHT / _WIDTH, top=1 - top / height, bottom=bottom / height
+        )
+        y = _MARGIN
+        for line in self._titles:
+            self._figure.text(_MARGIN / _WIDTH, 1 - y / height, line, size=13, weight="bold", va="top")
+            y += _TITLE_ROW
+        for line in self._notes:
+            self._figure.text(_MARGIN / _WIDTH, 1 - y / height, line, size=9, color=GREY, va="top")
+            y += _NOTE_ROW
+        self._figure.legend(
+            handles, labels, loc="upper left", bbox_to_anchor=(_LEFT / _WIDTH, (bottom - _AXIS_LABEL) / height),
+            ncols=columns, frameon=False, borderaxespad=0, borderpad=0.2, handlelength=2.6, columnspacing=2, fontsize=9,
+        )  # fmt: skip
+        return self._figure
+
+    def _legend(self) -> tuple[list[Any], list[str]]:
+        entries: dict[str, Any] = {}
+        for panel in self.panels:
+            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+                entries.setdefault(label, handle)
+        return list(entries.values()), list(entries)
+
+
+def batch_axis(axes: Axes, sizes: Iterable[int]) -> None:
+    """A log2 x axis that holds every batch size and has its ticks at them, powers of two first where space is short."""
+    # a count of set bits is the simplest order that puts 16 before 24 before 28
+    candidates = sorted(set(sizes), key=lambda size: (size.bit_count(), -size))
+    low, high = min(candidates), max(candidates)
+    ticks: list[int] = []
+    for size in candidates:
+        if all(abs(log2(size / tick)) >= log2(high / low) / 16 for tick in ticks):
+            ticks.append(size)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low / 2**0.5, high * 2**0.5)
+    axes.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel("batch size")
+
+
+def log_axis(axes: Axes, values: Iterable[float]) -> None:
+    """A log y axis that holds every value, with ticks written as plain numbers."""
+    low, high = min(values := list(values)), max(values)
+    low, high = low / 1.35, high * 1.35
+    span = high / low
+    steps = (1.0, 1.5, *range(2, 10)) if span < 8 else (1.0, 2.0, 5.0) if span < 3e4 else (1.0,)
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+
+
+def lighter(colour: str, share: float) -> str:
+    """`colour`, moved towards white by `share` of the way."""
+    red, green, blue = (part + (1 - part) * share for part in to_rgb(colour))
+    return to_hex((red, green, blue))

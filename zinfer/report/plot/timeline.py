@@ -1,0 +1,183 @@
+"""The timeline of one decode step: link, decoder and layers over time, and the moments in which the link waits.
+
+Above, the whole step; below it the stretch in which the link waits longest, a few layers wide. What of the link's lane
+is hatched is the time that the step takes beyond its bytes.
+"""
+
+from typing import get_args
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import ConnectionPatch
+from matplotlib.ticker import FuncFormatter
+
+from zinfer.analysis.group import Group, Points
+from zinfer.analysis.rates import best_by_load
+from zinfer.analysis.timeline import Interval, Spans, Waits, busy, busy_bandwidth, focus, idle, length_ms, share, waits
+from zinfer.record.measurement import Lane, Measurement, Span
+from zinfer.report.plot.style import DRAWN, GREY, INK, PALETTE, Sheet, lighter, shortened
+from zinfer.spec.units import figures, gb
+
+_SHOWN = 3  # configurations in one figure, the fastest
+_ORANGE, _SKY, _BLACK = PALETTE[5:8]  # which no engine has
+_VERMILION = PALETTE[1]
+_LOOKS: dict[Lane, tuple[str, str, str]] = {  # colour, name at the axis, what it stands for
+    "copy": (_SKY, "link", "weights cross the link"),
+    "decode": (_ORANGE, "unpack", "a layer is unpacked"),
+    "compute": (_BLACK, "compute", "the model computes"),
+}
+_LANE, _WIDE_LANE = 0.2, 0.34  # inches, as are the next three: above the first block, above a further one, within one
+_FIRST, _FURTHER, _WITHIN = 0.95, 1.4, 0.3
+_INDENT = -48  # points from the axes to the figure's notes
+_BAR = 0.74  # of a lane
+
+
+def timeline(group: Group, points: Points) -> Figure | None:
+    """Link, decode and compute over one traced step of each configuration's fastest batch; None without a trace."""
+    tops = best_by_load([point for point in points if busy(point.timeline, "copy")])
+    if not tops:
+        return None
+    shown = tops[:_SHOWN]
+    which = "every configuration" if len(tops) == len(shown) else f"the fastest {_SHOWN} of {len(tops)} configurations"
+    what = f"A decode step of {which}, each at its own best batch, traced after the timed ones."
+    stack: list[tuple[float, float]] = []
+    for point in shown:
+        lanes = len(_lanes(point.timeline))
+        stack += [(_FURTHER if stack else _FIRST, _LANE * lanes), (_WITHIN, _WIDE_LANE * (lanes + 0.45))]
+    sheet = Sheet(group, "when does the link wait?", (what, group.conditions), stack=stack)
+    longest = max(length_ms(point.timeline) for point in shown)
+    for nth, point in enumerate(shown):
+        whole, part = sheet.panels[2 * nth : 2 * nth + 2]
+        _overview(whole, point, longest)
+        _magnified(part, point.timeline)
+        _join(whole, part, focus(point.timeline))
+    sheet.panels[-1].set_xlabel("ms from the beginning of the step")
+    return sheet.finish()
+
+
+def _lanes(spans: Spans) -> list[Lane]:
+    """The lanes that something happens in, from the top."""
+    return [lane for lane in get_args(Lane) if any(span.lane == lane for span in spans)]
+
+
+def _overview(axes: Axes, point: Measurement, longest: float) -> None:
+    """The whole step, on a scale that all configurations share, under what there is to say of it."""
+    spans, end = point.timeline, length_ms(point.timeline)
+    _bars(axes, spans, (-0.005 * longest, 1.005 * longest), named=True)
+    axes.xaxis.tick_top()
+    axes.tick_params(axis="x", length=0, pad=2)
+    axes.spines["bottom"].set_visible(False)
+    label = f"{shortened(point.case.label(), 56)}, batch {point.case.workload.batch_size}"
+    shares = ", ".join(f"{_LOOKS[lane][1]} {share(spans, lane):.1%}" for lane in _lanes(spans))
+    timed = f" (timed: {point.step_median_ms:,.1f} ms)" if point.step_median_ms else ""
+    lines = (f"{label}: {end:,.1f} ms{timed}", f"Busy: {shares}{_rate(point)}.", _idleness(waits(spans), end))
+    for row, words in enumerate(lines):
+        axes.annotate(
+            words, (0, 1), xycoords="axes fraction", xytext=(_INDENT, 56 - 15 * row - 2 * bool(row)),
+            textcoords="offset points", size=9 if row else 10.5, color=GREY if row else INK,
+        )  # fmt: skip
+
+
+def _rate(point: Measurement) -> str:
+    """How fast the link is while it works, which is the rest of what a step could gain."""
+    found, best = busy_bandwidth(point), point.link_bandwidth
+    if not found:
+        return ""
+    return f"; the busy link carries {gb(found)}/s" + (
+        f", {found / best:.1%} of what it was measured at" if best else ""
+    )
+
+
+def _idleness(found: Waits, end: float) -> str:
+    if found.total_ms < 0.0005 * end:
+        return f"The link hardly waits: {_ms(found.total_ms)} ms."
+    parts = (
+        (found.before_ms, "before its first copy"),
+        (found.between_ms, "between"),
+        (found.after_ms, "after its last"),
+    )
+    where = ", ".join(f"{_ms(ms)} {words}" for ms, words in parts if ms > 0.02 * found.total_ms)
+    total = f"{_ms(found.total_ms)} ms ({found.total_ms / end:.1%})"
+    return f"The link waits {total}: {where}; the GPU works in {_ms(found.working_ms)} of them."
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.1f}" if value >= 10 else figures(value, 2)
+
+
+def _magnified(axes: Axes, spans: Spans) -> None:
+    """The stretch in which the link waits longest."""
+    low, high = focus(spans)
+    margin, end = 0.02 * (high - low), length_ms(spans)
+    limits = low - margin, high + margin
+    _bars(axes, spans, limits, inches=DRAWN)
+    axes.set_ylim(len(_lanes(spans)) - 0.5, -0.95)
+    for outside in ((limits[0], 0.0), (end, limits[1])):
+        if outside[0] < outside[1]:
+            axes.axvspan(*outside, facecolor="#F1F1F1", zorder=0)
+    gaps = [(max(start, low), min(stop, high)) for start, stop in idle(spans)]
+    start, stop = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0.0, 0.0))
+    if stop - start >= 0.002 * (high - low):
+        late = start > (low + high) / 2
+        axes.text(
+            stop if late else start, -0.47, f"waits {_ms(stop - start)} ms", size=8, color=_VERMILION,
+            ha="right" if late else "left", va="bottom",
+        )  # fmt: skip
+
+
+def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inches: float = 0.0) -> None:
+    """Every span as a bar in its lane, one layer light and the next one dark, numbered if there are `inches` for it; a
+    bar too thin to show gets a hair line's width."""
+    lanes = _lanes(spans)
+    axes.set_xlim(*limits)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_yticks(range(len(lanes)), [_LOOKS[lane][1] for lane in lanes], size=9)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=9)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.grid(axis="y", visible=False)
+    for row, lane in enumerate(lanes):
+        own = [span for span in spans if span.lane == lane and limits[0] < span.end_ms and span.start_ms < limits[1]]
+        for odd in (False, True):
+            axes.broken_barh(
+                [(span.start_ms, span.end_ms - span.start_ms) for span in own if _odd(span) is odd],
+                (row - _BAR / 2, _BAR), color=_tone(lane, odd), linewidth=0 if inches else 0.3, snap=False,
+                label=_LOOKS[lane][2] if named and not odd else None,
+            )  # fmt: skip
+        for span in own if inches else ():
+            _name(axes, span, row, limits, inches)
+    row = lanes.index("copy")
+    axes.broken_barh(
+        [(start, stop - start) for start, stop in idle(spans)], (row - _BAR / 2, _BAR),
+        facecolor=lighter(_VERMILION, 0.8), edgecolor=_VERMILION, hatch="//////", linewidth=0,
+        label="the link waits" if named else None,
+    )  # fmt: skip
+
+
+def _odd(span: Span) -> bool:
+    return span.layer is not None and span.layer % 2 == 1
+
+
+def _tone(lane: Lane, odd: bool) -> str:
+    return lighter(_LOOKS[lane][0], 0.45 if odd else 0.0)
+
+
+def _name(axes: Axes, span: Span, row: int, limits: Interval, inches: float) -> None:
+    """The layer's number in its bar, or what else it is, where that fits."""
+    start, stop = max(span.start_ms, limits[0]), min(span.end_ms, limits[1])
+    room = (stop - start) / (limits[1] - limits[0]) * inches
+    names = ("other",) if span.layer is None else (f"layer {span.layer}", f"{span.layer}")
+    if text := next((name for name in names if 0.075 * len(name) + 0.05 < room), ""):
+        ink = "white" if sum(to_rgb(_tone(span.lane, _odd(span)))) < 1.5 else INK
+        axes.text((start + stop) / 2, row, text, ha="center", va="center", size=8, color=ink)
+
+
+def _join(whole: Axes, part: Axes, stretch: Interval) -> None:
+    """Show in `whole` where `part` comes from."""
+    whole.axvspan(*stretch, facecolor="none", edgecolor=GREY, linewidth=1, zorder=4)
+    for x, corner in zip(stretch, (0, 1), strict=True):
+        patch = ConnectionPatch(
+            (x, 0), (corner, 1), whole.get_xaxis_transform(), part.transAxes, color=GREY, linewidth=0.7
+        )
+        whole.figure.add_artist(patch)

@@ -1,0 +1,1 @@
+"""Values that are asked about: models, machines, cases. Nothing here imports another room."""

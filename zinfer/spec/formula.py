@@ -1,0 +1,162 @@
+"""Closed forms: what a configuration says of a model, where torch is not installed to ask the model itself.
+
+The catalogue takes heads and widths from here too. Each form is held against the model in tests/test_formula.py; an
+architecture that has none here is refused, since a guess would look like an answer.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from zinfer.spec.model import CONFIG_KEYS, LAYER_INDEX, LayerSpec, ModelError, Shape, text_config
+
+_NEEDS = "needs torch and transformers: pip install 'zinfer[engines]'"
+
+
+def fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a Shape that stand in a Hugging Face `config.json`, whatever names it uses; the layers do not.
+
+    `num_kv_heads` are the heads that transformers caches. Raises ModelError when the configuration is not that of a
+    decoder-only model.
+    """
+    shape: dict[str, Any] = {}
+    for field, keys in CONFIG_KEYS.items():
+        found = next((config[key] for key in keys if config.get(key) is not None), None)
+        if found is not None:
+            shape[field] = found
+    missing = [field for field in ("num_layers", "hidden_size", "num_heads", "vocab_size") if field not in shape]
+    if missing:
+        raise ModelError(f"the configuration does not describe a decoder-only language model: no {', '.join(missing)}")
+    shape.setdefault("head_dim", shape["hidden_size"] // shape["num_heads"])
+    shape.setdefault("ffn_size", 4 * shape["hidden_size"])
+    if config.get("new_decoder_architecture"):
+        # Falcon 40B and 180B: transformers copies each key and value to all heads of its group before it caches them.
+        shape["num_kv_heads"] = shape["num_heads"]
+    elif config.get("multi_query", config.get("model_type") in {"falcon", "gpt_bigcode"}):
+        shape["num_kv_heads"] = 1
+    elif config.get("model_type") == "falcon":
+        shape["num_kv_heads"] = shape["num_heads"]
+    shape.setdefault("num_kv_heads", shape["num_heads"])
+    if not shape.get("num_experts"):
+        shape["num_experts"] = shape["experts_per_token"] = 0
+    return shape
+
+
+class _Family(NamedTuple):
+    """Layers of the Llama kind, with two norms without bias and a gated feed-forward network: how an architecture makes
+    them, and which settings are meant where a configuration says nothing."""
+
+    qkv_bias: bool = False
+    head_norm: bool = False  # norms of each head's queries and keys
+    tied: bool = False
+    sliding: bool = False  # all layers have the window that the configuration names, unless it tells them apart
+    shared_gate: bool = False  # the shared expert is weighed
+    latent: bool = False  # keys and values are cached compressed: DeepSeek's MLA
+
+
+# Where there is no model to ask, these are known by name; their parameters follow from the configuration.
+_FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family(sliding=True),
+    "mixtral": _Family(sliding=True),
+    "qwen2": _Family(qkv_bias=True),
+    "qwen3": _Family(head_norm=True),
+    "qwen2_moe": _Family(qkv_bias=True, shared_gate=True),
+    "qwen3_moe": _Family(head_norm=True),
+    "glm4_moe": _Family(),
+    "deepseek_v3": _Family(latent=True),
+}
+# Of these, heads and widths give what is cached, and the weights have to be counted in the checkpoint.
+_PLAIN = frozenset({"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "phi", "stablelm"})
+
+
+def shape(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
+    """The shape of a model by its configuration alone, and by the weights `counted` (names and shapes), if any.
+
+    Raises ModelError, with `name` in it, for an architecture that has no closed form, or none without weights.
+    """
+    text = text_config(config)
+    kind = text.get("model_type", "")
+    if kind not in _FAMILIES and not (kind in _PLAIN and counted):
+        raise ModelError(f"{name}: a {kind!r} model {_NEEDS}")
+    try:
+        found = fields(text)
+        if kind in _PLAIN:
+            width, inner = 2 * found["num_kv_heads"] * found["head_dim"], found["num_heads"] * found["head_dim"]
+            layers = [LayerSpec(parameters=0, kv_width=width, attention=inner)] * found["num_layers"]
+            other = 0
+        else:
+            layers, other = _layers(text, found, _FAMILIES[kind])
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"{name}: a {kind!r} model of such a configuration ({error}) {_NEEDS}") from None
+    if counted and text is config:
+        layers, other = _counted(layers, counted)
+    return Shape(**found, layers=tuple(layers), other_parameters=other)
+
+
+def _layers(config: Mapping[str, Any], found: dict[str, Any], family: _Family) -> tuple[list[LayerSpec], int]:
+    """The decoder layers, and the parameters outside them; completes the fields `found`."""
+    hidden, heads, kv_heads, head = (found[key] for key in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"))
+    if family.latent:
+        rank, rope, nope, value, queries = (
+            config[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank")
+        )
+        out = heads * (nope + rope)
+        attention = hidden * out if queries is None else hidden * queries + queries + queries * out
+        attention += hidden * (rank + rope) + rank + rank * heads * (nope + value) + heads * value * hidden
+        width, products = rank + rope, heads * (nope + rope + value) // 2
+        found |= {"num_kv_heads": 1, "head_dim": rank}
+    else:
+        attention = 2 * hidden * (heads + kv_heads) * head
+        attention += (heads + 2 * kv_heads) * head if config.get("attention_bias", family.qkv_bias) else 0
+        if config.get("attention_bias") and config["model_type"] == "llama":
+            attention += hidden  # of the matrix behind it, too
+        attention += 2 * head if config.get("use_qk_norm", family.head_norm) else 0
+        width, products = 2 * kv_heads * head, heads * head
+    experts, dense = found["num_experts"], 3 * hidden * found["ffn_size"]
+    if config.get("mlp_bias"):
+        dense += 2 * found["ffn_size"] + hidden
+    one = 3 * hidden * config.get("moe_intermediate_size", found["ffn_size"])
+    shared = one * (config.get("n_shared_experts") or 0)
+    if family.shared_gate:
+        shared = 3 * hidden * config["shared_expert_intermediate_size"] + hidden
+    window = config.get("sliding_window") if family.sliding else None
+    if config.get("use_sliding_window") or "layer_types" in config:
+        raise KeyError("layers of different windows")
+    layers = []
+    for index in range(found["num_layers"]):
+        mixture = experts and index >= config.get("first_k_dense_replace", 0)
+        mixture = mixture and index not in (config.get("mlp_only_layers") or ())
+        mixture = mixture and (index + 1) % (config.get("decoder_sparse_step") or 1) == 0
+        inner = experts * (one + hidden) + shared if mixture else dense
+        layers.append(
+            LayerSpec(
+                parameters=attention + inner + 2 * hidden,
+                expert_parameters=experts * one if mixture else 0,
+                kv_width=width,
+                window=window,
+                attention=products,
+            )
+        )
+    if experts:
+        found["ffn_size"] = one // (3 * hidden)
+    embeddings = found["vocab_size"] * hidden
+    return layers, hidden + embeddings * (1 if config.get("tie_word_embeddings", family.tied) else 2)
+
+
+def _counted(layers: list[LayerSpec], weights: Mapping[str, tuple[int, ...]]) -> tuple[list[LayerSpec], int]:
+    """The layers with the weights that a checkpoint has of each, and what it has outside them."""
+    sizes, other, experts = [0] * len(layers), 0, [0] * len(layers)
+    for tensor, dims in weights.items():
+        match = LAYER_INDEX.search(tensor)
+        if match is None:
+            other += prod(dims)
+        elif (index := int(match[1])) < len(layers):
+            sizes[index] += prod(dims)
+            experts[index] += prod(dims) if ".experts." in tensor else 0
+    found = zip(layers, sizes, experts, strict=True)
+    return [
+        layer.model_copy(update={"parameters": size, "expert_parameters": routed}) for layer, size, routed in found
+    ], other

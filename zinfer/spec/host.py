@@ -1,0 +1,228 @@
+"""What this machine is, read and not measured: GPUs from NVML, processor and memory from the kernel; without torch."""
+
+import contextlib
+import os
+import platform
+import re
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zinfer.spec.units import parse_bytes
+
+GROWN = 0.9  # of a control group's limit: a host with less memory than that has not brought in all of it yet
+
+
+def slug() -> str:
+    """A name for this machine that says what it is and not whose: ``nvidia-h100-80gb-hbm3`` (``-x4`` for four of them)
+    or ``cpu-amd-epyc-2-cores``. Measures nothing and does not import torch."""
+    return name_of(gpus())
+
+
+def gpus() -> list[dict[str, Any]]:
+    """The GPUs that this process may use, as NVML describes them: name, memory, driver, PCIe, NVLink, power."""
+    if metadata_version("torch").endswith("+cpu"):  # a driver is of no use to a torch without CUDA
+        return []
+    try:
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+    except Exception:  # no driver, or none that NVML can talk to; torch has the last word
+        return _gpus_of_torch() if Path("/dev/nvidiactl").exists() else []
+    try:
+        return [_gpu_facts(nvml, handle) for handle in _visible(nvml)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _visible(nvml: Any) -> list[Any]:
+    """NVML handles of what CUDA_VISIBLE_DEVICES leaves; as in CUDA, the list ends at the first entry that is none."""
+    count = nvml.nvmlDeviceGetCount()
+    handles = []
+    for entry in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(","):
+        try:
+            index = entry.strip()
+            by_index = index.isdigit()
+            handles.append(
+                nvml.nvmlDeviceGetHandleByIndex(int(index)) if by_index else nvml.nvmlDeviceGetHandleByUUID(index)
+            )
+        except nvml.NVMLError:
+            break
+    return handles
+
+
+def _gpu_facts(nvml: Any, handle: Any) -> dict[str, Any]:
+    facts: dict[str, Callable[[], Any]] = {
+        "name": lambda: nvml.nvmlDeviceGetName(handle),
+        "memory_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        "driver": lambda: nvml.nvmlSystemGetDriverVersion(),
+        "compute_capability": lambda: ".".join(map(str, nvml.nvmlDeviceGetCudaComputeCapability(handle))),
+        "pcie_generation": lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle),
+        "pcie_generation_max": lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle),
+        "pcie_width": lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle),
+        "pcie_width_max": lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
+        "power_limit_w": lambda: nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000,
+        "nvlinks": lambda: sum(_nvlink(nvml, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)),
+        "c2c": lambda: bool(nvml.nvmlDeviceGetC2cModeInfoV(handle).isC2cEnabled),
+    }
+    found = {}
+    for key, read in facts.items():
+        with contextlib.suppress(nvml.NVMLError, AttributeError):  # not every GPU and driver answers every question
+            found[key] = read()
+    return found
+
+
+def _nvlink(nvml: Any, handle: Any, link: int) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
+    except nvml.NVMLError:
+        return False
+
+
+def _gpus_of_torch() -> list[dict[str, Any]]:
+    with contextlib.suppress(ImportError):
+        import torch
+
+        return [{"name": torch.cuda.get_device_name(index)} for index in range(torch.cuda.device_count())]
+    return []
+
+
+def metadata_version(package: str) -> str:
+    """The installed version of a distribution, without importing it; empty where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def name_of(devices: list[dict[str, Any]]) -> str:
+    """The slug of a machine with these GPUs, or with none."""
+    if devices:
+        text = str(devices[0].get("name", "gpu")) + (f" x{len(devices)}" if len(devices) > 1 else "")
+    else:
+        model = re.sub(r"\(\w+\)|@.*|\b(CPU|Processor|\w+-Core)\b", " ", cpu_model(), flags=re.IGNORECASE)
+        text = f"cpu {model} {len(os.sched_getaffinity(0))} cores"
+    return "-".join(re.findall(r"[a-z0-9.]+", text.lower()))
+
+
+def cpu_model() -> str:
+    """The CPU's name, or its architecture where the kernel gives no name (as on Arm)."""
+    match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
+
+
+def memory_total() -> int:
+    """MemTotal, in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The least memory limit of this process's control group and of those above it, in bytes; None if there is none."""
+    return min((limit for limit, _ in _memory_groups(groups, root)), default=None)
+
+
+def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
+    """Limit and use, in bytes, of this process's control group and of those above it, where there is a limit.
+
+    Version 2 says ``max`` for no limit, version 1 a number near 2^63.
+    """
+    found = []
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, file = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        group = Path(path.lstrip("/"))
+        for level in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((folder / level / file).read_text())
+                if limit < 1 << 60:
+                    found.append((limit, _in_use(folder / level)))
+    return found
+
+
+def _in_use(group: Path) -> int:
+    """Bytes that a control group holds and cannot give back, as it can its page cache; 0 where it is not told."""
+    with contextlib.suppress(OSError, ValueError):
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        total = "total_" if "total_cache" in stat else ""  # version 1: with the groups below
+        reclaimable = sum(
+            int(stat.get(f"{total}{kind}", 0)) for kind in ("active_file", "inactive_file", "slab_reclaimable")
+        )
+        return int((group / ("memory.usage_in_bytes" if total else "memory.current")).read_text()) - reclaimable
+    return 0
+
+
+def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Host memory that a process can still get: page cache and swap count, what others hold does not.
+
+    Under a limit above all the memory there is, the limit alone counts: some hosts bring memory in as it is used.
+    """
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    texts = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"]), fields.get("SwapFree", "0")
+    total, *free = (int(text.split()[0]) * 1024 for text in texts)
+    groups = _memory_groups(proc / "self/cgroup", root)
+    room = min((limit - used for limit, used in groups), default=None)
+    if room is None:
+        return sum(free)
+    return max(0, room if min(groups)[0] > total else min(room, sum(free)))
+
+
+def host_bytes() -> int:
+    """Memory that a process may use: all there is, or the control group's limit where that is lower, and where it is so
+    much higher that the host must be one that brings memory in as it is used."""
+    total, limit = memory_total(), memory_limit()
+    if limit is None or total < limit <= total / GROWN:
+        return total
+    return limit
+
+
+class NumaNode(NamedTuple):
+    """A NUMA node and those of its CPUs that this process may use."""
+
+    number: int
+    cpus: frozenset[int]
+
+
+def numa_node(pci: str, root: Path = Path("/sys")) -> NumaNode | None:
+    """The NUMA node that the device at a PCI address (``0000:3b:00.0``) is on; None where there is only one, where the
+    kernel does not know, and where this process may use none of its CPUs."""
+    nodes = root / "devices/system/node"
+    try:
+        number = int((root / "bus/pci/devices" / pci / "numa_node").read_text())  # -1: unknown, and no such folder
+        cpus = _cpus((nodes / f"node{number}/cpulist").read_text()) & os.sched_getaffinity(0)
+    except (OSError, ValueError):
+        return None
+    return NumaNode(number, cpus) if cpus and len(list(nodes.glob("node[0-9]*"))) > 1 else None
+
+
+def _cpus(text: str) -> frozenset[int]:
+    """The numbers in a list of the kernel's: ``0-3,8``."""
+    ranges = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
+    return frozenset(cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1))
+
+
+def cache_bytes(root: Path = Path("/sys")) -> int:
+    """Of the processors' last caches together; 0 where the kernel does not tell."""
+    found: dict[tuple[int, str], int] = {}
+    for cache in (root / "devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
+        try:
+            level, cores, size = ((cache / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+            found[int(level), cores] = parse_bytes(f"{size}iB")
+        except (OSError, ValueError):
+            continue
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last)
+
+
+def host_facts() -> dict[str, Any]:
+    """Processor, cores this process may use, caches, NUMA nodes and memory, for a machine's details."""
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "cache_bytes": cache_bytes(),
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        "memory_bytes": memory_total(),
+        "memory_limit_bytes": memory_limit(),
+    }

@@ -1,0 +1,119 @@
+"""Models of the Hugging Face hub: their shape from `config.json` alone, their weights only when they are asked for.
+
+Nothing a repository holds is ever run: no pickled weights, no remote code. The hub library's own cache and switches
+(HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN) hold here as everywhere.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import get_args
+
+from zinfer.spec.model import Dtype, ModelError, ModelSpec, dtype_of, from_config
+
+_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
+_NOT = ["*/*", "consolidated*"]  # folders and Mistral's second copy of the weights would double the download
+TIMEOUT_S = 10.0
+_WITHOUT = "use --load-format dummy with a catalogue model, or pass a local folder"
+
+
+@contextmanager
+def _explained(hub_id: str) -> Iterator[None]:
+    """Turn what goes wrong with the hub into one line that says what to do."""
+    try:
+        from huggingface_hub import errors
+    except ImportError:
+        raise ModelError(f"{hub_id}: the hub needs huggingface_hub: pip install 'zinfer[engines]'") from None
+    try:
+        yield
+    except errors.GatedRepoError:
+        message = "its access is restricted: accept its terms on the hub, then `hf auth login`"
+    except errors.RevisionNotFoundError:
+        message = "there is no such revision"
+    except errors.RepositoryNotFoundError:
+        message = "there is no such model on the hub, or it is private: check the name, or `hf auth login`"
+    except errors.OfflineModeIsEnabled:
+        message = f"HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}"
+    except errors.LocalEntryNotFoundError:
+        message = f"it is not in the local cache and the hub cannot be reached; {_WITHOUT}"
+    except errors.EntryNotFoundError:
+        message = "the repository has no config.json, so it holds no transformers model"
+    except errors.HFValidationError as error:
+        message = " ".join(str(error).split())
+    except ModelError:
+        raise
+    except (
+        Exception
+    ) as error:  # a network failure (each HTTP client that the hub library has used has its own), 5xx, disk
+        message = f"the hub cannot be used ({' '.join(str(error).split())[:200]}); {_WITHOUT}"
+    else:
+        return
+    raise ModelError(f"{hub_id}: {message}")
+
+
+def spec_from_hub(hub_id: str) -> ModelSpec:
+    """The spec of the hub's model `hub_id` (``owner/name``): its config.json is fetched, and the
+    `transformers` model that it describes is asked for the rest.
+
+    Raises ModelError, in one line, when the configuration cannot be had or transformers does not know the model.
+    """
+    with _explained(hub_id):
+        from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+
+        path = try_to_load_from_cache(hub_id, "config.json")
+        if not isinstance(path, str):
+            HfApi().model_info(
+                hub_id, timeout=TIMEOUT_S
+            )  # without a network the download itself retries for half a minute
+            path = hf_hub_download(hub_id, "config.json")
+        text = Path(path).read_text()
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{hub_id}: its config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{hub_id}: its config.json is no object")
+    dtype = dtype_of(config)
+    known = next((name for name in get_args(Dtype) if name == dtype), "bfloat16")
+    return from_config(hub_id, config, dtype=known, hub_id=hub_id)
+
+
+def download(hub_id: str, revision: str | None = None) -> Path:
+    """The folder of a complete local snapshot, of safetensors, tokenizer and configuration, fetched where missing.
+    A copy that is complete is used as it is, and the network is not asked for a newer one.
+
+    Raises ModelError, in one line, when they cannot be had, or when the repository holds no safetensors.
+    """
+    folder = cached(hub_id, revision)
+    if folder is not None:
+        return folder
+    with _explained(hub_id):
+        from huggingface_hub import HfApi, snapshot_download
+
+        info = HfApi().model_info(hub_id, revision=revision, timeout=TIMEOUT_S)
+        files = [file.rfilename for file in info.siblings or []]
+        if not any(name.endswith(".safetensors") for name in files):
+            raise ModelError(f"{hub_id}: it has no safetensors, and pickled weights are not read; {_WITHOUT}")
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_FILES, ignore_patterns=_NOT))
+
+
+def cached(hub_id: str, revision: str | None = None) -> Path | None:
+    """The folder of a complete local snapshot (configuration, every shard), if there is one; never uses the network."""
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError:
+        return None
+    try:
+        folder = Path(
+            snapshot_download(
+                hub_id, revision=revision, local_files_only=True, allow_patterns=_FILES, ignore_patterns=_NOT
+            )
+        )
+        index = folder / "model.safetensors.index.json"
+        shards = {"model.safetensors"}
+        if index.exists():
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError, ValueError, KeyError):
+        return None
+    return folder if all((folder / name).exists() for name in {"config.json", *shards}) else None

@@ -1,0 +1,162 @@
+"""What a machine offers: memory by tier and the bandwidth of the links between the tiers.
+
+Weight streaming lives and dies by one number, host-to-device bandwidth. A datasheet's value is 10-15% above what a copy
+reaches, so a measured machine (`zinfer probe`) always stands before a catalogue entry, every figure of the catalogue
+says where it is from, and `override` asks "what if the link were ..."::
+
+    override(load("h100-80gb"), "h2d_bandwidth=200GB/s").told("h2d_bandwidth")
+"""
+
+import json
+import re
+import tomllib
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.units import figures, gb, parse_bytes
+from zinfer.spec.value import Frozen
+
+Tier = Literal["gpu", "host", "nvme"]
+
+
+class MachineError(ZinferError):
+    """A machine reference that cannot be used; the message says what to do next."""
+
+
+SHARING = 8  # query heads a key head, of `grouped_attention_bandwidth`: what most models of today have
+
+
+class Machine(Frozen):
+    """One host with zero or more equal GPUs. Bytes; bandwidths in bytes per second; None is unknown, never zero.
+
+    Without a GPU the CPU is the device: device memory is host memory and the "link" is a copy within it.
+    """
+
+    name: str
+    source: Literal["measured", "datasheet"]
+    gpu_name: str | None = None
+    gpu_count: int = 0
+    gpu_bytes: int = 0  # usable memory of one GPU
+    host_bytes: int | None = None  # what a process may use: the cgroup limit where there is one
+    nvme_bytes: int | None = None  # free space at the offload path
+    hbm_bandwidth: float | None = None  # device-to-device copy, read plus written
+    h2d_bandwidth: float | None = None  # pinned host memory to the device
+    d2h_bandwidth: float | None = None
+    duplex_bandwidth: float | None = None  # each way, both directions at once
+    pageable_bandwidth: float | None = None  # host to device from ordinary memory
+    host_bandwidth: float | None = None  # memcpy, read plus written; link and CPU at once if that is more
+    attention_bandwidth: float | None = None  # bf16 keys and values that the CPU attends to, a token a sequence
+    grouped_attention_bandwidth: float | None = None  # the same where SHARING query heads share each key
+    shared_attention_bandwidth: float | None = None  # the same while the link copies to the device
+    shared_h2d_bandwidth: float | None = None  # and what the link has left then
+    nvme_bandwidth: float | None = None  # direct-I/O read
+    matmul_flops: float | None = None  # dense bf16
+    coherent: bool = False  # the link is cache-coherent (NVLink-C2C)
+    note: str = ""  # what kind of machine, or what `probe` could not find out
+    sources: dict[str, str] = Field(default_factory=dict)  # figure -> source: "measured ..", "datasheet ..", "set .."
+    details: dict[str, Any] = Field(
+        default_factory=dict
+    )  # what `probe` saw besides: driver, PCIe, NUMA, every block size
+
+    def attention_rate(self, sharing: int) -> float | None:
+        """`attention_bandwidth` where `sharing` query heads share each key: as many products are due for its bytes."""
+        if self.attention_bandwidth is None or self.grouped_attention_bandwidth is None:
+            return self.attention_bandwidth
+        return min(self.attention_bandwidth, self.grouped_attention_bandwidth * SHARING / sharing)
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory the weights in use, the KV cache and the activations have to fit into."""
+        return self.gpu_bytes if self.gpu_count else (self.host_bytes or 0)
+
+    @property
+    def overridden(self) -> tuple[str, ...]:
+        """The figures that `override` changed."""
+        return tuple(field for field, source in self.sources.items() if source.startswith("set"))
+
+    def told(self, field: str) -> str:
+        """One of `FIGURES` with its unit and where it is from: ``25.2 GB/s (measured by others, PCIe4 x16)``."""
+        value = getattr(self, field)
+        return "unknown" if not value else f"{_text(field, value)} ({self.sources.get(field, self.source)})"
+
+
+FIGURES = tuple(name for name in Machine.model_fields if name.endswith(("_bytes", "_bandwidth", "_flops")))
+
+
+def _text(field: str, value: float) -> str:
+    if field.endswith("_flops"):
+        return f"{figures(value / 1e12, 4)} TFLOP/s"
+    return gb(value) + "/s" * field.endswith("_bandwidth")
+
+
+def override(machine: Machine, setting: str) -> Machine:
+    """`machine` with one figure replaced, as ``h2d_bandwidth=200GB/s``, ``host_bytes=1TiB`` or
+    ``matmul_flops=400TFLOP/s``; its source then says so.
+
+    Raises MachineError for a field that is none of `FIGURES` and for what is no positive quantity of its unit.
+    """
+    field, _, text = (part.strip() for part in setting.partition("="))
+    if field not in FIGURES:
+        raise MachineError(
+            f"{setting!r} sets no figure of a machine: write FIELD=VALUE with one of {', '.join(FIGURES)}"
+        )
+    try:
+        value = _flops(text) if field.endswith("_flops") else parse_bytes(text)
+    except (ValueError, OverflowError):
+        value = 0
+    if value <= 0 or ("/s" in text and field.endswith("_bytes")):
+        unit = {"_bytes": "80GB or 24GiB", "_flops": "400TFLOP/s"}.get(field[field.rindex("_") :], "200GB/s")
+        raise MachineError(f"{setting!r}: {text!r} is no value for {field}: write it as {unit}")
+    known = getattr(machine, field)
+    source = f"set by hand, in place of {machine.told(field)}" if known else "set by hand"
+    alone = field in ("host_bandwidth", "h2d_bandwidth", "attention_bandwidth")
+    stale = {"shared_h2d_bandwidth": None, "shared_attention_bandwidth": None} if alone else {}
+    if field == "attention_bandwidth":
+        stale["grouped_attention_bandwidth"] = None
+    return machine.model_copy(update=stale | {field: value, "sources": machine.sources | {field: source}})
+
+
+def _flops(text: str) -> int:
+    """FLOP/s of ``400TFLOP/s``, ``400 TFLOPS`` or ``4e14``; the prefixes are those of bytes."""
+    bare = re.sub(r"FLOP(S|/s)?$", "B", text.strip(), flags=re.IGNORECASE)
+    if bare == text.strip() and not re.fullmatch(r"[\d.e]+", bare, re.IGNORECASE):
+        raise ValueError(f"{text!r} is not a rate of operations")
+    return parse_bytes(bare)
+
+
+@cache
+def _catalogue() -> dict[str, Any]:
+    with (files("zinfer") / "catalog" / "machines.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def catalogue_names() -> tuple[str, ...]:
+    """Machines that `--machine` knows without a probe."""
+    return tuple(_catalogue())
+
+
+def load(reference: str | Path) -> Machine:
+    """The machine a user means: a catalogue name, or the path of a `machine.json` that `zinfer probe` wrote.
+
+    Raises MachineError, in one line, for anything else.
+    """
+    if str(reference) in _catalogue():
+        return Machine(name=str(reference), **_catalogue()[str(reference)])
+    path = Path(reference)
+    if path.is_dir():
+        path = path / "machine.json"
+    if not path.is_file():
+        raise MachineError(
+            f"no machine {str(reference)!r}: not a machine.json, not one of {', '.join(catalogue_names())}"
+        )
+    try:
+        return Machine.model_validate(json.loads(path.read_text()))
+    except ValueError as error:
+        raise MachineError(
+            f"{path} is not a machine description: {str(error).splitlines()[0]}; run `zinfer probe`"
+        ) from error

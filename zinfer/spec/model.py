@@ -1,0 +1,443 @@
+"""What a model costs: parameters, bytes and FLOPs from its shape alone.
+
+A decoder-only model is a stack of layers, equal or not, between an embedding and a head. Decode reads every weight once
+a step, so bytes are the currency here, and they are exact: they come from the `transformers` model itself, built
+without memory (`zinfer.spec.architecture`). The catalogue holds what that says (a test compares them); where torch is not
+installed, the closed forms of `zinfer.spec.formula` stand in.
+"""
+
+import json
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import cache, lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.value import Frozen
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+# One name for one thing here; the published configurations have several.
+CONFIG_KEYS = {
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"),
+    "hidden_size": ("hidden_size", "n_embed", "n_embd", "d_model"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "ffn_size": ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim"),
+    "vocab_size": ("vocab_size",),
+    "max_position": ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+}
+LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+# Families whose configuration, if it says nothing, ties the head to the embedding; checkpoints may hold both even so.
+_TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2"})
+_HEADS = ("lm_head.weight", "embed_out.weight")
+# Causal masks and rotary frequencies: older checkpoints hold them, the model computes them.
+_BUFFER = re.compile(r"(?:^|\.)(?:attention|attn)\.(?:masked_)?bias$|rotary_emb\.inv_freq$")
+_TEXT = ("text_config",)  # the part of a configuration that describes the text model
+_SHARING = ("num_kv_shared_layers",)
+_TENSOR_DTYPES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+class ModelError(ZinferError):
+    """A model reference or description that cannot be used; the message says what to do next."""
+
+
+class LayerSpec(Frozen):
+    """One decoder layer: its parameters, and how many values it caches."""
+
+    parameters: int
+    expert_parameters: int = 0  # those of routed experts, of which a token passes through a few
+    kv_width: int = 0  # values cached a token, keys and values together
+    window: int | None = None  # tokens cached at most
+    state: int = 0  # values cached a sequence whatever its length
+    attention: int = 0  # query heads, times the mean width of a key and a value; 0 where nothing attends
+
+    def tokens(self, length: int) -> int:
+        """Of `length` tokens, those that are cached and attended to."""
+        return length if self.window is None else min(length, self.window)
+
+
+class _Same:
+    """A stack of layers as a key: equal to itself only, which is quicker to say than whether its layers are equal."""
+
+    def __init__(self, layers: tuple[LayerSpec, ...]) -> None:
+        self.layers = layers
+
+    def __hash__(self) -> int:
+        return id(self.layers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.layers is self.layers
+
+
+@lru_cache(maxsize=256)
+def _kinds(same: _Same) -> tuple[tuple[LayerSpec, int], ...]:
+    """The different layers of a stack, and how many of each: a plan asks thousands of times what they need."""
+    return tuple(Counter(same.layers).items())
+
+
+class Shape(Frozen):
+    """What the architecture and its configuration make of a model, without a name, a type or weights.
+
+    `other_parameters` counts all that is not in one decoder layer alone: embeddings, head, final norm, and weights that
+    several layers share. Heads and widths are those of the layer that caches most; `ffn_size` is that of one expert
+    where there are experts.
+    """
+
+    num_layers: int
+    layers: tuple[LayerSpec, ...]  # in depth order
+    other_parameters: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_position: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+
+class ModelSpec(Shape):
+    """A decoder-only model, whole or the first `num_layers` of `total_layers`."""
+
+    name: str
+    architecture: str
+    total_layers: int
+    dtype: Dtype = "bfloat16"
+    config: dict[str, Any]  # the Hugging Face configuration the model is built from
+    directory: str | None = None  # a local checkpoint
+    hub_id: str | None = None
+
+    @property
+    def layer_parameters(self) -> tuple[int, ...]:
+        """Weights of each decoder layer, in depth order."""
+        return tuple(layer.parameters for layer in self.layers)
+
+    @property
+    def _in_layers(self) -> int:
+        return sum(times * layer.parameters for layer, times in _kinds(_Same(self.layers)))
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of the routed experts of one layer, of the layer with most."""
+        return max(layer.expert_parameters for layer, _ in _kinds(_Same(self.layers)))
+
+    @property
+    def parameters(self) -> int:
+        """All weights of the layers at hand, and those outside the layers."""
+        return self._in_layers + self.other_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights one token passes through: with experts, only `experts_per_token` of each layer's."""
+        return self.parameters - round(self._routed * (1 - self.experts_per_token / max(1, self.num_experts)))
+
+    def parameters_read(self, batch_size: int) -> float:
+        """Weights that a decode step of `batch_size` tokens reads: of experts only those that some token is sent to,
+        (1 - (1 - k/E)^B) of them if tokens choose independently."""
+        return self.parameters - self._routed * (1 - self.experts_per_token / max(1, self.num_experts)) ** batch_size
+
+    @property
+    def _routed(self) -> int:
+        return sum(times * layer.expert_parameters for layer, times in _kinds(_Same(self.layers)))
+
+    @property
+    def ffn_matrices(self) -> int:
+        """Matrices of a feed-forward network: two, three with a gate."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+        one = self.layer_bytes // self.dtype_bytes - attention
+        if self.num_experts:
+            one = self.expert_parameters // self.num_experts
+        return min(3, max(2, round(one / (self.hidden_size * self.ffn_size))))
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.dtype_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of the largest decoder layer: what one slot of a ring has to hold."""
+        return max(layer.parameters for layer, _ in _kinds(_Same(self.layers))) * self.dtype_bytes
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of all decoder layers: what full offload moves over the link a step."""
+        return self._in_layers * self.dtype_bytes
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes outside the decoder layers (embeddings, head, final norm)."""
+        return self.other_parameters * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers at hand, while no window is full."""
+        return sum(layer.kv_width for layer in self.layers) * self.dtype_bytes
+
+    def kv_layer_bytes(self, batch_size: int, length: int) -> tuple[int, ...]:
+        """What each layer caches of `batch_size` sequences of `length` tokens: keys and values of those in its window,
+        and its constant state."""
+        return tuple(
+            batch_size * (layer.tokens(length) * layer.kv_width + layer.state) * self.dtype_bytes
+            for layer in self.layers
+        )
+
+    def largest_kv_layer_bytes(self, batch_size: int, length: int) -> int:
+        """`kv_layer_bytes` of the layer that caches most."""
+        kinds = _kinds(_Same(self.layers))
+        values = max(layer.tokens(length) * layer.kv_width + layer.state for layer, _ in kinds)
+        return batch_size * values * self.dtype_bytes
+
+    def kv_bytes(self, batch_size: int, length: int) -> int:
+        """KV cache of `batch_size` sequences of `length` tokens, of all layers at hand."""
+        values = sum(
+            times * (layer.tokens(length) * layer.kv_width + layer.state) for layer, times in _kinds(_Same(self.layers))
+        )
+        return batch_size * values * self.dtype_bytes
+
+    def decode_flops(self, batch_size: int, context_len: int) -> int:
+        """One decode step: two FLOPs a weight and token, and attention over `context_len` cached tokens.
+
+        Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1: 2N + 2 · n_layer · n_ctx · d_attn forward, the
+        second term once for the scores and once for the weighted sum of values.
+        """
+        kinds = _kinds(_Same(self.layers))
+        attention = 4 * sum(times * layer.attention * layer.tokens(context_len) for layer, times in kinds)
+        return batch_size * (2 * self._matmul_parameters + attention)
+
+    def prefill_flops(self, batch_size: int, input_len: int) -> int:
+        """Prefill of `input_len` tokens: as `decode_flops` for every position (causal: half the context on average,
+        until a window is full); the head runs for the last position only."""
+        head = 2 * self.vocab_size * self.hidden_size
+        attention = 0
+        for layer, times in _kinds(_Same(self.layers)):
+            seen = layer.tokens(input_len)
+            attention += 2 * times * layer.attention * (2 * seen * input_len - seen**2)
+        return batch_size * (input_len * (2 * self._matmul_parameters - head) + attention + head)
+
+    @property
+    def _matmul_parameters(self) -> int:
+        """Weights that a token is multiplied with: the layers and the head, not the embedding it is looked up in."""
+        layers = self.active_parameters - self.other_parameters
+        return layers + self.vocab_size * self.hidden_size
+
+    def slice(self, layers: int) -> "ModelSpec":
+        """The same model with its first `layers` decoder layers only.
+
+        Raises ModelError unless 1 <= layers <= num_layers.
+        """
+        if not 1 <= layers <= self.num_layers:
+            raise ModelError(f"--layers {layers}: {self.name} has {self.num_layers} layers")
+        config = cut(self.config, self.num_layers, layers)
+        return self.model_copy(update={"num_layers": layers, "layers": self.layers[:layers], "config": config})
+
+    def with_dtype(self, dtype: Dtype) -> "ModelSpec":
+        return self.model_copy(update={"dtype": dtype})
+
+
+def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
+    """`config` of a model of `depth` decoder layers with its first `layers` only: the depth itself, whatever its key,
+    and each list or string with an item a layer; in the configuration of the text model where that lies within."""
+
+    def first(key: str, value: Any) -> Any:
+        if key in CONFIG_KEYS["num_layers"] and value == depth:
+            return layers
+        if key in _SHARING and isinstance(value, int):  # so many layers at the end take the cache of earlier ones
+            return max(0, layers - (depth - value))
+        if isinstance(value, dict):
+            return {name: first(name, inner) for name, inner in value.items()} if key in _TEXT else value
+        if key == "attention_types" and isinstance(value, list):  # kinds, and how often they repeat
+            kinds = [kind for some, times in value for kind in [*some] * times]
+            return [[kinds[:layers], 1]] if len(kinds) == depth else value
+        items = isinstance(value, list) or (isinstance(value, str) and key.endswith("pattern"))
+        return value[:layers] if items and len(value) == depth and not key.endswith(("_id", "_ids")) else value
+
+    return {key: first(key, value) for key, value in config.items()}
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the text model: a part of `config` where there is more than text, else all of it."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def refuse_quantised(config: Mapping[str, Any]) -> None:
+    """Raise ModelError where the weights are not numbers of one of the types that are read."""
+    if config.get("quantization_config") or text_config(config).get("quantization_config"):
+        raise ModelError("the weights are quantised, which zinfer does not read: use the unquantised checkpoint")
+
+
+def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
+    """The shape of the model that `config` describes: the model's own, where torch and transformers are installed to
+    ask it; else by the closed forms of `zinfer.spec.formula`, with the weights `counted` (names and shapes), if any.
+
+    Raises ModelError, with `name` in it, when `config` is none of a decoder-only model with plain weights.
+    """
+    try:
+        refuse_quantised(config)
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
+    try:
+        from zinfer.spec.architecture import measure
+    except ImportError:
+        from zinfer.spec import formula
+
+        return formula.shape(name, config, counted)
+    return measure(name, config)
+
+
+@cache
+def _catalogue() -> dict[str, Any]:
+    with (files("zinfer") / "catalog" / "models.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def catalogue_names() -> tuple[str, ...]:
+    """Names that `--model` takes without a download, in the catalogue's order."""
+    return tuple(_catalogue())
+
+
+def from_catalogue(name: str) -> ModelSpec:
+    """The catalogue's entry `name`. Raises KeyError when there is none."""
+    from zinfer.spec.formula import fields
+
+    entry = _catalogue()[name]
+    shape = fields(entry["config"])
+    layer = LayerSpec(
+        parameters=entry["layer_parameters"],
+        expert_parameters=entry.get("expert_parameters", 0),
+        kv_width=2 * shape["num_kv_heads"] * shape["head_dim"],
+        attention=shape["num_heads"] * shape["head_dim"],
+    )
+    return ModelSpec(
+        name=name,
+        **shape,
+        architecture=entry["config"]["model_type"],
+        total_layers=shape["num_layers"],
+        layers=(layer,) * shape["num_layers"],
+        other_parameters=entry["other_parameters"],
+        dtype=entry.get("dtype", "bfloat16"),
+        config=deepcopy(entry["config"]),
+        hub_id=entry.get("hub_id"),
+    )
+
+
+def from_config(
+    name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None, **others: Any
+) -> ModelSpec:
+    """The spec of the model that `config` describes; see `shape_of` for `counted` and the errors."""
+    shape = shape_of(name, config, counted)
+    return ModelSpec(
+        name=name,
+        architecture=config.get("model_type", ""),
+        total_layers=shape.num_layers,
+        **dict(shape),
+        config=deepcopy(dict(config)),
+        **others,
+    )
+
+
+def dtype_of(config: Mapping[str, Any], default: str = "bfloat16") -> str:
+    """The type of the weights, as the configuration names it."""
+    for part in (config, text_config(config)):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key):
+                return str(part[key]).removeprefix("torch.")
+    return default
+
+
+def from_directory(path: Path) -> ModelSpec:
+    """The spec of a local checkpoint, or of a folder with no more than a `config.json`, or of such a file; no weight is
+    read.
+
+    Raises ModelError when there is no usable `config.json`, or the weights are not safetensors.
+    """
+    from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config
+
+    try:
+        bare = bare_config(path)
+        checkpoint = None if bare is not None else Checkpoint.open(path)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from None
+    if checkpoint is None:
+        assert bare is not None
+        return from_config(str(path), bare, dtype=_supported(str(path), dtype_of(bare)))
+    config = checkpoint.config
+    tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
+    tensors = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if not (_BUFFER.search(name) or (tied and name in _HEADS))
+    }
+    largest = max(tensors.values(), key=lambda tensor: tensor.end - tensor.start)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    dtype = dtype_of(config, _TENSOR_DTYPES.get(largest.dtype, largest.dtype))
+    spec = from_config(str(path), config, shapes, directory=str(path))
+    there = {int(match[1]) for name in shapes if (match := LAYER_INDEX.search(name))}
+    lacking = sorted(set(range(spec.num_layers)) - there) if there else []
+    if lacking:
+        raise ModelError(f"{path}: no weights of decoder layer {lacking[0]} of {spec.num_layers}")
+    return spec.with_dtype(_supported(str(path), dtype))
+
+
+def _supported(name: str, dtype: str) -> Dtype:
+    found = next((known for known in get_args(Dtype) if known == dtype), None)
+    if found is None:
+        raise ModelError(f"{name}: weights of type {dtype} are not supported; use one of {', '.join(get_args(Dtype))}")
+    return cast(Dtype, found)
+
+
+def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = None) -> ModelSpec:
+    """The model a user means: a catalogue name, a checkpoint directory, or a Hugging Face hub id.
+
+    Raises ModelError, in one line, for anything else.
+    """
+    if not reference:
+        raise ModelError("--model is empty; `zinfer models` lists the catalogue")
+    path = Path(reference).expanduser()
+    if reference in _catalogue():
+        spec = from_catalogue(reference)
+    elif path.is_dir() or (path.is_file() and path.suffix == ".json"):
+        spec = from_directory(path).model_copy(update={"name": reference})
+    elif path.exists():
+        raise ModelError(f"{reference} is a file: --model takes the folder that holds config.json and the safetensors")
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", reference):
+        from zinfer.spec.hub import spec_from_hub
+
+        spec = spec_from_hub(reference)
+    else:
+        close = [name for name in catalogue_names() if name.split("-")[0] in reference or reference in name]
+        hint = f"; did you mean {', '.join(close)}?" if close else "; `zinfer models` lists the catalogue"
+        raise ModelError(f"no model {reference!r}: not in the catalogue, not a folder, not a hub id{hint}")
+    if dtype is not None:
+        spec = spec.with_dtype(dtype)
+    return spec if layers is None else spec.slice(layers)
+
+
+def check_positions(spec: ModelSpec, input_len: int, output_len: int, prompt: str = "") -> None:
+    """Raise ModelError where a prompt (by default called by its option) and its answer are longer than the positions
+    that the model knows: a table that it learned, or the angles that it was trained with."""
+    if spec.max_position is not None and input_len + output_len > spec.max_position:
+        raise ModelError(
+            f"{prompt or f'--input-len {input_len}'} and --output-len {output_len} exceed the {spec.max_position} "
+            f"positions of {spec.name}"
+        )
+
+
+def config_text(spec: ModelSpec) -> str:
+    """The configuration as canonical JSON, for fingerprints."""
+    return json.dumps(spec.config, sort_keys=True)

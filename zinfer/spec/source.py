@@ -1,0 +1,55 @@
+"""Where a model's weights come from: a local checkpoint, the hub, or a random generator.
+
+Speed does not depend on the values of the weights, so a sweep takes real ones only when they are at hand; generating
+text without them is pointless, so `zinfer run` fetches them.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from zinfer.spec.case import LoadFormat
+from zinfer.spec.checkpoint import Checkpoint
+from zinfer.spec.model import Dtype, ModelError, ModelSpec, config_text, resolve
+
+Asked = Literal["auto", "safetensors", "dummy"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, the format its weights are loaded from, and a fingerprint of both."""
+
+    spec: ModelSpec
+    load_format: LoadFormat
+    revision: str
+
+
+def find(reference: str, dtype: Dtype | None, layers: int | None, load_format: Asked, fetch: bool = False) -> Source:
+    """The model of `reference` and its weights. With ``auto`` the weights are real where they are on this machine, and
+    dummy elsewhere, unless `fetch` allows a download.
+
+    Raises ModelError or CheckpointError, in one line.
+    """
+    spec = resolve(reference, dtype, layers)
+    if load_format != "dummy" and spec.directory is None and spec.hub_id is not None:
+        directory = _from_hub(spec.hub_id, fetch or load_format == "safetensors")
+        spec = spec.model_copy(update={"directory": None if directory is None else str(directory)})
+    if load_format == "safetensors" and spec.directory is None:
+        raise ModelError(f"{reference} is a configuration without weights: --load-format dummy takes random ones")
+    if load_format == "dummy" or (load_format == "auto" and spec.directory is None):
+        return Source(spec.model_copy(update={"directory": None}), "dummy", revision_of(spec, "dummy"))
+    return Source(spec, "safetensors", revision_of(spec, "safetensors"))
+
+
+def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:
+    """What tells two models of one name apart: the checkpoint's fingerprint; the configuration's for dummy weights."""
+    if load_format == "dummy":
+        return "dummy-" + hashlib.sha256(config_text(spec).encode()).hexdigest()[:10]
+    return Checkpoint.open(Path(spec.directory)).revision if spec.directory else ""
+
+
+def _from_hub(hub_id: str, fetch: bool) -> Path | None:
+    from zinfer.spec import hub
+
+    return hub.cached(hub_id) or (hub.download(hub_id) if fetch else None)

@@ -1,0 +1,200 @@
+"""Measures the lossless codec alone: on weights of known distributions, and on those of checkpoints.
+
+Weights are laid end to end and coded as one tensor, so that the codec is timed and not the launches of small tensors. A
+pass decodes at least `SIZE` bytes, from and to other memory with each copy: far more than a cache holds.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zinfer import __version__
+from zinfer.record.codec import CodecError, CodecRecord, Coded, Rate
+from zinfer.spec import host as hardware
+from zinfer.spec import local as here
+from zinfer.spec.checkpoint import Checkpoint, TensorInfo
+from zinfer.spec.model import LAYER_INDEX
+from zinfer.worker import probe
+
+if TYPE_CHECKING:
+    import torch
+
+SIZE = {"cuda": 1 << 30, "cpu": 64 << 20}  # bytes of drawn weights, of a checkpoint's at most, and of a timed pass
+REPEATS = 20
+SCALE, WIDTH = 0.02, 8192
+DRAWN = {
+    "gaussian": f"normal, standard deviation {SCALE:g}",
+    "row-scaled": f"normal, rows of {WIDTH} whose scale is {SCALE:g} times e to a normal power",
+    "laplace": f"Laplace, scale {SCALE:g}",
+}
+_FLOATS = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The matrices of a checkpoint's layers (of all of it, where no name tells a layer), and what they are."""
+
+    name: str
+    told: str
+    matrices: Mapping[str, TensorInfo]
+
+    @property
+    def bytes(self) -> int:
+        """As bf16."""
+        return sum(2 * math.prod(info.shape) for info in self.matrices.values())
+
+
+def find(path: Path, cast: bool = False) -> Stored:
+    """What of `path`, a checkpoint's folder or one safetensors file, is coded: bf16, with `cast` any floats, as bf16.
+
+    Raises CodecError or CheckpointError where there is nothing to code.
+    """
+    if not path.exists() or not (path.is_dir() or path.suffix == ".safetensors"):
+        raise CodecError(f"{path} is neither the folder of a checkpoint nor a .safetensors file")
+    checkpoint = Checkpoint.open(path) if path.is_dir() else Checkpoint.of_file(path)
+    floats = {n: info for n, info in checkpoint.tensors.items() if len(info.shape) == 2 and info.dtype in _FLOATS}
+    usable = {name: info for name, info in floats.items() if cast or info.dtype == "BF16"}
+    matrices = {name: info for name, info in usable.items() if LAYER_INDEX.search(name)} or usable
+    from zinfer.engine.stream.codec import MIN_NUMEL
+
+    name = path.resolve().name.removesuffix(".safetensors")
+    found = Stored(name, checkpoint.config.get("model_type", ""), matrices)
+    if found.bytes < 2 * MIN_NUMEL:
+        hint = "; --dtype bf16 measures its floats as bf16" if len(usable) < len(floats) else ""
+        raise CodecError(f"{path} has {found.bytes // 2} bf16 weights to code, {MIN_NUMEL} is the least{hint}")
+    return found
+
+
+def measure(
+    checkpoints: Sequence[Path] = (), cast: bool = False, progress: Callable[[str], object] = str
+) -> CodecRecord:
+    """The codec on drawn weights and on those of `checkpoints` (see `find`), on the GPU if there is one; `progress`
+    hears what is measured.
+
+    Raises CodecError where torch is missing, and what `find` raises, before anything is measured.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise CodecError("measuring needs torch: pip install 'zinfer[engines]'") from None
+    stored = [find(path, cast) for path in checkpoints]
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    progress("the link")
+    link = probe.measure_link(device)
+    size = SIZE[device.type]
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info()[0] // 8 // (2 * WIDTH) * 2 * WIDTH)
+    rows = []
+    for name, told in DRAWN.items():
+        progress(name)
+        rows.append(_measure(name, told, size, draw(name, size, device), size))
+    for one in stored:
+        progress(one.name)
+        values, told = read(one, size)
+        rows.append(_measure(one.name, told, one.bytes, values.to(device), size))
+    devices = hardware.gpus()
+    versions = {name: hardware.metadata_version(name) for name in ("torch", "triton")} | {"zinfer": __version__}
+    if devices and "driver" in devices[0]:
+        versions["driver"] = devices[0]["driver"]
+    return CodecRecord(
+        machine=here.name(),
+        device=torch.cuda.get_device_name() if device.type == "cuda" else hardware.cpu_model(),
+        link=link,
+        started_at=started,
+        versions={name: version for name, version in versions.items() if version},
+        rows=tuple(rows),
+    )
+
+
+def draw(name: str, size: int, device: "torch.device") -> "torch.Tensor":
+    """`size` bytes of one of `DRAWN`, the same every time: bf16 ``[size // 2]``, rounded from float32."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(0)
+    values = torch.empty(size // 2 // WIDTH, WIDTH, dtype=torch.bfloat16, device=device)
+    for rows in values.split(2048):
+        noise = torch.empty(rows.shape, device=device)
+        if name == "laplace":
+            noise.exponential_(generator=generator)
+            noise -= torch.empty_like(noise).exponential_(generator=generator)
+        else:
+            noise.normal_(generator=generator)
+        if name == "row-scaled":
+            noise *= torch.empty(len(rows), 1, device=device).normal_(generator=generator).exp_()
+        rows.copy_(noise * SCALE)
+    return values.view(-1)
+
+
+def read(stored: Stored, size: int) -> "tuple[torch.Tensor, str]":
+    """The matrices end to end, as bf16 on the CPU, and what they are; of more than `size` bytes, the first rows of each
+    matrix, in proportion."""
+    import torch
+    from safetensors import safe_open
+
+    share = min(1.0, size / stored.bytes)
+    parts, told = [], [stored.told] if stored.told else []
+    with ExitStack() as stack:
+        files = dict.fromkeys(info.file for info in stored.matrices.values())
+        readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
+        for reader in readers.values():
+            source = (reader.metadata() or {}).get("source")
+            told += [source] if source and source not in told else []
+        for name, info in stored.matrices.items():
+            rows = readers[info.file].get_slice(name)[: math.ceil(info.shape[0] * share)]
+            parts.append(rows.to(torch.bfloat16).view(-1))
+    types = "/".join(sorted({info.dtype for info in stored.matrices.values()})).lower()
+    told.append(f"{len(parts)} matrices, stored as {types}" + f", the first {share:.1%} of each" * (share < 1))
+    return torch.cat(parts), "; ".join(told)
+
+
+def _measure(name: str, told: str, total: int, values: "torch.Tensor", size: int) -> Coded:
+    import torch
+
+    from zinfer.engine.stream import codec
+
+    bound, found = _bound(values), codec.encode(values)
+    row = Coded(
+        name=name, told=told, total_bytes=total, raw_bytes=values.nbytes, coded_bytes=values.nbytes, bound=bound,
+        status="no_smaller",
+    )  # fmt: skip
+    if found is None:
+        return row
+    layout = found.layout
+    row = row.model_copy(update={"coded_bytes": layout.size})
+    copies = math.ceil(size / values.nbytes)
+    jobs = [(found.data.clone(), torch.full_like(values, torch.nan)) for _ in range(copies)]
+    del found
+
+    def decode() -> None:
+        for source, out in jobs:
+            codec.decode(source, layout, out)
+
+    decoded = probe.rate(decode, values.nbytes * len(jobs), values.device, REPEATS)
+    if not all(torch.equal(out.view(torch.int16), values.view(torch.int16)) for _, out in jobs):
+        return row.model_copy(update={"status": "wrong_bits"})
+    jobs.clear()
+    encoded = probe.rate(lambda: codec.encode(values), values.nbytes, values.device, REPEATS)
+    rates = {"encode": Rate(**encoded), "decode": Rate(**decoded)}
+    return row.model_copy(update={"status": "ok"} | rates)
+
+
+def _bound(values: "torch.Tensor") -> float:
+    """What coding exponents one by one leaves of whole blocks at best: see `Coded`."""
+    import torch
+
+    from zinfer.engine.stream.codec import BLOCK
+
+    blocks = values[: len(values) // BLOCK * BLOCK].view(torch.int16).view(-1, BLOCK)
+
+    def entropies() -> Iterator[float]:
+        for part in blocks.split(1024):
+            keys = (part.int() >> 7 & 255) + 256 * torch.arange(len(part), device=part.device)[:, None]
+            counts = keys.view(-1).bincount(minlength=256 * len(part)).view(-1, 256)
+            yield float(torch.special.entr(counts.double() / BLOCK).sum()) / math.log(2)
+
+    return (8 + sum(entropies()) / len(blocks)) / 16

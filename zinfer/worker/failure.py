@@ -1,0 +1,37 @@
+"""What an exception of loading or running stands for: a status, and one line that a user can read."""
+
+import os
+from typing import Any
+
+from zinfer.record.measurement import Status
+from zinfer.spec.errors import one_line
+
+
+def told(error: BaseException, stage: str) -> dict[str, Any]:
+    """What a record says of an exception; with --debug, stderr gets its traceback."""
+    if os.environ.get("ZINFER_DEBUG") == "1":
+        import traceback
+
+        traceback.print_exception(error)
+    return {"status": status_of(error), "stage": stage, "error": one_line(error)}
+
+
+def status_of(error: BaseException) -> Status:
+    """The status that an exception of loading or measuring stands for."""
+    from zinfer.engine import EngineError
+    from zinfer.spec.checkpoint import CheckpointError
+    from zinfer.spec.model import ModelError
+
+    text = str(error).lower()
+    names = {base.__name__ for base in type(error).__mro__}
+    if "OutOfMemoryError" in names or ("cuda" in text and "out of memory" in text) or "alloc_failed" in text:
+        return "oom_gpu"
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
+        return "oom_host"
+    if isinstance(error, ModelError | EngineError | NotImplementedError):
+        return "unsupported"
+    if isinstance(error, CheckpointError | OSError):
+        return "io_error"
+    if isinstance(error, KeyboardInterrupt):
+        return "cancelled"
+    return "crashed"

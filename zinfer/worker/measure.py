@@ -1,0 +1,236 @@
+"""The clock. One loop measures every engine: warm-up, prefill to the first token, decode steps, each synchronised.
+
+Prompts are random tokens without padding, so that a batch of B prompts of S tokens costs exactly B · S positions. The
+next token is chosen greedily on the device; a step's time includes that choice, as a user's would.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zinfer.engine.base import Engine
+from zinfer.record.measurement import Span, Status
+from zinfer.spec.case import Workload
+
+if TYPE_CHECKING:
+    from zinfer.engine.kept import Kept
+
+WARM_UP_STEPS = 2
+SAMPLE_SECONDS = 0.25
+
+Beat = Callable[[str, float], None]  # stage, and the share of the point that is done
+
+
+@dataclass
+class Samples:
+    """What the clock saw. On an exception the samples taken so far stay, and `stage` says where it happened."""
+
+    ttft_ms: list[float] = field(default_factory=list)
+    step_ms: list[tuple[float, ...]] = field(default_factory=list)
+    stage: str = "warm-up"
+    status: Status = "ok"
+    gpu: dict[str, Any] = field(default_factory=dict)
+    timeline: tuple[Span, ...] = ()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has computed what it was asked for, as whoever reads the token does. What an engine copies
+    ahead for the next step on a stream of its own goes on meanwhile."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def prompts(workload: Workload, vocab_size: int) -> Tensor:
+    """Random token ids ``[B, S]`` (int64), the same for every engine; the lowest ids, often special, are left out."""
+    generator = torch.Generator().manual_seed(workload.batch_size)
+    low = min(8, vocab_size - 1)
+    shape = (workload.batch_size, workload.input_len)
+    return torch.randint(low, vocab_size, shape, generator=generator)
+
+
+def measure(
+    engine: Engine,
+    workload: Workload,
+    vocab_size: int,
+    samples: Samples,
+    *,
+    repeats: int = 3,
+    enough: Callable[[Sequence[float]], bool] = lambda _e2e_ms: False,
+    beat: Beat = lambda _stage, _share: None,
+) -> None:
+    """Fill `samples` with up to `repeats` whole runs of `workload`, fewer once `enough` says so of their times (ms).
+
+    With no repeats only the warm-up runs, which tells whether the batch fits: the KV cache is taken whole in prefill.
+    Samples are left in place whatever the engine raises. After the last run one more step is traced, outside of all
+    samples; what goes wrong in it is of no consequence. Logits that are not finite end it with status ``nan_output``.
+    """
+    token_ids = prompts(workload, vocab_size).to(engine.device)
+    mask = torch.ones_like(token_ids)
+    total = repeats * workload.output_len
+    with Telemetry(engine.device) as telemetry:
+        try:
+            beat("warm-up", 0.0)
+            logits = engine.prefill(token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
+            for _ in range(WARM_UP_STEPS):  # also where no step is timed: they show what a step streams
+                logits = engine.decode(logits.argmax(-1))
+            synchronize(engine.device)
+            del logits  # in the midst of the memory that the next prefill takes
+            telemetry.start()
+            for repeat in range(repeats):
+                token = _run_once(
+                    engine, token_ids, mask, workload, samples, lambda step: beat(samples.stage, step / total)
+                )
+                if samples.status != "ok":
+                    return
+                e2e = [first + sum(rest) for first, rest in zip(samples.ttft_ms, samples.step_ms, strict=True)]
+                if repeat + 1 == repeats or enough(e2e):
+                    samples.gpu = telemetry.summary()
+                    with suppress(Exception):
+                        samples.timeline = tuple(Span.model_validate(span) for span in engine.timeline(token))
+                    return
+        finally:
+            samples.gpu = samples.gpu or telemetry.summary()
+            with suppress(Exception):
+                engine.release()
+
+
+def _run_once(
+    engine: Engine,
+    token_ids: Tensor,
+    mask: Tensor,
+    workload: Workload,
+    samples: Samples,
+    tick: Callable[[int], None],
+) -> Tensor:
+    """One repeat: its prefill and its decode steps; nothing is kept of a repeat that does not finish. Returns the last
+    tokens, ``[B]``, for which the KV cache has room: a run takes one token less than is reserved."""
+    done = len(samples.ttft_ms) * workload.output_len
+    synchronize(engine.device)
+    samples.stage = "prefill"
+    tick(done)
+    start = time.perf_counter()
+    logits = engine.prefill(token_ids, mask, reserve=workload.output_len)
+    token = logits.argmax(-1)
+    synchronize(engine.device)
+    last = time.perf_counter()
+    first_ms = (last - start) * 1e3
+    samples.stage = "decode"
+    step_ms = []
+    for step in range(1, workload.output_len):
+        logits = engine.decode(token)
+        token = logits.argmax(-1)
+        synchronize(engine.device)
+        now = time.perf_counter()
+        step_ms.append((now - last) * 1e3)
+        tick(done + step)
+        last = time.perf_counter()
+    if not bool(torch.isfinite(logits).all()):
+        samples.status = "nan_output"
+        return token
+    samples.ttft_ms.append(first_ms)
+    samples.step_ms.append(tuple(step_ms))
+    return token
+
+
+def first_token_ms(
+    engine: Engine, token_ids: Tensor, past: Callable[[], Sequence["Kept"]] = lambda: ()
+) -> tuple[float, Tensor]:
+    """Milliseconds until the token after ``[1, S]`` is chosen, and its logits ``[1, V]``; what it takes to have `past`
+    is part of them."""
+    synchronize(engine.device)
+    start = time.perf_counter()
+    logits = engine.prefill(token_ids, torch.ones_like(token_ids), reserve=1, past=past())
+    logits.argmax(-1)
+    synchronize(engine.device)
+    return (time.perf_counter() - start) * 1e3, logits
+
+
+class Telemetry:
+    """What the GPU did meanwhile, by NVML: clocks, power, energy, temperature, reasons for throttling.
+
+    Without NVML, or without a GPU, the summary is empty.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle: Any = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._power: list[float] = []
+        self._clock: list[int] = []
+        self._temperature: list[int] = []
+        self._reasons = 0
+        if device.type != "cuda":
+            return
+        with suppress(Exception):
+            import pynvml
+
+            pynvml.nvmlInit()
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            self._nvml = pynvml
+
+    def __enter__(self) -> "Telemetry":
+        return self
+
+    def start(self) -> None:
+        """Begin to sample, and the energy count."""
+        if self._handle is None:
+            return
+        self._energy = self._read("nvmlDeviceGetTotalEnergyConsumption")
+        self._started = time.perf_counter()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _read(self, function: str, *args: Any) -> Any:
+        try:
+            return getattr(self._nvml, function)(self._handle, *args)
+        except self._nvml.NVMLError:
+            return None
+
+    def _sample(self) -> None:
+        nvml = self._nvml
+        while not self._stop.wait(SAMPLE_SECONDS):
+            for values, reading in (
+                (self._power, self._read("nvmlDeviceGetPowerUsage")),
+                (self._clock, self._read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)),
+                (self._temperature, self._read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)),
+            ):
+                if reading is not None:
+                    values.append(reading)
+            self._reasons |= self._read("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+
+    def __exit__(self, *_exception: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def summary(self) -> dict[str, Any]:
+        """Means and extremes over the timed part; empty when nothing was sampled."""
+        if self._thread is None:
+            return {}
+        self.__exit__()
+        found: dict[str, Any] = {"timed_s": round(time.perf_counter() - self._started, 3)}
+        energy = self._read("nvmlDeviceGetTotalEnergyConsumption")
+        if energy is not None and self._energy is not None:
+            found["energy_j"] = (energy - self._energy) / 1e3
+        if self._power:
+            found["power_w_mean"] = round(sum(self._power) / len(self._power) / 1e3, 1)
+        if self._clock:
+            found |= {"sm_clock_mhz_min": min(self._clock), "sm_clock_mhz_max": max(self._clock)}
+        if self._temperature:
+            found["temperature_c_max"] = max(self._temperature)
+        names = {
+            "SwPowerCap": 4,
+            "HwSlowdown": 8,
+            "SwThermalSlowdown": 32,
+            "HwThermalSlowdown": 64,
+            "HwPowerBrake": 128,
+        }
+        found["throttle_reasons"] = sorted(name for name, bit in names.items() if self._reasons & bit)
+        return found

@@ -1,0 +1,332 @@
+"""What this machine really does: the only place besides `measure` that holds a clock.
+
+Weight streaming runs at the speed of one copy, host to device, and that speed depends on the block size, on the memory
+being page-locked and on the other direction being busy; so all of these are measured, not looked up. CUDA work is timed
+with events, everything else by the wall clock; each figure is the median of several samples after a warm-up.
+
+Without a GPU the CPU is the device: `h2d_bandwidth` is then the rate of a copy within host memory.
+"""
+
+import contextlib
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from zinfer.spec.host import gpus, host_bytes, host_facts, name_of
+from zinfer.spec.machine import SHARING, Machine, MachineError
+
+if TYPE_CHECKING:
+    import torch
+
+MIB = 1 << 20
+BLOCKS = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
+BEYOND_CACHES = 4  # times the processors' caches: what is read again was not kept there
+TOGETHER = 12  # copies of the largest block while the CPU attends to many
+NVME_THREADS, NVME_BLOCK = 8, 16 * MIB
+BUDGET_S = 2.0  # for the repeats of one figure: a slow machine gets fewer samples, not a longer probe
+
+Seconds = Callable[[Callable[[], object]], float]
+
+
+def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable[[str], object] = str) -> Machine:
+    """Measure this machine; the disk too where `nvme_path`, a folder, is given.
+
+    `quick` takes fewer samples of smaller blocks; `progress` hears what is being measured. At most 1 GiB is page-locked
+    at a time, and no file stays behind. Raises MachineError when torch is missing or `nvme_path` is not a folder.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise MachineError("measuring needs torch: pip install 'zinfer[engines]'") from None
+    if nvme_path is not None and not nvme_path.is_dir():
+        raise MachineError(f"--nvme-path {nvme_path} is not a folder")
+    cuda = torch.cuda.is_available()
+    devices = gpus() if cuda else []
+    details: dict[str, Any] = {"host": host_facts(), "torch": torch.__version__, "quick": quick}
+    repeats, largest = (3, 256 * MIB) if quick else (7, 1024 * MIB)
+    progress("host memory")
+    size = min(largest, 256 * MIB) if not cuda else largest
+    details["host_copy"] = host = _entry(_host_copy(size, repeats), "bytes")
+    progress("attention on the CPU")
+    cache = min(max(size, BEYOND_CACHES * details["host"]["cache_bytes"]), host_bytes() // 8)
+    ways = {"attention": 1, "grouped_attention": SHARING}
+    details |= {way: _entry(_attention(cache, repeats, many), "bytes of keys and values") for way, many in ways.items()}
+    fields: dict[str, Any] = {f"{way}_bandwidth": details[way]["median"] for way in ways}
+    fields["host_bandwidth"] = 2 * host["median"]
+    if cuda:
+        fields |= _probe_gpu(largest, cache, repeats, details, progress)
+        at_once = fields["shared_attention_bandwidth"] + fields["shared_h2d_bandwidth"]
+        fields["host_bandwidth"] = max(fields["host_bandwidth"], at_once)  # few cores cannot copy as much
+        fields |= {"gpu_count": torch.cuda.device_count(), "gpu_name": torch.cuda.get_device_name()}
+        details["gpu"] = devices[0] if devices else {}
+        fields["coherent"] = bool(details["gpu"].get("c2c"))
+    else:
+        progress("matrix product")
+        rates = {name: _matmul("cpu", name, 512 if quick else 1024, 3) for name in ("bfloat16", "float32")}
+        details["matmul"] = {name: _entry(samples, "flops") for name, samples in rates.items()}
+        fields |= {
+            "h2d_bandwidth": host["median"],
+            "d2h_bandwidth": host["median"],
+            "hbm_bandwidth": 2 * host["median"],
+            "matmul_flops": max(entry["median"] for entry in details["matmul"].values()),
+        }
+    note = "measured by `zinfer probe`" + ("" if cuda else "; no GPU, so the CPU is the device and memory the link")
+    if nvme_path is not None:
+        progress(f"disk at {nvme_path}")
+        fields["nvme_bytes"] = shutil.disk_usage(nvme_path).free
+        try:
+            details["nvme"] = entry = _entry(_nvme_read(nvme_path, quick), "bytes")
+            fields["nvme_bandwidth"] = entry["median"]
+        except OSError as error:
+            note += f"; no direct I/O at the offload path ({error.strerror})"
+    return Machine(
+        name=name_of(devices), source="measured", host_bytes=host_bytes(), note=note, details=details, **fields
+    )
+
+
+def measure_link(device: "torch.device | str") -> float:
+    """Bytes a second from pinned host memory to `device`: the median of five 1 GiB copies; on the CPU, of five 256 MiB
+    copies within memory. Taken before each load, so that a record knows the link it ran on."""
+    import torch
+
+    if torch.device(device).type != "cuda":
+        return median(_host_copy(256 * MIB, 5))
+    with _host_buffer(1024 * MIB, pinned=True) as source:
+        target = torch.empty_like(source, device=device)
+        return median(_rates(lambda: target.copy_(source, non_blocking=True), source.nbytes, _cuda_seconds, 5))
+
+
+def rate(work: Callable[[], object], amount: float, device: "torch.device", repeats: int) -> dict[str, Any]:
+    """Bytes a second of `work`, which takes `amount` of them, on `device`: median, spread and number of samples."""
+    return _entry(_rates(work, amount, _cuda_seconds if device.type == "cuda" else _cpu_seconds, repeats), "bytes")
+
+
+def _cpu_seconds(work: Callable[[], object]) -> float:
+    start = perf_counter()
+    work()
+    return perf_counter() - start
+
+
+def _cuda_seconds(work: Callable[[], object]) -> float:
+    import torch
+
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _rates(work: Callable[[], object], amount: float, seconds: Seconds, repeats: int) -> list[float]:
+    """`amount` a second of each sample of `work`, after a warm-up; fewer than `repeats` when they take too long."""
+    seconds(work)
+    rates: list[float] = []
+    began = perf_counter()
+    while not rates or (len(rates) < repeats and perf_counter() - began < BUDGET_S):
+        rates.append(amount / seconds(work))
+    return rates
+
+
+def _entry(rates: list[float], what: str) -> dict[str, Any]:
+    """What is kept of a figure's samples: median and relative spread (max - min over median), in `what` per second."""
+    middle = median(rates)
+    return {"median": middle, "spread": round((max(rates) - min(rates)) / middle, 4), "samples": len(rates), "of": what}
+
+
+@contextlib.contextmanager
+def _host_buffer(size: int, pinned: bool = False) -> Iterator["torch.Tensor"]:
+    """`size` bytes of touched, page-aligned host memory; page-locked by registration, so that torch's pinned allocator
+    keeps none of it afterwards."""
+    import torch
+
+    buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    buffer.fill_(1)
+    if not pinned:
+        yield buffer
+        return
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
+    try:
+        yield buffer
+    finally:
+        torch.cuda.synchronize()
+        torch.cuda.check_error(runtime.cudaHostUnregister(buffer.data_ptr()))
+
+
+def _host_copy(size: int, repeats: int) -> list[float]:
+    """Bytes copied a second within host memory, by torch's threads; twice as many are read or written."""
+    import torch
+
+    source, target = torch.ones(size // 4), torch.empty(size // 4)
+    return _rates(lambda: target.copy_(source), size, _cpu_seconds, repeats)
+
+
+def _attention(size: int, repeats: int, sharing: int) -> list[float]:
+    """Bytes of a bf16 KV cache in host memory that the CPU attends to a second; `sharing` heads of queries share each
+    of its heads."""
+    work, amount = _attending(size, sharing)
+    return _rates(work, amount, _cpu_seconds, repeats)
+
+
+def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
+    """Attention of 32 heads of 128 to 512 tokens of some sequences, one new token each, and the bytes that it reads,
+    about `size`."""
+    import torch
+
+    from zinfer.engine.stream.hosted import host
+
+    heads = 32 // sharing
+    shape = (max(1, size // (2 * 2 * heads * 512 * 128)), heads, 512, 128)
+    query = torch.ones((shape[0], 32, 1, shape[3]), dtype=torch.bfloat16)
+    keys, values = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
+    attend: Callable[..., object] = torch.nn.functional.scaled_dot_product_attention
+    work = partial(attend, query, *(host(one, one.device) for one in (keys, values)), enable_gqa=sharing > 1)
+    return work, 2 * keys.nbytes
+
+
+def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
+    """FLOPs a second of a product of two random ``[size, size]`` matrices (zeros draw less power and run faster)."""
+    import torch
+
+    left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    seconds = _cuda_seconds if device == "cuda" else _cpu_seconds
+    return _rates(lambda: left @ right, 2 * size**3, seconds, repeats)
+
+
+def _probe_gpu(
+    largest: int, cache: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
+) -> dict[str, Any]:
+    """Every link of the current GPU, its memory and its matrix products, as fields of a Machine."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    largest = min(largest, free // 4)
+    device = torch.empty(largest, dtype=torch.uint8, device="cuda")
+    progress("pageable copies")
+    with _host_buffer(largest) as host:
+        links = {"h2d_pageable": _link(device, host, repeats), "d2h_pageable": _link(host, device, repeats)}
+    progress("pinned copies")
+    with _host_buffer(largest, pinned=True) as host:
+        links |= {"h2d_pinned": _link(device, host, repeats), "d2h_pinned": _link(host, device, repeats)}
+        progress("both directions at once")
+        duplex = _entry(_duplex(host, device, repeats), "bytes each way")
+        progress("link and CPU at once")
+        details["together"] = _together(host, device, cache, repeats)
+    progress("device memory")
+    hbm = _entry(_device_copy(device, repeats), "bytes read and written")
+    del device
+    progress("matrix product")
+    matmul = _entry(_matmul("cuda", "bfloat16", 8192, 2 * repeats), "flops")
+    torch.cuda.empty_cache()
+    details |= {"links": links, "duplex": duplex, "hbm": hbm, "matmul": {"bfloat16": matmul}}
+    return {
+        "gpu_bytes": total,
+        "h2d_bandwidth": _pinned_rate(links["h2d_pinned"]),
+        "d2h_bandwidth": _pinned_rate(links["d2h_pinned"]),
+        "pageable_bandwidth": list(links["h2d_pageable"].values())[-1]["median"],
+        "duplex_bandwidth": duplex["median"],
+        "shared_attention_bandwidth": details["together"]["attention"]["median"],
+        "shared_h2d_bandwidth": details["together"]["link"]["median"],
+        "hbm_bandwidth": hbm["median"],
+        "matmul_flops": matmul["median"],
+    }
+
+
+def _link(target: "torch.Tensor", source: "torch.Tensor", repeats: int) -> dict[str, dict[str, Any]]:
+    """Rates of single copies of each block size that the buffers hold, smallest first."""
+    entries = {}
+    for block in (block for block in BLOCKS if block <= len(source)):
+        copy = partial(target[:block].copy_, source[:block], non_blocking=True)
+        entries[f"{block // MIB} MiB"] = _entry(_rates(copy, block, _cuda_seconds, repeats), "bytes")
+    return entries
+
+
+def _pinned_rate(entries: dict[str, dict[str, Any]]) -> float:
+    """The link's: these rates grow with the block, so where a larger block was slower, others were on the link."""
+    return max(float(entry["median"]) for entry in entries.values())
+
+
+def _device_copy(source: "torch.Tensor", repeats: int) -> list[float]:
+    import torch
+
+    target = torch.empty_like(source)
+    return _rates(lambda: target.copy_(source), 2 * source.nbytes, _cuda_seconds, repeats)
+
+
+def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[float]:
+    """Bytes a second each way while one stream copies in and another out; the slower of the two sets the time."""
+    import torch
+
+    half = len(host) // 2
+    pairs = [(device[:half], host[:half]), (host[half : 2 * half], device[half : 2 * half])]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def both() -> None:
+        current = torch.cuda.current_stream()
+        for stream, (target, source) in zip(streams, pairs, strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        for stream in streams:
+            current.wait_stream(stream)
+
+    return _rates(both, half, _cuda_seconds, repeats)
+
+
+def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats: int) -> dict[str, dict[str, Any]]:
+    """Rates of copies to the device and of attention on the CPU while both run: they share the host's memory."""
+    import torch
+
+    attend, amount = _attending(cache)
+    attend()
+    rates: dict[str, list[float]] = {"link": [], "attention": []}
+    stream = torch.cuda.Stream()
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            begin.record()
+            for _ in range(TOGETHER):
+                device.copy_(host, non_blocking=True)
+            end.record()
+        attended, began = 0, perf_counter()
+        while not end.query():
+            attend()
+            attended += 1
+        rates["attention"].append(attended * amount / (perf_counter() - began))
+        rates["link"].append(TOGETHER * host.nbytes / (float(begin.elapsed_time(end)) / 1e3))
+    return {name: _entry(samples, "bytes") for name, samples in rates.items()}
+
+
+def _nvme_read(folder: Path, quick: bool) -> list[float]:
+    """Bytes a second of direct reads of a nameless file in `folder`, several threads at once; gone when it is closed,
+    however the process ends. Raises OSError where direct I/O is refused or the disk is full."""
+    size = min((512 if quick else 4096) * MIB, shutil.disk_usage(folder).free // 4)
+    noise = os.urandom(NVME_BLOCK)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        direct = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT)
+        try:
+            began, blocks = perf_counter(), 0
+            while (blocks + 1) * NVME_BLOCK <= size and perf_counter() - began < BUDGET_S * (1 if quick else 2):
+                blocks += file.write(noise) // NVME_BLOCK
+            os.fsync(file.fileno())
+            if not blocks:
+                raise OSError(28, "no space to measure with")
+
+            def read(thread: int) -> None:
+                with mmap.mmap(-1, NVME_BLOCK) as buffer:  # page-aligned, as direct I/O wants it
+                    for block in range(thread, blocks, NVME_THREADS):
+                        os.preadv(direct, [buffer], block * NVME_BLOCK)
+
+            with ThreadPoolExecutor(NVME_THREADS) as pool:
+                return _rates(lambda: list(pool.map(read, range(NVME_THREADS))), blocks * NVME_BLOCK, _cpu_seconds, 3)
+        finally:
+            os.close(direct)

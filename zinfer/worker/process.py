@@ -1,0 +1,192 @@
+"""One process a load. CUDA, ZeRO and TensorRT keep global state, and an out-of-memory must not take the sweep down.
+
+Parent and worker exchange JSON lines over the worker's stdin and stdout, in lock-step: a point is asked for only when
+the one before it is on disk. The worker's own prints go to stderr. A worker ends with its parent, whatever kills that.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from zinfer import __version__
+from zinfer.plan.plan import Plan
+from zinfer.record.measurement import Measurement, Status
+from zinfer.spec.case import Case
+
+Notice = Callable[[str, float], None]
+Loaded = Callable[[int, float], None]  # bytes of weights, and the seconds it took
+# OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
+# as long. Sleeping costs next to nothing.
+_CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Batches of many sizes in one process leave gaps that a larger one cannot use, unless blocks may grow.
+_GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def now() -> str:
+    """The time, ISO 8601, UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class WorkerDied(RuntimeError):
+    """The worker ended, or was ended, without an answer."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status: Status = status
+
+
+class Worker:
+    """The parent's end: starts the process, loads one engine in it, measures cases, watches the time.
+
+    `target` is the engine as ``module:Class``. Raises WorkerDied from `load` and `measure` when the process crashes
+    (`crashed`, `oom_host`) or overruns `timeout_s` (`timeout`; it is killed then). A worker that answers with a failure
+    of its own returns a Measurement with that status.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float,
+        notice: Notice = lambda _what, _share: None,
+        loaded: Loaded = lambda _size, _seconds: None,
+        debug: bool = False,
+    ) -> None:
+        self._target, self._timeout, self._notice, self._loaded = target, timeout_s, notice, loaded
+        self._log: IO[bytes] | None = None if debug else tempfile.TemporaryFile()  # noqa: SIM115
+        self._oom_kills = _oom_kills()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "zinfer.worker.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**_CALM, **_GROWING, **os.environ, "ZINFER_PARENT": str(os.getpid())},
+            start_new_session=True,  # ctrl-C is the parent's to handle
+        )
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with suppress(ValueError):
+                self._answers.put(json.loads(line))
+        self._answers.put(None)
+
+    def load(self, plan: Plan) -> Measurement | None:
+        """Load `plan`'s engine; None when it is ready, else a Measurement that says why it is not."""
+        answer = self._ask({"do": "load", "target": self._target, "plan": plan.model_dump(mode="json")})
+        if "point" in answer:
+            return Measurement.model_validate(answer["point"])
+        self._loaded(answer["load_bytes"], answer["load_s"])
+        return None
+
+    def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
+        """Measure one case of the loaded engine."""
+        fields = {"case": case.model_dump(mode="json"), "repeats": repeats, "tolerance": tolerance}
+        return Measurement.model_validate(self._ask({"do": "measure", **fields})["point"])
+
+    def generate(self, prompts: list[str], batch_size: int, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Continue `prompts` as `zinfer.generation.generate` does: ``{"texts": [..]}``, or ``{"status": .., "error": ..}``."""
+        return self._ask({"do": "generate", "prompts": prompts, "batch_size": batch_size, "sampling": sampling})
+
+    def about(self) -> dict[str, Any]:
+        """What every record of this load says: versions, the link's bandwidth, how long loading took."""
+        return self._ask({"do": "about"})
+
+    def serve(self, service: str, verb: str, **fields: Any) -> dict[str, Any]:
+        """What `verb` of one of `zinfer.worker.tasks` answers, or ``{"status": .., "error": ..}``."""
+        return self._ask({"do": "serve", "service": service, "verb": verb, "fields": fields})
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                self.kill()
+                raise WorkerDied("timeout", f"no answer within {self._timeout:g} s") from None
+            if answer is None:
+                raise self._obituary()
+            if "progress" in answer:
+                self._notice(answer["progress"], answer["share"])
+            else:
+                return answer
+
+    def _obituary(self) -> WorkerDied:
+        code = self._process.wait()
+        if code == -signal.SIGKILL and _oom_kills() > self._oom_kills:
+            return WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        tail = self._tail()
+        return WorkerDied("crashed", f"the worker ended: {how}" + (f"; its last words: {tail}" if tail else ""))
+
+    def _tail(self) -> str:
+        """The last line the worker wrote to stderr, where errors end up."""
+        if self._log is None:
+            return ""
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:300] if lines else ""
+
+    def kill(self) -> None:
+        """End the worker and whatever it started, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        """Let the worker finish in order; kill it if it does not within half a minute."""
+        with suppress(BrokenPipeError, OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        if self._log is not None:
+            self._log.close()
+
+
+def _oom_kills() -> int:
+    """How often the kernel's out-of-memory killer has struck in this container so far; 0 where that is not told."""
+    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
+        with suppress(OSError, ValueError):
+            fields = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
+            if "oom_kill" in fields:
+                return int(fields["oom_kill"])
+    return 0
+
+
+def versions(engine_name: str) -> dict[str, str]:
+    """Versions of Python, zinfer, the driver, and the packages that the engine requires."""
+    import platform
+    from importlib import metadata
+
+    from zinfer.engine import ENGINES
+
+    found = {"python": platform.python_version(), "zinfer": __version__}
+    for package in ENGINES[engine_name].requires if engine_name in ENGINES else ("torch",):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    with suppress(Exception):
+        import pynvml
+
+        pynvml.nvmlInit()
+        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+    return found

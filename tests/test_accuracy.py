@@ -29,7 +29,7 @@ from zinfer.record import accuracy
 from zinfer.record.accuracy import AccuracyError, AccuracyRecord, Deviation, Position
 from zinfer.spec.case import Case, Option, Workload
 from zinfer.spec.model import from_directory
-from zinfer.worker import teacher_forcing as follow
+from zinfer.worker import teacher_forcing
 from zinfer.worker.process import Worker, WorkerDied
 from zinfer.worker.server import Server
 
@@ -120,7 +120,7 @@ def test_less_is_the_same_the_more_is_rounded(architecture: str, checkpoint: Che
 def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
     fp8 = by_setting(comparison(directory, "fp8").run())["fp8", "own"]
-    windows = follow.windows(None, plan(directory).model, TEXT, SAMPLES, INPUT + OUTPUT)
+    windows = teacher_forcing.windows(None, plan(directory).model, TEXT, SAMPLES, INPUT + OUTPUT)
     rows = [row for piece in windows["pieces"] for row in (piece[:INPUT], piece[:INPUT])]
     freely = []
     for asked in (plan(directory), plan(directory, kv_cache_dtype="fp8")):
@@ -146,7 +146,7 @@ def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpo
 def test_the_perplexity_is_that_of_transformers(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
     text = by_setting(comparison(directory, "auto").run())["auto", "text"]
-    windows = follow.windows(None, plan(directory).model, TEXT, SAMPLES, INPUT + OUTPUT)
+    windows = teacher_forcing.windows(None, plan(directory).model, TEXT, SAMPLES, INPUT + OUTPUT)
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     token_ids = torch.tensor(windows["pieces"])
     with torch.inference_mode():
@@ -226,7 +226,7 @@ def test_output_that_is_no_number_is_a_failure(checkpoint: Checkpoints, monkeypa
 def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_path: Path) -> None:
     worker = Inline()
     worker.load(plan(checkpoint("llama")))
-    pieces = follow.windows(None, plan(checkpoint("llama")).model, TEXT, 2, INPUT + OUTPUT)["pieces"]
+    pieces = teacher_forcing.windows(None, plan(checkpoint("llama")).model, TEXT, 2, INPUT + OUTPUT)["pieces"]
     rows = [lead.Row(pieces[0][:INPUT], None), lead.Row(pieces[0][:INPUT], pieces[0][INPUT:])]
     free = lead.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset())
     assert free.lengths == [OUTPUT, OUTPUT]
@@ -239,7 +239,9 @@ def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_p
 
 def test_what_a_position_says() -> None:
     reference, logits = torch.tensor([[0.0, math.log(3)]] * 2), torch.tensor([[0.0, 0.0], [1.0, math.log(3) + 1]])
-    first, second = (Position(*row) for row in follow.deviation(reference, logits, torch.tensor([0, 1])).tolist())
+    first, second = (
+        Position(*row) for row in teacher_forcing.deviation(reference, logits, torch.tensor([0, 1])).tolist()
+    )
     assert first.error == pytest.approx(math.sqrt(2))  # ln 3 / sqrt 2, over ln 3 / 2
     assert first.kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
     assert (first.same, second.same) == (0, 1)
@@ -251,11 +253,11 @@ def test_what_a_position_says() -> None:
 
 def test_pieces_are_spread_and_begin_as_the_tokenizer_has_it(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     spec = plan(checkpoint("llama")).model
-    found = follow.windows(None, spec, "abcdefghijk", 3, 3)
+    found = teacher_forcing.windows(None, spec, "abcdefghijk", 3, 3)
     letters = [[chr(token + 28) for token in piece] for piece in found["pieces"]]
     assert letters == [list("abc"), list("efg"), list("ijk")]
     assert (found["tokens"], found["ends"]) == (11, [2])
-    assert follow.windows(None, spec, "abcdefgh", 3, 3)["pieces"] is None
+    assert teacher_forcing.windows(None, spec, "abcdefgh", 3, 3)["pieces"] is None
 
     class Begins:
         bos_token_id = 1
@@ -264,8 +266,8 @@ def test_pieces_are_spread_and_begin_as_the_tokenizer_has_it(checkpoint: Checkpo
             ids = [1] * add_special_tokens + [ord(letter) for letter in text]
             return type("Encoded", (), {"input_ids": ids})
 
-    monkeypatch.setattr(follow, "load_tokenizer", lambda _spec: Begins())
-    assert follow.windows(None, spec, "abcd", 2, 3)["pieces"] == [[1, 97, 98], [1, 99, 100]]
+    monkeypatch.setattr(teacher_forcing, "load_tokenizer", lambda _spec: Begins())
+    assert teacher_forcing.windows(None, spec, "abcd", 2, 3)["pieces"] == [[1, 97, 98], [1, 99, 100]]
 
 
 def position(error: float, same: bool, nats: float = 1.0) -> Position:

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from zinfer.commands import doctor
 from zinfer.engine import ENGINES, EngineError, Kind
-from zinfer.spec import host as hardware
+from zinfer.spec import host
 
 
 def refuse(name: str) -> Kind:
@@ -44,7 +44,7 @@ def test_an_engine_that_fails_to_import_is_reported(monkeypatch: pytest.MonkeyPa
 
 
 def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "metadata_version", lambda package: "")
+    monkeypatch.setattr(host, "metadata_version", lambda package: "")
     advice = {row.name: row.advice for row in doctor.package_rows()}
     assert advice["deepspeed"] == "pip install 'zinfer[engines]'"
     assert advice["click"] == "pip install zinfer"
@@ -53,8 +53,8 @@ def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_machine_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpus", lambda: [{"name": "NVIDIA H200", "driver": "580"}] * 2)
-    monkeypatch.setattr(hardware, "memory_limit", lambda: 2 << 30)
+    monkeypatch.setattr(host, "gpus", lambda: [{"name": "NVIDIA H200", "driver": "580"}] * 2)
+    monkeypatch.setattr(host, "memory_limit", lambda: 2 << 30)
     monkeypatch.setattr("shutil.which", lambda name: {"gcc": "/usr/bin/gcc"}.get(name))
     rows = {row.name: row.found for row in doctor.machine_rows()}
     assert rows["GPU"] == "2 x NVIDIA H200, driver 580"

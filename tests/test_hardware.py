@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zinfer.spec import host as hardware
+from zinfer.spec import host
 from zinfer.spec.host import NumaNode, available_bytes, numa_node
 
 GPU = "0000:3b:00.0"
@@ -47,12 +47,12 @@ def test_one_node_is_none(tmp_path: Path) -> None:
 
 def test_the_last_caches_of_all_processors_are_one_sum(tmp_path: Path) -> None:
     """Each once, however many cores share it; what the kernel leaves out counts for nothing."""
-    assert hardware.cache_bytes(tmp_path) == 0
+    assert host.cache_bytes(tmp_path) == 0
     for core, shared in enumerate(("0-1", "0-1", "2-3", "2-3")):
         cache = {"index2/level": "2", "index2/shared_cpu_list": str(core), "index2/size": "2048K"}
         cache |= {"index3/level": "3", "index3/shared_cpu_list": shared, "index3/size": "32768K"}
         write(tmp_path / f"devices/system/cpu/cpu{core}/cache", cache | {"index4/level": "4"})
-    assert hardware.cache_bytes(tmp_path) == 2 * (32 << 20)
+    assert host.cache_bytes(tmp_path) == 2 * (32 << 20)
 
 
 V2 = {"memory.max": "6000000", "memory.current": "5000000"}
@@ -96,7 +96,7 @@ def test_available_memory(
 
 
 def test_this_machine_has_memory() -> None:
-    assert 0 < available_bytes() <= hardware.memory_total() + (1 << 40)
+    assert 0 < available_bytes() <= host.memory_total() + (1 << 40)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,6 @@ def test_this_machine_has_memory() -> None:
 def test_the_limit_tells_what_a_process_may_use(
     total: int, limit: int | None, usable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "memory_total", lambda: total)
-    monkeypatch.setattr(hardware, "memory_limit", lambda: limit)
-    assert hardware.host_bytes() == usable
+    monkeypatch.setattr(host, "memory_total", lambda: total)
+    monkeypatch.setattr(host, "memory_limit", lambda: limit)
+    assert host.host_bytes() == usable

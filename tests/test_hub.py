@@ -96,8 +96,8 @@ def hub() -> Iterator[str]:
 
 
 def ask(home: Path, *calls: str, **env: str) -> list[str]:
-    """What each call of a function of zinfer.spec.hub gives, as text, in a fresh process (the hub library reads its settings
-    once, when it is imported)."""
+    """What each call of a function of zinfer.spec.hub gives, as text, in a fresh process (the hub library reads its
+    settings once, when it is imported)."""
     code = """
 import json, sys
 from tests import PATIENCE_S

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 
 from tests import PATIENCE_S
 from zinfer.commands.probe import command, write
-from zinfer.spec import host as hardware
-from zinfer.spec import local as here
+from zinfer.spec import host, local
 from zinfer.spec.machine import Machine, MachineError, load
 from zinfer.worker import probe
 
@@ -37,7 +36,7 @@ def test_quick_probe_of_this_machine(no_gpu: None) -> None:
     assert machine.source == "measured"
     assert machine.name.startswith("cpu-")
     assert machine.gpu_count == 0
-    assert machine.device_bytes == machine.host_bytes == hardware.host_bytes()
+    assert machine.device_bytes == machine.host_bytes == host.host_bytes()
     assert machine.h2d_bandwidth is not None
     assert 0 < machine.h2d_bandwidth < 1e12
     assert machine.host_bandwidth == 2 * machine.h2d_bandwidth
@@ -60,7 +59,7 @@ def test_the_cpu_attends_to_more_than_its_caches_hold(swift: None, monkeypatch: 
     monkeypatch.setattr(probe, "_attention", lambda size, repeats, sharing: sizes.append(size) or [1e9])
     monkeypatch.setattr(probe, "host_bytes", lambda: 64 << 30)
     for cache in (32, 300, 1 << 20):
-        monkeypatch.setattr(hardware, "cache_bytes", lambda cache=cache: cache << 20)
+        monkeypatch.setattr(host, "cache_bytes", lambda cache=cache: cache << 20)
         probe.probe(quick=True)
     assert sizes[::2] == sizes[1::2] == [256 << 20, 1200 << 20, 8 << 30]  # no more than an eighth of memory
 
@@ -124,9 +123,9 @@ def test_sampling_stops_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_names(devices: list[dict[str, str]], cpu: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "cpu_model", lambda: cpu)
+    monkeypatch.setattr(host, "cpu_model", lambda: cpu)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert hardware.name_of(devices) == name
+    assert host.name_of(devices) == name
 
 
 def test_slug_needs_no_torch() -> None:
@@ -172,11 +171,11 @@ def test_visible_devices(visible: str | None, handles: list[int], monkeypatch: p
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert hardware._visible(FakeNvml()) == handles
+    assert host._visible(FakeNvml()) == handles
 
 
 def test_a_gpu_that_answers_little_is_still_described() -> None:
-    assert hardware._gpu_facts(FakeNvml(), 1) == {"name": "gpu 1", "nvlinks": 1}
+    assert host._gpu_facts(FakeNvml(), 1) == {"name": "gpu 1", "nvlinks": 1}
 
 
 @pytest.mark.parametrize(
@@ -196,7 +195,7 @@ def test_memory_limit(groups: str, files: dict[str, str], limit: int | None, tmp
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert hardware.memory_limit(tmp_path / "groups", tmp_path) == limit
+    assert host.memory_limit(tmp_path / "groups", tmp_path) == limit
 
 
 def test_command_writes_where_plans_look(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,24 +237,24 @@ def test_figures_of_another_host_are_left_to_it(
 ) -> None:
     """With the same GPU, that is: what is under its name came with the repository, say."""
     monkeypatch.chdir(tmp_path)
-    assert here.name() == hardware.slug()
-    facts = {"host": hardware.host_facts()}
-    known = Machine(name=hardware.slug(), source="measured", host_bytes=hardware.host_bytes(), details=facts)
-    path = here.RESULTS / known.name / "machine.json"
+    assert local.name() == host.slug()
+    facts = {"host": host.host_facts()}
+    known = Machine(name=host.slug(), source="measured", host_bytes=host.host_bytes(), details=facts)
+    path = local.RESULTS / known.name / "machine.json"
     write(path, known.model_copy(update=changes).model_dump_json())
     before = path.read_text()
     cores = facts["host"]["cores"]
-    expected = known.name if same else f"{known.name}-{cores}-cores-{hardware.host_bytes() >> 30}-gib"
-    assert here.name() == expected
+    expected = known.name if same else f"{known.name}-{cores}-cores-{host.host_bytes() >> 30}-gib"
+    assert local.name() == expected
     assert CliRunner().invoke(command, ["--quick"]).exit_code == 0
-    assert load(here.RESULTS / expected).name == here.this_machine().name == expected
+    assert load(local.RESULTS / expected).name == local.this_machine().name == expected
     assert (path.read_text() == before) is not same
 
 
 @pytest.mark.gpu
 def test_probe_of_a_gpu() -> None:
     machine = probe.probe(quick=True)
-    assert machine.name == hardware.slug()
+    assert machine.name == host.slug()
     assert machine.h2d_bandwidth is not None
     assert machine.pageable_bandwidth is not None
     assert machine.hbm_bandwidth is not None

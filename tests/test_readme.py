@@ -13,9 +13,7 @@ import pytest
 from zinfer.analysis.calibrate import fit, load_machines, load_points
 from zinfer.cli import cli
 from zinfer.plan.plan import make_plan
-from zinfer.record import accuracy
-from zinfer.record import codec as lossless
-from zinfer.record import prefix_reuse as reuse
+from zinfer.record import accuracy, codec, prefix_reuse
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import read
 from zinfer.spec import machine, model
@@ -167,9 +165,9 @@ def test_what_staying_layers_save_is_that_of_the_record() -> None:
 
 
 def test_what_a_reload_saves_is_that_of_the_record() -> None:
-    (run,) = (run for run in reuse.load(H100 / reuse.FILE).runs if run.case.offload == "cpu")
+    (run,) = (run for run in prefix_reuse.load(H100 / prefix_reuse.FILE).runs if run.case.offload == "cpu")
     longest = run.measured[-1]
-    told = f"from {reuse.break_even(run.points, 'memory'):,.0f} tokens on (`zinfer reuse`), "
+    told = f"from {prefix_reuse.break_even(run.points, 'memory'):,.0f} tokens on (`zinfer reuse`), "
     told += f"{longest.gain('memory'):.2f}x as soon at {longest.context:,}."
     assert told in " ".join(README.split())
 
@@ -186,10 +184,10 @@ def test_every_engine_wrote_the_same_text() -> None:
 
 
 def test_the_codecs_table_is_that_of_its_record() -> None:
-    record = H100 / lossless.FILE
+    record = H100 / codec.FILE
     if not record.exists():
         pytest.skip("the codec was not measured on the H100")
-    found = [f"| {' | '.join(cells)} |" for cells in lossless.load(record).cells()]
+    found = [f"| {' | '.join(cells)} |" for cells in codec.load(record).cells()]
     assert [line for line in found if line not in README] == []
 
 

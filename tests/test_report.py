@@ -14,8 +14,7 @@ from tests.test_accuracy import record as measured_accuracy
 from tests.test_reuse import point as kept_point
 from tests.test_reuse import run as kept_run
 from zinfer.cli import cli
-from zinfer.record import accuracy
-from zinfer.record import prefix_reuse as reuse
+from zinfer.record import accuracy, prefix_reuse
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Header, Store
 from zinfer.report.document import Table
@@ -280,15 +279,15 @@ def test_accuracy_and_kept_conversations_are_told_where_they_were_measured(resul
     folder = results / "h100"
     (folder / accuracy.FILE).write_text(measured_accuracy().model_dump_json())
     one = kept_run(kept_point(64, 1, 2), kept_point(512, 8, 2))
-    kept = reuse.ReuseRecord(machine="h100", device="H100", runs=(one,))
-    (folder / reuse.FILE).write_text(kept.model_dump_json())
+    kept = prefix_reuse.ReuseRecord(machine="h100", device="H100", runs=(one,))
+    (folder / prefix_reuse.FILE).write_text(kept.model_dump_json())
     text = written(results)
     assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% | 0.002 | 0.003 | 80.00% |  | 50% of 2 | 1 |" in text
     assert "The model: llama." in text
     assert "| 512 | 1.0 MB | 8 ms | 2 ms | 4.00x |" in text
     assert "reload from memory wins from 128 tokens on" in text
     assert "Keeping a conversation, m, stream cpu, h100" in page(results)
-    (folder / reuse.FILE).write_text("{}")
+    (folder / prefix_reuse.FILE).write_text("{}")
     assert "is no record of" in written(results)
 
 

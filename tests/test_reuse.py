@@ -15,7 +15,7 @@ from zinfer import engine as engines
 from zinfer.cli import cli
 from zinfer.engine import EngineError
 from zinfer.plan.plan import Plan
-from zinfer.record import prefix_reuse as reuse
+from zinfer.record import prefix_reuse
 from zinfer.record.prefix_reuse import Point, ReuseError, ReuseRecord, Run, break_even, verdict
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.host import slug
@@ -70,19 +70,19 @@ def test_a_record_keeps_the_latest_run_of_each_load(tmp_path: Path) -> None:
     for one in (run(point(8, 1, 1)), run(offload="none"), run(point(16, 1, 1))):
         record = record.with_run(one)
     assert [(one.case.offload, len(one.points)) for one in record.runs] == [("none", 0), ("cpu", 1)]
-    path = tmp_path / reuse.FILE
+    path = tmp_path / prefix_reuse.FILE
     path.write_text(record.model_dump_json())
-    assert reuse.load(path) == record
+    assert prefix_reuse.load(path) == record
     for text in ("", "[]", '{"machine": "m"}'):
         path.write_text(text)
         with pytest.raises(ReuseError, match=r"reuse.json is no record of `zinfer reuse`"):
-            reuse.load(path)
+            prefix_reuse.load(path)
 
 
 def test_cells_are_text_with_units() -> None:
     found = point(2048, 1500, 30, disk_ms=(60.0,))
     assert found.cells == ("2,048", "1.0 MB", "1.5 s", "30 ms", "50.00x", "60 ms", "25.00x", "same", "0.25")
-    assert len(found.cells) == len(reuse.COLUMNS)
+    assert len(found.cells) == len(prefix_reuse.COLUMNS)
     assert run(layers=4).title == "m, 4 of 8 layers, stream cpu"
 
 
@@ -117,7 +117,7 @@ def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPat
     result = zinfer(folder, *words, "--kv-cache-dir", "kv", "--layers", "2")
     assert result.returncode == 0, result.stderr
     path = folder / "sweeps" / "results" / slug() / "reuse.json"
-    record = reuse.load(path)
+    record = prefix_reuse.load(path)
     assert record.machine == slug()
     (found,) = record.runs
     assert [one.context for one in found.measured] == [16, 128, 1024]
@@ -178,7 +178,7 @@ def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
         monkeypatch.setattr(Inline, "dies", dies)
         result = CliRunner().invoke(cli, ["reuse", "-m", "bloom-tiny", "--repeats", "1", "-o", "r.json", *words])
         assert Path("r.json").exists(), (result.output, result.exception)
-        return result, reuse.load(Path("r.json")).runs[-1]
+        return result, prefix_reuse.load(Path("r.json")).runs[-1]
 
     return invoke
 
@@ -193,7 +193,7 @@ def test_what_was_measured_before_an_accident_stays(inline: Callable[..., tuple[
     assert [one.skipped for one in found.points] == [
         "unsupported: a KV cache with kv_offload=cpu is not kept", "16 tokens failed (unsupported)",
     ]  # fmt: skip
-    assert len(reuse.load(Path("r.json")).runs) == 2
+    assert len(prefix_reuse.load(Path("r.json")).runs) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Records to decisions: which engine, at which batch, and whether to offload. Pure functions over `Measurement`s.
 
 Offload costs speed at a given batch and buys room for a larger one, so a setting is judged at its **own best batch**,
-and the price at equal batch is told beside it. Functions take the points of one group, as `zinfer.analysis.group.groups` gives
-them; nothing here compares across groups.
+and the price at equal batch is told beside it. Functions take the points of one group, as
+`zinfer.analysis.group.groups` gives them; nothing here compares across groups.
 """
 
 import shlex

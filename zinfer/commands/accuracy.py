@@ -87,8 +87,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     from zinfer.job.signals import Interrupted, Signals
     from zinfer.job.subject import text_of, told_of
     from zinfer.record.accuracy import AccuracyRecord, Prompts
-    from zinfer.spec import host as hardware
-    from zinfer.spec import local as here
+    from zinfer.spec import host, local
     from zinfer.spec.model import ModelError, check_positions
     from zinfer.spec.source import find
     from zinfer.worker.process import Worker, now, versions
@@ -125,10 +124,10 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
             raise Failure(f"the reference: {error.status}: {error}", ENVIRONMENT) from None
         except Interrupted as interrupt:
             raise SystemExit(128 + interrupt.signal) from None
-    devices = hardware.gpus()
+    devices = host.gpus()
     return AccuracyRecord(
-        machine=here.name(),
-        device=str(devices[0].get("name", "gpu")) if devices else hardware.cpu_model(),
+        machine=local.name(),
+        device=str(devices[0].get("name", "gpu")) if devices else host.cpu_model(),
         started_at=started,
         versions=versions(reference.case.engine),
         told=told_of(spec),
@@ -146,14 +145,14 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
     """The reference's plan, those of the settings, and their engine."""
     from zinfer.job import recipe
     from zinfer.plan.plan import make_plan
-    from zinfer.spec import local as here
+    from zinfer.spec import local
 
     offload, gpu_weights, nvme_path = how["offload"], how["gpu_weights"], how["nvme_path"]
     if offload == "nvme" and nvme_path is None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
     if gpu_weights and (offload == "none" or len(gpu_weights) > 1):
         raise click.UsageError("--gpu-weights is one share of offloaded weights: leave out --offload none")
-    machine = options.with_nvme(here.this_machine(), nvme_path)
+    machine = options.with_nvme(local.this_machine(), nvme_path)
 
     def plans(choice: Any, axes: dict[str, Any]) -> "list[tuple[Plan, str]]":
         wanted = recipe.Sweep(

@@ -149,11 +149,11 @@ def _run(
     from zinfer.job.batch.run import Job, JobFailed
     from zinfer.job.recipe import Sweep
     from zinfer.job.signals import Interrupted
-    from zinfer.spec import local as here
+    from zinfer.spec import local
     from zinfer.worker.process import Worker, WorkerDied
 
     spec = source.spec
-    machine = options.with_nvme(here.this_machine(), how["nvme_path"])
+    machine = options.with_nvme(local.this_machine(), how["nvme_path"])
     target = next(iter(loads.values()))
     as_case = Sweep(model=("any",)).case
     cases = [as_case(load, source.load_format, spec.dtype, (1, 1)) for load in loads]

@@ -86,20 +86,20 @@ def _show(points: "Points", command: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from zinfer.analysis import rates as analysis
+    from zinfer.analysis import rates
     from zinfer.commands.out import console
     from zinfer.spec.units import duration, figures, gib
 
-    winner = analysis.best(points)
+    winner = rates.best(points)
     if winner is None:
-        click.echo(f"Nothing succeeded: {analysis.statuses(points)}.")
+        click.echo(f"Nothing succeeded: {rates.statuses(points)}.")
         return
-    edges = {edge.load: edge for edge in analysis.edges(points)}
+    edges = {edge.load: edge for edge in rates.edges(points)}
     table = Table(
         "configuration", "best batch", "tok/s", "first token", "each after", "of the link", "GPU peak", "OOM at"
     )
-    for point in analysis.best_by_load(points):
-        rate = analysis.spread(point.output_tok_s_samples)
+    for point in rates.best_by_load(points):
+        rate = rates.spread(point.output_tok_s_samples)
         cells = (
             point.case.label(),
             str(point.case.workload.batch_size),
@@ -115,23 +115,23 @@ def _show(points: "Points", command: bool) -> None:
     for edge in edges.values():
         if edge.largest_ok is None:
             own = [point for point in points if point.case.load == edge.load]
-            click.echo(f"{edge.load.label()}: nothing succeeded ({analysis.statuses(own)}).")
-    for verdict in analysis.offload_verdicts(points):
+            click.echo(f"{edge.load.label()}: nothing succeeded ({rates.statuses(own)}).")
+    for verdict in rates.offload_verdicts(points):
         click.echo(f"{verdict.engine or 'Any engine'}: {verdict.words}")
     if command:
         click.echo(
-            f"\nBest: {winner.case.label()}, batch {winner.case.workload.batch_size}\n{analysis.command(winner.case)}"
+            f"\nBest: {winner.case.label()}, batch {winner.case.workload.batch_size}\n{rates.command(winner.case)}"
         )
 
 
 def _summary(group: "Group", points: "Points") -> dict[str, Any]:
     """One group as JSON: milliseconds, bytes, bytes a second; null is unknown."""
-    from zinfer.analysis import rates as analysis
+    from zinfer.analysis import rates
 
     return {
         **group.model_dump(),
-        "best": _point(analysis.best(points)),
-        "best_by_load": [_point(point) for point in analysis.best_by_load(points)],
+        "best": _point(rates.best(points)),
+        "best_by_load": [_point(point) for point in rates.best_by_load(points)],
         "offload": [
             {
                 "engine": verdict.engine,
@@ -142,7 +142,7 @@ def _summary(group: "Group", points: "Points") -> dict[str, Any]:
                 "equal_batch": [{"batch_size": size, "ratio": ratio} for size, ratio in verdict.comparison.equal],
                 "words": verdict.words,
             }
-            for verdict in analysis.offload_verdicts(points)
+            for verdict in rates.offload_verdicts(points)
         ],
         "edges": [
             {
@@ -152,17 +152,17 @@ def _summary(group: "Group", points: "Points") -> dict[str, Any]:
                 "largest_ok": edge.largest_ok,
                 "smallest_oom": edge.smallest_oom,
             }
-            for edge in analysis.edges(points)
+            for edge in rates.edges(points)
         ],
     }
 
 
 def _point(point: "Measurement | None") -> dict[str, Any] | None:
-    from zinfer.analysis import rates as analysis
+    from zinfer.analysis import rates
 
     if point is None:
         return None
-    rate = analysis.spread(point.output_tok_s_samples)
+    rate = rates.spread(point.output_tok_s_samples)
     return {
         "engine": point.case.engine,
         "offload": point.case.offload,
@@ -177,5 +177,5 @@ def _point(point: "Measurement | None") -> dict[str, Any] | None:
         "link_share": point.link_share,
         "gpu_peak_bytes": point.gpu_peak_bytes,
         "host_peak_bytes": point.host_peak_bytes,
-        "command": analysis.command(point.case),
+        "command": rates.command(point.case),
     }

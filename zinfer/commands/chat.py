@@ -99,7 +99,8 @@ class Stop:
 
 
 def talk(worker: Any, said: Iterable[str], settings: dict[str, Any], say: Callable[[str], None], as_json: bool) -> None:
-    """Hold the conversation of the turns `said` with a loaded `worker`; `settings` are those of `zinfer.generation.chat.Chat`.
+    """Hold the conversation of the turns `said` with a loaded `worker`; `settings` are those of
+    `zinfer.generation.chat.Chat`.
 
     Raises Failure where a turn fails, KeyboardInterrupt at the second ctrl-C in an answer.
     """

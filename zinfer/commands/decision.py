@@ -76,7 +76,7 @@ def question(
 
 def show(answer: Answer) -> None:
     """The answer below the table, in a few lines."""
-    from zinfer.analysis import rates as analysis
+    from zinfer.analysis import rates
 
     found, point = answer.decision, answer.decision.point
     click.echo()
@@ -97,7 +97,7 @@ def show(answer: Answer) -> None:
         click.echo(f"  {kept.words}")
     for line in _costs(answer):
         click.echo(f"  {line}")
-    click.echo(analysis.command(point.case))
+    click.echo(rates.command(point.case))
     if answer.show_front:
         click.echo("\nNothing beats these in both output tok/s and tok/s of one user:")
         for one in found.front:
@@ -134,13 +134,13 @@ def _named(point: Measurement) -> str:
 
 def row(answer: Answer) -> dict[str, Any]:
     """The answer as JSON: seconds, USD, J; null is unknown."""
-    from zinfer.analysis import rates as analysis
+    from zinfer.analysis import rates
 
     found, machines = answer.decision, answer.fleet
     return {
         "objective": found.objective,
         "point": None if found.point is None else _brief(found.point, answer.prices),
-        "command": None if found.point is None else analysis.command(found.point.case),
+        "command": None if found.point is None else rates.command(found.point.case),
         "nearest": None if found.nearest is None else _brief(found.nearest, answer.prices),
         "levels": [
             {

@@ -71,11 +71,10 @@ def command(
     """
     from zinfer.plan.published import beside
     from zinfer.plan.search import advice
-    from zinfer.spec import local as here
-    from zinfer.spec import machine
+    from zinfer.spec import local, machine
 
     wanted = _sweep(recipe, given)
-    named = [machine.load(name) for name in wanted.machine] if wanted.machine else [here.this_machine()]
+    named = [machine.load(name) for name in wanted.machine] if wanted.machine else [local.this_machine()]
     places = [reduce(machine.override, settings, place) for place in named]
     factors = _factors(calibrate)
     groups = list(_plans(wanted, places, factors))
@@ -209,7 +208,7 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool) -> None:
 
 def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Factors]") -> None:
     from zinfer.report.plot import figures as plot
-    from zinfer.report.plot import style as chart
+    from zinfer.report.plot import style
 
     form = path.suffix.removeprefix(".")
     if form not in ("png", "svg"):
@@ -220,5 +219,5 @@ def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mappin
     drawn = plot.prediction([plan for _, own in _plans(every, places, factors) for plan in own])
     if drawn is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(chart.render(drawn, "svg" if form == "svg" else "png"))
+        path.write_bytes(style.render(drawn, "svg" if form == "svg" else "png"))
         click.echo(str(path), err=True)

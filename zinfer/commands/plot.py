@@ -28,15 +28,14 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
     from zinfer.cli import Failure
     from zinfer.record.prefix_reuse import FILE, load
     from zinfer.record.store import StoreError, files, read, read_usable
-    from zinfer.report.plot import figures as plot
-    from zinfer.report.plot import style as chart
+    from zinfer.report.plot import figures, style
     from zinfer.report.plot.prefix_reuse import reuse
     from zinfer.spec.errors import NOTHING
 
-    forms = [form for form in get_args(chart.Format) if form in formats.split(",")]
+    forms = [form for form in get_args(style.Format) if form in formats.split(",")]
     if len(forms) != len(formats.split(",")):
         raise click.BadParameter(f"{formats!r}: write png, svg, or png,svg", param_hint="--format")
-    known = [*plot.FIGURES, "reuse"]
+    known = [*figures.FIGURES, "reuse"]
     names = known if wanted == "all" else wanted.split(",")
     if unknown := [name for name in names if name not in known]:
         choice = ", ".join(known)
@@ -54,7 +53,7 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
         found = groups(read(file).points)
         for group, points in found.items():
             stem = output / group.stem(file.stem, alone=len(found) == 1)
-            for name, figure in plot.draw(group, points, names).items():
+            for name, figure in figures.draw(group, points, names).items():
                 missing.discard(name)
                 _write(figure, stem.with_name(f"{stem.name}-{name}"), forms)
     for file in reuses if "reuse" in names else ():

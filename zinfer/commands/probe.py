@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: bool) -> None:
     """Measure the links between this machine's memories, its compute and, if asked, its disk; write machine.json."""
     from zinfer.commands.out import console
-    from zinfer.spec import local as here
+    from zinfer.spec import local
     from zinfer.worker.probe import probe
 
     machine = probe(nvme_path, quick, progress=lambda what: click.echo(f"measuring {what}", err=True))
-    machine = machine.model_copy(update={"name": here.name()})
-    path = output or here.results_folder()
+    machine = machine.model_copy(update={"name": local.name()})
+    path = output or local.results_folder()
     if output is None or path.is_dir():
         path = path / "machine.json"
     text = machine.model_dump_json(indent=1) + "\n"

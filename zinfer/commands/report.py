@@ -78,9 +78,7 @@ def command(
 
 def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
     from zinfer.analysis.group import groups
-    from zinfer.record import accuracy
-    from zinfer.record import codec as lossless
-    from zinfer.record import prefix_reuse as reuse
+    from zinfer.record import accuracy, codec, prefix_reuse
     from zinfer.record.store import files, read
     from zinfer.report.study import Findings, Study
 
@@ -88,7 +86,7 @@ def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
     damaged: list[str] = []
     paths = files(results) if results.exists() else ()
     folders = dict.fromkeys(file.parent for file in paths)
-    codecs, accuracies, reuses = (_records(folders, kind, damaged) for kind in (lossless, accuracy, reuse))
+    codecs, accuracies, reuses = (_records(folders, kind, damaged) for kind in (codec, accuracy, prefix_reuse))
     for file in paths:
         records = read(file)
         damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in records.damaged]

@@ -85,7 +85,7 @@ def command(
     from zinfer.commands.watch import Watch
     from zinfer.job import recipe, sweep
     from zinfer.record.prefix_reuse import FILE, ReuseRecord, load
-    from zinfer.spec import local as here
+    from zinfer.spec import local
     from zinfer.spec.source import find
 
     if "nvme" in offload and nvme_path is None:
@@ -93,7 +93,7 @@ def command(
     if context[0] <= how["new_tokens"]:
         raise click.UsageError(f"--context {context[0]} has nothing to keep before {how['new_tokens']} new tokens")
     source = find(model, dtype, layers, load_format or "auto")
-    machine = options.with_nvme(here.this_machine(), nvme_path)
+    machine = options.with_nvme(local.this_machine(), nvme_path)
     wanted = recipe.Sweep(
         model=(model,), engine=engine, offload=offload, input_len=context, output_len=(1,), layers=(layers,),
         gpu_weights=gpu_weights or (None,), options=settings,
@@ -101,7 +101,7 @@ def command(
     jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path)
     if not jobs:
         raise click.UsageError(f"engine {', '.join(engine)} has no offload {', '.join(offload)}")
-    path = output or here.RESULTS / machine.name
+    path = output or local.RESULTS / machine.name
     if output is None or path.is_dir():
         path = path / FILE
     record = load(path) if path.exists() else ReuseRecord(machine=machine.name, device=_device(machine), runs=())

@@ -71,7 +71,7 @@ def command(
     from zinfer.commands.watch import Watch
     from zinfer.job import recipe, sweep
     from zinfer.plan.plan import make_plan
-    from zinfer.spec import local as here
+    from zinfer.spec import local
     from zinfer.spec.model import ModelError, check_positions
     from zinfer.spec.source import find
     from zinfer.spec.units import duration
@@ -89,7 +89,7 @@ def command(
         raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
     longest = _longest(source.spec.directory, texts)
     check_positions(source.spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
-    machine = options.with_nvme(here.this_machine(), nvme_path)
+    machine = options.with_nvme(local.this_machine(), nvme_path)
     length = max(1, max(map(len, texts), default=0) // 3)
     if chat:
         length = min(CONTEXT, max(1, (source.spec.max_position or CONTEXT) - output_len))

@@ -57,7 +57,7 @@ def command(
     from zinfer.job.recipe import RecipeError, make_sweep, read_toml
     from zinfer.job.signals import Interrupted
     from zinfer.record.store import Header, Store, read
-    from zinfer.spec import local as here
+    from zinfer.spec import local
     from zinfer.spec.source import find
     from zinfer.worker.process import Worker, now
 
@@ -75,7 +75,7 @@ def command(
         raise RecipeError(f"{recipe} is a recipe to plan with, for {', '.join(plan.machine)}: `zinfer plan {recipe}`")
     if "nvme" in plan.offload and nvme_path is None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
-    machine = options.with_nvme(here.this_machine(), nvme_path)
+    machine = options.with_nvme(local.this_machine(), nvme_path)
     jobs = sweep.prepare(
         plan,
         machine,
@@ -91,7 +91,7 @@ def command(
     if not any(job.plan.fits for job in jobs):
         raise Failure(str(jobs[0].plan.why_not), ENVIRONMENT)
 
-    output = output or here.results_folder() / f"{_name(recipe, plan)}.jsonl"
+    output = output or local.results_folder() / f"{_name(recipe, plan)}.jsonl"
     header = Header(
         machine=machine.name,
         recipe=plan.model_dump(mode="json", exclude={"description", "timeout_s", "machine", "published"}),

@@ -1,4 +1,5 @@
-"""The parent's end of `zinfer.worker.teacher_forcing`: batches of rows that a reference runs, and others are led along after it."""
+"""The parent's end of `zinfer.worker.teacher_forcing`: batches of rows that a reference runs, and others are led along
+after it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

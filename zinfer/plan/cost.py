@@ -7,8 +7,8 @@ an engine adds to the physics stands in `Factors`, which `zinfer.analysis.calibr
     setup = Setup(tier="host")
     step(setup, spec, machine, batch_size=32, context=528).bound_by        # "link"
 
-Sources: the roofline of Williams et al. 2009 (doi:10.1145/1498765.1498785); FLOPs as in `zinfer.spec.model`; offload and
-residency as in FlexGen (arXiv:2303.06865), section 4.3, without its CPU-compute terms.
+Sources: the roofline of Williams et al. 2009 (doi:10.1145/1498765.1498785); FLOPs as in `zinfer.spec.model`; offload
+and residency as in FlexGen (arXiv:2303.06865), section 4.3, without its CPU-compute terms.
 """
 
 from math import ceil, inf

@@ -1,8 +1,8 @@
 """What lives where, what fits, and how long it takes: a case on a machine, before anything runs.
 
-An engine's words (offload, options) become a `zinfer.plan.cost.Setup` here; the arithmetic is there. A larger batch is free
-until the KV cache fills the device, compute catches up with the link, or the KV reads do, so the largest batch that
-fits is what a plan looks for.
+An engine's words (offload, options) become a `zinfer.plan.cost.Setup` here; the arithmetic is there. A larger batch is
+free until the KV cache fills the device, compute catches up with the link, or the KV reads do, so the largest batch
+that fits is what a plan looks for.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from zinfer.record import accuracy
-from zinfer.record import prefix_reuse as reuse
+from zinfer.record import accuracy, prefix_reuse
 from zinfer.report.document import Block, Heading, Items, Row, Table
 from zinfer.report.study import Findings
 
@@ -28,5 +27,5 @@ def blocks(findings: Findings) -> Iterator[Block]:
                 f"Time to the first token, computed whole or with what was kept reloaded; medians. Measured by zinfer "
                 f"reuse on {kept.device}: {run.conditions}."
             )
-            yield Table(caption, reuse.COLUMNS, tuple(Row(point.cells) for point in run.measured))
+            yield Table(caption, prefix_reuse.COLUMNS, tuple(Row(point.cells) for point in run.measured))
             yield Items(tuple(run.verdicts))

@@ -6,8 +6,7 @@ from itertools import chain
 from statistics import mean, stdev
 from typing import Any
 
-from zinfer.analysis import compare
-from zinfer.analysis import rates as analysis
+from zinfer.analysis import compare, rates
 from zinfer.analysis.group import Points, by_load
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import relative_half_width
@@ -131,13 +130,13 @@ def _change(change: compare.Change) -> Row:
 
 
 def _others(points: Points) -> tuple[Row, ...]:
-    winner = analysis.best(points)
+    winner = rates.best(points)
     if winner is None:
         return ()
     loads = by_load(points)
     rows = []
     for load, own in loads.items():
-        found = analysis.compare(loads[winner.case.load], own)
+        found = rates.compare(loads[winner.case.load], own)
         if load == winner.case.load or found.baseline is None or found.gain is None:
             continue
         sizes, ratios = [str(size) for size, _ in found.equal], [ratio for _, ratio in found.equal]

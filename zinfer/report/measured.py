@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import floor, log10
 
-from zinfer.analysis import rates as analysis
+from zinfer.analysis import rates
 from zinfer.analysis.group import Points, by_load
 from zinfer.record.measurement import Measurement
 from zinfer.report import figure
@@ -22,7 +22,7 @@ from zinfer.report.document import (
     Table,
     Text,
 )
-from zinfer.report.plot import style as chart
+from zinfer.report.plot import style
 from zinfer.report.study import Findings, Study
 from zinfer.spec.machine import FIGURES, Machine
 from zinfer.spec.units import duration, gib
@@ -126,7 +126,7 @@ def offload(findings: Findings) -> Section:
     blocks: list[Block] = []
     for study in findings.studies:
         blocks.append(Heading(study.group.title))
-        verdicts = analysis.offload_verdicts(study.points)
+        verdicts = rates.offload_verdicts(study.points)
         lines = [f"{verdict.engine or 'Any engine'}: {verdict.words}" for verdict in verdicts]
         blocks.append(Items(tuple(lines)) if lines else Text("No point with offload was measured.", "missing"))
     return Section("offload", "Does offload pay?", blocks or [Text("No point was measured.", "missing")])
@@ -134,7 +134,7 @@ def offload(findings: Findings) -> Section:
 
 def rate(point: Measurement) -> tuple[str, str]:
     """Mean output tokens a second and half its 95% confidence interval, as text; empty where unknown."""
-    spread = analysis.spread(point.output_tok_s_samples) if point.usable else None
+    spread = rates.spread(point.output_tok_s_samples) if point.usable else None
     if spread is None:
         return "", ""
     return rated(spread.mean), f"± {rated(spread.half_width, 2)}" if spread.half_width else ""
@@ -152,17 +152,17 @@ def named(point: Measurement) -> str:
 
 
 def _answer(study: Study) -> Answer:
-    group, winner = study.group, analysis.best(study.points)
+    group, winner = study.group, rates.best(study.points)
     asked = f"{group.title} · {group.conditions}"
     if winner is None:
-        return Answer(asked, "", "", f"No point succeeded: {analysis.statuses(study.points)}.")
+        return Answer(asked, "", "", f"No point succeeded: {rates.statuses(study.points)}.")
     waits = f"First token after {duration(sum(winner.ttft_ms) / len(winner.ttft_ms) / 1e3)}"
     if winner.tpot_ms:
         waits += f", each after it {duration(winner.tpot_ms / 1e3)}"
     spread = rate(winner)[1] or "one repeat, so its spread is unknown"
     lines = [f"{waits}. {spread[:1].upper()}{spread[1:]}{' tok/s at 95% confidence' * spread.startswith('±')}."]
-    lines += [verdict.words for verdict in analysis.offload_verdicts(study.points)[:1]]
-    return Answer(asked, rate(winner)[0], "tok/s", named(winner), tuple(lines), analysis.command(winner.case))
+    lines += [verdict.words for verdict in rates.offload_verdicts(study.points)[:1]]
+    return Answer(asked, rate(winner)[0], "tok/s", named(winner), tuple(lines), rates.command(winner.case))
 
 
 def _count(points: Points, outcome: str) -> int:
@@ -218,7 +218,7 @@ def _throughput(points: Points) -> list[Block]:
     """Curves over batch size, or bars where only one batch was timed."""
     timed = [point for point in points if point.usable]
     if not timed:
-        return [Text(f"No figure: no point succeeded ({analysis.statuses(points)}).", "missing")]
+        return [Text(f"No figure: no point succeeded ({rates.statuses(points)}).", "missing")]
     lines = _lines(points)
     if len({point.case.workload.batch_size for point in timed}) > 1:
         title = "Output tokens a second over batch size; × ran out of memory, + failed otherwise."
@@ -242,13 +242,13 @@ def _throughput(points: Points) -> list[Block]:
 
 def _lines(points: Points) -> list[figure.Line]:
     loads = by_load(points)
-    edges = {edge.load: edge.smallest_oom for edge in analysis.edges(points)}
+    edges = {edge.load: edge.smallest_oom for edge in rates.edges(points)}
     lines = []
-    for load, look in chart.series(loads).items():
+    for load, look in style.series(loads).items():
         known = [
             (point.case.workload.batch_size, spread.mean, spread.half_width)
             for point in loads[load]
-            if point.usable and (spread := analysis.spread(point.output_tok_s_samples))
+            if point.usable and (spread := rates.spread(point.output_tok_s_samples))
         ]
         failed = [
             (size, "×" if point.status.startswith("oom") else "+")
@@ -262,7 +262,7 @@ def _lines(points: Points) -> list[figure.Line]:
 
 
 def _points(points: Points) -> list[Block]:
-    winner = analysis.best(points)
+    winner = rates.best(points)
     columns = (
         "configuration", "#batch", "#tok/s", "#95% interval", "#first token", "#each after", "#of the link",
         "#GPU peak", "#host peak", "outcome",

@@ -1,6 +1,7 @@
-"""What a token costs in money and energy, and how many GPUs a demand takes: `zinfer.analysis.economics` on measured points."""
+"""What a token costs in money and energy, and how many GPUs a demand takes: `zinfer.analysis.economics` on measured
+points."""
 
-from zinfer.analysis import rates as analysis
+from zinfer.analysis import rates
 from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost, fleet
 from zinfer.analysis.group import Points
 from zinfer.record.measurement import Measurement
@@ -19,8 +20,8 @@ def sizing(findings: Findings) -> Section:
         blocks.append(Heading(study.group.title))
         if study.group.layers is not None:
             blocks.append(Text(_SLICE, "caution"))
-        if analysis.best(study.points) is None:
-            blocks.append(Text(f"No point succeeded ({analysis.statuses(study.points)}).", "missing"))
+        if rates.best(study.points) is None:
+            blocks.append(Text(f"No point succeeded ({rates.statuses(study.points)}).", "missing"))
             continue
         blocks.append(_costs(study.points, findings.prices))
         if findings.demand is not None:
@@ -53,7 +54,7 @@ def _given(findings: Findings) -> list[Block]:
 
 
 def _costs(points: Points, prices: Prices) -> Table:
-    known = [(point, *_cost(point, prices)) for point in analysis.best_by_load(points)]
+    known = [(point, *_cost(point, prices)) for point in rates.best_by_load(points)]
     paid = [found.usd_per_mtok for _, found, _ in known if found and found.usd_per_mtok is not None]
     rows = []
     for point, found, why in known:
@@ -80,7 +81,7 @@ def _cost(point: Measurement, prices: Prices) -> tuple[Cost | None, str]:
 
 def _fleets(points: Points, demand: Demand, prices: Prices) -> Table:
     rows = []
-    for point in analysis.best_by_load(points):
+    for point in rates.best_by_load(points):
         found = fleet(point, demand.tokens, demand.seconds, demand.utilisation, demand.spare, prices.gpus_per_server)
         amounts = (
             f"{found.working:,}", str(found.spare), f"{found.gpus:,}", f"{found.servers:,}", f"{found.load:.0%}",

@@ -1,15 +1,14 @@
 """Sections of what was not measured: memory by what it is for, the bottleneck, and other machines.
 
-Predictions come from `zinfer.analysis.calibrate`: the physics of a pass and a few factors an engine, fitted to these records.
-Whatever stands here is drawn pale and named predicted.
+Predictions come from `zinfer.analysis.calibrate`: the physics of a pass and a few factors an engine, fitted to these
+records. Whatever stands here is drawn pale and named predicted.
 """
 
 from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import NamedTuple
 
-from zinfer.analysis import calibrate
-from zinfer.analysis import rates as analysis
+from zinfer.analysis import calibrate, rates
 from zinfer.analysis.group import by_load
 from zinfer.plan.cost import Bytes, Factors
 from zinfer.plan.plan import Plan, make_plan
@@ -97,7 +96,7 @@ def machines(findings: Findings, known: Forecast) -> Section:
     blocks: list[Block] = []
     asked: dict[Case, Study] = {}
     for study in findings.studies:
-        winner = analysis.best(study.points)
+        winner = rates.best(study.points)
         if winner is not None and winner.case.engine in known.factors:
             asked.setdefault(winner.case.load.model_copy(update={"layers": None, "gpu_weights": None}), study)
     for case, study in asked.items():
@@ -116,8 +115,8 @@ def _unknown(study: Study) -> Text:
 def _why_no_prediction(study: Study) -> str:
     if study.machine is None:
         return "The machine is not described: `zinfer probe` does it."
-    if analysis.best(study.points) is None:
-        return f"No point succeeded ({analysis.statuses(study.points)})."
+    if rates.best(study.points) is None:
+        return f"No point succeeded ({rates.statuses(study.points)})."
     return "A prediction needs a known model and a machine whose link, memory and compute were measured."
 
 
@@ -128,7 +127,7 @@ def _planned(case: Case, machine: Machine) -> Plan | None:
 
 def _shown(study: Study) -> list[Measurement]:
     """The best point of each load, or the smallest one of a load without any."""
-    return [analysis.best(own) or own[0] for own in by_load(study.points).values()]
+    return [rates.best(own) or own[0] for own in by_load(study.points).values()]
 
 
 def _memory(known: list[tuple[Measurement, Plan]], place: Machine) -> list[Block]:
@@ -205,7 +204,7 @@ def _sizes(point: Measurement, plan: Plan, tier: str) -> Row:
 def _bottlenecks(study: Study, known: Forecast) -> Iterator[Row]:
     if study.machine is None:
         return
-    for point in analysis.best_by_load(study.points):
+    for point in rates.best_by_load(study.points):
         spec, case = shape(point.case), point.case
         if spec is None or case.engine not in known.factors:
             continue

@@ -2,8 +2,8 @@
 
 A decoder-only model is a stack of layers, equal or not, between an embedding and a head. Decode reads every weight once
 a step, so bytes are the currency here, and they are exact: they come from the `transformers` model itself, built
-without memory (`zinfer.spec.architecture`). The catalogue holds what that says (a test compares them); where torch is not
-installed, the closed forms of `zinfer.spec.formula` stand in.
+without memory (`zinfer.spec.architecture`). The catalogue holds what that says (a test compares them); where torch is
+not installed, the closed forms of `zinfer.spec.formula` stand in.
 """
 
 import json

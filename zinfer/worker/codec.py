@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from zinfer import __version__
 from zinfer.record.codec import CodecError, CodecRecord, Coded, Rate
-from zinfer.spec import host as hardware
-from zinfer.spec import local as here
+from zinfer.spec import host, local
 from zinfer.spec.checkpoint import Checkpoint, TensorInfo
 from zinfer.spec.model import LAYER_INDEX
 from zinfer.worker import probe
@@ -97,13 +96,13 @@ def measure(
         progress(one.name)
         values, told = read(one, size)
         rows.append(_measure(one.name, told, one.bytes, values.to(device), size))
-    devices = hardware.gpus()
-    versions = {name: hardware.metadata_version(name) for name in ("torch", "triton")} | {"zinfer": __version__}
+    devices = host.gpus()
+    versions = {name: host.metadata_version(name) for name in ("torch", "triton")} | {"zinfer": __version__}
     if devices and "driver" in devices[0]:
         versions["driver"] = devices[0]["driver"]
     return CodecRecord(
-        machine=here.name(),
-        device=torch.cuda.get_device_name() if device.type == "cuda" else hardware.cpu_model(),
+        machine=local.name(),
+        device=torch.cuda.get_device_name() if device.type == "cuda" else host.cpu_model(),
         link=link,
         started_at=started,
         versions={name: version for name, version in versions.items() if version},

@@ -26,8 +26,9 @@ class Rerun:
     def measure(
         self, engine: Engine, context: int, new_tokens: int, repeats: int, folder: str | None
     ) -> dict[str, Any]:
-        """The samples and findings of a `zinfer.record.prefix_reuse.Point`. A round of warm-up, then `repeats` rounds, in which each
-        way has its turn; the file is read from its disk each time, as far as the file system can be told to.
+        """The samples and findings of a `zinfer.record.prefix_reuse.Point`. A round of warm-up, then `repeats` rounds,
+        in which each way has its turn; the file is read from its disk each time, as far as the file system can be told
+        to.
 
         Raises EngineError where the engine cannot keep anything, and whatever running out of memory raises.
         """

@@ -98,7 +98,8 @@ class Worker:
         return Measurement.model_validate(self._ask({"do": "measure", **fields})["point"])
 
     def generate(self, prompts: list[str], batch_size: int, sampling: dict[str, Any]) -> dict[str, Any]:
-        """Continue `prompts` as `zinfer.generation.generate` does: ``{"texts": [..]}``, or ``{"status": .., "error": ..}``."""
+        """Continue `prompts` as `zinfer.generation.generate` does: ``{"texts": [..]}``, or ``{"status": .., "error":
+        ..}``."""
         return self._ask({"do": "generate", "prompts": prompts, "batch_size": batch_size, "sampling": sampling})
 
     def about(self) -> dict[str, Any]:

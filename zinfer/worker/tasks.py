@@ -46,7 +46,7 @@ class Services:
             from zinfer.worker.prefix_reuse import Rerun
 
             return Rerun(plan, self._beat)
-        from zinfer.worker import teacher_forcing as follow
+        from zinfer.worker import teacher_forcing
 
         verbs = ("windows", "record", "compare")
-        return SimpleNamespace(**{verb: partial(getattr(follow, verb), beat=self._beat) for verb in verbs})
+        return SimpleNamespace(**{verb: partial(getattr(teacher_forcing, verb), beat=self._beat) for verb in verbs})

@@ -93,7 +93,8 @@ def compare(
     beat: Progress = silent,
 ) -> dict[str, Any]:
     """Lead `engine` along `tokens`, which follow `prompts`, beside the logits in `file`, of whose rows these are the
-    ones from `first` on. Returns the ``rows``: of each, the fields of a `zinfer.record.accuracy.Position` for every step."""
+    ones from `first` on. Returns the ``rows``: of each, the fields of a `zinfer.record.accuracy.Position` for every
+    step."""
     steps, rows, vocabulary = shape
     kept = torch.from_file(file, size=steps * rows * vocabulary, dtype=getattr(torch, dtype)).view(shape)
     found: list[Tensor] = []

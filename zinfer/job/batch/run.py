@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zinfer.job.batch import openai as batch
+from zinfer.job.batch import openai
 from zinfer.job.batch.intake import Row, needs, row_order
 from zinfer.job.batch.ledger import Ledger
 from zinfer.job.batch.packing import (
@@ -215,7 +215,7 @@ class _Runner:
             standing.tokens += len(told["tokens"])
             standing.left -= len(told["tokens"])
             if "error" in told:
-                records.append(batch.failure(row.request, "nan_output", told["error"]))
+                records.append(openai.failure(row.request, "nan_output", told["error"]))
             elif "text" in told:
                 records.append(self._answered(row, told))
             else:
@@ -235,7 +235,7 @@ class _Runner:
         self.standing.allowed += row.limit
         tokens = row.length, len(row.made)
         job = self._job
-        return batch.answer(row.request, told["text"], told["finish_reason"], tokens, job.model, job.ledger.created)
+        return openai.answer(row.request, told["text"], told["finish_reason"], tokens, job.model, job.ledger.created)
 
     def _end(self, row: Row, failed: bool) -> None:
         self.standing.ended += 1
@@ -266,7 +266,7 @@ class _Runner:
             if self._given_up > 1:
                 self._begun += lost
                 raise JobFailed(f"{told}, and so did the one before; the same command goes on")
-            self._job.ledger.add(batch.failure(row.request, failed.status, str(failed)) for row in lost)
+            self._job.ledger.add(openai.failure(row.request, failed.status, str(failed)) for row in lost)
             for row in lost:
                 self._end(row, failed=True)
         if shape.rows > 1:

@@ -21,9 +21,8 @@ from zinfer import engine
 from zinfer.cli import cli
 from zinfer.commands.accuracy import table
 from zinfer.engine.cache import QuantizedLayer
-from zinfer.job import lead
-from zinfer.job.accuracy import Comparison, Found
-from zinfer.job.lead import NoAnswer
+from zinfer.job import accuracy as study
+from zinfer.job.accuracy import Comparison, Found, NoAnswer
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record import accuracy
 from zinfer.record.accuracy import AccuracyError, AccuracyRecord, Deviation, Position
@@ -227,12 +226,12 @@ def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_p
     worker = Inline()
     worker.load(plan(checkpoint("llama")))
     pieces = teacher_forcing.windows(None, plan(checkpoint("llama")).model, TEXT, 2, INPUT + OUTPUT)["pieces"]
-    rows = [lead.Row(pieces[0][:INPUT], None), lead.Row(pieces[0][:INPUT], pieces[0][INPUT:])]
-    free = lead.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset())
+    rows = [accuracy.Row(pieces[0][:INPUT], None), accuracy.Row(pieces[0][:INPUT], pieces[0][INPUT:])]
+    free = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset())
     assert free.lengths == [OUTPUT, OUTPUT]
     assert free.tokens[1] == pieces[0][INPUT:]
     own = free.tokens[0]
-    ended = lead.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset({own[2], free.tokens[1][0]}))
+    ended = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset({own[2], free.tokens[1][0]}))
     assert ended.lengths == [own.index(own[2]) + 1, OUTPUT]
     worker.close()
 

@@ -83,9 +83,8 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     from zinfer.commands.watch import Watch
     from zinfer.job import accuracy as deviate
     from zinfer.job import sweep
-    from zinfer.job.lead import NoAnswer
+    from zinfer.job.accuracy import NoAnswer, text_of, told_of
     from zinfer.job.signals import Interrupted, Signals
-    from zinfer.job.subject import text_of, told_of
     from zinfer.record.accuracy import AccuracyRecord, Prompts
     from zinfer.spec import host, local
     from zinfer.spec.model import ModelError, check_positions

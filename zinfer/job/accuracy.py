@@ -7,19 +7,83 @@ not depend on the batch. Whatever a setting changes still makes 16-bit values ro
 own part remains.)
 """
 
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from zinfer.job import lead
-from zinfer.job.lead import NoAnswer, Recorded, Row
 from zinfer.plan.plan import Plan
 from zinfer.record.accuracy import AccuracyError, Along, Deviation, Failed, Position
+from zinfer.record.measurement import Status
 from zinfer.spec.case import Case
+from zinfer.spec.checkpoint import Checkpoint
+from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import gb
 from zinfer.worker.process import Worker, WorkerDied
+
+
+class NoAnswer(RuntimeError):
+    """A load that failed, or a pass: its status, and why in one line."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status: Status = status
+
+
+class Row(NamedTuple):
+    """A prompt, and the text's tokens that follow it; None where the reference's own do."""
+
+    prompt: list[int]
+    tokens: list[int] | None
+
+    @property
+    def along(self) -> Along:
+        return "own" if self.tokens is None else "text"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A batch of rows that the reference ran: the tokens that followed, and where its logits are."""
+
+    rows: Sequence[Row]
+    tokens: list[list[int]]
+    lengths: list[int]  # up to the token that ended the row's own text, if one did
+    file: dict[str, Any]  # as `zinfer.worker.teacher_forcing.compare` takes it
+
+
+def ask(worker: Worker, verb: str, **fields: Any) -> dict[str, Any]:
+    """What `zinfer.worker.teacher_forcing` answers. Raises NoAnswer where it failed."""
+    answer = worker.serve("follow", verb, **fields)
+    if "status" in answer:
+        raise NoAnswer(answer["status"], str(answer["error"]))
+    return answer
+
+
+def record(worker: Worker, rows: Sequence[Row], steps: int, file: str, ends: frozenset[int]) -> Recorded:
+    """Have the reference run `rows` for `steps` tokens and keep its logits in `file`; `ends` end a row's own text."""
+    prompts, given = [row.prompt for row in rows], [row.tokens for row in rows]
+    answer = ask(worker, "record", prompts=prompts, tokens=given, steps=steps, file=file)
+    tokens = answer.pop("tokens")
+    lengths = [
+        next((i + 1 for i, token in enumerate(made) if row.tokens is None and token in ends), steps)
+        for row, made in zip(rows, tokens, strict=True)
+    ]
+    return Recorded(rows, tokens, lengths, {"file": file, **answer})
+
+
+def compare(worker: Worker, batch: Recorded, size: int | None = None) -> list[list[Position]]:
+    """The positions of each row of `batch`, `size` rows at a time."""
+    size, found = size or len(batch.rows), list[list[Position]]()
+    for first in range(0, len(batch.rows), size):
+        part = slice(first, first + size)
+        prompts = [row.prompt for row in batch.rows[part]]
+        answer = ask(worker, "compare", prompts=prompts, tokens=batch.tokens[part], first=first, **batch.file)
+        found += [[Position(*fields) for fields in row] for row in answer["rows"]]
+    return found
 
 
 @dataclass(frozen=True)
@@ -62,7 +126,7 @@ class Comparison:
                 self._load(worker, self.reference)
                 rows = [row for one in pieces for row in (Row(one[:cut], None), Row(one[:cut], one[cut:]))]
                 recorded = [
-                    lead.record(worker, rows[start : start + size], load.output_len, f"{folder}/{start}", ends)
+                    record(worker, rows[start : start + size], load.output_len, f"{folder}/{start}", ends)
                     for start in range(0, len(rows), size)
                 ]
                 deviations = self._noise(worker, recorded[0])
@@ -70,7 +134,7 @@ class Comparison:
                 try:
                     with self._worker() as worker:
                         self._load(worker, plan)
-                        found = [lead.compare(worker, batch) for batch in recorded]
+                        found = [compare(worker, batch) for batch in recorded]
                     deviations += _deviations(plan.case, recorded, found)
                 except NoAnswer as error:
                     failed.append(Failed(case=plan.case, status=error.status, error=str(error)))
@@ -93,7 +157,7 @@ class Comparison:
         """The samples, how many tokens the text has, and those after which a row's own text is over."""
         spec, length = self.reference.model, self.reference.case.workload.total_len
         model = spec.model_dump(mode="json")
-        answer = lead.ask(worker, "windows", model=model, text=self.text, count=self.samples, length=length)
+        answer = ask(worker, "windows", model=model, text=self.text, count=self.samples, length=length)
         if answer["pieces"] is None:
             raise AccuracyError(
                 f"the text has {answer['tokens']:,} tokens, too few for {self.samples} samples of {length}: "
@@ -112,7 +176,7 @@ class Comparison:
         half = (len(batch.rows) + 1) // 2
         if half == len(batch.rows):
             return []
-        return _deviations(self.reference.case.with_batch(half), [batch], [lead.compare(worker, batch, half)])
+        return _deviations(self.reference.case.with_batch(half), [batch], [compare(worker, batch, half)])
 
 
 def _deviations(case: Case, batches: Sequence[Recorded], found: Sequence[list[list[Position]]]) -> list[Deviation]:
@@ -121,3 +185,31 @@ def _deviations(case: Case, batches: Sequence[Recorded], found: Sequence[list[li
         for row, length, positions in zip(batch.rows, batch.lengths, rows, strict=True):
             kinds.setdefault(row.along, []).append(positions[:length])
     return [Deviation.of(case, along, rows) for along, rows in kinds.items()]
+
+
+def text_of(name: str) -> tuple[str, str]:
+    """What the text is called, and the text. Raises AccuracyError for what cannot be read."""
+    if name == "default":
+        from pydoc_data.topics import topics
+
+        return f"the manual of Python {platform.python_version()}", "\n".join(topics[key] for key in sorted(topics))
+    try:
+        return Path(name).name, Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise AccuracyError(f"--prompt-file {name} cannot be read: {reason}") from None
+
+
+def told_of(spec: ModelSpec) -> str:
+    """What the model is: its shape, and what its file says of where it came from."""
+    told = (
+        f"{spec.architecture}, {spec.parameters / 1e6:,.0f} million weights, {spec.num_layers} layers, "
+        f"{spec.num_heads} heads of {spec.head_dim}, {spec.num_kv_heads} of keys and values"
+    )
+    if spec.directory is None:
+        return f"{told}; random weights"
+    from safetensors import safe_open
+
+    with safe_open(next(iter(Checkpoint.open(Path(spec.directory)).tensors.values())).file, framework="np") as file:
+        origin = (file.metadata() or {}).get("source")
+    return f"{told}; {origin}" if origin else told

@@ -19,7 +19,7 @@ from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import Ledger, job_path
 from zinfer.job.batch.openai import Request, read_requests, refusal
-from zinfer.job.batch.packing import Pace, Shape
+from zinfer.job.batch.packing import Shape, StepTimeModel
 from zinfer.job.batch.run import Job, Standing
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record.measurement import Measurement, Status
@@ -56,7 +56,7 @@ class InlineRows:
         edge: int = 1 << 20,
         status: Status = "oom_gpu",
         dies: bool = False,
-        pace: Pace | None = None,
+        pace: StepTimeModel | None = None,
         pause_s: float = 0.0,
         refused: Status | None = None,
         steps: int = 4,

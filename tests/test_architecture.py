@@ -13,7 +13,7 @@ from zinfer.cli import cli
 from zinfer.commands.run import _longest
 from zinfer.job.recipe import make_sweep
 from zinfer.job.sweep import prepare
-from zinfer.plan.cost import Setup, step
+from zinfer.plan.cost import Placement, step
 from zinfer.spec.architecture import decoder_layers, empty_model, measure
 from zinfer.spec.machine import load as machine
 from zinfer.spec.model import LayerSpec, ModelError, ModelSpec, check_positions, from_config, resolve
@@ -148,7 +148,7 @@ def test_routed_experts_of_any_name_make_a_mixture() -> None:
     assert [layer.expert_parameters for layer in spec.layers] == [0] + [8 * 3 * 48 * 20] * 5
     assert spec.parameters - spec.active_parameters == 5 * 6 * 3 * 48 * 20
     place = machine("h100-80gb")
-    one, many = (step(Setup(), spec, place, size, 8).limits["hbm"] for size in (1, 512))
+    one, many = (step(Placement(), spec, place, size, 8).limits["hbm"] for size in (1, 512))
     assert many > 1.5 * one
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests import PATIENCE_S
-from zinfer.engine import arena
-from zinfer.engine.arena import CHUNK, LOCK_LIMIT, PAGE, HostArena, lay_out
+from zinfer.engine import pinned
+from zinfer.engine.pinned import CHUNK, LOCK_LIMIT, PAGE, PinnedArena, lay_out
 from zinfer.spec import model
 from zinfer.spec.architecture import decoder_layers, empty_model
 from zinfer.spec.host import NumaNode
@@ -22,7 +22,7 @@ from zinfer.worker.failure import status_of
 
 HOLD = """
 import sys
-from zinfer.engine.arena import HostArena
+from zinfer.engine.pinned import HostArena
 arena = HostArena(64 << 20, pin=False)
 arena.memory.fill_(7)
 print(arena.memory.data_ptr(), flush=True)
@@ -80,8 +80,8 @@ def test_memory_is_touched_from_the_gpus_node(monkeypatch: pytest.MonkeyPatch) -
         bound.append((threading.get_ident(), os.sched_getaffinity(pid)))
 
     monkeypatch.setattr(os, "sched_setaffinity", bind)
-    monkeypatch.setattr(arena, "_node_of_gpu", lambda: NumaNode(1, frozenset({cpu})))
-    made = HostArena(CHUNK + PAGE, pin=False)
+    monkeypatch.setattr(pinned, "_node_of_gpu", lambda: NumaNode(1, frozenset({cpu})))
+    made = PinnedArena(CHUNK + PAGE, pin=False)
     assert made.numa_node == 1
     assert [cpus for _, cpus in bound] == [{cpu}]
     assert threading.get_ident() not in dict(bound)
@@ -99,26 +99,26 @@ def test_the_gpus_address_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
-    monkeypatch.setattr(arena, "numa_node", asked.append)
-    assert HostArena(PAGE, pin=False).numa_node is None
+    monkeypatch.setattr(pinned, "numa_node", asked.append)
+    assert PinnedArena(PAGE, pin=False).numa_node is None
     assert asked == ["0001:3b:00.0"]
 
 
 def test_without_room_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "available_bytes", lambda: 3_000_000)
-    monkeypatch.setattr(HostArena, "_touch", lambda *_: pytest.fail("touched"))
+    monkeypatch.setattr(pinned, "available_bytes", lambda: 3_000_000)
+    monkeypatch.setattr(PinnedArena, "_touch", lambda *_: pytest.fail("touched"))
     with pytest.raises(MemoryError, match=r"5\.0 MB of host memory are needed and 3\.0 MB are free") as error:
-        HostArena(5_000_000, pin=False)
+        PinnedArena(5_000_000, pin=False)
     assert all(way in str(error.value) for way in ("--layers", "-O weight_codec=lossless", "--offload nvme"))
     assert status_of(error.value) == "oom_host"
-    growing = HostArena(5_000_000, pin=False, grow=True)
+    growing = PinnedArena(5_000_000, pin=False, grow=True)
     with pytest.raises(MemoryError, match="are free"):
         growing.take(4_000_000)
     assert growing.used == 0
 
 
 def test_an_arena_may_be_larger_than_the_memory_at_hand() -> None:
-    limit = HostArena(1 << 44, pin=False, grow=True)
+    limit = PinnedArena(1 << 44, pin=False, grow=True)
     assert limit.take(PAGE).numel() == PAGE
     limit.seal()
     assert limit.size == PAGE
@@ -127,17 +127,17 @@ def test_an_arena_may_be_larger_than_the_memory_at_hand() -> None:
 
 def test_what_cannot_be_mapped_is_a_shortage() -> None:
     with pytest.raises(MemoryError, match=r"refused to map .* vm.overcommit_memory"):
-        HostArena(1 << 60, pin=False, grow=True)
+        PinnedArena(1 << 60, pin=False, grow=True)
 
 
 @pytest.mark.parametrize(("size", "hint"), [(PAGE, False), (LOCK_LIMIT, True)])
 def test_a_refusal_of_the_driver_names_its_cause(size: int, hint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SimpleNamespace(cudaHostRegister=lambda *_: 2, cudaGetErrorString=lambda code: "out of memory")
     monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
-    monkeypatch.setattr(HostArena, "_touch", lambda *_: None)
-    monkeypatch.setattr(arena, "available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(PinnedArena, "_touch", lambda *_: None)
+    monkeypatch.setattr(pinned, "available_bytes", lambda: 1 << 40)
     with pytest.raises(MemoryError, match=r"page-lock .*\(out of memory\); .*--layers") as error:
-        HostArena(size, pin=True)
+        PinnedArena(size, pin=True)
     assert ("549.8 GB at once" in str(error.value)) is hint
     assert ("1099.5 GB more are free" in str(error.value)) is not hint
     assert "memlock" not in str(error.value)
@@ -151,7 +151,7 @@ def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: pytest.M
         cudaHostUnregister=lambda address: locked.remove((address, 3 * PAGE + 1)),
     )
     monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
-    made = HostArena(8 * PAGE, pin=True, grow=True)
+    made = PinnedArena(8 * PAGE, pin=True, grow=True)
     made.take(PAGE)
     made.take(2 * PAGE + 1)
     assert not made.pinned

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from zinfer.engine.stream import attend
-from zinfer.engine.stream.hosted import Coded, Hosted, code, host
+from zinfer.engine.stream import cpu_kernel
+from zinfer.engine.stream.cpu_attention import Coded, Hosted, code, host
 
 CPU = torch.device("cpu")
 Patch = pytest.MonkeyPatch
@@ -32,8 +32,8 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
     place is tested everywhere. A fault in `attend.c` itself is no reason to skip."""
     trial = tmp_path_factory.mktemp("compiler") / "trial.c"
     trial.write_text("#include <stdint.h>\n#include <string.h>\nint trial(void) { return 0; }\n")
-    for name in filter(None, map(shutil.which, attend.COMPILERS)):
-        command = [name, *attend.FLAGS, str(trial), "-o", str(trial.with_suffix(".so"))]
+    for name in filter(None, map(shutil.which, cpu_kernel.COMPILERS)):
+        command = [name, *cpu_kernel.FLAGS, str(trial), "-o", str(trial.with_suffix(".so"))]
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             return
     pytest.skip("there is no C compiler")
@@ -44,20 +44,20 @@ def lesser(request: pytest.FixtureRequest, compiler: None, monkeypatch: Patch, t
     """`attend.c` for a processor that has less than this one."""
     if platform.machine() != "x86_64":
         pytest.skip("for x86 only")
-    flags = tuple(f"-march={request.param}" if flag == "-march=native" else flag for flag in attend.FLAGS)
-    monkeypatch.setattr(attend, "FLAGS", flags)
+    flags = tuple(f"-march={request.param}" if flag == "-march=native" else flag for flag in cpu_kernel.FLAGS)
+    monkeypatch.setattr(cpu_kernel, "FLAGS", flags)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    attend.library.cache_clear()
+    cpu_kernel.library.cache_clear()
     yield
-    attend.library.cache_clear()
+    cpu_kernel.library.cache_clear()
 
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    attend.library.cache_clear()
-    monkeypatch.setattr(attend.shutil, "which", lambda _: None)
+    cpu_kernel.library.cache_clear()
+    monkeypatch.setattr(cpu_kernel.shutil, "which", lambda _: None)
     yield
-    attend.library.cache_clear()
+    cpu_kernel.library.cache_clear()
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -79,10 +79,10 @@ def test_both_products_are_those_of_torch(
 ) -> None:
     matrix = noise(*batch, tokens + spare, width, dtype=dtype)[..., :tokens, :]
     queries, chances = noise(*batch, rows, width, dtype=dtype), noise(*batch, rows, tokens, dtype=torch.float32)
-    assert attend.suits(queries, matrix)
+    assert cpu_kernel.suits(queries, matrix)
     for found, exact in (
-        (attend.dots(queries, matrix), queries.double() @ matrix.double().transpose(-1, -2)),
-        (attend.mix(chances, matrix), chances.double() @ matrix.double()),
+        (cpu_kernel.dots(queries, matrix), queries.double() @ matrix.double().transpose(-1, -2)),
+        (cpu_kernel.mix(chances, matrix), chances.double() @ matrix.double()),
     ):
         assert found.dtype == torch.float32
         assert torch.allclose(found.double(), exact, atol=2e-5 * (tokens + width) ** 0.5, rtol=1e-4)
@@ -97,34 +97,34 @@ def test_both_products_are_those_of_torch(
 )
 def test_rows_in_8_bits_are_as_good_as_their_bits(rows: int, tokens: int, width: int) -> None:
     states = noise(2, 3, tokens, width) * torch.logspace(-3, 3, tokens)[:, None]
-    matrix = attend.coded(states).view(torch.int8)[..., :width]
-    exact = attend.widened(matrix, torch.float32)
+    matrix = cpu_kernel.coded(states).view(torch.int8)[..., :width]
+    exact = cpu_kernel.widened(matrix, torch.float32)
     assert bool(((exact - states).abs() <= states.abs().amax(-1, keepdim=True) / 253).all())
     queries, chances = noise(2, 3, rows, width), noise(2, 3, rows, tokens, dtype=torch.float32)
-    assert attend.suits(queries, matrix)
+    assert cpu_kernel.suits(queries, matrix)
     magnitude = float(exact.abs().max())
     for found, told in (
-        (attend.dots(queries, matrix), queries.float() @ exact.transpose(-1, -2)),
-        (attend.mix(chances, matrix), chances @ exact),
+        (cpu_kernel.dots(queries, matrix), queries.float() @ exact.transpose(-1, -2)),
+        (cpu_kernel.mix(chances, matrix), chances @ exact),
     ):
         assert torch.allclose(found, told, atol=1e-4 * magnitude, rtol=1e-3)
-    assert not attend.suits(queries, matrix.contiguous())  # the scales are lost
+    assert not cpu_kernel.suits(queries, matrix.contiguous())  # the scales are lost
 
 
 def test_what_it_was_not_made_for_is_left_to_torch() -> None:
     keys = noise(2, 3, 40, 16)
-    assert not attend.suits(noise(2, 3, 129, 16), keys)  # many rows
-    assert not attend.suits(noise(2, 3, 1, 40), keys.transpose(-1, -2))  # no row of it is whole
-    assert not attend.suits(noise(3, 1, 16), keys)
-    assert not attend.suits(noise(1, 2000), noise(5, 2000))
-    assert not attend.suits(torch.ones(1, 4, dtype=torch.int64), torch.ones(3, 4, dtype=torch.int64))
+    assert not cpu_kernel.suits(noise(2, 3, 129, 16), keys)  # many rows
+    assert not cpu_kernel.suits(noise(2, 3, 1, 40), keys.transpose(-1, -2))  # no row of it is whole
+    assert not cpu_kernel.suits(noise(3, 1, 16), keys)
+    assert not cpu_kernel.suits(noise(1, 2000), noise(5, 2000))
+    assert not cpu_kernel.suits(torch.ones(1, 4, dtype=torch.int64), torch.ones(3, 4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_not_a_number_stays_one(dtype: torch.dtype) -> None:
     keys = noise(1, 4, 8, dtype=dtype)
     keys[0, 2], keys[0, 3, 1] = float("nan"), float("-inf")
-    found = attend.dots(torch.ones(1, 1, 8), keys)[0, 0]
+    found = cpu_kernel.dots(torch.ones(1, 1, 8), keys)[0, 0]
     assert found.isnan().tolist() == [False, False, True, False]
     assert float(found[3]) == float("-inf")
 
@@ -132,7 +132,7 @@ def test_not_a_number_stays_one(dtype: torch.dtype) -> None:
 def test_every_half_is_read_right() -> None:
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16).view(-1, 1)
     assert torch.equal(
-        attend.dots(torch.ones(1, 1), halves)[0].nan_to_num(nan=7.0), halves[:, 0].float().nan_to_num(nan=7.0)
+        cpu_kernel.dots(torch.ones(1, 1), halves)[0].nan_to_num(nan=7.0), halves[:, 0].float().nan_to_num(nan=7.0)
     )
 
 
@@ -142,13 +142,13 @@ def test_every_processor_computes_the_same(lesser: None) -> None:
     shapes = [(1, 300, 128), (2, 129, 80), (3, 7, 33), (4, 128, 64), (5, 130, 300), (9, 3, 1)]
     for dtype, (rows, tokens, width) in product((*DTYPES, torch.int8), shapes):
         matrix = noise(2, 3, tokens, width, dtype=torch.float32 if dtype == torch.int8 else dtype)
-        matrix = attend.coded(matrix).view(torch.int8)[..., :width] if dtype == torch.int8 else matrix
-        exact = attend.widened(matrix, torch.float32).double()
+        matrix = cpu_kernel.coded(matrix).view(torch.int8)[..., :width] if dtype == torch.int8 else matrix
+        exact = cpu_kernel.widened(matrix, torch.float32).double()
         queries, chances = noise(2, 3, rows, width).float(), noise(2, 3, rows, tokens).float()
-        assert attend.suits(queries, matrix)
+        assert cpu_kernel.suits(queries, matrix)
         for found, told in (
-            (attend.dots(queries, matrix), queries.double() @ exact.transpose(-1, -2)),
-            (attend.mix(chances, matrix), chances.double() @ exact),
+            (cpu_kernel.dots(queries, matrix), queries.double() @ exact.transpose(-1, -2)),
+            (cpu_kernel.mix(chances, matrix), chances.double() @ exact),
         ):
             assert torch.allclose(found.double(), told, atol=1e-3, rtol=1e-4)
     test_every_half_is_read_right()
@@ -194,8 +194,8 @@ def test_products_of_a_model_that_computes_attention_itself() -> None:
 @pytest.fixture
 def in_8_bits() -> tuple[Coded, Tensor]:
     """Keys as a model sees them, and what they stand for: 2 sequences, 3 heads, 40 tokens, 16 values."""
-    content = attend.coded(noise(2, 3, 50, 16)).view(torch.int8)[:, :, :40, :16]
-    return code(content, CPU, torch.bfloat16), attend.widened(content, torch.bfloat16)
+    content = cpu_kernel.coded(noise(2, 3, 50, 16)).view(torch.int8)[:, :, :40, :16]
+    return code(content, CPU, torch.bfloat16), cpu_kernel.widened(content, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_attentions_products_read_8_bits_as_they_are(in_8_bits: tuple[Coded, Ten
 
 def test_what_lost_its_scales_is_no_matrix() -> None:
     with pytest.raises(ValueError, match="lost their scales"):
-        attend.widened(torch.zeros(3, 4, dtype=torch.int8), torch.float32)
+        cpu_kernel.widened(torch.zeros(3, 4, dtype=torch.int8), torch.float32)
 
 
 def test_a_product_that_does_not_fit_is_torchs_to_refuse() -> None:
@@ -266,12 +266,12 @@ def test_a_product_that_does_not_fit_is_torchs_to_refuse() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torch_computes_the_products_of_any_two_types(dtype: torch.dtype, stored: torch.dtype) -> None:
     matrix = noise(2, 3, 40, 16, dtype=torch.float32 if stored == torch.int8 else stored)
-    matrix = attend.coded(matrix).view(torch.int8)[..., :16] if stored == torch.int8 else matrix
-    exact = attend.widened(matrix, torch.float32).double()
+    matrix = cpu_kernel.coded(matrix).view(torch.int8)[..., :16] if stored == torch.int8 else matrix
+    exact = cpu_kernel.widened(matrix, torch.float32).double()
     queries, chances = noise(2, 3, 4, 16, dtype=dtype), noise(2, 3, 4, 40, dtype=dtype)
     for found, told in (
-        (attend.dots(queries, matrix), queries.double() @ exact.transpose(-1, -2)),
-        (attend.mix(chances, matrix), chances.double() @ exact),
+        (cpu_kernel.dots(queries, matrix), queries.double() @ exact.transpose(-1, -2)),
+        (cpu_kernel.mix(chances, matrix), chances.double() @ exact),
     ):
         assert found.dtype == torch.float32
         assert torch.allclose(found.double(), told, atol=0.1, rtol=0.02)
@@ -279,28 +279,28 @@ def test_torch_computes_the_products_of_any_two_types(dtype: torch.dtype, stored
 
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_torch_computes_the_same() -> None:
-    assert attend.library() is None
+    assert cpu_kernel.library() is None
     queries, keys = noise(2, 4, 2, 16), noise(2, 4, 30, 16)
-    assert not attend.suits(queries, keys)
-    assert torch.equal(attend.dots(queries, keys), (queries @ keys.mT).float())
+    assert not cpu_kernel.suits(queries, keys)
+    assert torch.equal(cpu_kernel.dots(queries, keys), (queries @ keys.mT).float())
     found = scaled_dot_product_attention(queries, host(keys, CPU), host(keys, CPU))
     assert torch.allclose(found.float(), scaled_dot_product_attention(queries, keys, keys).float(), atol=0.02)
 
 
 def test_a_compiler_that_fails_is_no_accident(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(attend.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(cpu_kernel.shutil, "which", lambda name: f"/usr/bin/{name}")
 
     def fail(command: list[str], **_: Any) -> None:
         raise subprocess.CalledProcessError(1, command)
 
-    attend.library.cache_clear()
-    monkeypatch.setattr(attend.subprocess, "run", fail)
+    cpu_kernel.library.cache_clear()
+    monkeypatch.setattr(cpu_kernel.subprocess, "run", fail)
     try:
-        assert attend.library() is None
+        assert cpu_kernel.library() is None
         assert list((tmp_path / "zinfer").iterdir()) == []
     finally:
-        attend.library.cache_clear()
+        cpu_kernel.library.cache_clear()
 
 
 def test_a_user_without_a_home_is_no_accident(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,43 +308,43 @@ def test_a_user_without_a_home_is_no_accident(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(attend.Path, "home", homeless)
-    attend.library.cache_clear()
+    monkeypatch.setattr(cpu_kernel.Path, "home", homeless)
+    cpu_kernel.library.cache_clear()
     try:
-        assert attend.library() is None
+        assert cpu_kernel.library() is None
     finally:
-        attend.library.cache_clear()
+        cpu_kernel.library.cache_clear()
 
 
 @pytest.mark.usefixtures("compiler")
 def test_the_next_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(attend, "COMPILERS", ("false", "no-such-compiler", *attend.COMPILERS))
-    attend.library.cache_clear()
+    monkeypatch.setattr(cpu_kernel, "COMPILERS", ("false", "no-such-compiler", *cpu_kernel.COMPILERS))
+    cpu_kernel.library.cache_clear()
     try:
-        assert attend.library() is not None
+        assert cpu_kernel.library() is not None
     finally:
-        attend.library.cache_clear()
+        cpu_kernel.library.cache_clear()
 
 
 @pytest.mark.usefixtures("compiler")
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    attend.library.cache_clear()
+    cpu_kernel.library.cache_clear()
     try:
-        assert attend.library() is not None
+        assert cpu_kernel.library() is not None
         (made,) = (tmp_path / "zinfer").iterdir()
         written = made.stat().st_mtime_ns
-        attend.library.cache_clear()
-        assert attend.library() is not None
+        cpu_kernel.library.cache_clear()
+        assert cpu_kernel.library() is not None
         assert made.stat().st_mtime_ns == written
     finally:
-        attend.library.cache_clear()
+        cpu_kernel.library.cache_clear()
 
 
 FAULTS = """
 import resource, torch
-from zinfer.engine.stream.hosted import keep_freed
+from zinfer.engine.stream.cpu_attention import keep_freed
 
 def faults():
     for _ in range(3):

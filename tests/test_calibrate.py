@@ -9,8 +9,8 @@ from tests.results import case, point
 from zinfer.analysis import calibrate
 from zinfer.analysis.calibrate import Row, fit, load_machines, load_points, predict, table
 from zinfer.plan import cost
-from zinfer.plan.cost import Factors
-from zinfer.plan.plan import Plan, make_plan, setup_of
+from zinfer.plan.cost import Efficiency
+from zinfer.plan.plan import Plan, make_plan, placement_of
 from zinfer.plan.published import Beside, Published, beside
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.spec import machine, model
@@ -68,7 +68,7 @@ def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
     assert compared
     for (place, case), ways in compared.items():
         spec = model.resolve(case.model, case.dtype, case.layers)
-        on_cpu = setup_of(case, spec, machines[place]).kv_on_cpu
+        on_cpu = placement_of(case, spec, machines[place]).kv_on_cpu
         assert ("cpu" if on_cpu else "gpu") == min(ways, key=lambda way: ways[way])
 
 
@@ -95,7 +95,7 @@ def test_the_largest_batch_is_predicted() -> None:
         assert plan.max_batch_size == pytest.approx(edge, rel=0.125)
 
 
-def fabricated(told: Factors, size: int, offload: str, place: Machine = H100, **options: Option) -> Measurement:
+def fabricated(told: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option) -> Measurement:
     """A point of OPT-30B on a machine whose engine has exactly the factors `told`."""
     chosen = tuple(sorted({"weight_codec": "none", **options}.items()))
     asked = case(size, model="opt-30b", layers=None, offload=offload, options=chosen)
@@ -123,7 +123,7 @@ def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
     """What `stream` tells of the KV cache."""
     if "kv_offload" not in dict(asked.options):
         return {}
-    setup = setup_of(asked, plan.model, plan.machine, factors=Factors())
+    setup = placement_of(asked, plan.model, plan.machine, factors=Efficiency())
     cores = plan.machine.details.get("host", {}).get("cores", 0)
     return {
         "kv_host_rows": round(setup.kv_host_share * asked.workload.batch_size),
@@ -133,7 +133,7 @@ def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
 
 
 def test_a_fit_finds_the_factors_that_made_the_records() -> None:
-    told = Factors(link_share=0.83, layer_s=1.5e-3, mfu=0.7, memory=1.2)
+    told = Efficiency(link_share=0.83, layer_s=1.5e-3, mfu=0.7, memory=1.2)
     points = [fabricated(told, size, offload) for size in (1, 8, 16) for offload in ("none", "cpu")]
     found = fit(points, {"h100": H100})["stream"]
     assert found.link_share == pytest.approx(0.83, rel=1e-3)
@@ -147,7 +147,7 @@ def test_a_fit_finds_the_factors_that_made_the_records() -> None:
 
 
 def test_a_cache_on_the_host_tells_of_the_link_where_it_is_what_one_waits_for() -> None:
-    told = Factors(link_share=0.83)
+    told = Efficiency(link_share=0.83)
     for options in ({"kv_attention": "gpu"}, {"kv_attention": "cpu"}):
         (one,) = calibrate._seen([fabricated(told, 64, "cpu", kv_offload="cpu", **options)], {"h100": H100})
         assert calibrate._link_share(one) == pytest.approx(0.83, rel=1e-3)
@@ -159,7 +159,7 @@ def test_a_cache_on_the_host_tells_of_the_link_where_it_is_what_one_waits_for() 
 @pytest.mark.parametrize("threads", ["auto", 64, 32])
 @pytest.mark.parametrize("quantized", ["bf16", "int8"])
 def test_what_the_link_loses_to_the_cpu_is_not_the_engines_doing(quantized: str, threads: Option) -> None:
-    told = Factors(link_share=0.83)
+    told = Efficiency(link_share=0.83)
     figures = {"attention_bandwidth": 100e9, "host_bandwidth": 120e9, "details": {"host": {"cores": 64}}}
     tight = H100.model_copy(update=figures)
     options: dict[str, Option] = {"kv_offload": "cpu", "kv_attention": "cpu", "kv_cache_dtype": quantized}
@@ -169,11 +169,11 @@ def test_what_the_link_loses_to_the_cpu_is_not_the_engines_doing(quantized: str,
 
 
 def test_a_point_is_never_predicted_from_itself() -> None:
-    told = Factors(link_share=0.5)
+    told = Efficiency(link_share=0.5)
     (row,) = table([fabricated(told, 8, "cpu")], {"h100": H100})
     assert row.predicted_tok_s is None
     assert row.tok_s_error is None
-    odd = [fabricated(Factors(link_share=share), 8 * n, "cpu") for n, share in enumerate((0.5, 0.5, 0.5, 0.9), 1)]
+    odd = [fabricated(Efficiency(link_share=share), 8 * n, "cpu") for n, share in enumerate((0.5, 0.5, 0.5, 0.9), 1)]
     errors = [row.tok_s_error or 0.0 for row in table(odd, {"h100": H100})]
     assert errors[-1] < -0.3  # the odd one out is missed by what it differs in
     assert max(map(abs, errors[:3])) < 0.01
@@ -181,7 +181,7 @@ def test_a_point_is_never_predicted_from_itself() -> None:
 
 
 def test_what_cannot_be_used_is_left_out() -> None:
-    good = fabricated(Factors(), 8, "cpu")
+    good = fabricated(Efficiency(), 8, "cpu")
     others = [
         good.model_copy(update={"machine": "unknown"}),
         good.model_copy(update={"machine": "laptop"}),
@@ -195,8 +195,8 @@ def test_what_cannot_be_used_is_left_out() -> None:
 
 
 def test_an_engine_without_records_is_planned_with_defaults_and_no_band() -> None:
-    asked = Case.model_validate(fabricated(Factors(), 1, "cpu").case.model_dump() | {"engine": "accelerate"})
-    plan = predict(asked, model.resolve("opt-30b", None, None), H100, {"stream": Factors(error=0.1)})
+    asked = Case.model_validate(fabricated(Efficiency(), 1, "cpu").case.model_dump() | {"engine": "accelerate"})
+    plan = predict(asked, model.resolve("opt-30b", None, None), H100, {"stream": Efficiency(error=0.1)})
     assert plan.error is None
     assert plan.output_tok_s is not None
 
@@ -212,7 +212,7 @@ def test_a_published_ratio_is_explained_by_the_share_of_the_link_it_takes() -> N
         for name, bandwidth in (("a", 50e9), ("b", 300e9))
     ]
     asked = case(8, layers=None)
-    factors = {"stream": Factors(link_share=0.9)}
+    factors = {"stream": Efficiency(link_share=0.9)}
     plans = [predict(asked, spec, place, factors) for place in places]
     (found,) = beside([claim(2.0, 3.0)], plans, factors)
     assert 4 < (found.planned or 0) <= 6
@@ -236,4 +236,4 @@ def test_factors_of_the_committed_records_are_physical() -> None:
         assert 0.5 < told.memory < 1.5
         assert told.error is not None
         assert told.error < 0.25
-    assert cost.Factors().error is None
+    assert cost.Efficiency().error is None

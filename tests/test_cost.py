@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from zinfer.plan.cost import (
     LINK_KEEPS,
     PIECE_BYTES,
-    Factors,
-    Setup,
+    Efficiency,
+    Placement,
     Times,
+    contended_rates,
     layers_stored,
     pass_tokens,
     piece_bytes,
     prefill,
     prefill_rows,
-    side_by_side,
     step,
     tiers,
     wire_bytes,
 )
-from zinfer.plan.plan import CAUTIOUS, largest_batch, make_plan, setup_of, share_out
+from zinfer.plan.plan import CAUTIOUS, largest_batch, make_plan, placement_of, split_free_memory
 from zinfer.plan.search import advice, best_batch
 from zinfer.spec import machine, model
 from zinfer.spec.case import Case, Workload
@@ -31,7 +31,7 @@ from zinfer.spec.machine import FIGURES, Machine
 BLOOM = model.resolve("bloom-176b", None, None)
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
 RAW = (("ring_depth", 6), ("weight_codec", "none"))
-PHYSICS = Factors(link_share=1.0)
+PHYSICS = Efficiency(link_share=1.0)
 NAMES = ("bloom-176b", "opt-30b", "llama-3.1-70b", "mixtral-8x22b")
 
 
@@ -39,9 +39,9 @@ def linked(bandwidth: float, place: Machine = H100) -> Machine:
     return place.model_copy(update={"h2d_bandwidth": bandwidth, "host_bandwidth": None})
 
 
-def rows_on_host(case: Case, place: Machine, factors: Factors | None = None) -> int:
+def rows_on_host(case: Case, place: Machine, factors: Efficiency | None = None) -> int:
     """Of the sequences of a case of BLOOM, those whose KV cache is in host memory."""
-    return round(setup_of(case, BLOOM, place, factors=factors).kv_host_share * case.workload.batch_size)
+    return round(placement_of(case, BLOOM, place, factors=factors).kv_host_share * case.workload.batch_size)
 
 
 def asked(name: str = "bloom-176b", offload: Any = "cpu", batch_size: int = 1, **fields: Any) -> Case:
@@ -57,7 +57,7 @@ def seconds(times: Times) -> float:
 
 @pytest.mark.parametrize(("bandwidth", "expected"), [(25e9, 14.1), (55e9, 6.41), (375e9, 0.94)])
 def test_a_step_at_full_offload_takes_all_weights_over_the_link(bandwidth: float, expected: float) -> None:
-    everything = Setup(tier="host", also_streamed=BLOOM.other_bytes)
+    everything = Placement(tier="host", also_streamed=BLOOM.other_bytes)
     assert wire_bytes(everything, BLOOM) == BLOOM.weight_bytes
     found = step(everything, BLOOM, linked(bandwidth), 32, 528, PHYSICS)
     assert seconds(found) == pytest.approx(expected, rel=0.005)
@@ -68,7 +68,7 @@ def test_a_step_at_full_offload_takes_all_weights_over_the_link(bandwidth: float
 def test_golden_sizes_of_bloom() -> None:
     assert BLOOM.weight_bytes / 1e9 == pytest.approx(352.5, abs=0.1)
     assert BLOOM.kv_bytes(1, 544) / 1e9 == pytest.approx(2.18, abs=0.01)
-    four_bits = setup_of(asked(offload="none", options=(("weight_bits", 4),)), BLOOM, H100)
+    four_bits = placement_of(asked(offload="none", options=(("weight_bits", 4),)), BLOOM, H100)
     gpu, _, _ = tiers(four_bits, BLOOM, H100, 1, 512, 32)
     assert gpu.weights / 1e9 == pytest.approx(99.1, abs=0.1)
 
@@ -76,8 +76,8 @@ def test_golden_sizes_of_bloom() -> None:
 @pytest.mark.parametrize(("name", "batch"), [("h100-80gb", 9800), ("gh200-96gb", 1400)])
 def test_decode_is_link_bound_until_compute_catches_up(name: str, batch: int) -> None:
     place = machine.load(name).model_copy(update={"matmul_flops": 990e12, "host_bandwidth": None})
-    told = Factors(link_share=1.0, mfu=0.55)
-    setup = Setup(tier="host", also_streamed=BLOOM.other_bytes)
+    told = Efficiency(link_share=1.0, mfu=0.55)
+    setup = Placement(tier="host", also_streamed=BLOOM.other_bytes)
     few, many = (step(setup, BLOOM, place, int(batch * part), 1, told).bound_by for part in (0.9, 1.1))
     assert (few, many) == ("link", "compute")
 
@@ -100,7 +100,7 @@ def test_int4_fits_one_h200_and_then_the_answer_is_not_to_stream() -> None:
 def test_residency_takes_bytes_off_the_link_at_a_given_batch() -> None:
     opt = model.resolve("opt-66b", None, None)
     full, some = (make_plan(asked("opt-66b", batch_size=4, gpu_weights=share), opt, H100) for share in ("0%", "auto"))
-    assert some.resident_bytes == share_out(asked("opt-66b", batch_size=4), opt, H100)[1] > 0
+    assert some.resident_bytes == split_free_memory(asked("opt-66b", batch_size=4), opt, H100)[1] > 0
     assert some.resident_bytes % opt.layer_bytes == 0
     assert some.gpu.total <= H100.gpu_bytes
     assert some.gpu.total + opt.layer_bytes > H100.gpu_bytes
@@ -153,30 +153,32 @@ def test_cpu_and_link_share_the_hosts_memory() -> None:
     on_gpu = asked(batch_size=16)
     assert make_plan(on_gpu, BLOOM, tight).step_s == make_plan(on_gpu, BLOOM, place).step_s
     fewer = asked(batch_size=64, options=all_cores[:2])
-    assert setup_of(fewer, BLOOM, tight).kv_cpu_share == 0.625  # 63 of 120 GB/s beside the link's 50
+    assert placement_of(fewer, BLOOM, tight).kv_cpu_share == 0.625  # 63 of 120 GB/s beside the link's 50
     assert make_plan(fewer, BLOOM, tight).step_s == alone
-    assert setup_of(fewer, BLOOM, place).kv_cpu_share == 1
+    assert placement_of(fewer, BLOOM, place).kv_cpu_share == 1
     many = asked(batch_size=260, options=all_cores[:2])  # for whom fewer would be late
-    assert setup_of(many, BLOOM, tight).kv_cpu_share == 1
+    assert placement_of(many, BLOOM, tight).kv_cpu_share == 1
 
 
 def test_link_and_cpu_slow_each_other_as_measured() -> None:
     """Until one is done: then the other has all of its own rate again."""
     place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bandwidth": 120e9})
-    there = Setup(tier="host", kv_host_share=1.0, kv_on_cpu=True)
-    assert side_by_side(there, place, 100e9, round(40e9), 1.0) == pytest.approx((0.5, 1.025))  # 80 GB/s beside 47.5
-    assert side_by_side(there, place, 100e9, round(400e9), 1.0) == pytest.approx((4 + 0.2 / 0.95, 1 / 0.95))
+    there = Placement(tier="host", kv_host_share=1.0, kv_on_cpu=True)
+    assert contended_rates(there, place, 100e9, round(40e9), 1.0) == pytest.approx((0.5, 1.025))  # 80 GB/s beside 47.5
+    assert contended_rates(there, place, 100e9, round(400e9), 1.0) == pytest.approx((4 + 0.2 / 0.95, 1 / 0.95))
     seen = place.model_copy(update={"shared_attention_bandwidth": 60e9, "shared_h2d_bandwidth": 50e9})
-    assert side_by_side(there, seen, 100e9, round(120e9), 1.0) == pytest.approx((1.0 + 0.6, 1.0))
+    assert contended_rates(there, seen, 100e9, round(120e9), 1.0) == pytest.approx((1.0 + 0.6, 1.0))
     half = there.model_copy(update={"kv_cpu_share": 0.5})
-    assert side_by_side(half, seen, 100e9, round(50e9), 2.0) == pytest.approx(
+    assert contended_rates(half, seen, 100e9, round(50e9), 2.0) == pytest.approx(
         (1.0, 2.0)
     )  # 50 of 110 GB/s: nobody loses
     most = there.model_copy(update={"kv_cpu_share": 0.8})
-    assert side_by_side(most, seen, 100e9, round(60e9), 2.0) == pytest.approx((1.0, 2.0))  # no more than all cores had
-    assert side_by_side(Setup(tier="gpu"), seen, 100e9, round(50e9), 0.0) == pytest.approx((0.5, 0.0))
+    assert contended_rates(most, seen, 100e9, round(60e9), 2.0) == pytest.approx(
+        (1.0, 2.0)
+    )  # no more than all cores had
+    assert contended_rates(Placement(tier="gpu"), seen, 100e9, round(50e9), 0.0) == pytest.approx((0.5, 0.0))
     alone = place.model_copy(update={"host_bandwidth": None})
-    assert side_by_side(there, alone, 100e9, round(50e9), 1.0) == pytest.approx((0.5, 1.0))
+    assert contended_rates(there, alone, 100e9, round(50e9), 1.0) == pytest.approx((0.5, 1.0))
 
 
 def test_heads_that_share_a_key_keep_the_cpu_longer_at_it() -> None:
@@ -206,13 +208,13 @@ def test_a_prefill_also_waits_for_what_lies_between_its_products() -> None:
     """An attention that keeps its scores, as BLOOM's, reads and writes memory with the square of the length."""
     flops = {length: BLOOM.prefill_flops(1, length) / (0.6 * (H100.matmul_flops or 1)) for length in (1024, 4096)}
     fast = H100.model_copy(update={"h2d_bandwidth": 1e15, "host_bandwidth": None})
-    limits = {length: prefill(Setup(), BLOOM, fast, 1, length).limits["compute"] for length in flops}
+    limits = {length: prefill(Placement(), BLOOM, fast, 1, length).limits["compute"] for length in flops}
     between = {length: limits[length] - seconds for length, seconds in flops.items()}
     assert all(0.05 * limits[length] < seconds < 0.5 * limits[length] for length, seconds in between.items())
     assert between[4096] > 5 * between[1024]
     opt = model.resolve("opt-175b", None, None)
     flat = [
-        prefill(Setup(), opt, fast, 1, length).limits["compute"]
+        prefill(Placement(), opt, fast, 1, length).limits["compute"]
         - opt.prefill_flops(1, length) / (0.6 * (H100.matmul_flops or 1))
         for length in (1024, 2048)
     ]
@@ -278,7 +280,7 @@ def test_auto_leaves_the_host_only_what_the_gpu_has_no_room_for() -> None:
     assert small.gpu == make_plan(asked(batch_size=most), BLOOM, place).gpu
     rows = rows_on_host(large.case, place)
     assert most <= rows <= most + 2  # what waits for the others takes room too
-    assert setup_of(large.case, BLOOM, place).kv_on_cpu
+    assert placement_of(large.case, BLOOM, place).kv_on_cpu
     assert large.host.kv_cache == pytest.approx(BLOOM.kv_bytes(rows, 544), rel=1e-6)
     cautious = make_plan(large.case, BLOOM, place, factors=CAUTIOUS)
     assert cautious.gpu.total <= place.gpu_bytes < cautious.gpu.total + 2 * BLOOM.kv_bytes(1, 544)
@@ -299,8 +301,8 @@ def test_a_ring_that_the_cache_comes_through_is_paid_for(
     case = Case(
         model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options, gpu_weights=gpu_weights
     )
-    setup = setup_of(case, BLOOM, place)
-    depth, resident = share_out(case, BLOOM, place)
+    setup = placement_of(case, BLOOM, place)
+    depth, resident = split_free_memory(case, BLOOM, place)
     part = BLOOM.kv_bytes(prefill_rows(200, lengths[0], pass_tokens(setup, BLOOM)), sum(lengths)) // BLOOM.num_layers
     ring = depth * max(part, round(PIECE_BYTES * setup.wire_ratio))
     here = 200 - rows_on_host(case, place)
@@ -309,7 +311,7 @@ def test_a_ring_that_the_cache_comes_through_is_paid_for(
     assert here == 0 or offload == "auto"
 
 
-def cost_of(setup: Setup, case: Case, place: Machine) -> int:
+def cost_of(setup: Placement, case: Case, place: Machine) -> int:
     load = case.workload
     return tiers(setup, BLOOM, place, load.batch_size, load.input_len, load.output_len)[0].total
 
@@ -318,14 +320,14 @@ def test_while_the_cpu_attends_the_ring_has_room_for_what_comes() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
     split = (("kv_offload", "auto"), ("ring_depth", "auto"))
     for size, deep in ((8, False), (100, True)):
-        setup = setup_of(asked(batch_size=size, options=split), BLOOM, place)
+        setup = placement_of(asked(batch_size=size, options=split), BLOOM, place)
         assert (setup.buffers * piece_bytes(setup, BLOOM) >= BLOOM.layer_bytes) is deep
         assert setup.kv_on_cpu is deep
 
 
 def test_a_cpu_that_was_not_measured_is_not_trusted_with_attention() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": None, "host_bytes": 800 << 30})
-    assert not setup_of(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, place).kv_on_cpu
+    assert not placement_of(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, place).kv_on_cpu
 
 
 def test_a_host_whose_memory_is_not_known_gets_no_cache() -> None:
@@ -354,8 +356,8 @@ def test_where_all_fit_none_is_on_the_host(attention_bandwidth: float | None) ->
 
 
 @pytest.mark.parametrize("attention", ["gpu", "cpu"])
-@pytest.mark.parametrize("factors", [None, Factors(memory=1.05), CAUTIOUS])
-def test_the_cache_comes_before_resident_layers_and_a_deep_ring(attention: str, factors: Factors | None) -> None:
+@pytest.mark.parametrize("factors", [None, Efficiency(memory=1.05), CAUTIOUS])
+def test_the_cache_comes_before_resident_layers_and_a_deep_ring(attention: str, factors: Efficiency | None) -> None:
     place = linked(55e9).model_copy(update={"host_bytes": 800 << 30})
     workload = Workload(batch_size=64, input_len=512, output_len=32)
     options = (("kv_attention", attention), ("kv_offload", "auto"))
@@ -385,48 +387,48 @@ def test_every_gpu_brings_its_own_link() -> None:
 
 def test_of_experts_a_small_batch_reads_few_and_the_link_carries_all() -> None:
     mixtral = model.resolve("mixtral-8x22b", None, None)
-    one, many = (step(Setup(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))
+    one, many = (step(Placement(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))
     read = one.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(1, 512)
     assert read == pytest.approx(mixtral.active_parameters * mixtral.dtype_bytes, rel=1e-6)
     everything = many.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(256, 512)
     assert everything == pytest.approx(mixtral.weight_bytes, rel=1e-6)
-    assert wire_bytes(Setup(tier="host"), mixtral) == mixtral.streamed_bytes
+    assert wire_bytes(Placement(tier="host"), mixtral) == mixtral.streamed_bytes
 
 
 def test_a_prefill_streams_the_weights_once_a_pass() -> None:
-    one, four = (seconds(prefill(Setup(tier="host"), BLOOM, linked(25e9), size, 512, PHYSICS)) for size in (16, 64))
+    one, four = (seconds(prefill(Placement(tier="host"), BLOOM, linked(25e9), size, 512, PHYSICS)) for size in (16, 64))
     assert four == pytest.approx(4 * one) == pytest.approx(4 * BLOOM.streamed_bytes / 25e9)
 
 
 def test_what_is_not_overlapped_adds_up() -> None:
     together, apart = (
-        step(Setup(tier="host", overlapped=o), BLOOM, linked(55e9), 512, 512, PHYSICS) for o in (True, False)
+        step(Placement(tier="host", overlapped=o), BLOOM, linked(55e9), 512, 512, PHYSICS) for o in (True, False)
     )
     assert seconds(apart) == pytest.approx(seconds(together) + together.limits["compute"])
 
 
 def test_launches_are_a_floor_and_nvme_is_a_link() -> None:
-    slow = Factors(link_share=1.0, layer_s=2e-3)
+    slow = Efficiency(link_share=1.0, layer_s=2e-3)
     opt = model.resolve("opt-30b", None, None)
-    found = step(Setup(), opt, H100, 1, 512, slow)
+    found = step(Placement(), opt, H100, 1, 512, slow)
     assert (found.bound_by, found.seconds) == ("launch", pytest.approx(2e-3 * opt.num_layers))
     disk = H100.model_copy(update={"nvme_bandwidth": 5e9})
-    on_disk = step(Setup(tier="nvme"), opt, disk, 1, 512, PHYSICS)
+    on_disk = step(Placement(tier="nvme"), opt, disk, 1, 512, PHYSICS)
     assert (on_disk.bound_by, on_disk.seconds) == ("nvme", pytest.approx(opt.streamed_bytes / 5e9))
 
 
 @pytest.mark.parametrize("unknown", ["hbm_bandwidth", "h2d_bandwidth", "matmul_flops"])
 def test_an_unknown_figure_makes_times_unknown_never_zero(unknown: str) -> None:
     place = H100.model_copy(update={unknown: None})
-    assert step(Setup(tier="host"), BLOOM, place, 1, 512).seconds is None
-    assert prefill(Setup(tier="host"), BLOOM, place, 1, 512).seconds is None
+    assert step(Placement(tier="host"), BLOOM, place, 1, 512).seconds is None
+    assert prefill(Placement(tier="host"), BLOOM, place, 1, 512).seconds is None
     plan = make_plan(asked(), BLOOM, place)
     assert (plan.output_tok_s, plan.e2e_s, plan.bound_by) == (None, None, None)
     assert plan.gpu.total > 0
 
 
 SETUPS = st.builds(
-    Setup,
+    Placement,
     tier=st.sampled_from(["gpu", "host"]),
     gpus=st.integers(1, 8),
     resident_bytes=st.integers(0, 100 << 30),
@@ -439,7 +441,7 @@ SETUPS = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(SETUPS, st.sampled_from(NAMES), st.integers(1, 512), st.sampled_from(FIGURES), st.floats(1.0, 8.0))
-def test_a_better_machine_is_never_slower(setup: Setup, name: str, batch: int, figure: str, factor: float) -> None:
+def test_a_better_machine_is_never_slower(setup: Placement, name: str, batch: int, figure: str, factor: float) -> None:
     spec = model.resolve(name, None, None)
     better = H100.model_copy(update={figure: (getattr(H100, figure) or 0) * factor or None})
     before, after = (seconds(step(setup, spec, place, batch, 512)) for place in (H100, better))
@@ -449,7 +451,7 @@ def test_a_better_machine_is_never_slower(setup: Setup, name: str, batch: int, f
 @settings(max_examples=150, deadline=None)
 @given(SETUPS, st.sampled_from(NAMES), st.integers(1, 500), st.integers(1, 500))
 def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
-    setup: Setup, name: str, batch: int, more: int
+    setup: Placement, name: str, batch: int, more: int
 ) -> None:
     spec = model.resolve(name, None, None)
     small, large = (tiers(setup, spec, H100, size, 256, 32) for size in (batch, batch + more))

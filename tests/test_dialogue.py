@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from zinfer.generation.detokenizer import Dialogue, Spelling, decode
+from zinfer.generation.detokenizer import Detokenizer, Dialogue, decode
 from zinfer.generation.generate import byte_tokenizer
 from zinfer.generation.radix_tree import common
 from zinfer.spec.model import ModelError
@@ -119,7 +119,7 @@ def test_text_comes_in_whole_characters(make: Callable[[], Any]) -> None:
     for _ in range(20):
         text = "x" + "".join(dice.choice(alphabet) for _ in range(dice.randrange(30)))
         ids = tokenizer(text).input_ids
-        spelling = Spelling(tokenizer)
+        spelling = Detokenizer(tokenizer)
         pieces = [spelling.add(token) for token in ids]
         assert "\ufffd" not in "".join(pieces)
         assert "".join(pieces) + spelling.rest() == text == decode(tokenizer, ids)
@@ -129,7 +129,7 @@ def test_text_comes_in_whole_characters(make: Callable[[], Any]) -> None:
 def test_what_is_no_text_is_told_in_the_end() -> None:
     tokenizer = byte_tokenizer()
     broken = tokenizer("é").input_ids[:1]
-    spelling = Spelling(tokenizer)
+    spelling = Detokenizer(tokenizer)
     assert [spelling.add(token) for token in (*tokenizer("a").input_ids, *broken)] == ["a", ""]
     assert spelling.rest() == "\ufffd"
     assert spelling.add(tokenizer("b").input_ids[0]) == "\ufffdb"

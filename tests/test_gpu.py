@@ -15,8 +15,8 @@ from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
 from tests.test_state import GLM
 from zinfer.engine.base import Engine, EngineError
 from zinfer.engine.cache import RowCache, make_cache
-from zinfer.engine.stream.hosted import _landed
-from zinfer.engine.stream.kernels import trouble
+from zinfer.engine.stream.cpu_attention import _landed
+from zinfer.engine.stream.triton_check import trouble
 from zinfer.spec.case import Offload
 
 pytestmark = pytest.mark.gpu
@@ -158,7 +158,7 @@ def test_without_a_compiler_coded_weights_are_refused(
 ) -> None:
     """And what else would be lifted is copied."""
     assert trouble() is None
-    for place in ("zinfer.engine.stream.trouble", "zinfer.engine.stream.hosted.trouble"):
+    for place in ("zinfer.engine.stream.trouble", "zinfer.engine.stream.cpu_attention.trouble"):
         monkeypatch.setattr(place, lambda: "no compiler")
     with pytest.raises(EngineError, match=r"none runs here: no compiler; install .*--weight-codec none"):
         load("stream", checkpoint("llama"), "cpu", tmp_path, dtype="bfloat16", weight_codec="lossless")

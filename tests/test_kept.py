@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM
 from tests.test_parity import OUTPUT_LEN, load, prompts
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
-from zinfer.engine.kept import Kept
-from zinfer.engine.keptfile import read, told, write
+from zinfer.engine.kv_file import read, told, write
+from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.spec.checkpoint import CheckpointError
 
 Checkpoints = Callable[..., Path]
 ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "qwen2", "mixtral"]
 
 
-def go_on(engine: Engine, token_ids: Tensor, mask: Tensor, past: tuple[Kept, ...] = ()) -> Tensor:
+def go_on(engine: Engine, token_ids: Tensor, mask: Tensor, past: tuple[KVSnapshot, ...] = ()) -> Tensor:
     """Greedy tokens, ``[B, OUTPUT_LEN]``."""
     tokens = [engine.prefill(token_ids, mask, reserve=OUTPUT_LEN, past=past).argmax(-1)]
     while len(tokens) < OUTPUT_LEN:

@@ -10,8 +10,8 @@ import torch
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from zinfer.engine import EngineError
 from zinfer.engine.cache import QuantizedLayer
-from zinfer.engine.stream import attend
-from zinfer.engine.stream.hosted import Hosted, host
+from zinfer.engine.stream import cpu_kernel
+from zinfer.engine.stream.cpu_attention import Hosted, host
 from zinfer.engine.stream.kv import CpuCache
 from zinfer.worker.measure import Samples, measure
 
@@ -119,8 +119,8 @@ def test_as_many_threads_attend_as_are_asked_for(
 ) -> None:
     """And as before once the batch is done with."""
     directory, seen, before = checkpoint("llama"), set(), torch.get_num_threads()
-    run = attend._run
-    monkeypatch.setattr(attend, "_run", lambda *args: (seen.add(torch.get_num_threads()), run(*args))[1])
+    run = cpu_kernel._run
+    monkeypatch.setattr(cpu_kernel, "_run", lambda *args: (seen.add(torch.get_num_threads()), run(*args))[1])
     for asked, threads in (("auto", before), (1, 1), (3, 3)):
         seen.clear()
         engine = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu", kv_threads=asked)
@@ -235,7 +235,7 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     architecture: str, here: int, compiler: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     if not compiler:
-        monkeypatch.setattr("zinfer.engine.stream.attend.library", lambda: None)
+        monkeypatch.setattr("zinfer.engine.stream.cpu_kernel.library", lambda: None)
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
     monkeypatch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
     directory = checkpoint(architecture)

@@ -34,11 +34,11 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.Mon
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from zinfer.engine.stream import lift
+    from zinfer.engine.stream import zero_copy
 
     types = {"source": "*i32", "out": "*i32", "words": "i32", "BLOCK": "constexpr"}
     aligned = {(index,): [["tt.divisibility", 16]] for index in range(3)}
-    source = ASTSource(lift._copy, types, {"BLOCK": lift.BLOCK}, aligned)
+    source = ASTSource(zero_copy._copy, types, {"BLOCK": zero_copy.BLOCK}, aligned)
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
     assert code["cubin"]
     assert "ld.global.v4.b32" in code["ptx"]
@@ -48,7 +48,7 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.Mon
 def test_without_a_gpu_no_kernel_runs_and_it_is_told_why() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    from zinfer.engine.stream.kernels import trouble
+    from zinfer.engine.stream.triton_check import trouble
 
     assert re.search("CUDA|NVIDIA", trouble() or "")
 
@@ -57,7 +57,7 @@ def test_without_a_gpu_no_kernel_runs_and_it_is_told_why() -> None:
 def test_what_is_lifted_arrives_whole_while_copies_wait() -> None:
     if not torch.cuda.is_available():
         pytest.skip("only a GPU's copies wait in line")
-    from zinfer.engine.stream.lift import lift
+    from zinfer.engine.stream.zero_copy import lift
 
     gpu = torch.device("cuda")
     weights = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
@@ -82,7 +82,7 @@ def test_what_is_lifted_arrives_whole_while_copies_wait() -> None:
 
 def main(path: Path) -> None:
     """The kernel on bytes of `SIZES`, with room behind them that it must not touch."""
-    from zinfer.engine.stream.lift import copy
+    from zinfer.engine.stream.zero_copy import copy
 
     found = []
     for size in SIZES:

@@ -12,10 +12,10 @@ from tests.inline_batch import CASE, SPEC, InlineRows, line, run_inline
 from zinfer.job.batch import packing
 from zinfer.job.batch.packing import (
     Block,
-    Need,
-    Pace,
     Progress,
+    RowDemand,
     Shape,
+    StepTimeModel,
     best_plan,
     expected,
     fits_alone,
@@ -36,7 +36,7 @@ BLOOM = from_catalogue("bloom-176b")
 STREAMED = CASE.model_copy(update={"model": "bloom-176b"})
 
 
-class Ruler(Pace):
+class Ruler(StepTimeModel):
     """Seconds by a ruler: `again` a token of prefill, and one second a step."""
 
     def __init__(self, again: float = 0.0, base: float = 1.0) -> None:
@@ -53,12 +53,12 @@ def room(tokens: int) -> packing.Room:
     return lambda length, reserve: tokens // (length + reserve)
 
 
-needs = st.lists(st.builds(Need, st.integers(1, 500), st.integers(1, 500)), min_size=1, max_size=60)
+needs = st.lists(st.builds(RowDemand, st.integers(1, 500), st.integers(1, 500)), min_size=1, max_size=60)
 
 
 @given(needs, st.integers(1, 20_000), st.floats(0, 0.1), st.sampled_from([0.0, 0.001, 0.1]))
 def test_a_batch_stays_within_its_room_and_positions(
-    rows: list[Need], tokens: int, ending: float, again: float
+    rows: list[RowDemand], tokens: int, ending: float, again: float
 ) -> None:
     rows = sorted(rows, key=order)
     positions = max(sum(need) for need in rows)
@@ -76,9 +76,9 @@ def test_a_batch_stays_within_its_room_and_positions(
 
 def test_rows_of_like_lengths_lie_side_by_side() -> None:
     dice = random.Random(1)
-    rows = [Need(dice.randint(1, 900), dice.choice((10, 100, 1000))) for _ in range(400)]
+    rows = [RowDemand(dice.randint(1, 900), dice.choice((10, 100, 1000))) for _ in range(400)]
 
-    def waste(sequence: list[Need]) -> float:
+    def waste(sequence: list[RowDemand]) -> float:
         """Of batches that are run to their end, tokens that they have room for over those that rows need."""
         padded = real = 0
         while sequence:
@@ -103,14 +103,14 @@ def test_rows_of_like_lengths_lie_side_by_side() -> None:
 
 
 def test_where_reading_again_is_free_blocks_are_short_and_batches_large() -> None:
-    rows = [Need(100, 1000)] * 100
+    rows = [RowDemand(100, 1000)] * 100
     free, dear = (pack(rows, room(20_000), Ruler(again)).shape for again in (0.0, 1.0))
     assert free.reserve < 300 < dear.reserve
     assert free.rows > 2 * dear.rows
 
 
 def test_rows_that_are_likely_to_end_are_not_given_room_for_all_they_might_have() -> None:
-    rows = [Need(100, 1000)] * 100
+    rows = [RowDemand(100, 1000)] * 100
     shapes = [pack(rows, room(20_000), Ruler(0.1), None, ending).shape for ending in (0.0, 0.002, 0.02)]
     assert all(before.reserve > after.reserve for before, after in pairwise(shapes))
     assert expected(10, 0.0) == 10
@@ -119,19 +119,19 @@ def test_rows_that_are_likely_to_end_are_not_given_room_for_all_they_might_have(
 
 
 def test_a_batch_ends_where_positions_do() -> None:
-    assert pack([Need(90, 10)] * 3, room(10**6), Ruler(), 100).shape == (3, 90, 10)
-    assert pack([Need(20, 16), Need(99, 1)], room(10**6), Ruler(0.1), 100).shape == (1, 20, 16)
+    assert pack([RowDemand(90, 10)] * 3, room(10**6), Ruler(), 100).shape == (3, 90, 10)
+    assert pack([RowDemand(20, 16), RowDemand(99, 1)], room(10**6), Ruler(0.1), 100).shape == (1, 20, 16)
 
 
 def test_a_row_without_room_is_taken_alone() -> None:
-    assert pack([Need(50, 5), Need(50, 5)], room(3), Ruler()).shape == (1, 50, 1)
+    assert pack([RowDemand(50, 5), RowDemand(50, 5)], room(3), Ruler()).shape == (1, 50, 1)
 
 
 def test_a_thin_batch_is_left_where_reading_again_is_cheap() -> None:
     shape, following = Shape(100, 100, 200), Block(Shape(100, 150, 200), 20_000, 200)
-    alive, joining = [Need(150, 150)] * 10, [Need(100, 200)] * 90
+    alive, joining = [RowDemand(150, 150)] * 10, [RowDemand(100, 200)] * 90
 
-    def worth(rows: int, pace: Pace, finishing: float = 0.0, block: Block = following) -> bool:
+    def worth(rows: int, pace: StepTimeModel, finishing: float = 0.0, block: Block = following) -> bool:
         return worth_packing_anew(Progress(shape, 50, alive[:1] * rows), block, joining, pace, finishing)
 
     assert worth(10, Ruler(0.001))
@@ -166,7 +166,7 @@ def test_no_more_rows_share_a_batch_than_make_it_fast() -> None:
 
 
 def test_seconds_are_the_plans_until_they_are_measured() -> None:
-    pace, shape = Pace(STREAMED, BLOOM, H100), Shape(8, 512, 32)
+    pace, shape = StepTimeModel(STREAMED, BLOOM, H100), Shape(8, 512, 32)
     plan = make_plan(shaped(STREAMED, shape), BLOOM, H100)
     assert plan.prefill_s
     assert plan.step_s
@@ -178,7 +178,7 @@ def test_seconds_are_the_plans_until_they_are_measured() -> None:
     assert pace.prefill(shape) == pytest.approx(100)
     assert pace.prefill(Shape(64, 2048, 32)) == pytest.approx(100 * ratio)
     assert pace.step(shape, 16) == pytest.approx(3)
-    unknown = Pace(CASE, SPEC, H100.model_copy(update={"matmul_flops": None}))
+    unknown = StepTimeModel(CASE, SPEC, H100.model_copy(update={"matmul_flops": None}))
     assert unknown.prefill(Shape(4, 20, 1)) == 2 * unknown.prefill(Shape(4, 10, 1))
     assert unknown.step(shape, 1) == unknown.step(shape, 20)
 
@@ -186,14 +186,14 @@ def test_seconds_are_the_plans_until_they_are_measured() -> None:
 def test_the_faster_of_the_loads_that_fit_is_chosen() -> None:
     opt = from_catalogue("opt-30b")
     cases = [CASE.model_copy(update={"model": "opt-30b", "offload": offload}) for offload in ("none", "cpu")]
-    typical = [Need(300, 100)] * 10
+    typical = [RowDemand(300, 100)] * 10
     assert best_plan(cases, typical, opt, H100).case.offload == "none"  # PCIe 5 is too slow for it to pay
-    long = [*typical, Need(2000, 48)] * 2
+    long = [*typical, RowDemand(2000, 48)] * 2
     assert best_plan(cases, long, opt, H100).case.workload.total_len == 2048
     small = H100.model_copy(update={"gpu_bytes": 62 << 30})
-    assert fits_alone(cases[0], Need(300, 100), opt, small)
+    assert fits_alone(cases[0], RowDemand(300, 100), opt, small)
     assert fitting(cases[0], long, opt, small) == [True] * 22
-    huge = Need(30_000, 100)
+    huge = RowDemand(30_000, 100)
     assert fitting(cases[0], [*typical, huge], opt, small) == [True] * 10 + [False]
     assert best_plan(cases, [*typical, huge], opt, small).case.offload == "cpu"
     refused = best_plan(cases, typical, opt, small.model_copy(update={"gpu_bytes": 4 << 30, "host_bytes": 1 << 30}))
@@ -205,7 +205,7 @@ def test_refilling_is_faster_than_batches_that_run_to_their_end(tmp_path: Path) 
     dice = random.Random(2)
     prompts = [line(f"a{dice.randint(20, 600)}/{dice.randint(5, 300)}/{key}", 400) for key in range(120)]
     plan = make_plan(shaped(STREAMED, Shape(1, 600, 400)), BLOOM, H100)
-    pace = Pace(plan.case, plan.model, plan.machine)
+    pace = StepTimeModel(plan.case, plan.model, plan.machine)
     run = run_inline(tmp_path / "out.jsonl", prompts, InlineRows(pace=pace, steps=8), plan=plan)
     assert run.ended == run.rows == 120
 

@@ -2,12 +2,12 @@
 
 import random
 
-from zinfer.generation.radix_tree import Tree, common, digest
+from zinfer.generation.radix_tree import RadixTree, common, digest
 
 
 def test_the_longest_known_beginning_is_found() -> None:
     dice = random.Random(4)
-    tree, known = Tree("model"), list[tuple[int, ...]]()
+    tree, known = RadixTree("model"), list[tuple[int, ...]]()
     for _ in range(200):
         tokens = tuple(dice.randrange(3) for _ in range(dice.randrange(1, 12)))
         found = tree.match(tokens)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.test_parity import load
-from zinfer.engine import keptfile
+from zinfer.engine import kv_file
 from zinfer.engine.base import Engine
-from zinfer.generation.prefix_cache import Shelf
+from zinfer.generation.prefix_cache import PrefixCache
 from zinfer.spec.checkpoint import CheckpointError
 
 MODEL = {"model": "tiny", "revision": "r1"}
@@ -31,13 +31,13 @@ def told() -> list[str]:
     return []
 
 
-def shelf(engine: Engine, told: list[str], positions: int = 1000, **fields: Any) -> Shelf:
+def shelf(engine: Engine, told: list[str], positions: int = 1000, **fields: Any) -> PrefixCache:
     """One with memory for so many positions."""
     size = engine.plan.model.kv_bytes(1, positions)
-    return Shelf(**({"identity": MODEL, "size": size, "folder_size": 1 << 30, "say": told.append} | fields))
+    return PrefixCache(**({"identity": MODEL, "size": size, "folder_size": 1 << 30, "say": told.append} | fields))
 
 
-def run(engine: Engine, tokens: list[int], own: Shelf | None = None) -> tuple[torch.Tensor, int]:
+def run(engine: Engine, tokens: list[int], own: PrefixCache | None = None) -> tuple[torch.Tensor, int]:
     """The logits after `tokens`, and how many of these were found in the shelf, where they are kept then."""
     parts = own.find(tokens) if own else []
     ids = torch.tensor([tokens])
@@ -48,7 +48,7 @@ def run(engine: Engine, tokens: list[int], own: Shelf | None = None) -> tuple[to
     return logits, known
 
 
-def check(engine: Engine, own: Shelf, tokens: list[int], known: int) -> None:
+def check(engine: Engine, own: PrefixCache, tokens: list[int], known: int) -> None:
     logits, found = run(engine, tokens, own)
     assert found == known
     assert torch.allclose(logits, run(engine, tokens)[0], atol=1e-4)
@@ -219,7 +219,7 @@ def test_a_file_takes_no_more_memory_than_it_has(tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(256))
     with pytest.raises(CheckpointError, match="holds no keys and values"):
-        keptfile.read(path, 0, pin=False)
+        kv_file.read(path, 0, pin=False)
 
 
 def test_what_was_said_is_private(engine: Engine, told: list[str], tmp_path: Path) -> None:

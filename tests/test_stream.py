@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from tests.test_parity import BATCHES, greedy, load
 from zinfer.engine import EngineError
-from zinfer.engine.arena import PAGE, HostArena
 from zinfer.engine.base import Engine
+from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import codec, image
-from zinfer.engine.stream.blocks import interleave
-from zinfer.engine.stream.image import Image, pack, plain, unpack
-from zinfer.engine.stream.ring import Ring
+from zinfer.engine.stream import codec, packed_layer
+from zinfer.engine.stream.interleave import interleave
+from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
+from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.worker.server import not_as_asked
 
 CPU = torch.device("cpu")
@@ -44,21 +44,21 @@ def bits(tensor: Tensor) -> Tensor:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are coded too, and pieces are small: a matrix of a test has several."""
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
-    monkeypatch.setattr(image, "PIECE", 3 * codec.BLOCK * 2)
+    monkeypatch.setattr(packed_layer, "PIECE", 3 * codec.BLOCK * 2)
 
 
-def packed(layers: list[dict[str, Tensor]]) -> tuple[HostArena, list[Image]]:
-    arena = HostArena(1 << 22, pin=False, grow=True)
+def packed(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[PackedLayer]]:
+    arena = PinnedArena(1 << 22, pin=False, grow=True)
     images = [pack(tensors, arena) for tensors in layers]
     arena.seal()
     return arena, images
 
 
-def as_they_are(layers: list[dict[str, Tensor]]) -> tuple[HostArena, list[Image]]:
-    images: list[Image] = []
+def as_they_are(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[PackedLayer]]:
+    images: list[PackedLayer] = []
     for tensors in layers:
         images.append(plain(tensors.items(), images[-1].end if images else 0))
-    arena = HostArena(images[-1].end, pin=False)
+    arena = PinnedArena(images[-1].end, pin=False)
     for tensors, one in zip(layers, images, strict=True):
         for name, view in arena.views(one.blocks, one.start).items():
             view.copy_(tensors[name])
@@ -66,7 +66,7 @@ def as_they_are(layers: list[dict[str, Tensor]]) -> tuple[HostArena, list[Image]
 
 
 @pytest.mark.parametrize("make", [packed, as_they_are])
-def test_layers_come_back_bit_for_bit(make: Callable[..., tuple[HostArena, list[Image]]]) -> None:
+def test_layers_come_back_bit_for_bit(make: Callable[..., tuple[PinnedArena, list[PackedLayer]]]) -> None:
     layers = [layer_tensors(seed) for seed in range(4)]
     arena, images = make(layers)
     stored = sum(tensor.nbytes for tensors in layers for tensor in tensors.values())
@@ -85,7 +85,7 @@ def test_layers_come_back_bit_for_bit(make: Callable[..., tuple[HostArena, list[
 
 
 def test_an_arena_that_grows_keeps_what_it_holds_and_has_an_end() -> None:
-    arena = HostArena(10 * PAGE, pin=False, grow=True)
+    arena = PinnedArena(10 * PAGE, pin=False, grow=True)
     taken = [arena.take(size) for size in (100, PAGE, 3, 2 * PAGE + 1)]
     for value, part in enumerate(taken, 1):
         part.fill_(value)
@@ -110,11 +110,11 @@ class Layer(nn.Module):
 
 
 def ring_of(
-    make: Callable[..., tuple[HostArena, list[Image]]], count: int, depth: int = 2
-) -> tuple[Ring, list[Layer], list[dict[str, Tensor]], HostArena]:
+    make: Callable[..., tuple[PinnedArena, list[PackedLayer]]], count: int, depth: int = 2
+) -> tuple[PrefetchRing, list[Layer], list[dict[str, Tensor]], PinnedArena]:
     tensors = [layer_tensors(seed) for seed in range(count)]
     arena, images = make(tensors)
-    ring = Ring(arena.memory, images, depth, CPU)
+    ring = PrefetchRing(arena.memory, images, depth, CPU)
     layers = [Layer(one) for one in tensors]
     for index, layer in enumerate(layers):
         own = {name: Entry((name,), ((layer, name),), tensor, index) for name, tensor in tensors[index].items()}
@@ -129,7 +129,7 @@ def same(seen: dict[str, Tensor], tensors: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("make", [packed, as_they_are])
 def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
-    make: Callable[..., tuple[HostArena, list[Image]]],
+    make: Callable[..., tuple[PinnedArena, list[PackedLayer]]],
 ) -> None:
     ring, layers, tensors, arena = ring_of(make, 3, depth=3)
     for resident in ([], [1], [0, 2], [0, 1, 2], []):
@@ -153,7 +153,7 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
 def test_a_ring_needs_two_buffers() -> None:
     arena, images = packed([layer_tensors(0)])
     with pytest.raises(ValueError, match="ring_depth=1"):
-        Ring(arena.memory, images, 1, CPU)
+        PrefetchRing(arena.memory, images, 1, CPU)
     arena.close()
 
 
@@ -163,7 +163,7 @@ def no_room() -> Tensor:
 
 def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [plain([("weight", torch.empty(64))], 0)]
-    ring = Ring(torch.zeros(images[-1].end, dtype=torch.uint8), images, 2, torch.device("cpu"))
+    ring = PrefetchRing(torch.zeros(images[-1].end, dtype=torch.uint8), images, 2, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", object)
     ring._cuda = True

@@ -6,7 +6,7 @@ from typing import Literal
 from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost
 from zinfer.analysis.group import Points
 from zinfer.analysis.rates import pareto
-from zinfer.analysis.sla import Kept, Sla, check
+from zinfer.analysis.sla import KVSnapshot, Sla, check
 from zinfer.record.measurement import Measurement
 from zinfer.spec.value import Frozen
 
@@ -22,7 +22,7 @@ class Decision(Frozen):
 
     objective: Objective
     point: Measurement | None = None
-    kept: tuple[Kept, ...] = ()  # of `point`, or of `nearest`
+    kept: tuple[KVSnapshot, ...] = ()  # of `point`, or of `nearest`
     cost: Cost | None = None
     nearest: Measurement | None = None
     front: tuple[Measurement, ...] = ()  # of the points that keep the levels: tok/s against tok/s of one user

@@ -16,8 +16,8 @@ from statistics import median
 
 from zinfer.analysis.group import Points
 from zinfer.plan import cost
-from zinfer.plan.cost import Factors, Setup
-from zinfer.plan.plan import Plan, make_plan, setup_of
+from zinfer.plan.cost import Efficiency, Placement
+from zinfer.plan.plan import Plan, make_plan, placement_of
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import files, read
 from zinfer.spec import machine
@@ -26,7 +26,7 @@ from zinfer.spec.machine import Machine, MachineError
 from zinfer.spec.model import ModelError, ModelSpec, resolve
 from zinfer.spec.value import Frozen
 
-BAND = 0.9  # of the cross-validated errors lie within `Factors.error`
+BAND = 0.9  # of the cross-validated errors lie within `Efficiency.error`
 LEAST_ERROR = 0.05  # no band is narrower: other machines differ in what no record shows
 COMPUTE_BOUND = 2048  # prompt tokens in a pass from which compute alone sets its time, on every GPU of the catalogue
 PLAIN = 1.5  # a prefill this much above what else it waits for is decided by compute alone
@@ -60,7 +60,7 @@ class _Seen(Frozen):
     point: Measurement
     model: ModelSpec
     machine: Machine
-    setup: Setup
+    setup: Placement
 
     @property
     def place(self) -> Machine:
@@ -94,7 +94,7 @@ def load_points(results: Path = Path("sweeps/results")) -> tuple[Measurement, ..
     return tuple(latest.values())
 
 
-def fit(points: Points, machines: Mapping[str, Machine], rows: Sequence[Row] | None = None) -> dict[str, Factors]:
+def fit(points: Points, machines: Mapping[str, Machine], rows: Sequence[Row] | None = None) -> dict[str, Efficiency]:
     """The factors of each engine that `points` tell something of, by its name, error bands included; `rows` is their
     `table`, where that is at hand.
 
@@ -113,10 +113,10 @@ def fit(points: Points, machines: Mapping[str, Machine], rows: Sequence[Row] | N
 
 
 def predict(
-    case: Case, model: ModelSpec, machine: Machine, factors: Mapping[str, Factors], nvme_path: str | None = None
+    case: Case, model: ModelSpec, machine: Machine, factors: Mapping[str, Efficiency], nvme_path: str | None = None
 ) -> Plan:
     """The plan of `case` with its engine's factors; with the defaults, and no error band, where there are none."""
-    return make_plan(case, model, machine, nvme_path, factors.get(case.engine, Factors()))
+    return make_plan(case, model, machine, nvme_path, factors.get(case.engine, Efficiency()))
 
 
 def table(points: Points, machines: Mapping[str, Machine]) -> tuple[Row, ...]:
@@ -161,11 +161,11 @@ def _seen(points: Points, machines: Mapping[str, Machine]) -> list[_Seen]:
     return found
 
 
-def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Setup:
+def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
     """The point's setup as it was, where the engine said so."""
     effective = point.effective
     if effective is None:
-        return setup_of(point.case, model, place)
+        return placement_of(point.case, model, place)
     told, update = effective.settings, {}
     if "slot_bytes" in told:  # without buffers between link and slot, the slots themselves are the ring
         slots = 1 if "buffer_bytes" in told else told["ring_depth"]
@@ -181,7 +181,7 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Setup:
         wire = effective.wire_bytes_per_step or effective.streamed_bytes_per_step
         update["wire_ratio"] = update["kept_ratio"] = min(1.0, wire / effective.streamed_bytes_per_step)
     kept = max(0, effective.gpu_weight_bytes - model.other_bytes) / update.get("kept_ratio", 1.0)
-    return setup_of(point.case, model, place, round(kept)).model_copy(update=update)
+    return placement_of(point.case, model, place, round(kept)).model_copy(update=update)
 
 
 def _as_run(one: _Seen) -> Case:
@@ -193,9 +193,9 @@ def _as_run(one: _Seen) -> Case:
     return case.model_copy(update={"options": (*case.options, ("kv_threads", threads))})
 
 
-def _fit(seen: Sequence[_Seen]) -> Factors:
+def _fit(seen: Sequence[_Seen]) -> Efficiency:
     """Each factor from the points that tell it, and its default from none."""
-    default = Factors()
+    default = Efficiency()
     names = ("link_share", "layer_s", "mfu", "memory")
     found = {name: _median((one.told[name] for one in seen), getattr(default, name)) for name in names}
     return default.model_copy(update=found | {"points": len(seen)})
@@ -229,7 +229,7 @@ def _limits(one: _Seen) -> Mapping[str, float]:
     """Seconds of a decode step, for each physical limit; empty where the machine's figures are not known."""
     load = one.point.case.workload
     context = load.input_len + load.output_len // 2
-    times = cost.step(one.setup, one.model, one.place, load.batch_size, context, Factors(link_share=1.0))
+    times = cost.step(one.setup, one.model, one.place, load.batch_size, context, Efficiency(link_share=1.0))
     return {str(bound): seconds for bound, seconds in times.limits.items()}
 
 
@@ -240,7 +240,7 @@ def _mfu(one: _Seen) -> float | None:
     one_pass = one.setup.tier == "gpu" or one.setup.blocks
     if not flops or not one_pass or load.batch_size * load.input_len < COMPUTE_BOUND:
         return None
-    reached = Factors(link_share=_link_share(one) or 1.0, mfu=1.0)
+    reached = Efficiency(link_share=_link_share(one) or 1.0, mfu=1.0)
     limits = cost.prefill(one.setup, one.model, one.machine, load.batch_size, load.input_len, reached).limits
     seconds = median(one.point.ttft_ms) / 1e3
     others = [limit for bound, limit in limits.items() if bound != "compute"]

@@ -40,7 +40,7 @@ class Sla(Frozen):
         return f"{self.metric} {self.statistic} {'<=' if self.at_most else '>='} {_amount(self.metric, self.bound)}"
 
 
-class Kept(Frozen):
+class KVSnapshot(Frozen):
     """A condition and what a point makes of it; `actual` is None where the point has no sample."""
 
     sla: Sla
@@ -96,14 +96,14 @@ def parse(text: str) -> Sla:
     return Sla(metric=metric, statistic=parts[1], at_most=parts[2] == "<=", bound=bound)
 
 
-def check(point: Measurement, slas: Iterable[Sla]) -> tuple[Kept, ...]:
+def check(point: Measurement, slas: Iterable[Sla]) -> tuple[KVSnapshot, ...]:
     """What the point makes of each condition."""
     found = []
     for sla in slas:
         samples = _samples(point, sla.metric)
         # of rates the low ones are the bad ones
         value = statistic(samples, sla.statistic, worst_high=sla.metric in TIMES) if samples else None
-        found.append(Kept(sla=sla, actual=value, samples=len(samples)))
+        found.append(KVSnapshot(sla=sla, actual=value, samples=len(samples)))
     return tuple(found)
 
 

@@ -13,7 +13,7 @@ from zinfer.commands import options
 
 if TYPE_CHECKING:
     from zinfer.job.recipe import Load, Sweep
-    from zinfer.plan.cost import Factors
+    from zinfer.plan.cost import Efficiency
     from zinfer.plan.plan import Plan
     from zinfer.spec.case import Option
     from zinfer.spec.machine import Machine
@@ -118,7 +118,7 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
     return make_sweep(fields, recipe or "the command line")
 
 
-def _factors(results: Path | None) -> "Mapping[str, Factors]":
+def _factors(results: Path | None) -> "Mapping[str, Efficiency]":
     from zinfer.analysis import calibrate
     from zinfer.cli import Failure
     from zinfer.spec.errors import NOTHING
@@ -132,10 +132,10 @@ def _factors(results: Path | None) -> "Mapping[str, Factors]":
 
 
 def _plans(
-    wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Factors]"
+    wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Efficiency]"
 ) -> "Iterator[tuple[str, list[Plan]]]":
     """The plans of each model, machine and pair of lengths, with a title."""
-    from zinfer.plan.cost import Factors
+    from zinfer.plan.cost import Efficiency
     from zinfer.plan.plan import make_plan
     from zinfer.plan.search import best_batch
     from zinfer.spec.model import check_positions, resolve
@@ -152,7 +152,7 @@ def _plans(
             if case in cases:
                 continue
             cases.add(case)
-            told = factors.get(load.engine, Factors()) if factors else None
+            told = factors.get(load.engine, Efficiency()) if factors else None
             if isinstance(wanted.batch_size, str):
                 own.append(best_batch(case, spec, place, told))
             else:
@@ -206,7 +206,7 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool) -> None:
     console().print(table)
 
 
-def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Factors]") -> None:
+def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Efficiency]") -> None:
     from zinfer.report.plot import figures as plot
     from zinfer.report.plot import style
 

@@ -45,7 +45,7 @@ def command(
     from zinfer.analysis.economics import Prices, parse_demand
     from zinfer.cli import Failure
     from zinfer.record.store import StoreError
-    from zinfer.report import compose, markdown, page
+    from zinfer.report import contents, markdown, page
     from zinfer.report.study import Demand
     from zinfer.spec.errors import ENVIRONMENT
 
@@ -61,7 +61,7 @@ def command(
     try:
         found = _findings(results, output.parent, baseline)
         found = found._replace(prices=prices, demand=asked, questions=_questions(Path("sweeps")))
-        document = compose.document(found)
+        document = contents.document(found)
     except StoreError as error:
         raise Failure(str(error), ENVIRONMENT) from error
     for path, text in (

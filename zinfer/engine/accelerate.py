@@ -13,8 +13,8 @@ from accelerate.hooks import attach_align_device_hook_on_blocks
 from accelerate.utils import OffloadedWeightsLoader, offload_weight, save_offload_index
 from torch import Tensor
 
-from zinfer.engine.arena import HostArena, lay_out
 from zinfer.engine.decoder import Decoder, scratch
+from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
 
@@ -25,7 +25,7 @@ class Accelerate(Decoder):
     Files are read through the page cache, as Accelerate does it: what fits into free host memory is read from there.
     """
 
-    _arena: HostArena | None = None
+    _arena: PinnedArena | None = None
     _folder: TemporaryDirectory[str] | None = None
     _offloaded: "_Weights | None" = None
     _streamed_per_step = 0
@@ -44,7 +44,7 @@ class Accelerate(Decoder):
         if case.offload == "cpu":
             blocks, size = lay_out(streamed.items())
             pin = bool(self.options["pin_memory"]) and self.device.type == "cuda"
-            self._arena = HostArena(size, pin, self.progress)
+            self._arena = PinnedArena(size, pin, self.progress)
             host = self._arena.views(blocks)
         elif case.offload == "nvme":
             self._folder = scratch(self.plan.nvme_path)

@@ -12,7 +12,7 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 
 if TYPE_CHECKING:
-    from zinfer.engine.kept import Kept
+    from zinfer.engine.kv_snapshot import KVSnapshot
 
 Progress = Callable[[str, float], None]  # what is being done, and the share of it that is done (0 to 1)
 
@@ -38,7 +38,7 @@ class Engine(ABC):
 
     @abstractmethod
     def prefill(
-        self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: "Sequence[Kept]" = ()
+        self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: "Sequence[KVSnapshot]" = ()
     ) -> Tensor:
         """Start a batch over: ``[B, S]`` left-padded prompts (int64) and their mask (1 real, 0 padding) to the last
         position's logits ``[B, V]`` on the device. The KV cache gets room for ``reserve`` further tokens; a batch that
@@ -57,7 +57,7 @@ class Engine(ABC):
         """Why the engine can neither keep what it computed nor take it up again; None where it can do both."""
         return f"engine {self.plan.case.engine} keeps no keys and values"
 
-    def keep(self, first: int, last: int) -> "Kept":
+    def keep(self, first: int, last: int) -> "KVSnapshot":
         """A copy, in host memory, of the running batch's keys and values of the positions from `first` up to `last`,
         which have been computed. Raises EngineError where `cannot_keep` says why, MemoryError where there is no room.
         """

@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Progress, silent
 from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, make_cache, show_rows
-from zinfer.engine.kept import Kept
+from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.plan.cost import pass_tokens, prefill_rows
-from zinfer.plan.plan import Plan, setup_of
+from zinfer.plan.plan import Plan, placement_of
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # what forward passes call their cache
 
@@ -85,7 +85,9 @@ class Decoder(Engine):
         return logits
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[Kept] = ()) -> Tensor:
+    def prefill(
+        self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[KVSnapshot] = ()
+    ) -> Tensor:
         self.release()
         token_ids, mask = token_ids.to(self.device), attention_mask.to(self.device)
         batch_size, length = token_ids.shape
@@ -129,7 +131,7 @@ class Decoder(Engine):
         if "attention_mask" not in self._accepted and least < mask.shape[1]:
             raise EngineError(f"{self.plan.model.name} knows no padding: its prompts must be of one length in a batch")
 
-    def _check_past(self, past: Sequence[Kept], batch_size: int, length: int) -> int:
+    def _check_past(self, past: Sequence[KVSnapshot], batch_size: int, length: int) -> int:
         """The positions that `past` holds. Raises EngineError for one that cannot be taken up."""
         if not past:
             return 0
@@ -154,14 +156,14 @@ class Decoder(Engine):
         return None
 
     @torch.inference_mode()
-    def keep(self, first: int, last: int) -> Kept:
+    def keep(self, first: int, last: int) -> KVSnapshot:
         if (why_not := self.cannot_keep()) is not None:
             raise EngineError(why_not)
         if self._cache is None or not 0 <= first < last <= self._length:
             raise EngineError(f"positions {first} to {last} have not been computed")
         if not all(layer.is_initialized for layer in self._cache.layers):
             raise EngineError(f"some layers of {self.plan.model.name} hold no keys and values of their own")
-        return Kept.of(self._cache.layers, first, last, pin=self.device.type == "cuda")
+        return KVSnapshot.of(self._cache.layers, first, last, pin=self.device.type == "cuda")
 
     def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache | None:
         """The cache of a batch whose prompts are `length` tokens long; None where the model makes its own."""
@@ -174,7 +176,7 @@ class Decoder(Engine):
 
     def _split(self, rows: slice, length: int) -> list[slice]:
         """`rows`, as many at a time as have activations of `length` tokens within bounds."""
-        setup = setup_of(self.plan.case, self.plan.model, self.plan.machine)
+        setup = placement_of(self.plan.case, self.plan.model, self.plan.machine)
         at_once = prefill_rows(rows.stop - rows.start, length, pass_tokens(setup, self.plan.model))
         return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 

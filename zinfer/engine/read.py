@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from zinfer.engine.arena import HostArena, lay_out
+from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from zinfer.spec.host import available_bytes
 
@@ -41,7 +41,7 @@ def groups_read(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict[s
     if 4 * largest > available_bytes():  # the page cache of a mapped file goes when memory is short; buffers do not
         yield from groups_mapped(checkpoint, groups)
         return
-    buffers = [HostArena(largest, pin=False, grow=True) for _ in range(2)]  # memory is slow when it is new
+    buffers = [PinnedArena(largest, pin=False, grow=True) for _ in range(2)]  # memory is slow when it is new
 
     with reading() as pool:
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from zinfer.engine.base import Engine
-from zinfer.generation.detokenizer import Dialogue, Spelling
+from zinfer.generation.detokenizer import Detokenizer, Dialogue
 from zinfer.generation.generate import Sampling, choose, eos_token_ids, load_tokenizer
-from zinfer.generation.prefix_cache import Shelf
+from zinfer.generation.prefix_cache import PrefixCache
 from zinfer.plan.plan import Plan
 from zinfer.spec.model import ModelError
 from zinfer.spec.source import revision_of
@@ -36,7 +36,7 @@ class Chat:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._tokenizer: Any = load_tokenizer(plan.model)
-        self._shelf: Shelf | None = None
+        self._shelf: PrefixCache | None = None
         self._notes: list[str] = []
 
     def open(
@@ -58,7 +58,7 @@ class Chat:
             if self._shelf is not None:
                 self._shelf.close()
             pin, say = engine.device.type == "cuda", self._notes.append
-            self._shelf = Shelf(shelf_identity(self._plan), size, where, folder_size, say, pin)
+            self._shelf = PrefixCache(shelf_identity(self._plan), size, where, folder_size, say, pin)
         return self._told()
 
     def ask(self, engine: Engine, turn: str) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Chat:
         token_ids = torch.tensor([ids])
         self._answer: list[int] = []
         self._steps = 0
-        self._spelling = Spelling(self._tokenizer)
+        self._spelling = Detokenizer(self._tokenizer)
         piece = self._take(engine.prefill(token_ids, torch.ones_like(token_ids), self._left, parts))
         seconds = time.monotonic() - began
         return {"reloaded": reloaded, "computed": len(ids) - reloaded, "seconds": seconds} | piece | self._told()

@@ -61,7 +61,7 @@ class Dialogue:
         return self._ids + new if new and after == before + added else None
 
 
-class Spelling:
+class Detokenizer:
     """Text out of tokens as they come, never half a character."""
 
     def __init__(self, tokenizer: Any) -> None:

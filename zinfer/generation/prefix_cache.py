@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from zinfer.engine import EngineError, keptfile
+from zinfer.engine import EngineError, kv_file
 from zinfer.engine.base import Engine
-from zinfer.engine.kept import Kept
-from zinfer.generation.radix_tree import Node, Tree, digest
+from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.generation.radix_tree import Node, RadixTree, digest
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.units import gb
 from zinfer.spec.value import Frozen
@@ -40,7 +40,7 @@ class Label(Frozen):
     bytes: int
 
 
-class Shelf:
+class PrefixCache:
     """Keeps up to `size` bytes in memory and `folder_size` bytes in `folder`, of one model, which `identity` tells from
     all others. `say` hears in a line what could not be kept or read; nothing of that is an error."""
 
@@ -56,18 +56,18 @@ class Shelf:
         self.held = 0  # bytes in memory
         self._identity, self._size, self._folder, self._folder_size = dict(identity), size, folder, folder_size
         self._say, self._pin = say, pin
-        self._tree = Tree(f"{FORMAT} {sorted(self._identity.items())}")
+        self._tree = RadixTree(f"{FORMAT} {sorted(self._identity.items())}")
         self._clock = count(1)
         if folder is not None:
             self._list(folder)
 
-    def find(self, tokens: Sequence[int]) -> list[Kept]:
+    def find(self, tokens: Sequence[int]) -> list[KVSnapshot]:
         """What is kept of the longest known beginning of `tokens`, part after part, all of it in memory now; at least
         the last token is left to be computed. The parts stay until the next call of `find` or `keep`."""
         path = self._tree.match(tokens[:-1])
         spare = {node for node, _ in path}
         self._touch(node for node, _ in path)
-        parts: list[Kept] = []
+        parts: list[KVSnapshot] = []
         for node, length in path:
             if node.kept is None and not self._load(node, spare):
                 break
@@ -141,7 +141,7 @@ class Shelf:
         if not self._room(node.size, spare):
             return False
         try:
-            node.kept = keptfile.read(node.path, node.first, self._pin)
+            node.kept = kv_file.read(node.path, node.first, self._pin)
             self.held += node.size
             if (node.kept.length, node.kept.nbytes) != (len(node.tokens), node.size):
                 raise CheckpointError(f"{node.path} is damaged")
@@ -160,11 +160,11 @@ class Shelf:
         others = 0
         for path in sorted(folder.glob("*.safetensors")):
             try:
-                label = Label.model_validate(keptfile.told(path))
+                label = Label.model_validate(kv_file.told(path))
                 name = digest(label.parent, label.tokens)
                 if label.format != FORMAT or dict(label.identity) != self._identity:
                     others += 1
-                elif f"{name}.safetensors" != path.name or not label.tokens or label.bytes != keptfile.data_bytes(path):
+                elif f"{name}.safetensors" != path.name or not label.tokens or label.bytes != kv_file.data_bytes(path):
                     raise CheckpointError(f"{path} is damaged")
                 else:
                     labels[name] = label, path
@@ -199,7 +199,7 @@ class Shelf:
                     format=FORMAT, identity=self._identity, parent=node.parent.digest, first=node.first,
                     tokens=tuple(node.tokens), bytes=node.size,
                 )  # fmt: skip
-                keptfile.write(node.kept, file, label.model_dump())
+                kv_file.write(node.kept, file, label.model_dump())
                 node.path = file
             except OSError as error:
                 self._say(f"{folder} keeps nothing: {error.strerror}")

@@ -37,7 +37,7 @@ class Node:
         return self.first + len(self.tokens)
 
 
-class Tree:
+class RadixTree:
     """Nodes below a root without tokens, whose digest comes from `seed`."""
 
     def __init__(self, seed: str) -> None:

@@ -2,7 +2,7 @@
 
 A decode step reads every weight once: t = max(bytes over the link / link, bytes in GPU memory / HBM, FLOPs / compute,
 bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`. What
-an engine adds to the physics stands in `Factors`, which `zinfer.analysis.calibrate` fits to measurements.
+an engine adds to the physics stands in `Efficiency`, which `zinfer.analysis.calibrate` fits to measurements.
 
     setup = Setup(tier="host")
     step(setup, spec, machine, batch_size=32, context=528).bound_by        # "link"
@@ -41,7 +41,7 @@ EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
 CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
 LINK_KEEPS = 0.95  # of its rate while all cores attend: 0.95 was seen beside 16 cores, 0.92 beside 64
 UNPACKING = 0.4  # of the bandwidth of GPU memory: the rate at which coded weights become whole ones
-PIECE_BYTES = 128 << 20  # of a layer that crosses the link at a time, see `zinfer.engine.stream.image`
+PIECE_BYTES = 128 << 20  # of a layer that crosses the link at a time, see `zinfer.engine.stream.packed_layer`
 
 
 class Bytes(Frozen):
@@ -58,7 +58,7 @@ class Bytes(Frozen):
         return self.weights + self.kv_cache + self.buffers + self.activations + self.overhead
 
 
-class Setup(Frozen):
+class Placement(Frozen):
     """Where weights and KV cache live and how they move, in an engine's words or a planner's."""
 
     tier: Literal["gpu", "host", "nvme"] = "gpu"  # of the weights that are not resident
@@ -81,7 +81,7 @@ class Setup(Frozen):
     host_rounding: int = 0  # bytes that page-locking adds to the weights
 
 
-class Factors(Frozen):
+class Efficiency(Frozen):
     """How far an engine stays behind the physics; the defaults are a good engine's."""
 
     link_share: float = 0.95  # of the link's bandwidth that streamed bytes reach
@@ -110,12 +110,12 @@ class Times(Frozen):
     limits: dict[Bound, float] = Field(default_factory=dict)
 
 
-def layers_stored(setup: Setup, model: ModelSpec) -> int:
+def layers_stored(setup: Placement, model: ModelSpec) -> int:
     """Bytes that all decoder layers take where they are stored."""
     return round(model.streamed_bytes * setup.weight_ratio)
 
 
-def wire_bytes(setup: Setup, model: ModelSpec) -> int:
+def wire_bytes(setup: Placement, model: ModelSpec) -> int:
     """Weight bytes that one pass moves over the links."""
     if setup.tier == "gpu":
         return 0
@@ -123,7 +123,7 @@ def wire_bytes(setup: Setup, model: ModelSpec) -> int:
     return round((left + setup.also_streamed) * setup.wire_ratio)
 
 
-def pass_tokens(setup: Setup, model: ModelSpec) -> int:
+def pass_tokens(setup: Placement, model: ModelSpec) -> int:
     """Prompt tokens that one forward pass of a prefill takes at most, if they are several sequences'."""
     return min(PREFILL_TOKENS, max(BLOCK_TOKENS, BLOCK_VALUES // model.hidden_size)) if setup.blocks else PREFILL_TOKENS
 
@@ -134,10 +134,15 @@ def prefill_rows(batch_size: int, input_len: int, tokens: int | None = None) -> 
 
 
 def step(
-    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, context: int, factors: Factors | None = None
+    setup: Placement,
+    model: ModelSpec,
+    machine: Machine,
+    batch_size: int,
+    context: int,
+    factors: Efficiency | None = None,
 ) -> Times:
     """One decode step of `batch_size` sequences with `context` tokens in their KV cache, on average."""
-    factors = factors or Factors()
+    factors = factors or Efficiency()
     kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
     active = model.parameters_read(batch_size) * model.dtype_bytes * setup.weight_ratio
     flops = model.decode_flops(batch_size, context)
@@ -145,10 +150,15 @@ def step(
 
 
 def prefill(
-    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, input_len: int, factors: Factors | None = None
+    setup: Placement,
+    model: ModelSpec,
+    machine: Machine,
+    batch_size: int,
+    input_len: int,
+    factors: Efficiency | None = None,
 ) -> Times:
     """The whole prefill of `batch_size` prompts of `input_len` tokens, in as many passes as it takes."""
-    factors = factors or Factors()
+    factors = factors or Efficiency()
     rows = prefill_rows(batch_size, input_len, pass_tokens(setup, model))
     passes = 1 if setup.blocks else ceil(batch_size / rows)
     flops = model.prefill_flops(batch_size, input_len) // passes
@@ -163,10 +173,10 @@ def prefill(
 
 
 def _pass(
-    setup: Setup,
+    setup: Placement,
     model: ModelSpec,
     machine: Machine,
-    factors: Factors,
+    factors: Efficiency,
     kv: int,
     read: float,
     flops: int,
@@ -200,7 +210,7 @@ def _pass(
         # In every layer one after the other: weights are unpacked, the GPU computes, the CPU attends.
         unpacked = 0.0 if setup.wire_ratio == 1 else streamed / share / (UNPACKING * machine.hbm_bandwidth)
         on_gpu = unpacked + limits["hbm"] + limits["compute"] + limits["launch"]
-        attending, copying = side_by_side(setup, machine, cpu, hosted, limits.get("link", 0.0))
+        attending, copying = contended_rates(setup, machine, cpu, hosted, limits.get("link", 0.0))
         limits["cpu attention"] = attending + on_gpu
         if "link" in limits:
             limits["link"] = copying
@@ -214,7 +224,7 @@ def _pass(
     return found.model_copy(update={"seconds": found.seconds + max(limits["compute"], limits["launch"])})
 
 
-def side_by_side(setup: Setup, machine: Machine, cpu: float, hosted: int, copying: float) -> tuple[float, float]:
+def contended_rates(setup: Placement, machine: Machine, cpu: float, hosted: int, copying: float) -> tuple[float, float]:
     """Seconds that the CPU attends to `hosted` bytes of the KV cache (all cores to `cpu` of them a second), and seconds
     of the link for what it would alone copy in `copying`. While both run they read one memory.
 
@@ -236,8 +246,13 @@ def side_by_side(setup: Setup, machine: Machine, cpu: float, hosted: int, copyin
 
 
 def with_cores(
-    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, context: int, factors: Factors | None = None
-) -> Setup:
+    setup: Placement,
+    model: ModelSpec,
+    machine: Machine,
+    batch_size: int,
+    context: int,
+    factors: Efficiency | None = None,
+) -> Placement:
     """`setup`, whose KV cache the CPU attends to, with the share of its cores that makes a decode step the shortest."""
     best, shortest = setup, step(setup, model, machine, batch_size, context, factors).seconds
     for share in CPU_SHARES:
@@ -263,12 +278,12 @@ def _slowest(limits: dict[Bound, float]) -> Times:
 
 
 def tiers(
-    setup: Setup, model: ModelSpec, machine: Machine, batch_size: int, input_len: int, output_len: int,
-    factors: Factors | None = None,
+    setup: Placement, model: ModelSpec, machine: Machine, batch_size: int, input_len: int, output_len: int,
+    factors: Efficiency | None = None,
 ) -> tuple[Bytes, Bytes, Bytes]:  # fmt: skip
     """Bytes on one GPU, on the host and on NVMe. Without a GPU the host carries the device's bytes as well; they are
     listed apart all the same."""
-    factors = factors or Factors()
+    factors = factors or Efficiency()
     stored, others = layers_stored(setup, model), round(model.other_bytes * setup.weight_ratio)
     kv = round(model.kv_bytes(batch_size, input_len + output_len) * setup.kv_ratio)
     offloaded = stored if setup.tier != "gpu" else 0
@@ -296,19 +311,19 @@ def tiers(
     return gpu, host, Bytes(weights=offloaded if setup.tier == "nvme" else 0)
 
 
-def _kv_buffers(setup: Setup, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
+def _kv_buffers(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
     """GPU bytes that a KV cache on its way over the link takes, besides the buffers of the weights."""
     if not setup.buffers:
         return 2 * round(model.largest_kv_layer_bytes(batch_size, length) * setup.kv_ratio * setup.kv_host_share)
     return setup.buffers * (buffer_bytes(setup, model, batch_size, input_len, length) - piece_bytes(setup, model))
 
 
-def piece_bytes(setup: Setup, model: ModelSpec) -> int:
+def piece_bytes(setup: Placement, model: ModelSpec) -> int:
     """Of a layer, what crosses the link at a time and waits in one buffer of a ring."""
     return round(min(PIECE_BYTES, model.layer_bytes) * setup.wire_ratio)
 
 
-def buffer_bytes(setup: Setup, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
+def buffer_bytes(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
     """Of one buffer of a ring, which also takes the KV cache, of `length` tokens, of sequences prefilled together."""
     piece = piece_bytes(setup, model)
     if not setup.kv_host_share or setup.kv_on_cpu:
@@ -317,7 +332,7 @@ def buffer_bytes(setup: Setup, model: ModelSpec, batch_size: int, input_len: int
     return max(piece, round(model.largest_kv_layer_bytes(rows, length) * setup.kv_ratio))
 
 
-def activations(setup: Setup, model: ModelSpec, batch_size: int, length: int) -> int:
+def activations(setup: Placement, model: ModelSpec, batch_size: int, length: int) -> int:
     """Peak of one layer's prefill: hidden states, the widest intermediate twice (and a gate), and eager attention
     scores for ALiBi models, for which transformers has no fused kernel (three times in the weights' type, softmax in
     float32). Passes side by side keep their hidden states each."""

@@ -1,7 +1,7 @@
 """What lives where, what fits, and how long it takes: a case on a machine, before anything runs.
 
-An engine's words (offload, options) become a `zinfer.plan.cost.Setup` here; the arithmetic is there. A larger batch is
-free until the KV cache fills the device, compute catches up with the link, or the KV reads do, so the largest batch
+An engine's words (offload, options) become a `zinfer.plan.cost.Placement` here; the arithmetic is there. A larger batch
+is free until the KV cache fills the device, compute catches up with the link, or the KV reads do, so the largest batch
 that fits is what a plan looks for.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from zinfer.plan import cost
-from zinfer.plan.cost import Bytes, Factors, Setup
+from zinfer.plan.cost import Bytes, Efficiency, Placement
 from zinfer.spec.case import Case, Offload
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
@@ -26,7 +26,7 @@ KV_CACHE_DTYPES = ("auto", "bf16", "int8", "fp8")  # auto and bf16: the model's 
 DEQUANTIZED_BYTES = 1 << 30  # of a quantised cache that is in the model's type at a time
 RING_DEPTH = 6  # pieces between link and slot at least: what comes while a layer of a decode step computes
 # Where `stream` shares out the GPU's memory, what a plan does not see of it (gaps, moments of a step) stays free.
-CAUTIOUS = Factors(memory=1.5)
+CAUTIOUS = Efficiency(memory=1.5)
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
 
 
@@ -106,10 +106,10 @@ def is_lossless(case: Case, machine: Machine) -> bool:
     return codec == "lossless" or (codec == "auto" and pays)
 
 
-def setup_of(
+def placement_of(
     case: Case, model: ModelSpec, machine: Machine, automatic: int = 0, depth: int = RING_DEPTH,
-    factors: Factors | None = None,
-) -> Setup:  # fmt: skip
+    factors: Efficiency | None = None,
+) -> Placement:  # fmt: skip
     """How the case's engine keeps and moves weights and KV cache; `automatic` is what ``--gpu-weights auto`` stands
     for, in bytes, `depth` what `stream`'s ``ring_depth=auto`` does, `factors` how cautiously room is shared out.
 
@@ -148,7 +148,7 @@ def setup_of(
     return min(ways, key=lambda way: cost.step(way, model, machine, batch_size, context, factors).seconds or 0.0)
 
 
-def _rows_on_gpu(setup: Setup, case: Case, model: ModelSpec, machine: Machine, factors: Factors | None) -> int:
+def _rows_on_gpu(setup: Placement, case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None) -> int:
     """The most sequences whose KV cache the GPU has room for, beside what the others of the batch need there."""
     load = case.workload
     if not machine.gpu_count:
@@ -174,13 +174,13 @@ def _last(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def _weights_setup(case: Case, model: ModelSpec, machine: Machine, automatic: int, depth: int) -> Setup:
-    """`setup_of` with the KV cache on the GPU."""
+def _weights_setup(case: Case, model: ModelSpec, machine: Machine, automatic: int, depth: int) -> Placement:
+    """`placement_of` with the KV cache on the GPU."""
     options = dict(case.options)
     bits = float(options.get("weight_bits", 16))
     ratio = 1.0 if bits >= 16 else (bits + 32 / 64) / (8 * model.dtype_bytes)
     lossless = is_lossless(case, machine) and ratio == 1.0 and case.dtype == "bfloat16"  # other types go as they are
-    common = Setup(
+    common = Placement(
         tier=TIERS[case.offload],
         gpus=int(options.get("gpus", 1)),
         weight_ratio=ratio,
@@ -220,14 +220,16 @@ def pieces_of(model: ModelSpec) -> int:
     return -(-model.layer_bytes // cost.PIECE_BYTES)
 
 
-def _tiers(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None) -> tuple[Bytes, Bytes, Bytes]:
+def _tiers(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None) -> tuple[Bytes, Bytes, Bytes]:
     """Bytes on the device, the host and NVMe at the case's batch size, with nothing resident that need not be."""
     load = case.workload
-    setup = setup_of(case, model, machine, factors=factors)
+    setup = placement_of(case, model, machine, factors=factors)
     return cost.tiers(setup, model, machine, load.batch_size, load.input_len, load.output_len, factors)
 
 
-def share_out(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> tuple[int, int]:
+def split_free_memory(
+    case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None
+) -> tuple[int, int]:
     """What the GPU memory that the case leaves free is good for: the pieces in `stream`'s ring, and the bytes of whole
     layers that ``--gpu-weights auto`` keeps.
 
@@ -236,7 +238,7 @@ def share_out(case: Case, model: ModelSpec, machine: Machine, factors: Factors |
     is all gain.
     """
     gpu, host, _ = _tiers(case, model, machine, factors)
-    setup, load = setup_of(case, model, machine, factors=factors), case.workload
+    setup, load = placement_of(case, model, machine, factors=factors), case.workload
     free = (machine.device_bytes - gpu.total - (0 if machine.gpu_count else host.total)) * setup.gpus
     depth = max(RING_DEPTH, setup.buffers)
     buffer = cost.buffer_bytes(setup, model, load.batch_size, load.input_len, load.total_len)
@@ -253,16 +255,16 @@ def share_out(case: Case, model: ModelSpec, machine: Machine, factors: Factors |
 
 
 def make_plan(
-    case: Case, model: ModelSpec, machine: Machine, nvme_path: str | None = None, factors: Factors | None = None,
+    case: Case, model: ModelSpec, machine: Machine, nvme_path: str | None = None, factors: Efficiency | None = None,
     largest: int | None = None,
 ) -> Plan:  # fmt: skip
     """Bytes by tier, the times that `factors` (without them: the physical limits) predict, and whether the load can
     run on `machine` at all. `model` is the spec already sliced to `case.layers`, `largest` the largest batch, if known.
     """
     load = case.workload
-    limits = factors or Factors(link_share=1.0)
-    depth, automatic = share_out(case, model, machine, factors)
-    setup = setup_of(case, model, machine, automatic, depth, factors)
+    limits = factors or Efficiency(link_share=1.0)
+    depth, automatic = split_free_memory(case, model, machine, factors)
+    setup = placement_of(case, model, machine, automatic, depth, factors)
     gpu, host, nvme = cost.tiers(setup, model, machine, load.batch_size, load.input_len, load.output_len, factors)
     step = cost.step(setup, model, machine, load.batch_size, load.input_len + load.output_len // 2, limits)
     prefill = cost.prefill(setup, model, machine, load.batch_size, load.input_len, limits)
@@ -286,7 +288,7 @@ def make_plan(
     )
 
 
-def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> int:
+def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> int:
     """The largest batch whose bytes the device holds (and the host, where it has part of the cache), 0 if none. A host
     whose memory is not known gets none of the cache."""
 
@@ -302,7 +304,7 @@ def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Facto
     return _last(fits, high - 1)
 
 
-def _shortages(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> list[str]:
+def _shortages(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> list[str]:
     """What keeps the load from running even at batch 1: what is needed where, and how much there is."""
     tiers = _tiers(case.with_batch(1), model, machine, factors)
     gpu, host, nvme = (tier.total for tier in tiers)

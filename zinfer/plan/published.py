@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from typing import ClassVar
 
-from zinfer.plan.cost import Factors
+from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan
 from zinfer.spec.value import Frozen
 
@@ -81,7 +81,7 @@ class Beside(Frozen):
         return text
 
 
-def beside(claims: Iterable[Published], plans: Iterable[Plan], factors: Mapping[str, Factors]) -> Iterator[Beside]:
+def beside(claims: Iterable[Published], plans: Iterable[Plan], factors: Mapping[str, Efficiency]) -> Iterator[Beside]:
     """Each claim with its planned ratio, of the first plans of its engine on its two machines."""
     rates: dict[tuple[str, str], float | None] = {}
     for plan in plans:

@@ -7,7 +7,7 @@ thinks of, and offload is judged at each side's own best batch.
 from collections.abc import Sequence
 from functools import cache
 
-from zinfer.plan.cost import Factors
+from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, largest_batch, make_plan
 from zinfer.spec.case import Case
 from zinfer.spec.machine import Machine
@@ -17,7 +17,7 @@ from zinfer.spec.units import figures
 NEARLY = 0.9  # of the best throughput that powers of two reach: beside them a better batch is looked for
 
 
-def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Factors | None = None) -> Plan:
+def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> Plan:
     """The plan of `case` at the batch size with the highest predicted throughput, of equals the smallest: among 1, 2,
     4, .. and the largest that fits, and the peaks beside those that are nearly the best. Where nothing fits, or no time
     is known, the plan at batch 1."""

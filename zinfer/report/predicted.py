@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from zinfer.analysis import calibrate, rates
 from zinfer.analysis.group import by_load
-from zinfer.plan.cost import Bytes, Factors
+from zinfer.plan.cost import Bytes, Efficiency
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.plan.search import advice, best_batch
 from zinfer.record.measurement import Measurement
@@ -40,7 +40,7 @@ _NAMES = {"kv_cache": "KV cache"}
 class Forecast(NamedTuple):
     """Factors by engine, and each point as the others predict it."""
 
-    factors: Mapping[str, Factors] = {}
+    factors: Mapping[str, Efficiency] = {}
     rows: tuple[calibrate.Row, ...] = ()
 
 
@@ -274,9 +274,9 @@ def _elsewhere(case: Case, spec: ModelSpec, study: Study, known: Forecast) -> li
     return [*blocks, Table(caption, columns, rows), Items(tuple(told))]
 
 
-def _ways(case: Case, spec: ModelSpec, place: Machine, factors: Mapping[str, Factors]) -> list[Plan]:
+def _ways(case: Case, spec: ModelSpec, place: Machine, factors: Mapping[str, Efficiency]) -> list[Plan]:
     """Offload cpu and none, each at its best batch."""
-    told = factors.get(case.engine, Factors())
+    told = factors.get(case.engine, Efficiency())
     return [best_batch(case.model_copy(update={"offload": way}), spec, place, told) for way in ("cpu", "none")]
 
 

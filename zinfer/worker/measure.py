@@ -19,7 +19,7 @@ from zinfer.record.measurement import Span, Status
 from zinfer.spec.case import Workload
 
 if TYPE_CHECKING:
-    from zinfer.engine.kept import Kept
+    from zinfer.engine.kv_snapshot import KVSnapshot
 
 WARM_UP_STEPS = 2
 SAMPLE_SECONDS = 0.25
@@ -139,7 +139,7 @@ def _run_once(
 
 
 def first_token_ms(
-    engine: Engine, token_ids: Tensor, past: Callable[[], Sequence["Kept"]] = lambda: ()
+    engine: Engine, token_ids: Tensor, past: Callable[[], Sequence["KVSnapshot"]] = lambda: ()
 ) -> tuple[float, Tensor]:
     """Milliseconds until the token after ``[1, S]`` is chosen, and its logits ``[1, V]``; what it takes to have `past`
     is part of them."""

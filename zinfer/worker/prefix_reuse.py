@@ -10,8 +10,8 @@ import torch
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Progress
-from zinfer.engine.kept import Kept
-from zinfer.engine.keptfile import drop_from_page_cache, read, write
+from zinfer.engine.kv_file import drop_from_page_cache, read, write
+from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.plan.plan import Plan
 from zinfer.spec.case import Workload
 from zinfer.worker.measure import first_token_ms, prompts
@@ -43,15 +43,15 @@ class Rerun:
             _, computed = first_token_ms(engine, token_ids)
             kept = engine.keep(0, context - new_tokens)
             stack.callback(kept.close)
-            ways: dict[str, Callable[[], Sequence[Kept]]] = {"recompute": lambda: (), "memory": lambda: (kept,)}
+            ways: dict[str, Callable[[], Sequence[KVSnapshot]]] = {"recompute": lambda: (), "memory": lambda: (kept,)}
             path = None
-            loaded: list[Kept] = []
+            loaded: list[KVSnapshot] = []
             if folder is not None:
                 path = Path(folder) / f"zinfer-reuse-{os.getpid()}.safetensors"
                 stack.callback(path.unlink, missing_ok=True)
                 write(kept, path, {})
 
-                def from_disk(path: Path = path) -> Sequence[Kept]:
+                def from_disk(path: Path = path) -> Sequence[KVSnapshot]:
                     loaded.append(read(path, 0, pin))
                     return loaded
 

@@ -182,7 +182,7 @@ def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
     about `size`."""
     import torch
 
-    from zinfer.engine.stream.hosted import host
+    from zinfer.engine.stream.cpu_attention import host
 
     heads = 32 // sharing
     shape = (max(1, size // (2 * 2 * heads * 512 * 128)), heads, 512, 128)

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from zinfer.engine import EngineError
-from zinfer.engine.arena import empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io, check_dtype, modules_under_way
+from zinfer.engine.pinned import empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
 

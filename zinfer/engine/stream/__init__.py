@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from zinfer.engine import EngineError
-from zinfer.engine.arena import HostArena, check_free, lay_out
 from zinfer.engine.cache import STORAGE, QuantizedLayer, RowCache, make_cache, other_layers, shares_keys
 from zinfer.engine.decoder import Decoder
-from zinfer.engine.kept import Kept
+from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.engine.pinned import PinnedArena, check_free, lay_out
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream import packed
-from zinfer.engine.stream.blocks import interleave
-from zinfer.engine.stream.image import Image, pack, plain
-from zinfer.engine.stream.kernels import trouble
+from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, LinkCache, Sender, SplitLayer
-from zinfer.engine.stream.ring import Ring
+from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
+from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.engine.stream.triton_check import trouble
 from zinfer.plan.plan import (
     CAUTIOUS,
     CODECS,
@@ -35,9 +35,9 @@ from zinfer.plan.plan import (
     RING_DEPTH,
     is_lossless,
     pieces_of,
+    placement_of,
     resident_bytes,
-    setup_of,
-    share_out,
+    split_free_memory,
 )
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.case import Option, Workload
@@ -54,8 +54,8 @@ CHOICES = {
 class Stream(Decoder):
     """All weights on the device (offload `none`), or the decoder layers streamed to it from host memory (`cpu`)."""
 
-    _arena: HostArena | None = None
-    _ring: Ring | None = None
+    _arena: PinnedArena | None = None
+    _ring: PrefetchRing | None = None
     _kv_memory: HostMemory | None = None  # kept for the next batch: page-locking takes long
     _host: HostCache | None = None  # of the running batch
     _kv_rows, _kv_place = 0, "gpu"  # of the last batch: sequences with their KV cache in host memory, where it is used
@@ -97,7 +97,7 @@ class Stream(Decoder):
         if streamed:
             images = self._coded_images(resident) if self._lossless else self._plain_images(resident)
             assert self._arena is not None
-            self._ring = Ring(self._arena.memory, images, self._least_depth, self.device)
+            self._ring = PrefetchRing(self._arena.memory, images, self._least_depth, self.device)
             for number, layer in enumerate(self._layers):
                 self._ring.attach(number, layer, state.of_layer(number))
             self._ring.start()
@@ -109,12 +109,12 @@ class Stream(Decoder):
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready()
 
-    def _plain_images(self, resident: Mapping[str, Tensor]) -> list[Image]:
+    def _plain_images(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
         """Fill an arena with the layers as they are, and `resident`, by name, with what lies outside them."""
-        images: list[Image] = []
+        images: list[PackedLayer] = []
         for number in range(len(self._layers)):
             images.append(plain(self._layout(number), images[-1].end if images else 0))
-        self._arena = HostArena(images[-1].end, pin=self.device.type == "cuda", progress=self.progress)
+        self._arena = PinnedArena(images[-1].end, pin=self.device.type == "cuda", progress=self.progress)
         views = [self._arena.views(image.blocks, image.start) for image in images]
         for index, group in by_layer(self._weights, self._weights.load(self.device, self.progress)):
             target = resident if index is None else views[index]
@@ -126,12 +126,12 @@ class Stream(Decoder):
         """The entries of a layer: names within it, and tensors that tell shape and type."""
         return [(name, entry.tensor) for name, entry in self._weights.of_layer(index).items()]
 
-    def _coded_images(self, resident: Mapping[str, Tensor]) -> list[Image]:
+    def _coded_images(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
         """Fill an arena with packed layers, from their folder if there is one, and `resident` as `_plain_images`."""
         raw = sum(lay_out(self._layout(index))[1] for index in range(len(self._layers)))
-        self._arena = HostArena(raw, pin=self.device.type == "cuda", grow=True)
+        self._arena = PinnedArena(raw, pin=self.device.type == "cuda", grow=True)
         folder = self._packed()
-        images: dict[int, Image] = {}
+        images: dict[int, PackedLayer] = {}
         if folder is None:
             check_free(round(raw * LOSSLESS_RATIO))
         else:
@@ -169,19 +169,21 @@ class Stream(Decoder):
                 return f"a KV cache with {option}={self.options[option]} is not kept"
         return super().cannot_keep()
 
-    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[Kept] = ()) -> Tensor:
+    def prefill(
+        self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[KVSnapshot] = ()
+    ) -> Tensor:
         if self._ring is not None:
             self.release()
             self._ring.rewind()
             self._share_out(self._ring, token_ids.shape[0], token_ids.shape[1], reserve)
         return super().prefill(token_ids, attention_mask, reserve, past)
 
-    def _share_out(self, ring: Ring, batch_size: int, input_len: int, output_len: int) -> None:
+    def _share_out(self, ring: PrefetchRing, batch_size: int, input_len: int, output_len: int) -> None:
         """Give the GPU memory that the batch leaves free to the ring, up to a layer of buffers, and to layers that stay
         as the case says: spread evenly through the depth, so that the link never idles."""
         load = Workload(batch_size=batch_size, input_len=input_len, output_len=max(1, output_len))
         case = self.plan.case.model_copy(update={"workload": load})
-        buffers, automatic = share_out(case, self.plan.model, self.plan.machine, CAUTIOUS)
+        buffers, automatic = split_free_memory(case, self.plan.model, self.plan.machine, CAUTIOUS)
         if self.options["ring_depth"] != "auto":
             buffers = self._least_depth
         elif buffers >= pieces_of(self.plan.model):  # a layer, whose tensors are cut one by one
@@ -204,7 +206,7 @@ class Stream(Decoder):
         storage = str(self.options["kv_cache_dtype"])
         load = Workload(batch_size=batch_size, input_len=length, output_len=max(1, capacity - length))
         case = self.plan.case.model_copy(update={"workload": load})
-        setup = setup_of(case, self.plan.model, self.plan.machine, factors=CAUTIOUS)
+        setup = placement_of(case, self.plan.model, self.plan.machine, factors=CAUTIOUS)
         rows, on_cpu = round(setup.kv_host_share * batch_size), setup.kv_on_cpu
         self._all_threads()
         self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zinfer.engine.arena import ALIGNMENT, HostArena
 from zinfer.engine.base import Progress, silent
 from zinfer.engine.cache import FixedLayer, Slots, Step
-from zinfer.engine.stream.attend import coded, library
-from zinfer.engine.stream.hosted import code, fetched, host, keep_freed
-from zinfer.engine.stream.ring import Load, Ring
+from zinfer.engine.pinned import ALIGNMENT, PinnedArena
+from zinfer.engine.stream.cpu_attention import code, fetched, host, keep_freed
+from zinfer.engine.stream.cpu_kernel import coded, library
+from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 
 IN_FLIGHT = 512 << 20  # bytes on their way to the host at a time, which take as much of the device's memory
 
@@ -70,7 +70,7 @@ class HostMemory:
 
     def __init__(self, pin: bool, spread: bool = False, progress: Progress = silent) -> None:
         self.spread, self._pin, self._progress = spread, pin, progress
-        self._arenas: dict[int, HostArena] = {}
+        self._arenas: dict[int, PinnedArena] = {}
 
     @property
     def size(self) -> int:
@@ -78,13 +78,13 @@ class HostMemory:
         return sum(arena.size for arena in self._arenas.values())
 
     def take(self, layer: int, size: int) -> Tensor:
-        """The memory of a layer, uint8 ``[size]``, its content undefined. Raises MemoryError as `HostArena` does."""
+        """The memory of a layer, uint8 ``[size]``, its content undefined. Raises MemoryError as `PinnedArena` does."""
         arena = self._arenas.get(layer)
         if arena is None or arena.size < size:
             if arena is not None:
                 del self._arenas[layer]
                 arena.close()
-            self._arenas[layer] = arena = HostArena(size, self._pin, self._progress, spread=self.spread)
+            self._arenas[layer] = arena = PinnedArena(size, self._pin, self._progress, spread=self.spread)
         return arena.memory[:size]
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class HostCache(ABC):
 
 class CpuCache(HostCache):
     """In the order that attention reads it, ``[rows, kv_heads, room, head_dim]``; comes as `Hosted` tensors. With
-    `in_8_bits`, as `zinfer.engine.stream.attend.coded` has it."""
+    `in_8_bits`, as `zinfer.engine.stream.cpu_kernel.coded` has it."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class LinkCache(HostCache):
         self,
         memory: HostMemory,
         sender: Sender,
-        ring: Ring,
+        ring: PrefetchRing,
         parts: list[slice],
         capacity: int,
         windows: Mapping[int, int] | None = None,
@@ -214,15 +214,15 @@ class LinkCache(HostCache):
         self._ring.start()
         self.started = True
 
-    def _loads(self, first_length: int) -> Callable[[int, int], Iterator[Load]]:
-        """What a pass fetches for a layer, for `Ring.fetch`: all that was stored before, which is `first_length` tokens
-        in pass 0."""
+    def _loads(self, first_length: int) -> Callable[[int, int], Iterator[Transfer]]:
+        """What a pass fetches for a layer, for `PrefetchRing.fetch`: all that was stored before, which is
+        `first_length` tokens in pass 0."""
 
-        def more(turn: int, layer: int) -> Iterator[Load]:
+        def more(turn: int, layer: int) -> Iterator[Transfer]:
             for part in range(len(self.parts)):
                 key = (layer, part)
                 if key in self._places:
-                    yield Load(
+                    yield Transfer(
                         layer,
                         source=partial(self._stored, key, first_length + turn),
                         ready=partial(self._reaches, key, first_length + turn),

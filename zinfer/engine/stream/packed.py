@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from zinfer.engine import EngineError
-from zinfer.engine.arena import Block, HostArena, check_free, lay_out
 from zinfer.engine.base import Progress, silent
+from zinfer.engine.pinned import Block, PinnedArena, check_free, lay_out
 from zinfer.engine.read import as_bytes, fill, reading
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream.codec import Layout
-from zinfer.engine.stream.image import Image, Piece, pack
+from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, pack
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import gb
@@ -67,7 +67,7 @@ def write(spec: ModelSpec, revision: str, folder: Path, device: torch.device, pr
                 tensors = {name: tensor.to(device, copy=True) for name, tensor in group}
                 if index in images or tensors.keys() != layers[index].keys():
                     raise EngineError(f"layer {index} is not stored in one piece, so it cannot be packed")
-                arena = HostArena(sizes[index], pin=False, grow=True)
+                arena = PinnedArena(sizes[index], pin=False, grow=True)
                 image = pack(tensors, arena)
                 memory = as_bytes(arena.memory[: arena.used])
                 images[index] = _told(image, memory) | {"start": end, "end": end + arena.used}
@@ -90,7 +90,7 @@ def write(spec: ModelSpec, revision: str, folder: Path, device: torch.device, pr
     return end
 
 
-def _told(image: Image, memory: memoryview) -> dict[str, Any]:
+def _told(image: PackedLayer, memory: memoryview) -> dict[str, Any]:
     """An image as JSON, with the checksums of its pieces."""
     blocks = {name: [block.offset, list(block.shape), str(block.dtype)[6:]] for name, block in image.blocks.items()}
     pieces = [
@@ -101,7 +101,7 @@ def _told(image: Image, memory: memoryview) -> dict[str, Any]:
     return {"slot_bytes": image.slot_bytes, "blocks": blocks, "pieces": pieces, "crc32": sums}
 
 
-def _parts(image: Image, memory: memoryview) -> Iterator[memoryview]:
+def _parts(image: PackedLayer, memory: memoryview) -> Iterator[memoryview]:
     """The bytes of an image's pieces; `memory` begins where the image does."""
     for piece in image.pieces:
         yield memory[piece.start - image.start : piece.end - image.start]
@@ -128,7 +128,7 @@ def find(spec: ModelSpec, revision: str, where: str) -> Path | None:
     return folder
 
 
-def load(folder: Path, state: ModelState, arena: HostArena, progress: Progress = silent) -> list[Image]:
+def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress = silent) -> list[PackedLayer]:
     """Read the packed layers of `folder`, which are those of `state`, into `arena`, with many threads, and check them.
 
     Raises EngineError unless they hold every entry of the layers with its shape and type, CheckpointError for data
@@ -146,7 +146,7 @@ def load(folder: Path, state: ModelState, arena: HostArena, progress: Progress =
     if not path.is_file() or path.stat().st_size != told["bytes"]:
         raise CheckpointError(f"{path} is cut off: pack it again")
     check_free(told["bytes"])
-    images: list[Image] = []
+    images: list[PackedLayer] = []
     under_way: deque[Future[int]] = deque()
     with (
         reading() as readers,
@@ -182,14 +182,14 @@ def _read(folder: Path) -> dict[str, Any]:
     raise EngineError(f"{folder / INDEX} does not describe packed layers of format {FORMAT}: pack them again")
 
 
-def _image(entry: dict[str, Any], start: int) -> Image:
+def _image(entry: dict[str, Any], start: int) -> PackedLayer:
     """The image of an entry, in an arena from `start` on."""
     blocks = {
         name: Block(offset, torch.Size(shape), getattr(torch, dtype))
         for name, (offset, shape, dtype) in entry["blocks"].items()
     }
     pieces = tuple(
-        Piece(start + begin, start + end, place, layout and Layout(layout[0], tuple(layout[1:])))
+        Chunk(start + begin, start + end, place, layout and Layout(layout[0], tuple(layout[1:])))
         for begin, end, place, layout in entry["pieces"]
     )
-    return Image(pieces, blocks, entry["slot_bytes"])
+    return PackedLayer(pieces, blocks, entry["slot_bytes"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Progress, silent
-from zinfer.engine.kept import Kept
+from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.build import plan_key
 from zinfer.engine.tensorrt.cache import Cache, make_cache
@@ -58,7 +58,9 @@ class TensorRT(Engine):
         return Executor(self._library, self.file, case.gpu_weights, case.offload != "none", self.progress)
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[Kept] = ()) -> Tensor:
+    def prefill(
+        self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[KVSnapshot] = ()
+    ) -> Tensor:
         if past:
             raise EngineError(self.cannot_keep() or "")
         self.release()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from zinfer.engine import EngineError
-from zinfer.engine.arena import lay_out
 from zinfer.engine.base import Progress, silent
+from zinfer.engine.pinned import lay_out
 from zinfer.engine.state import ModelState
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.library import Library, Messages

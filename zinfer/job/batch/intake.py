@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zinfer.job.batch.openai import Fault, Request
-from zinfer.job.batch.packing import Need, order
+from zinfer.job.batch.packing import RowDemand, order
 
 
 @dataclass(eq=False)
@@ -20,8 +20,8 @@ class Row:
     tries: int = 0  # batches with it that failed
 
     @property
-    def need(self) -> Need:
-        return Need(self.length + len(self.made), self.limit - len(self.made))
+    def need(self) -> RowDemand:
+        return RowDemand(self.length + len(self.made), self.limit - len(self.made))
 
 
 def row_order(row: Row) -> tuple[int, int, int]:
@@ -29,7 +29,7 @@ def row_order(row: Row) -> tuple[int, int, int]:
     return order(row.need)
 
 
-def needs(rows: Iterable[Row]) -> list[Need]:
+def needs(rows: Iterable[Row]) -> list[RowDemand]:
     return [row.need for row in rows]
 
 

@@ -15,7 +15,7 @@ from math import expm1, log1p
 from typing import NamedTuple
 
 from zinfer.plan import cost
-from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, make_plan, setup_of, share_out
+from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, make_plan, placement_of, split_free_memory
 from zinfer.plan.search import best_batch
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.machine import Machine
@@ -26,7 +26,7 @@ MOST_ROWS = 4096  # that are looked at for one batch
 GAIN = 1.2  # what packing anew in mid-block has to promise: predictions are not better than that
 
 
-class Need(NamedTuple):
+class RowDemand(NamedTuple):
     """What a row needs of a batch: tokens that prefill has to read, and tokens still to come at most."""
 
     length: int
@@ -63,7 +63,7 @@ class Progress(NamedTuple):
 
     shape: Shape
     made: int
-    alive: Sequence[Need]
+    alive: Sequence[RowDemand]
 
     @property
     def nearly_full(self) -> bool:
@@ -74,7 +74,7 @@ class Progress(NamedTuple):
 Room = Callable[[int, int], int]  # the rows that fit, of a length and a reserve
 
 
-def order(need: Need) -> tuple[int, int, int]:
+def order(need: RowDemand) -> tuple[int, int, int]:
     """The key that sorts needs for packing: most tokens to come first, by powers of two; of those the longest first.
 
     Rows side by side then end at about the same time and need little padding; and the batches that take most memory and
@@ -83,39 +83,39 @@ def order(need: Need) -> tuple[int, int, int]:
     return -need.left.bit_length(), -need.length, -need.left
 
 
-def needed(shape: Shape, needs: Iterable[Need]) -> int:
+def needed(shape: Shape, needs: Iterable[RowDemand]) -> int:
     """Of the tokens that a batch has room for, `Shape.padded`, those that its rows need; the others are waste."""
     return sum(need.length + min(need.left, shape.reserve) for need in needs)
 
 
-def fits_alone(case: Case, need: Need, model: ModelSpec, machine: Machine) -> bool:
+def fits_alone(case: Case, need: RowDemand, model: ModelSpec, machine: Machine) -> bool:
     """Whether the plan finds room for a row by itself, all of its tokens included."""
     return largest_batch(shaped(case, Shape(1, need.length, need.left)), model, machine) > 0
 
 
-def fitting(case: Case, needs: Sequence[Need], model: ModelSpec, machine: Machine) -> list[bool]:
+def fitting(case: Case, needs: Sequence[RowDemand], model: ModelSpec, machine: Machine) -> list[bool]:
     """Whether each of `needs` fits alone."""
     if not needs or fits_alone(case, _envelope(needs), model, machine):
         return [True] * len(needs)
-    known: dict[Need, bool] = {}
+    known: dict[RowDemand, bool] = {}
     for need in needs:
         if need not in known:
             known[need] = fits_alone(case, need, model, machine)
     return [known[need] for need in needs]
 
 
-def _envelope(needs: Iterable[Need]) -> Need:
+def _envelope(needs: Iterable[RowDemand]) -> RowDemand:
     """The least need that holds all of `needs`."""
     lengths, left = zip(*needs, strict=True)
-    return Need(max(lengths), max(left))
+    return RowDemand(max(lengths), max(left))
 
 
 def best_plan(
-    cases: Iterable[Case], needs: Sequence[Need], model: ModelSpec, machine: Machine, nvme_path: str | None = None
+    cases: Iterable[Case], needs: Sequence[RowDemand], model: ModelSpec, machine: Machine, nvme_path: str | None = None
 ) -> Plan:
     """Of the loads that can run, the plan of the one that has room for most of `needs`, and of those the fastest at its
     best batch; where none can run, the last one's plan, which says why not. Its workload is the longest row's."""
-    mean = Need(*(max(1, sum(column) // len(needs)) for column in zip(*needs, strict=True)))
+    mean = RowDemand(*(max(1, sum(column) // len(needs)) for column in zip(*needs, strict=True)))
     ranked: list[tuple[tuple[bool, int, float], Plan]] = []
     for case in cases:
         fits = [need for need, fine in zip(needs, fitting(case, needs, model, machine), strict=True) if fine]
@@ -151,7 +151,7 @@ def shaped(case: Case, shape: Shape) -> Case:
     return case.model_copy(update={"workload": workload})
 
 
-class Pace:
+class StepTimeModel:
     """Seconds of a prefill and of a decode step: the plan's, corrected by the last ones that were measured.
 
     Where the plan knows no times, a prefill goes by its tokens and steps are all the same.
@@ -180,13 +180,15 @@ class Pace:
         """Take note of a decode step after `made` tokens."""
         self._step_scale *= max(seconds, 1e-6) / self.step(shape, made)
 
-    def _setup(self, shape: Shape) -> cost.Setup:
+    def _setup(self, shape: Shape) -> cost.Placement:
         case = shaped(self._case, shape)
-        depth, automatic = share_out(case, self._model, self._machine)
-        return setup_of(case, self._model, self._machine, automatic, depth)
+        depth, automatic = split_free_memory(case, self._model, self._machine)
+        return placement_of(case, self._model, self._machine, automatic, depth)
 
 
-def pack(needs: Iterable[Need], room: Room, pace: Pace, positions: int | None = None, ending: float = 0.0) -> Block:
+def pack(
+    needs: Iterable[RowDemand], room: Room, pace: StepTimeModel, positions: int | None = None, ending: float = 0.0
+) -> Block:
     """The next block: of the first of `needs` (in `order`, at least one) as many as fit, for as many tokens as yield
     most tokens a second, reading again what is unfinished then included.
 
@@ -207,7 +209,7 @@ def pack(needs: Iterable[Need], room: Room, pace: Pace, positions: int | None = 
 
 
 def _block(
-    needs: Sequence[Need], reserve: int, room: Room, pace: Pace, positions: int | None, ending: float
+    needs: Sequence[RowDemand], reserve: int, room: Room, pace: StepTimeModel, positions: int | None, ending: float
 ) -> Block | None:
     """The block of `reserve` tokens; None where not even its first row can have them. (One token it can always have:
     somebody has to find out that there is no room for it.)"""
@@ -236,7 +238,9 @@ def expected(tokens: int, ending: float) -> float:
     return -expm1(tokens * log1p(-ending)) / ending if ending > 0 else float(tokens)
 
 
-def worth_packing_anew(now: Progress, following: Block, fresh: Sequence[Need], pace: Pace, finishing: float) -> bool:
+def worth_packing_anew(
+    now: Progress, following: Block, fresh: Sequence[RowDemand], pace: StepTimeModel, finishing: float
+) -> bool:
     """Whether to break off `now` for the block `following`, in which prompts that were not yet begun, `fresh`, take the
     places of finished rows.
 

@@ -15,9 +15,9 @@ from zinfer.job.batch.ledger import Ledger
 from zinfer.job.batch.packing import (
     MOST_ROWS,
     Block,
-    Pace,
     Progress,
     Shape,
+    StepTimeModel,
     needed,
     pack,
     room_of,
@@ -118,7 +118,7 @@ class _Runner:
         self._job, self._signals = job, signals
         plan = job.plan
         self._positions = plan.model.max_position
-        self._pace = Pace(plan.case, plan.model, plan.machine)
+        self._pace = StepTimeModel(plan.case, plan.model, plan.machine)
         self._planned = room_of(plan.case, plan.model, plan.machine)
         self._share = 1.0  # of the planned rows; less after batches that failed
         self._begun = [row for row in job.rows if row.made]

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from zinfer.engine.arena import Block
-from zinfer.engine.kept import Kept
+from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.engine.pinned import Block
 from zinfer.engine.read import CHUNK, DTYPES, as_bytes, fill, reading
 from zinfer.record.jsonl import sync_folder
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError
@@ -25,7 +25,7 @@ from zinfer.spec.checkpoint import Checkpoint, CheckpointError
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write(kept: Kept, path: Path, told: Mapping[str, Any]) -> int:
+def write(kept: KVSnapshot, path: Path, told: Mapping[str, Any]) -> int:
     """Write `kept` to `path`, whole or not at all, as safetensors whose metadata tell `told` (JSON) and a CRC-32 of
     everything; the bytes of the file. Raises OSError."""
     header: dict[str, Any] = {"__metadata__": {"told": json.dumps(dict(told))}}
@@ -53,7 +53,7 @@ def write(kept: Kept, path: Path, told: Mapping[str, Any]) -> int:
     return 8 + len(text) + len(data)
 
 
-def read(path: Path, first: int, pin: bool) -> Kept:
+def read(path: Path, first: int, pin: bool) -> KVSnapshot:
     """What `write` wrote to `path`, of the positions from `first` on, read by many threads.
 
     Raises CheckpointError for a file that is cut off or damaged, OSError for one that cannot be read, and
@@ -72,7 +72,7 @@ def read(path: Path, first: int, pin: bool) -> Kept:
         apart = all(end <= begin for (_, end), (begin, _) in pairwise(ends))  # so they take no more than the file has
         if not apart or any(block.size != tensors[name].end - tensors[name].start for name, block in blocks.items()):
             raise ValueError
-        kept = Kept(first, blocks, pin)
+        kept = KVSnapshot(first, blocks, pin)
     except (KeyError, IndexError, StopIteration, TypeError, ValueError, OverflowError, RuntimeError):
         raise CheckpointError(f"{path} holds no keys and values") from None
     try:

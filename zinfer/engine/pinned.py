@@ -68,7 +68,7 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Block], in
     return blocks, end
 
 
-class HostArena:
+class PinnedArena:
     """`size` bytes of host memory, all of them present, and page-locked if `pin`; on the GPU's NUMA node as far as that
     has room, or with `spread`, for what all CPUs read, on all nodes.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zinfer.engine.arena import ALIGNMENT, Block, HostArena, lay_out
+from zinfer.engine.pinned import ALIGNMENT, Block, PinnedArena, lay_out
 from zinfer.engine.stream import codec
 from zinfer.plan.cost import PIECE_BYTES
 
@@ -19,7 +19,7 @@ PIECE = PIECE_BYTES
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Bytes `start` to `end` of the source, which become those from `place` on in the slot; `layout` if coded."""
 
     start: int
@@ -34,10 +34,10 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Image:
+class PackedLayer:
     """A layer's pieces, in the order they are copied, and where its parameters are in a slot of `slot_bytes`."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Chunk, ...]
     blocks: Mapping[str, Block]
     slot_bytes: int
 
@@ -55,13 +55,13 @@ class Image:
         return any(piece.layout is not None for piece in self.pieces)
 
 
-def plain(tensors: Iterable[tuple[str, Tensor]], start: int) -> Image:
+def plain(tensors: Iterable[tuple[str, Tensor]], start: int) -> PackedLayer:
     """The image from `start` on of tensors (they may be on the meta device) as they are; it is laid out as the slot."""
     blocks, size = lay_out(tensors)
-    return Image(tuple(_cut(start, 0, size)), blocks, size)
+    return PackedLayer(tuple(_cut(start, 0, size)), blocks, size)
 
 
-def pack(tensors: Mapping[str, Tensor], arena: HostArena) -> Image:
+def pack(tensors: Mapping[str, Tensor], arena: PinnedArena) -> PackedLayer:
     """Put a layer's parameters into `arena`, behind what it holds, coded where they shrink; they may lie on any device.
 
     Tensors that are coded come first in the slot; what is not coded lies together and crosses together.
@@ -69,7 +69,7 @@ def pack(tensors: Mapping[str, Tensor], arena: HostArena) -> Image:
     large = {name: tensor for name, tensor in tensors.items() if codec.worth_coding(tensor)}
     small = {name: tensor for name, tensor in tensors.items() if name not in large}
     blocks, slot_bytes = lay_out([*large.items(), *small.items()])
-    pieces: list[Piece] = []
+    pieces: list[Chunk] = []
     for name, tensor in large.items():
         place = blocks[name].offset
         for part in tensor.detach().contiguous().view(-1).split(PIECE // tensor.itemsize):
@@ -84,21 +84,21 @@ def pack(tensors: Mapping[str, Tensor], arena: HostArena) -> Image:
         for name, tensor in small.items():
             blocks[name].view(memory, -place).copy_(tensor)
         pieces += _cut(start, place, slot_bytes - place)
-    return Image(tuple(pieces), blocks, slot_bytes)
+    return PackedLayer(tuple(pieces), blocks, slot_bytes)
 
 
-def _put(arena: HostArena, data: Tensor, place: int, layout: codec.Layout | None) -> Piece:
+def _put(arena: PinnedArena, data: Tensor, place: int, layout: codec.Layout | None) -> Chunk:
     start = arena.used
     arena.take(-(-data.numel() // ALIGNMENT) * ALIGNMENT)[: data.numel()].copy_(data)
-    return Piece(start, start + data.numel(), place, layout)
+    return Chunk(start, start + data.numel(), place, layout)
 
 
-def _cut(start: int, place: int, size: int) -> Iterator[Piece]:
+def _cut(start: int, place: int, size: int) -> Iterator[Chunk]:
     for done in range(0, size, PIECE):
-        yield Piece(start + done, start + min(done + PIECE, size), place + done)
+        yield Chunk(start + done, start + min(done + PIECE, size), place + done)
 
 
-def unpack(piece: Piece, wire: Tensor, slot: Tensor) -> None:
+def unpack(piece: Chunk, wire: Tensor, slot: Tensor) -> None:
     """Put `piece`, whose bytes are at the front of `wire`, in its place; on a GPU, on the current stream."""
     if piece.layout is None:
         slot[piece.place : piece.place + piece.size].copy_(wire[: piece.size], non_blocking=True)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zinfer.engine.arena import Block
+from zinfer.engine.pinned import Block
 from zinfer.engine.state import Entry
-from zinfer.engine.stream.image import Image, Piece, unpack
+from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, unpack
 from zinfer.engine.stream.trace import Mark, Trace, mark
 
 
@@ -34,19 +34,19 @@ def _lean(output: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Load:
+class Transfer:
     """What crosses the link in one copy for `layer`: `source` gives it (uint8, host memory), a piece of its weights or
     not. The copy is issued when `ready` says so, and after what `before` has the copy stream wait for.
     """
 
     layer: int
     source: Callable[[], Tensor]
-    piece: Piece | None = None
+    piece: Chunk | None = None
     ready: Callable[[], bool] = lambda: True
     before: Callable[[], None] = lambda: None
 
 
-class Ring:
+class PrefetchRing:
     """Streams `images`, a decoder layer each, out of `source` (uint8, host memory) to `device`, layer after layer.
 
     `depth` is the number of buffers. Without a GPU there are none: a piece is unpacked from where it is. `turn`, if
@@ -54,7 +54,7 @@ class Ring:
     since the last `rewind` and of a layer, for what that layer will `borrow` in that pass.
     """
 
-    def __init__(self, source: Tensor, images: list[Image], depth: int, device: torch.device) -> None:
+    def __init__(self, source: Tensor, images: list[PackedLayer], depth: int, device: torch.device) -> None:
         if depth < 2:
             raise ValueError(f"ring_depth={depth}: a ring needs 2 buffers or more, one in use and one being filled")
         self.images = images
@@ -62,15 +62,17 @@ class Ring:
         self.stays = 1  # calls of a layer in a row, which its weights serve
         self.trace: Trace | None = None
         self.turn: Any = None
-        self.more: Callable[[int, int], Iterable[Load]] | None = None
+        self.more: Callable[[int, int], Iterable[Transfer]] | None = None
         self.other_bytes_copied = 0  # that were no weights
         self._source, self._device, self._cuda = source, device, device.type == "cuda"
         self._slot = torch.empty(max(image.slot_bytes for image in images), dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._held_by: list[list[tuple[Tensor, Block]]] = []  # a layer: its weights, and where they are in the slot
         self._kept: dict[int, Tensor] = {}  # layers that stay on the device, as they are in the source
-        self._loads: Iterator[Load] = iter(())  # all that is still to be issued
-        self._flying: deque[Load] = deque()  # issued and not taken; the last ones may wait for their turn to be issued
+        self._loads: Iterator[Transfer] = iter(())  # all that is still to be issued
+        self._flying: deque[Transfer] = (
+            deque()
+        )  # issued and not taken; the last ones may wait for their turn to be issued
         self._issued = self._taken = self._returned = 0
         self._held: int | None = None  # the layer in the slot
         self._calls = 0  # of it, so far
@@ -170,7 +172,7 @@ class Ring:
         self.more, self.turn, self.trace = None, None, None
         self._held, self._calls, self.stays = None, 0, 1
 
-    def fetch(self, more: Callable[[int, int], Iterable[Load]]) -> None:
+    def fetch(self, more: Callable[[int, int], Iterable[Transfer]]) -> None:
         """Have the layers fetch what `more` says, from a first pass on that begins now; until the next `rewind`."""
         self.more = more
         self._settle()
@@ -203,19 +205,19 @@ class Ring:
         self._copies.clear()
         self._loads = self._passes()
 
-    def _passes(self) -> Iterator[Load]:
+    def _passes(self) -> Iterator[Transfer]:
         """What crosses the link, pass after pass."""
         for number in count():
             for index, image in enumerate(self.images):
                 if index not in self._kept:
                     for piece in image.pieces:
-                        yield Load(index, partial(self._bytes, piece), piece)
+                        yield Transfer(index, partial(self._bytes, piece), piece)
                 if self.more is not None:
                     yield from self.more(number, index)
             if self.more is None and not self.streamed:
                 return  # all is on the device
 
-    def _bytes(self, piece: Piece) -> Tensor:
+    def _bytes(self, piece: Chunk) -> Tensor:
         return self._source[piece.start : piece.end]
 
     def _fill(self) -> None:
@@ -230,7 +232,7 @@ class Ring:
                 return
             self._copy(self._flying[-1])
 
-    def _copy(self, load: Load) -> None:
+    def _copy(self, load: Transfer) -> None:
         buffer = self._issued % self._depth
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             if self._issued >= self._depth:
@@ -246,7 +248,7 @@ class Ring:
             self.trace.add("copy", *copy)
         self._issued += 1
 
-    def _take(self, index: int, piece: Piece | None) -> Tensor:
+    def _take(self, index: int, piece: Chunk | None) -> Tensor:
         """The next load, which has to be that `piece` of layer `index` (None: no weights), where the device has it."""
         if self._cuda:
             self._fill()

@@ -12,7 +12,7 @@ from zinfer.spec.errors import one_line
 def trouble() -> str | None:
     """What the smallest kernel of ours fails with on the current GPU, in a line; None if it runs."""
     try:
-        from zinfer.engine.stream.lift import UNIT, copy
+        from zinfer.engine.stream.zero_copy import UNIT, copy
 
         source = torch.ones(UNIT, dtype=torch.uint8, device="cuda")
         out = torch.empty_like(source)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.utils._pytree import tree_flatten, tree_map
 
-from zinfer.engine.stream.attend import dots, mix, suits, widened
-from zinfer.engine.stream.kernels import trouble
+from zinfer.engine.stream.cpu_kernel import dots, mix, suits, widened
+from zinfer.engine.stream.triton_check import trouble
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's <malloc.h>
 
@@ -54,8 +54,8 @@ class Hosted(Tensor):
 
 
 class Coded(Hosted):
-    """Rows in 8 bits, as `zinfer.engine.stream.attend.coded` makes them, that pass for ones of type `wide`: attention's
-    products read them as they are, and whatever else a model does with them gets a copy in that type."""
+    """Rows in 8 bits, as `zinfer.engine.stream.cpu_kernel.coded` makes them, that pass for ones of type `wide`:
+    attention's products read them as they are, and whatever else a model does with them gets a copy in that type."""
 
     wide: torch.dtype
     width: int  # of a row
@@ -147,7 +147,7 @@ def _landed(tensor: Tensor, home: torch.device) -> Tensor:
     """`tensor`, on the CPU, on the device `home`."""
     if home.type != "cuda" or trouble() is not None:
         return tensor.to(home)
-    from zinfer.engine.stream.lift import lift
+    from zinfer.engine.stream.zero_copy import lift
 
     return lift(tensor, home)
 

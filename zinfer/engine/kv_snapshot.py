@@ -10,13 +10,13 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from zinfer.engine.arena import Block, HostArena
 from zinfer.engine.cache import FixedLayer
+from zinfer.engine.pinned import Block, PinnedArena
 
 HALVES = ("keys", "values")
 
 
-class Kept:
+class KVSnapshot:
     """Keys and values of `length` positions, from `first` on, of a batch: for each decoder layer ``[B, kv_heads, n,
     head_dim]`` each, in page-locked memory if `pin`, until it is closed.
 
@@ -27,10 +27,10 @@ class Kept:
         self.first, self.blocks = first, blocks
         self.length: int = next(iter(blocks.values())).shape[2]
         self.nbytes = sum(block.size for block in blocks.values())
-        self._arena = HostArena(self.nbytes, pin)
+        self._arena = PinnedArena(self.nbytes, pin)
 
     @classmethod
-    def of(cls, layers: Sequence[FixedLayer], first: int, last: int, pin: bool) -> "Kept":
+    def of(cls, layers: Sequence[FixedLayer], first: int, last: int, pin: bool) -> "KVSnapshot":
         """A copy of what `layers` hold of the positions from `first` up to `last`; it is complete on return.
 
         Raises MemoryError where the host has no room for it.
@@ -61,7 +61,7 @@ class Kept:
     def pinned(self) -> bool:
         return self._arena.pinned
 
-    def head(self, length: int) -> "Kept":
+    def head(self, length: int) -> "KVSnapshot":
         """Its first `length` positions only, in the same memory."""
         part = copy(self)
         part.length = length

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from itertools import chain
 
-from zinfer.report import asides, coding, evidence, measured, money, predicted
+from zinfer.report import coding, evidence, measured, money, predicted, studies
 from zinfer.report.claims import claims
 from zinfer.report.document import Block, Document, Section
 from zinfer.report.study import Findings
@@ -16,7 +16,7 @@ def document(findings: Findings) -> Document:
     sections = (
         measured.answer(findings),
         measured.question(findings),
-        _with(measured.system(findings), coding.blocks(findings), asides.blocks(findings)),
+        _with(measured.system(findings), coding.blocks(findings), studies.blocks(findings)),
         predicted.memory(findings),
         measured.results(findings),
         measured.offload(findings),

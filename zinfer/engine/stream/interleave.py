@@ -10,10 +10,12 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from zinfer.engine.stream.ring import Ring
+from zinfer.engine.stream.prefetch import PrefetchRing
 
 
-def interleave(ring: Ring, passes: Sequence[Callable[[], Tensor]], enter: Callable[[int, int], None]) -> list[Tensor]:
+def interleave(
+    ring: PrefetchRing, passes: Sequence[Callable[[], Tensor]], enter: Callable[[int, int], None]
+) -> list[Tensor]:
     """The results of `passes`, each a forward pass through all layers of `ring` in order.
 
     `enter` is told the number of a pass and of the layer that it is about to compute. An exception of a pass ends all.

@@ -22,8 +22,8 @@ from zinfer.worker.failure import status_of
 
 HOLD = """
 import sys
-from zinfer.engine.pinned import HostArena
-arena = HostArena(64 << 20, pin=False)
+from zinfer.engine.pinned import PinnedArena
+arena = PinnedArena(64 << 20, pin=False)
 arena.memory.fill_(7)
 print(arena.memory.data_ptr(), flush=True)
 sys.stdin.read()

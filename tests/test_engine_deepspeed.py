@@ -107,7 +107,7 @@ def computes_float16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 def test_a_type_that_deepspeed_does_not_compute_in_is_refused_before_anything_is_read(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.engine.deepspeed.weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("zinfer.engine.deepspeed.ModelState", lambda *_: pytest.fail("weights were read"))
     before = dict(os.environ)
     with pytest.raises(EngineError, match=r"does not compute in float16 .* --dtype float32 or bfloat16$"):
         load("deepspeed", checkpoint("llama"), "cpu", tmp_path, dtype="float16")
@@ -146,9 +146,9 @@ def test_what_deepspeed_refuses_is_an_engine_error(
     "where",
     [
         "deepspeed.init_distributed",  # the process group is there, DeepSpeed has not seen it
-        "zinfer.engine.deepspeed.empty_model",
+        "zinfer.engine.deepspeed.ModelState",
         "deepspeed.zero.Init",  # a parameter is no ZeRO parameter yet
-        "zinfer.engine.deepspeed.install",  # all are
+        "zinfer.engine.state.Entry.put",  # all are
         "deepspeed.runtime.engine.DeepSpeedEngine._configure_distributed_model",
         "zinfer.engine.deepspeed.DeepSpeed._ready",  # all is there
     ],

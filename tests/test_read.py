@@ -131,7 +131,7 @@ def test_a_disk_that_fails_is_an_error_of_the_reader(opened: Checkpoint, monkeyp
 
 def test_short_of_memory_files_are_mapped(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(read, "HostArena", None)
+    monkeypatch.setattr(read, "PinnedArena", None)
     for source in (groups_read, groups_mapped):
         found: dict[str, Any] = {}
         for tensors in source(opened, GROUPS):

@@ -98,7 +98,7 @@ def command(
         model=(model,), engine=engine, offload=offload, input_len=context, output_len=(1,), layers=(layers,),
         gpu_weights=gpu_weights or (None,), options=settings,
     )  # fmt: skip
-    jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path)
+    jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path, positions=False)
     if not jobs:
         raise click.UsageError(f"engine {', '.join(engine)} has no offload {', '.join(offload)}")
     path = output or local.RESULTS / machine.name

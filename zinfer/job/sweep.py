@@ -112,17 +112,18 @@ def prepare(
     resolve: Callable[[Load], Source],
     locate: Callable[[Load], str | None],
     nvme_path: str | None = None,
+    positions: bool = True,
 ) -> list[Job]:
     """The sweep's loads with their plans. `resolve` finds a load's model and weights; `locate` its engine, or None for
     an engine that does not have that offload: such a combination is left out. Raises ModelError where lengths exceed a
-    model's positions."""
+    model's `positions`, unless the caller looks after that."""
     jobs = []
     for load in sweep.loads():
         target = locate(load)
         if target is None:
             continue
         source = resolve(load)
-        for lengths in sweep.lengths():
+        for lengths in sweep.lengths() if positions else ():
             check_positions(source.spec, *lengths)
         cases = tuple(sweep.case(load, source.load_format, source.spec.dtype, lengths) for lengths in sweep.lengths())
         longest = max(cases, key=lambda case: case.workload.total_len)

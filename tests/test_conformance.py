@@ -1,10 +1,16 @@
 """The record of conformance is what `docs/models.md` says, and, when asked for, true of what is installed."""
 
 import os
+from pathlib import Path
 
 import pytest
+import torch
 
-from tests.conformance import record
+from tests.conformance import compare, record
+from tests.conformance.compare import WAYS, Outcome
+from tests.conformance.run import Row, run_all
+from tests.conformance.small import Subject, cut, family, persistent_buffers, small_model
+from zinfer.engine import EngineError
 
 NEEDED = 125  # types that must be right
 
@@ -24,6 +30,72 @@ def test_the_record_has_no_wrong_text_in_it() -> None:
 def test_the_record_tells_nothing_of_the_machine() -> None:
     text = record.RECORD.read_text()
     assert not [word for word in ("/tmp", "/home", "/root", "/work", "/usr", "site-packages") if word in text]
+
+
+def test_all_kinds_of_layers_are_kept() -> None:
+    assert cut(["a"] * 9 + ["b"], 4) == ["a", "a", "a", "b"]
+    assert cut(["a", "b"], 5) == ["a", "b", "a", "b", "a"]
+    config = small_model(Subject("jamba")).config
+    assert set(config.layer_types) == {"linear_attention", "full_attention"}
+    assert config.num_hidden_layers >= 6
+
+
+def test_persistent_buffers_are_random_and_unlike_from_layer_to_layer() -> None:
+    model = small_model(Subject("deepseek_v3"))
+    assert family(model) == "Mixtures of experts"
+    buffers = [owner._buffers[leaf] for _, owner, leaf in persistent_buffers(model)]
+    assert len(buffers) >= 5
+    assert all(buffer is not None and bool(buffer.any()) for buffer in buffers)
+    assert len({tuple(buffer.tolist()) for buffer in buffers if buffer is not None}) == len(buffers)
+
+
+def test_what_comes_of_a_way_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Outcome] = {}
+    expected: list[torch.Tensor] = []
+    reference = compare.reference
+    monkeypatch.setattr(compare, "reference", lambda *args: (found := reference(*args), expected.append(found[2]))[0])
+
+    def run(way: compare.Way, directory: Path, *_: object) -> torch.Tensor:
+        if way.offload == "none":
+            return expected[0]
+        if way.packed:
+            raise EngineError(f"{directory} cannot\nbe had")
+        if way.prefill_tokens:
+            raise ZeroDivisionError("at all")
+        return expected[0].roll(1)
+
+    monkeypatch.setattr(compare, "run", run)
+    compare.compare(Subject("llama"), tmp_path, told.__setitem__)
+    assert told.pop("family").why == "Dense"
+    assert told.pop("reference").verdict == "right"
+    assert {name: outcome.verdict for name, outcome in told.items()} == {
+        "none": "right",
+        "cpu": "differs",
+        "rows": "crash",
+        "packed": "refused",
+        "kv-cpu": "differs",
+        "kv-link": "differs",
+    }
+    assert told["packed"].why == "llama cannot be had"
+    assert told["rows"].why.startswith("ZeroDivisionError: at all [tests/test_conformance.py:")
+    assert Row(Subject("llama"), told, 1.0).verdict == "crash"
+
+
+def test_a_process_that_dies_costs_its_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(subject: Subject, _scratch: Path, tell: compare.Tell) -> None:
+        if subject.type == "gpt2":
+            os._exit(8)
+        tell("reference", Outcome("right"))
+        tell("none", Outcome("right"))
+        if subject.type == "bloom":
+            os._exit(9)
+        for name in WAYS:
+            tell(name, Outcome("right"))
+
+    monkeypatch.setattr("tests.conformance.run.compare", die)
+    rows = run_all([Subject("bloom"), Subject("llama"), Subject("gpt2")], 1, lambda row: None)
+    assert [row.verdict for row in rows] == ["crash", "right", "cannot be compared"]
+    assert rows[0].outcomes["cpu"] == Outcome("crash", "the process ended with 9")
 
 
 @pytest.mark.slow  # every type of the installed transformers, in six ways

@@ -79,7 +79,8 @@ class Monotonous(CannotCompare):
 def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
     """Build `subject` in the empty folder `scratch`, run it in all `WAYS`, and `tell` what came of each.
 
-    A type that cannot be built or compared is told once, as that of the way ``all``; its family as that of ``family``.
+    A type that cannot be built or compared is told once, as that of the way ``all``. Besides, its family is told as
+    that of ``family``, and that there is something to compare with as that of ``reference``.
     """
     directory = scratch / subject.type
     try:
@@ -90,6 +91,7 @@ def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
         return tell("all", Outcome("cannot be compared", _clean(error, scratch)))
     except Exception as error:
         return tell("all", Outcome("cannot be compared", f"transformers: {_clean(error, scratch)} {_place(error)}"))
+    tell("reference", Outcome("right"))
     for name, way in WAYS.items():
         tell(name, _outcome(way, directory, token_ids, mask, expected, scratch))
 

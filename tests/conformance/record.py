@@ -92,7 +92,9 @@ def table(record: dict[str, Any]) -> str:
     for verdict, title in LEFT.items():
         if left[verdict]:
             lines += ["", f"### {title}", "", "| type | why |", "|---|---|"]
-            lines += [f"| {_shown(name)} | {why.replace('|', '/').replace('<', '‹')} |" for name, why in left[verdict]]
+            lines += [
+                f"| {_shown(name)} | {why.replace('|', '/').replace('<', '&lt;')} |" for name, why in left[verdict]
+            ]
     return "\n".join([*lines, "", END])
 
 

@@ -68,7 +68,7 @@ class _Child:
         self.index, self.subject, self.scratch = index, subject, scratch
         self.end, theirs = context.Pipe(duplex=False)
         self.outcomes: dict[str, Outcome] = {}
-        self.family, self.open = "", True
+        self.family, self.compared, self.open = "", False, True
         self.begun = time.monotonic()
         self.process = context.Process(target=_work, args=(subject, scratch, theirs))
         self.process.start()
@@ -79,6 +79,8 @@ class _Child:
             name, outcome = self.end.recv()
             if name == "family":
                 self.family = outcome[1]
+            elif name == "reference":
+                self.compared = True
             else:
                 self.outcomes[name] = Outcome(*outcome)
         except EOFError:
@@ -95,7 +97,9 @@ class _Child:
         return not self.open
 
     def _fill(self, why: str) -> None:
-        """The next way that was due has crashed, and so none that follow were tried."""
+        """The next way that was due has crashed, and none that follow were tried; or transformers has, before any."""
+        if not self.compared:
+            self.outcomes.setdefault("all", Outcome("cannot be compared", f"transformers: {why}"))
         if "all" not in self.outcomes:
             for name in WAYS:
                 self.outcomes.setdefault(name, Outcome("crash", why))

@@ -43,6 +43,7 @@ SIZES: tuple[tuple[str, int | str], ...] = (
     (r".*hidden_size|d_model|n_embd|n_embed|emb_dim|.*embedding_size|embedding_dim|word_embed_proj_dim|hidden_dim", 64),
     (r".*embed_dim|dim|lru_width|output_dim|projection_dim|projector_hidden_dim|.*out_hidden_size", 64),
     (r".*(out|in)put_dim|projector_dim|adapter_(in|out)_dim|adapter_input_size|downsample_hidden_size", 64),
+    (r"base_channels", 32),  # channels are normalised in 32 groups
     (r"image_size", 16),
     (r"patch_size|spatial_patch_size", 4),
     (r"num_mel_bins|feature_size", 16),
@@ -77,13 +78,23 @@ MAMBA_HEADS = "heads x head dim = expand x hidden size"
 SHARED = "shared weights need several hybrid layers to be shared by"
 ADJUSTMENTS: dict[str, Adjustment] = {
     "bamba": Adjustment(MAMBA_HEADS, {"mamba_n_heads": 8, "attn_layer_indices": [2, 5]}),
-    "granitemoehybrid": Adjustment(MAMBA_HEADS, {"mamba_n_heads": 8}),
+    "granitemoehybrid": Adjustment(
+        MAMBA_HEADS + "; the default has no kinds of layers",
+        {"mamba_n_heads": 8, "layer_types": _repeat("linear_attention", "full_attention")},
+    ),
     "falcon_h1": Adjustment(MAMBA_HEADS, {"mamba_n_heads": 16, "mamba_d_ssm": 128}),
     "mamba2": Adjustment(MAMBA_HEADS, {"num_heads": 8}),
     "zamba": Adjustment(
-        SHARED,
-        {"layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid")},
+        SHARED + "; attention is twice as wide as the rest",
+        {
+            "layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid"),
+            "attention_hidden_size": 128,
+            "attention_head_dim": 32,
+        },
     ),
+    "longcat_flash": Adjustment("head_dim is that of rotary positions", {"head_dim": 8}),
+    "xlstm": Adjustment("widths of heads are rounded up to 64 values in all", {"qk_dim_factor": 1.0}),
+    "xmod": Adjustment("a language has to be chosen", {"default_language": "en_XX"}),
     "zamba2": Adjustment(
         SHARED,
         {"layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid")},
@@ -141,7 +152,12 @@ ADJUSTMENTS: dict[str, Adjustment] = {
     "deepseek_ocr2_text": Adjustment(
         "the default has no kinds of layers", {"mlp_layer_types": _repeat("dense", "sparse")}
     ),
-    "granite4_vision": Adjustment("the default has no layers that images go to", {"deepstack_layer_map": [[-1, 1]]}),
+    "ernie4_5_vl_moe_text": Adjustment(
+        "experts of text and of images have sizes of their own", {"moe_intermediate_size": [32, 16]}
+    ),
+    "granite4_vision": Adjustment(
+        "the default has no layers that images go to", {"deepstack_layer_map": [[-1, 1]], "downsample_rate": "1/2"}
+    ),
     "molmo2_adapter": Adjustment("the default names layers of a deep tower", {"vision_feature_layer": [1, 0]}),
     "gemma4_assistant": Adjustment("the default is refused by itself", {"hidden_size_per_layer_input": 0}),
     "blt": Adjustment("hash tables of half a million rows", {"encoder_hash_byte_group_vocab": 64}),

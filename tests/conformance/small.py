@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from tests.conformance.sizes import ADJUSTMENTS, DEPTH, SETTINGS, SIDE_DEPTH, SIZES, UNSET
+from tests.conformance.sizes import ADJUSTMENTS, DEPTH, FIRST_TOKEN, SETTINGS, SIDE_DEPTH, SIZES, UNSET
 
 MAX_DEPTH = 16
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # in the names of kinds of layers
@@ -199,7 +199,7 @@ def randomise(model: PreTrainedModel, gain: float) -> None:
     successor where embeddings are tied; disturb all else, so that nothing left out goes unseen."""
     std: dict[int, float] = {}
     inputs: dict[int, int] = {}  # the dimension of a matrix's inputs
-    scales: set[int] = set()
+    scales: set[int] = set()  # of norms: all one, or all zero where the module adds one
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter):
@@ -209,7 +209,7 @@ def randomise(model: PreTrainedModel, gain: float) -> None:
         elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             inputs[id(weight)] = 0 if type(module).__name__ == "Conv1D" else -1
             std.setdefault(id(weight), gain * max(1, weight.shape[inputs[id(weight)]]) ** -0.5)
-        elif "norm" in type(module).__name__.lower() and weight.dim() == 1 and bool((weight == 1).all()):
+        elif "norm" in type(module).__name__.lower() and weight.dim() == 1 and bool((weight == weight[0]).all()):
             scales.add(id(weight))
     if (words := getattr(model.get_input_embeddings(), "weight", None)) is not None:
         std[id(words)] = WORD_STD
@@ -222,7 +222,10 @@ def randomise(model: PreTrainedModel, gain: float) -> None:
         elif parameter.is_floating_point():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=NOISE)
             if id(parameter) in scales:
-                parameter.mul_(torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1)
+                parameter.sub_(torch.randint(0, 2, parameter.shape, generator=generator) * 2)
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    if head is not None:  # no token is generated that stands for an image or the like
+        head[:FIRST_TOKEN] = 0
     for _, owner, leaf in persistent_buffers(model):
         buffer = owner._buffers[leaf]
         noise = torch.randn(buffer.shape, generator=generator)

@@ -280,7 +280,7 @@ def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
     text = getattr(config, "text_config", None)
     if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         # Standing alone it has the head, which the whole model ties or not.
-        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
         config = text
     elif isinstance(text, PreTrainedConfig) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)

@@ -287,6 +287,8 @@ class Stream(Decoder):
         ring, cache = self._ring, self._cache
         if ring is None or not isinstance(cache, RowCache) or (len(parts) == 1 and self._host is None):
             return super()._in_parts(parts, length, work)
+        if len(cache.layers) != len(self._layers) and self._host is None:  # a token goes through some layers repeatedly
+            return super()._in_parts(parts, length, work)
 
         def enter(part: int, layer: int) -> None:
             cache.window(parts[part], length, layer)

@@ -186,6 +186,7 @@ def test_of_a_wrapper_only_the_text_model_counts() -> None:
     [
         ({"model_type": "bert", "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}, "keeps nothing"),
         ({"model_type": "rwkv", "num_hidden_layers": 6, "hidden_size": 32}, "changes its weights as it runs"),
+        ({"model_type": "kosmos-2.5"}, "numbers positions by its padding token"),
         ({"model_type": "clip"}, "no decoder-only language model"),
         ({"model_type": "novel"}, "code of the repository, which zinfer does not run"),
         ({"model_type": "llama", "hidden_size": "wide"}, "transformers cannot build"),

@@ -40,6 +40,11 @@ from zinfer.spec.model import CONFIG_KEYS, Dtype, LayerSpec, ModelError, ModelSp
 # is none that a model has for a width; a prime, which is no multiple of one either.
 _ROWS, _TOKENS = 2, 13
 _MORE = 8 * 256 + 13  # where something is cached once for up to 256 tokens
+# Model types that build and run, but whose text would be another one than that of `transformers`, and why.
+_UNLIKE = {
+    "kosmos-2": "it numbers positions by its padding token, and not from the first token on",
+    "kosmos-2.5": "it numbers positions by its padding token, and not from the first token on",
+}
 _RESULTS = ("loss", "logits", "hidden_states", "attentions")
 
 
@@ -277,6 +282,8 @@ def _numbers(value: Any) -> Any:
 def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
     """The causal language model of `config`: of the text model within it where that can stand alone, so that what sees
     and hears is neither loaded nor counted; else of the whole."""
+    if config.model_type in _UNLIKE:
+        raise ModelError(f"{config.model_type} models are not supported: {_UNLIKE[config.model_type]}")
     text = getattr(config, "text_config", None)
     if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         # Standing alone it has the head, which the whole model ties or not.

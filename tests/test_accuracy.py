@@ -226,7 +226,7 @@ def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_p
     worker = Inline()
     worker.load(plan(checkpoint("llama")))
     pieces = teacher_forcing.windows(None, plan(checkpoint("llama")).model, TEXT, 2, INPUT + OUTPUT)["pieces"]
-    rows = [accuracy.Row(pieces[0][:INPUT], None), accuracy.Row(pieces[0][:INPUT], pieces[0][INPUT:])]
+    rows = [study.Row(pieces[0][:INPUT], None), study.Row(pieces[0][:INPUT], pieces[0][INPUT:])]
     free = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset())
     assert free.lengths == [OUTPUT, OUTPUT]
     assert free.tokens[1] == pieces[0][INPUT:]

@@ -6,14 +6,19 @@ without memory (`zinfer.spec.architecture`). The catalogue holds what that says 
 not installed, the closed forms of `zinfer.spec.formula` stand in.
 """
 
+import hashlib
 import json
+import os
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import cache, lru_cache
+from importlib.metadata import version
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -291,13 +296,33 @@ def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[i
         refuse_quantised(config)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
-    try:
-        from zinfer.spec.architecture import measure
-    except ImportError:
+    if not all(map(find_spec, ("torch", "transformers", "accelerate"))):
         from zinfer.spec import formula
 
         return formula.shape(name, config, counted)
-    return measure(name, config)
+    file = _measured_file(config)
+    with suppress(OSError, ValueError):
+        return Shape.model_validate_json(file.read_bytes())
+    from zinfer.spec.architecture import measure
+
+    shape = measure(name, config)
+    with suppress(OSError):  # it is measured again next time
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}.part")
+        part.write_text(shape.model_dump_json())
+        part.replace(file)
+    return shape
+
+
+def _measured_file(config: Mapping[str, Any]) -> Path:
+    """Where the shape of the model of `config` is kept, which takes seconds to measure, in the user's cache folder. The
+    name tells apart what it depends on: the configuration, the installed transformers, and how zinfer measures."""
+    made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    made_of.update(version("transformers").encode())
+    made_of.update((files("zinfer.spec") / "architecture.py").read_bytes())
+    made_of.update(repr(sorted(Shape.model_fields) + sorted(LayerSpec.model_fields)).encode())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "zinfer"
+    return folder / f"shape-{made_of.hexdigest()[:24]}.json"
 
 
 @cache

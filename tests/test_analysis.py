@@ -14,7 +14,6 @@ from zinfer.analysis.rates import (
     edges,
     offload_verdicts,
     pareto,
-    speedup,
     spread,
 )
 from zinfer.record.measurement import Measurement
@@ -120,12 +119,13 @@ def test_edges_are_the_last_that_fits_and_the_first_that_does_not() -> None:
     assert found == {"accelerate cpu": (None, None), "stream none": (16, 32), "stream cpu": (32, 64)}
 
 
-def test_speedup_compares_engines_at_best_and_at_equal_batch() -> None:
+def test_engines_are_compared_at_best_and_at_equal_batch() -> None:
     points = [exact(8, 1.0), exact(16, 1.0), exact(8, 2.0, "deepspeed"), failed(16, engine="deepspeed")]
-    found = speedup(points, "stream", "deepspeed")
+    engines = {name: [point for point in points if point.case.engine == name] for name in ("stream", "deepspeed")}
+    found = compare(engines["stream"], engines["deepspeed"])
     assert found.gain == pytest.approx(4)
     assert found.equal == ((8, pytest.approx(2)),)
-    assert speedup(points, "stream", "vendor").gain is None
+    assert compare(engines["stream"], []).gain is None
     assert compare([], []).equal == ()
 
 

@@ -83,12 +83,6 @@ def compare(points: Points, baseline: Points) -> Comparison:
     )
 
 
-def speedup(points: Points, engine: str, baseline: str) -> Comparison:
-    """One engine against another, each with whatever offload and options serve it best."""
-    ours = [point for point in points if point.case.engine == engine]
-    return compare(ours, [point for point in points if point.case.engine == baseline])
-
-
 def offload_verdicts(points: Points) -> tuple[Verdict, ...]:
     """Each offload against none: over all engines first where there are several, then engine by engine."""
     engines = sorted({point.case.engine for point in points})

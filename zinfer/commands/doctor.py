@@ -10,7 +10,6 @@ PACKAGES = {
     "pydantic": "",
     "rich": "",
     "matplotlib": "",
-    "psutil": "",
     "nvidia-ml-py": "",
     "torch": "engines",
     "transformers": "engines",

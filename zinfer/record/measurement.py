@@ -108,10 +108,6 @@ class Measurement(Frozen):
         return self.status == "ok" and 0 < len(self.ttft_ms) == len(self.step_ms)
 
     @property
-    def is_slice(self) -> bool:
-        return self.num_layers is not None and self.num_layers != self.total_layers
-
-    @property
     def load_bandwidth(self) -> float | None:
         """Weight bytes a second of the load, coding and page-locking included."""
         return self.load_bytes / self.load_s if self.load_bytes and self.load_s else None

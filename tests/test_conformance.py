@@ -20,6 +20,12 @@ def test_the_page_agrees_with_the_record() -> None:
     assert record.replace_table(page, record.read()) == page, "run `python -m tests.conformance --table`"
 
 
+def test_the_readme_has_the_counts_of_the_record() -> None:
+    found = record.counts(record.read())
+    line = f"{found['right']} of the {found.total()} types that transformers"
+    assert line in " ".join(Path("README.md").read_text().split())
+
+
 def test_the_record_has_no_wrong_text_in_it() -> None:
     found = record.counts(record.read()) + record.counts(record.read(), wrapper=True)
     assert not found["differs"]

@@ -23,8 +23,11 @@ SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": 
 @click.command()
 @click.argument("types", nargs=-1)
 @click.option("--jobs", type=click.IntRange(min=1), default=len(os.sched_getaffinity(0)), help="Processes at a time.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path),
-              help=f"Where the record goes.  [default: {record.RECORD}, of all types; else nowhere]")  # fmt: skip
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help=f"Where the record goes; of some types, into the one there is.  [default: {record.RECORD} of all types]",
+)
 @click.option("--table", is_flag=True, help=f"Only make {record.PAGE} anew from the record.")
 def main(types: tuple[str, ...], jobs: int, output: Path | None, table: bool) -> None:
     """Compare zinfer with transformers on a small random checkpoint of each TYPE, by default of all of them.
@@ -35,6 +38,8 @@ def main(types: tuple[str, ...], jobs: int, output: Path | None, table: bool) ->
         record.PAGE.write_text(record.replace_table(record.PAGE.read_text(), record.read(output or record.RECORD)))
         return
     told = conformance(types, jobs)
+    if types and output is not None and output.exists():
+        told["types"] = record.read(output)["types"] | told["types"]
     if output is not None or not types:
         record.write(told, output or record.RECORD)
     if any(entry["verdict"] in ("crash", "differs") for entry in told["types"].values()):

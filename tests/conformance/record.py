@@ -14,6 +14,7 @@ RECORD = Path("sweeps/results/conformance.json")
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- made by `python -m tests.conformance --table`: begin -->", "<!-- end -->"
 WRAPPER = "+wrapper"
+REASON = 200  # characters of a reason that the page shows
 FAMILIES = ("Dense", "Mixtures of experts", "Recurrent and hybrid")
 LEFT = {  # verdicts besides "right", and what they are called
     "refused": "Refused",
@@ -74,9 +75,9 @@ def table(record: dict[str, Any]) -> str:
     left: dict[str, list[tuple[str, str]]] = defaultdict(list)
     partly: dict[str, list[str]] = defaultdict(list)
     for name, entry in sorted(record["types"].items()):
-        why = next((entry["why"][way] for way in ("all", "cpu", "none") if way in entry["why"]), None)
         if entry["verdict"] != "right":
-            left[entry["verdict"]].append((name, why or next(iter(entry["why"].values()), "")))
+            why = (entry["why"][way] for way, verdict in entry["ways"].items() if verdict == entry["verdict"])
+            left[entry["verdict"]].append((name, next(why)))
             continue
         right["Inside multimodal models" if name.endswith(WRAPPER) else entry["family"]].append(_shown(name))
         refused = [way for way, verdict in entry["ways"].items() if verdict == "refused"]
@@ -92,14 +93,18 @@ def table(record: dict[str, Any]) -> str:
     for verdict, title in LEFT.items():
         if left[verdict]:
             lines += ["", f"### {title}", "", "| type | why |", "|---|---|"]
-            lines += [
-                f"| {_shown(name)} | {why.replace('|', '/').replace('<', '&lt;')} |" for name, why in left[verdict]
-            ]
+            lines += [f"| {_shown(name)} | {_cell(why)} |" for name, why in left[verdict]]
     return "\n".join([*lines, "", END])
 
 
 def _shown(name: str) -> str:
     return f"`{name.removesuffix(WRAPPER)}`" + (" (wrapper)" if name.endswith(WRAPPER) else "")
+
+
+def _cell(why: str) -> str:
+    """A reason as a cell of a table, cut where it is long."""
+    short = why if len(why) <= REASON else why[: why.rfind(" ", 0, REASON)] + " .."
+    return short.replace("|", "/").replace("<", "&lt;")
 
 
 def replace_table(page: str, record: dict[str, Any]) -> str:

@@ -75,6 +75,7 @@ def _repeat(*kinds: object) -> Callable[[int], list[object]]:
 
 
 MAMBA_HEADS = "heads x head dim = expand x hidden size"
+ONE_KIND = "the default has one kind of layers, released checkpoints have two"
 SHARED = "shared weights need several hybrid layers to be shared by"
 ADJUSTMENTS: dict[str, Adjustment] = {
     "bamba": Adjustment(MAMBA_HEADS, {"mamba_n_heads": 8, "attn_layer_indices": [2, 5]}),
@@ -120,6 +121,13 @@ ADJUSTMENTS: dict[str, Adjustment] = {
     "gpt_neo": Adjustment(
         "kinds of layers are told as patterns and how often",
         {"attention_types": lambda depth: [[["global", "local"], depth // 2]]},
+    ),
+    "lfm2": Adjustment(ONE_KIND, {"layer_types": _repeat("conv", "conv", "full_attention")}),
+    "laguna": Adjustment(ONE_KIND, {"layer_types": _repeat("sliding_attention", "full_attention")}),
+    "qwen2": Adjustment(ONE_KIND, {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3}),
+    "gemma4_text": Adjustment(
+        "the default has no experts, released checkpoints do",
+        {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
     ),
     "lfm2_moe": Adjustment(
         "the default has no kinds of layers", {"layer_types": _repeat("conv", "conv", "full_attention")}

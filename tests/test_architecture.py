@@ -181,12 +181,19 @@ def test_of_a_wrapper_only_the_text_model_counts() -> None:
     assert not any("vision" in name for name, _ in empty_model(wrapper).named_parameters())
 
 
+MLLAMA = {
+    "num_hidden_layers": 3, "cross_attention_layers": [1], "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
         ({"model_type": "bert", "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}, "keeps nothing"),
         ({"model_type": "rwkv", "num_hidden_layers": 6, "hidden_size": 32}, "changes its weights as it runs"),
         ({"model_type": "kosmos-2.5"}, "numbers positions by its padding token"),
+        ({"model_type": "mllama", "text_config": MLLAMA}, "a text does not pass through all of its layers"),
         ({"model_type": "clip"}, "no decoder-only language model"),
         ({"model_type": "novel"}, "code of the repository, which zinfer does not run"),
         ({"model_type": "llama", "hidden_size": "wide"}, "transformers cannot build"),

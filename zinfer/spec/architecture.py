@@ -44,6 +44,7 @@ _MORE = 8 * 256 + 13  # where something is cached once for up to 256 tokens
 _UNLIKE = {
     "kosmos-2": "it numbers positions by its padding token, and not from the first token on",
     "kosmos-2.5": "it numbers positions by its padding token, and not from the first token on",
+    "paligemma": "each token of its prompts attends to all others, also to later ones",
 }
 _RESULTS = ("loss", "logits", "hidden_states", "attentions")
 
@@ -113,6 +114,8 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Wa
             with torch.device("meta"), torch.no_grad(), watch:
                 ids = torch.zeros(_ROWS, tokens, dtype=torch.long)
                 watch.settle(model(input_ids=ids, use_cache=True, **cache))
+            if not all(seen.entered for seen in watch.layers):
+                raise ModelError("a text does not pass through all of its layers: they cannot be streamed in order")
         finally:
             for hook in watch.hooks:
                 hook.remove()
@@ -377,6 +380,7 @@ class _Seen:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self.entries: list[Any] = []  # of the cache
+        self.entered = False
         self.heads = 0  # of queries
         self.products = 0  # for each token and each that it attends to
         self.chosen: list[tuple[int, int]] = []  # (among how many, how many) by a router, or another that picks
@@ -470,6 +474,7 @@ class _Watch(_NoData):
             )
 
     def _enter(self, seen: _Seen) -> None:
+        seen.entered = True
         self._now = seen
 
     def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

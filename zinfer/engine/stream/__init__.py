@@ -258,6 +258,8 @@ class Stream(Decoder):
             kept = f"more than keys and values ({others})" if others else "fewer keys and values than there are layers"
         elif not trial.attention:
             kept = "a state of fixed size, and no keys and values"
+        elif option == "kv_offload" and len(trial.layers) != len(self._layers):
+            kept = "keys and values of several passes of a token through them"
         else:
             return None
         return f"the layers of {name} keep {kept}: {option}={self.options[option]} is not for them"

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from tests.conformance import record
 if TYPE_CHECKING:
     from tests.conformance.run import Row
 
+# What every child needs, imported in the parent (`save_pretrained` imports DeepSpeed where there is one).
+PRELOADED = ("transformers.models.llama.modeling_llama", "zinfer.commands.watch", "zinfer.engine.stream", "deepspeed")
 SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": "CRASH"}
 
 
@@ -59,8 +62,9 @@ def conformance(types: tuple[str, ...], jobs: int) -> dict[str, Any]:
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    for module in ("transformers.models.llama.modeling_llama", "zinfer.commands.watch", "zinfer.engine.stream"):
-        import_module(module)  # in the parent, so that no child has to
+    for module in PRELOADED:
+        if find_spec(module.partition(".")[0]):
+            import_module(module)
     chosen = [subject for subject in subjects() if not types or subject.name in types or subject.type in types]
     unknown = set(types) - {name for subject in chosen for name in (subject.name, subject.type)}
     if unknown:

@@ -22,6 +22,7 @@ from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.build import COPIES, Cancelled, build, plan_key
 from zinfer.engine.tensorrt.library import Library, find_library
 from zinfer.engine.tensorrt.planfile import PLANS, PlanFile, PlanKey
+from zinfer.spec import atomic
 from zinfer.spec.model import ModelSpec, resolve
 
 Checkpoints = Callable[..., Path]
@@ -51,7 +52,7 @@ def key(library: Library, spec: ModelSpec) -> PlanKey:
 def fake(key: PlanKey, path: Path | None = None, content: bytes = b"plan" * 1000) -> PlanFile:
     """A finished plan file whose content no library has made."""
     path = path or PLANS / f"{key.stem}.plan"
-    with planfile.writing(path) as stream:
+    with atomic.writing(path) as stream:
         stream.write(content)
     return planfile.finish(path, key, prefill_rows=4, weight_bytes=4000)
 
@@ -142,8 +143,8 @@ def test_a_spoilt_plan_is_refused(folder: Path, key: PlanKey, spoil: Callable[[P
 
 
 def test_a_plan_that_fails_half_way_is_not_there(folder: Path, key: PlanKey) -> None:
-    with pytest.raises(ZeroDivisionError), planfile.writing(PLANS / "x.plan") as stream:
-        stream.write(bytes(5 // (len(stream.name) - len(stream.name))))
+    with pytest.raises(ZeroDivisionError), atomic.writing(PLANS / "x.plan") as stream:
+        stream.write(bytes(5 // stream.tell()))
     assert list(PLANS.iterdir()) == []
     with pytest.raises(EngineError, match="no plan"):
         planfile.read(PLANS / "x.plan")

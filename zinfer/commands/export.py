@@ -25,6 +25,7 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
     from zinfer.cli import Failure
     from zinfer.record.export import WRITERS, Table
     from zinfer.record.store import Records, StoreError, files, read
+    from zinfer.spec import atomic
     from zinfer.spec.errors import ENVIRONMENT, NOTHING
 
     ending = output.suffix.removeprefix(".").lower() if output else ""
@@ -52,8 +53,7 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
         click.echo(content, nl=False)
         return
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_bytes(content)
+        atomic.write(output, content)
     except OSError as error:
         raise Failure(f"cannot write {output}: {error.strerror}", ENVIRONMENT) from error
     click.echo(output)

@@ -209,6 +209,7 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool) -> None:
 def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Efficiency]") -> None:
     from zinfer.report.plot import figures as plot
     from zinfer.report.plot import style
+    from zinfer.spec import atomic
 
     form = path.suffix.removeprefix(".")
     if form not in ("png", "svg"):
@@ -218,6 +219,5 @@ def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mappin
     every = wanted.model_copy(update={"batch_size": tuple(sorted(sizes))})
     drawn = plot.prediction([plan for _, own in _plans(every, places, factors) for plan in own])
     if drawn is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(style.render(drawn, "svg" if form == "svg" else "png"))
+        atomic.write(path, style.render(drawn, "svg" if form == "svg" else "png"))
         click.echo(str(path), err=True)

@@ -72,13 +72,13 @@ def _write(figure: "Figure", stem: Path, forms: "list[Format]") -> None:
     """The figure as `stem` and a suffix for each form. Raises Failure where it cannot be written."""
     from zinfer.cli import Failure
     from zinfer.report.plot.style import render
+    from zinfer.spec import atomic
     from zinfer.spec.errors import ENVIRONMENT
 
     for form in forms:
         path = stem.with_name(f"{stem.name}.{form}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(render(figure, form))
+            atomic.write(path, render(figure, form))
         except OSError as error:
             raise Failure(f"cannot write {path}: {error.strerror}", ENVIRONMENT) from error
         click.echo(path)

@@ -41,20 +41,12 @@ def write(path: Path, text: str) -> None:
 
     Raises Failure where the folder cannot be written to.
     """
-    import os
-    import tempfile
-
     from zinfer.cli import Failure
+    from zinfer.spec import atomic
     from zinfer.spec.errors import ENVIRONMENT
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(file.name, 0o644)  # temporary files are private, a result is not
-        os.replace(file.name, path)
+        atomic.write(path, text)
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror}; choose another place with -o", ENVIRONMENT) from None
 

@@ -47,6 +47,7 @@ def command(
     from zinfer.record.store import StoreError
     from zinfer.report import contents, markdown, page
     from zinfer.report.study import Demand
+    from zinfer.spec import atomic
     from zinfer.spec.errors import ENVIRONMENT
 
     if output.suffix not in FORMS:
@@ -69,8 +70,7 @@ def command(
         (output.with_suffix(".md"), markdown.markdown(document)),
     ):
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            atomic.write(path, text)
         except OSError as error:
             raise Failure(f"cannot write {path}: {error.strerror}", ENVIRONMENT) from error
         click.echo(path)

@@ -19,7 +19,7 @@ import torch
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.engine.pinned import Block
 from zinfer.engine.read import CHUNK, DTYPES, as_bytes, fill, reading
-from zinfer.record.jsonl import sync_folder
+from zinfer.spec import atomic
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -36,20 +36,9 @@ def write(kept: KVSnapshot, path: Path, told: Mapping[str, Any]) -> int:
     header["__metadata__"]["crc32"] = str(_checksum(header, data))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        private = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # as what was said is
-        with open(private, "wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with atomic.writing(path, private=True) as stream:  # as what was said is
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(data)
     return 8 + len(text) + len(data)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
+from zinfer.spec.atomic import sync_folder
 from zinfer.spec.errors import ZinferError
 
 
@@ -182,13 +183,3 @@ def _cut(descriptor: int, size: int, path: Path) -> None:
 
 def _refuse(path: Path, error: OSError) -> NoReturn:
     raise StoreError(f"cannot write {path}: {error.strerror}; the records in it are kept") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a new file's name durable, where the file system can sync a folder."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

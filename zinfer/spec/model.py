@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from zinfer.spec import atomic
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.value import Frozen
 
@@ -307,10 +308,7 @@ def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[i
 
     shape = measure(name, config)
     with suppress(OSError):  # it is measured again next time
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}.part")
-        part.write_text(shape.model_dump_json())
-        part.replace(file)
+        atomic.write(file, shape.model_dump_json())
     return shape
 
 

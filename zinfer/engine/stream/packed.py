@@ -24,6 +24,7 @@ from zinfer.engine.read import as_bytes, fill, reading
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream.codec import Layout
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, pack
+from zinfer.spec import atomic
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import gb
@@ -55,38 +56,29 @@ def write(spec: ModelSpec, revision: str, folder: Path, device: torch.device, pr
         raise EngineError(
             f"{folder} has {gb(free)} free, and up to {gb(sum(sizes))} are needed: -o takes another folder"
         )
-    part = folder / f"{DATA}.{os.getpid()}.part"
     (folder / INDEX).unlink(missing_ok=True)
     images: dict[int, dict[str, Any]] = {}
     end = 0
-    try:
-        with part.open("wb") as stream:
-            for index, group in by_layer(state, state.load(torch.device("cpu"), progress)):
-                if index is None:
-                    continue
-                tensors = {name: tensor.to(device, copy=True) for name, tensor in group}
-                if index in images or tensors.keys() != layers[index].keys():
-                    raise EngineError(f"layer {index} is not stored in one piece, so it cannot be packed")
-                arena = PinnedArena(sizes[index], pin=False, grow=True)
-                image = pack(tensors, arena)
-                memory = as_bytes(arena.memory[: arena.used])
-                images[index] = _told(image, memory) | {"start": end, "end": end + arena.used}
-                stream.write(memory)
-                end += arena.used
-                del memory
-                arena.close()
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(folder / DATA)
-    finally:
-        part.unlink(missing_ok=True)
+    with atomic.writing(folder / DATA) as stream:
+        for index, group in by_layer(state, state.load(torch.device("cpu"), progress)):
+            if index is None:
+                continue
+            tensors = {name: tensor.to(device, copy=True) for name, tensor in group}
+            if index in images or tensors.keys() != layers[index].keys():
+                raise EngineError(f"layer {index} is not stored in one piece, so it cannot be packed")
+            arena = PinnedArena(sizes[index], pin=False, grow=True)
+            image = pack(tensors, arena)
+            memory = as_bytes(arena.memory[: arena.used])
+            images[index] = _told(image, memory) | {"start": end, "end": end + arena.used}
+            stream.write(memory)
+            end += arena.used
+            del memory
+            arena.close()
     told = {
         "format": FORMAT, "revision": revision, "dtype": spec.dtype, "bytes": end,
         "images": [images[index] for index in range(len(layers))],
     }  # fmt: skip
-    temporary = folder / f"{INDEX}.{os.getpid()}.part"
-    temporary.write_text(json.dumps(told))
-    temporary.replace(folder / INDEX)
+    atomic.write(folder / INDEX, json.dumps(told))
     return end
 
 

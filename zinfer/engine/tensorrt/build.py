@@ -26,6 +26,7 @@ from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
 from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
 from zinfer.plan.cost import prefill_rows
+from zinfer.spec import atomic
 from zinfer.spec.case import LoadFormat
 from zinfer.spec.checkpoint import Checkpoint
 from zinfer.spec.model import ModelSpec
@@ -108,7 +109,7 @@ def build(
         for profile in profiles(builder, net.inputs, key):
             if config.add_optimization_profile(profile) < 0:
                 raise messages.failure(f"{library.name} refused the shapes of {path.name}")
-        with planfile.writing(path) as stream:
+        with atomic.writing(path) as stream:
             writer = _writer(trt, stream, cancelled)
             built = builder.build_serialized_network_to_stream(network, config, writer)
             if cancelled():

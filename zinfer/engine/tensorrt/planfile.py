@@ -7,17 +7,15 @@ JSON is written last, so a plan without one is not finished.
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import ValidationError
 
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt.attention import CacheKind
 from zinfer.engine.tensorrt.library import Name
+from zinfer.spec import atomic
 from zinfer.spec.case import LoadFormat
 from zinfer.spec.model import Dtype
 from zinfer.spec.units import gb
@@ -86,28 +84,12 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[BinaryIO]:
-    """A stream for the plan `path`: whole and on disk when the block ends well, gone when it does not."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def finish(path: Path, key: PlanKey, **facts: Any) -> PlanFile:
     """Write the JSON file of the plan `path`, which makes it one that `find` finds."""
     size, checksum = path.stat().st_size, _checksum(path)
     file = PlanFile(key=key, path=path, size=size, checksum=checksum, **facts)
     text = file.model_dump_json(indent=1, exclude={"path"})
-    with writing(path.with_suffix(".json")) as stream:
-        stream.write(text.encode() + b"\n")
+    atomic.write(path.with_suffix(".json"), text + "\n")
     return file
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from zinfer.job.batch.openai import Done, decode, encode
-from zinfer.record.jsonl import Closing, Garbled, Lines, StoreError, read_lines, sync_folder
+from zinfer.record.jsonl import Closing, Garbled, Lines, StoreError, read_lines
+from zinfer.spec.atomic import sync_folder
 from zinfer.spec.errors import ZinferError
 
 FORMAT = 1  # of the .job file

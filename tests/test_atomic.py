@@ -1,0 +1,35 @@
+"""Atomic writes: whole or not at all, and nothing left beside."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from zinfer.spec import atomic
+
+
+def test_a_write_that_fails_leaves_the_old_content_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    atomic.write(path, "old")
+    with pytest.raises(TypeError), atomic.writing(path) as stream:
+        stream.writelines([b"ne", "w"])  # type: ignore[list-item]
+    assert path.read_text() == "old"
+    atomic.write(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_private_file_is_its_owners(tmp_path: Path) -> None:
+    with atomic.writing(tmp_path / "mine", private=True) as stream:
+        stream.write(b"x")
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o600
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    atomic.write(tmp_path / "pipe", "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()

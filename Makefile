@@ -24,7 +24,7 @@ demo: .venv/installed
 	@results=$$($(BIN)/zinfer sweep demo --resume) && $(BIN)/zinfer plot "$$results" && $(BIN)/zinfer best "$$results"
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Every causal language model of the installed transformers, small and random, in every way, beside `generate`.
 conformance: setup

@@ -313,3 +313,15 @@ def test_a_reader_that_skips_a_layer_gets_the_next(glm: Path) -> None:
     state = ModelState(model.from_directory(glm), "safetensors")
     layers = [index for index, _ in by_layer(state, state.load(CPU))]
     assert layers == [None, *range(6)]
+
+
+def test_float32_entries_of_shared_modules_stay_their_own(glm: Path) -> None:
+    """A module that is met twice is cast once, and no entry takes another one's place."""
+    empty = empty_model(model.from_directory(glm).with_dtype("bfloat16"))
+    for name in ("again", "and_again"):  # the same modules under further names
+        empty.model.add_module(name, empty.model.layers)
+    found = ModelState(model.from_directory(glm).with_dtype("bfloat16"), "dummy", empty).entries
+    biases = [entry for name, entry in found.items() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 5
+    assert all(entry.tensor.dtype == torch.float32 and len(entry.places) == 3 for entry in biases)
+    assert len({id(module._buffers[leaf]) for entry in biases for module, leaf in entry.places}) == 5

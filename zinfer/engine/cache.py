@@ -67,8 +67,8 @@ class Slots:
 
 
 class Step:
-    """Where new positions go: into the slots `new`, behind those of the slots `past` that they see. If `moved`, these
-    go to the front, and `new` are the slots of all that is kept."""
+    """Slots that new positions take: `new`, behind the slots `past` that they see. If `moved`, the past moves to the
+    front, and `new` are the slots of all that is kept."""
 
     def __init__(self, moved: bool, past: slice, new: slice) -> None:
         self.moved, self.past, self.new = moved, past, new
@@ -84,7 +84,7 @@ class Step:
         return states
 
     def kept(self, states: Tensor) -> Tensor:
-        """Those of all `states` seen that stay, ``[.., n, D]``."""
+        """Cut from all `states` seen, ``[.., n, D]``, the last positions, which stay."""
         return states[..., states.shape[-2] - (self.new.stop - self.new.start) :, :]
 
 
@@ -114,7 +114,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return self.length if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """How many keys the next `query_length` tokens see, and the position of the first."""
+        """Number of keys that the next `query_length` tokens see, and the position of the first key."""
         count = query_length if isinstance(query_length, int) else query_length.shape[0]  # positions, before 5.4
         length = self.get_seq_length()
         first = self.slots.first(length)
@@ -279,7 +279,7 @@ class RowCache(Cache):  # type: ignore[misc]
                 one.window(rows, length)
 
     def has_length(self, length: int) -> bool:
-        """Whether `length` tokens are in every layer that has any."""
+        """Tell whether every layer that holds tokens holds `length` of them."""
         return all(layer.length == length for layer in self.attention.values() if layer.is_initialized)
 
     @property
@@ -330,7 +330,7 @@ def other_layers(cache: Cache) -> set[str]:
 
 
 def shares_keys(config: PreTrainedConfig) -> bool:
-    """Whether layers attend to keys and values of layers before them."""
+    """Tell whether layers attend to keys and values of layers before them."""
     return any(isinstance(layer, _DUMMY) for layer in DynamicCache(config=config).layers)
 
 

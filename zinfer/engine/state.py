@@ -181,8 +181,8 @@ class ModelState:
 def by_layer(
     state: ModelState, loaded: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[int | None, Iterator[tuple[str, Tensor]]]]:
-    """What `loaded` gives, a decoder layer at a time, by the names within it; None and whole names for what lies
-    outside the layers. The tensors are loans until the next one, in either iterator."""
+    """Group the tensors of `loaded` by decoder layer: its number, and its tensors by their names within it; None and
+    whole names for what lies outside the layers. Tensors are loans until the next one, in either iterator."""
     ahead = next(loaded, None)
 
     def group(layer: int | None) -> Iterator[tuple[str, Tensor]]:
@@ -207,7 +207,8 @@ def _keep_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
     if not plan:
         return
     pattern, group_to_glob, _ = build_glob_alternation(list(plan))
-    changed: dict[int, Tensor] = {}  # tied ones stay tied
+    # Tied ones stay tied. What is replaced is kept as well: its identity must not pass to a new tensor meanwhile.
+    changed: dict[int, tuple[Tensor, Tensor]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for held in (module._parameters, module._buffers):
             for leaf, tensor in held.items():
@@ -218,8 +219,9 @@ def _keep_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
                 if id(tensor) not in changed and tensor.dtype != wanted:
                     cast = tensor.to(wanted)
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    changed[id(tensor)] = nn.Parameter(cast, requires_grad=False) if is_parameter else cast
-                held[leaf] = changed.get(id(tensor), tensor)
+                    changed[id(tensor)] = tensor, nn.Parameter(cast, requires_grad=False) if is_parameter else cast
+                if id(tensor) in changed:
+                    held[leaf] = changed[id(tensor)][1]
 
 
 class _Stored:
@@ -284,7 +286,7 @@ class _Stored:
         return sources
 
     def _is_sliced_away(self, target: str) -> bool:
-        """Whether `target` belongs to a decoder layer that a slice of the model leaves out."""
+        """Tell whether `target` belongs to a decoder layer that a slice of the model leaves out."""
         stack, prefix = self._state.stack, f"{self._state.model.base_model_prefix}."
         match = re.match(rf"(?:{re.escape(stack)}|{re.escape(stack.removeprefix(prefix))})\.(\d+)\.", target)
         return match is not None and self._state.spec.num_layers <= int(match[1]) < self._state.spec.total_layers
@@ -346,8 +348,8 @@ class _Stored:
                 yield from self._converted(content, torch.device("cpu"))
 
     def _converted(self, content: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """What transformers makes of some stored tensors: entries' tensors by the entries' names; the first of those
-        that a tied entry has. The model is left as it was."""
+        """Convert stored tensors as transformers does: the tensors of entries, by the entries' names; of a tied entry
+        the first. The model is left as it was. Raises CheckpointError for shapes and conversions that fail."""
         model, spec = self._state.model, self._state.spec
         load_config = LoadStateDictConfig(
             dtype=getattr(torch, spec.dtype), device_map={"": device}, weight_mapping=self._mapping

@@ -3,12 +3,14 @@
 import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from zinfer.engine.base import Engine, Progress, silent
+from tests.running import StepEngine
+from zinfer.engine.base import Progress, Work, silent
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 
@@ -16,7 +18,7 @@ VOCAB = 64  # as tests.inline.SPEC has it
 TARGET = "tests.fakes:FakeEngine"
 
 
-class FakeEngine(Engine):
+class FakeEngine(StepEngine):
     """Answers with random logits. Option `fail` names an accident; it happens from batch `at_batch` on, in `stage`."""
 
     DEFAULTS: ClassVar[dict[str, object]] = {"fail": "", "at_batch": 1, "stage": "decode", "step_ms": 0.0}
@@ -49,7 +51,7 @@ class FakeEngine(Engine):
             time.sleep(600)
         os.kill(os.getpid(), getattr(signal, str(fail)))
 
-    def _logits(self, batch_size: int, stage: str) -> Tensor:
+    def step(self, stage: str, batch_size: int) -> Tensor:
         time.sleep(float(str(self._options["step_ms"])) / 1e3)
         self._accident(stage, batch_size)
         logits = torch.rand(batch_size, VOCAB)
@@ -57,14 +59,8 @@ class FakeEngine(Engine):
             logits[0, 0] = float("nan")
         return logits
 
-    def prefill(self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0) -> Tensor:
-        return self._logits(len(token_ids), "prefill")
-
-    def decode(self, token_ids: Tensor) -> Tensor:
-        return self._logits(len(token_ids), "decode")
-
-    def timeline(self, token_ids: Tensor) -> tuple[Span, ...]:
-        self._accident("timeline", len(token_ids))
+    def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
+        self._accident("timeline", works[0].batch.batch_size)
         return (Span(lane="copy", layer=0, start_ms=-0.5, end_ms=1.23456),)
 
     def effective(self) -> Effective:

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from tests.running import decode, prefill
 from tests.test_cli import folder, zinfer
 from tests.test_parity import MACHINE
 from zinfer import engine
@@ -127,9 +128,9 @@ def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpo
         made = []
         for start in range(0, len(rows), 5):
             token_ids = torch.tensor(rows[start : start + 5])
-            tokens = [loaded.prefill(token_ids, torch.ones_like(token_ids), reserve=OUTPUT).argmax(-1)]
+            tokens = [prefill(loaded, token_ids, torch.ones_like(token_ids), reserve=OUTPUT).argmax(-1)]
             while len(tokens) < OUTPUT:
-                tokens.append(loaded.decode(tokens[-1]).argmax(-1))
+                tokens.append(decode(loaded, tokens[-1]).argmax(-1))
             made += torch.stack(tokens, 1).tolist()
         loaded.close()
         freely.append(made[::2])

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.checkpoints import VOCAB_SIZE
+from tests.running import decode, prefill
 from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
 from zinfer.engine import EngineError
 from zinfer.engine.cache import CacheFullError, FixedLayer, QuantizedLayer
@@ -137,12 +138,12 @@ def test_8_bits_are_what_the_record_says(
     for way in ways:
         engine = load("stream", kind(name), "cpu", tmp_path, **way)  # type: ignore[arg-type]
         token_ids, mask = prompts(LENGTHS)
-        logits = [one.prefill(token_ids, mask, reserve=OUTPUT_LEN) for one in (engine, exact)]
+        logits = [prefill(one, token_ids, mask, reserve=OUTPUT_LEN) for one in (engine, exact)]
         assert torch.allclose(*logits, atol=1e-3), "the prompt's attention sees exact keys"
         errors = []
         for _ in range(OUTPUT_LEN - 1):
             token = logits[1].argmax(-1)
-            logits = [one.decode(token) for one in (engine, exact)]
+            logits = [decode(one, token) for one in (engine, exact)]
             errors.append(float((logits[0] - logits[1]).norm() / logits[1].norm()))
         assert max(errors) > 0
         assert sum(errors) / len(errors) < (0.1 if storage == "int8" else 0.4)
@@ -164,11 +165,11 @@ def test_of_a_sliding_window_a_step_reads_and_keeps_the_window(kind: Kinds, tmp_
     assert over_link.effective().settings["kv_bytes_per_step"] == 6 * 2 * 7 * a_token
     room = 6 * 2 * (7 + 16) * a_token
     for engine in (over_link, by_cpu):
-        assert engine._kv_memory.size == room  # type: ignore[attr-defined]
-    layers = here._cache.layers  # type: ignore[attr-defined]
+        assert engine.batches[0].memory.size == room
+    layers = here.batches[0].cache.layers
     assert sum(layer._keys.nbytes + layer._values.nbytes for layer in layers) == room
     assert {layer.keys.shape[2] for layer in layers} == {7}
-    assert "the last 8 positions only" in str(here.cannot_keep())
+    assert "the last 8 positions only" in str(here.cannot_snapshot())
     for engine in (over_link, by_cpu, here):
         engine.close()
 
@@ -217,7 +218,7 @@ def test_what_is_more_than_keys_and_values_stays_as_it_is_or_is_refused(option: 
     engine = load("stream", directory, "cpu", tmp_path)
     greedy(engine, LENGTHS)
     assert engine.effective().settings["kv_host_rows"] == 0
-    assert "another state" in str(engine.cannot_keep())
+    assert "another state" in str(engine.cannot_snapshot())
     engine.close()
 
 
@@ -242,7 +243,7 @@ def test_a_model_that_adds_tokens_of_its_own_is_refused(reserve: int, tmp_path: 
     directory = _saved(tmp_path / "cpmant", "cpmant", {"dim_head": 16, "dim_ff": 96, "prompt_types": 4})
     engine = load("stream", directory, "cpu", tmp_path)
     with pytest.raises(EngineError, match="computes other tokens than those of its prompt"):
-        engine.prefill(*prompts(LENGTHS), reserve=reserve)
+        prefill(engine, *prompts(LENGTHS), reserve=reserve)
     engine.close()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.running import decode, prefill
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from zinfer.engine import EngineError
 
@@ -33,7 +34,7 @@ def test_a_layer_is_one_fetch_and_embeddings_none(bloom: Any, monkeypatch: pytes
 
     greedy(bloom, (5, 3))  # DeepSpeed records its trace
     monkeypatch.setattr(partition_parameters, "_no_gather_coalesced", spy)
-    bloom.decode(torch.zeros(2, dtype=torch.long))
+    decode(bloom, torch.zeros(2, dtype=torch.long))
     layers = [[name for name in group if ".h." in name] for group in fetches]
     assert [len({name.split(".")[2] for name in group}) for group in layers] == [1, 1, 1]
     matrices = {name for name, parameter in bloom._parameters.items() if ".h." in name and len(parameter.ds_shape) > 1}
@@ -122,7 +123,7 @@ def test_a_type_that_deepspeed_computes_in_is_its_to_run(checkpoint: Callable[..
     loaded: Any = load("deepspeed", directory, "cpu", tmp_path, dtype="float16")
     exact = load("deepspeed", directory, "cpu", tmp_path)
     token_ids, mask = prompts(BATCHES[0])
-    half, whole = loaded.prefill(token_ids, mask), exact.prefill(token_ids, mask)
+    half, whole = prefill(loaded, token_ids, mask), prefill(exact, token_ids, mask)
     assert {parameter.dtype for parameter in loaded._parameters.values()} == {torch.float16}
     assert torch.allclose(half.float(), whole, atol=0.02 * float(whole.abs().max()))
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from tests import test_cache_kinds as kinds
 from tests.checkpoints import save_config
+from tests.running import decode, prefill
 from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
 from tests.test_state import GLM
 from zinfer.engine.base import Engine, EngineError
@@ -30,17 +31,17 @@ TURNS = 4  # copies that come too late show at some time
 def tokens(engine: Engine, lengths: tuple[int, ...]) -> Tensor:
     """Greedy tokens of one batch, ``[B, OUTPUT_LEN]``, on the CPU."""
     token_ids, mask = prompts(lengths)
-    chosen = [engine.prefill(token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
+    chosen = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
     while len(chosen) < OUTPUT_LEN:
-        chosen.append(engine.decode(chosen[-1]).argmax(-1))
+        chosen.append(decode(engine, chosen[-1]).argmax(-1))
     return torch.stack(chosen, dim=1).cpu()
 
 
 def follow(engine: Engine, given: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
     """Logits of one batch along given tokens, on the CPU."""
     token_ids, mask = prompts(lengths)
-    found = [engine.prefill(token_ids, mask, reserve=OUTPUT_LEN)]
-    found += [engine.decode(token.to(engine.device)) for token in given.unbind(1)[:-1]]
+    found = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN)]
+    found += [decode(engine, token.to(engine.device)) for token in given.unbind(1)[:-1]]
     return [logits.float().cpu() for logits in found]
 
 
@@ -144,7 +145,7 @@ def test_a_batch_that_ran_out_of_memory_leaves_the_engine_usable(
     with monkeypatch.context() as short_of_memory:
         short_of_memory.setattr("zinfer.engine.stream.kv.LinkCache.extend", no_room)
         with pytest.raises(torch.OutOfMemoryError):
-            engine.prefill(many, many, reserve=OUTPUT_LEN)
+            prefill(engine, many, many, reserve=OUTPUT_LEN)
     assert torch.equal(tokens(engine, lengths), expected)
     engine.close()
 

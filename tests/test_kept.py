@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.running import decode, prefill, snapshot
 from tests.test_parity import OUTPUT_LEN, load, prompts
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
@@ -23,9 +24,9 @@ ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "q
 
 def go_on(engine: Engine, token_ids: Tensor, mask: Tensor, past: tuple[KVSnapshot, ...] = ()) -> Tensor:
     """Greedy tokens, ``[B, OUTPUT_LEN]``."""
-    tokens = [engine.prefill(token_ids, mask, reserve=OUTPUT_LEN, past=past).argmax(-1)]
+    tokens = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN, past=past).argmax(-1)]
     while len(tokens) < OUTPUT_LEN:
-        tokens.append(engine.decode(tokens[-1]).argmax(-1))
+        tokens.append(decode(engine, tokens[-1]).argmax(-1))
     return torch.stack(tokens, dim=1)
 
 
@@ -43,22 +44,22 @@ def test_tokens_are_those_of_computing_everything(
 ) -> None:
     directory = checkpoint(architecture)
     engine = load(name, directory, offload, tmp_path)  # type: ignore[arg-type]
-    assert engine.cannot_keep() is None
+    assert engine.cannot_snapshot() is None
     token_ids, mask = prompts((9,))
     answer = go_on(engine, token_ids, mask)
-    first = engine.keep(0, 9)
-    second = engine.keep(9, 9 + OUTPUT_LEN - 1)  # the last token was chosen and not computed
+    first = snapshot(engine, 0, 9)
+    second = snapshot(engine, 9, 9 + OUTPUT_LEN - 1)  # the last token was chosen and not computed
     whole, ones = second_turn(token_ids, answer)
-    computed = engine.prefill(whole, ones)
-    reloaded = engine.prefill(whole, ones, past=(first, second))
+    computed = prefill(engine, whole, ones)
+    reloaded = prefill(engine, whole, ones, past=(first, second))
     assert torch.allclose(computed, reloaded, atol=1e-4)
-    part = engine.prefill(whole, ones, past=(first, second.head(4)))
+    part = prefill(engine, whole, ones, past=(first, second.head(4)))
     assert torch.allclose(computed, part, atol=1e-4)
     expected = go_on(engine, whole, ones)
     assert torch.equal(go_on(engine, whole, ones, (first, second)), expected)
     assert torch.equal(go_on(engine, whole, ones, (first.head(5),)), expected)
     first.memory.zero_()
-    assert not torch.allclose(computed, engine.prefill(whole, ones, past=(first, second)), atol=1e-2)
+    assert not torch.allclose(computed, prefill(engine, whole, ones, past=(first, second)), atol=1e-2)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     theirs = model.generate(whole, attention_mask=ones, max_new_tokens=OUTPUT_LEN, do_sample=False)
@@ -70,7 +71,7 @@ def test_deepspeed_keeps_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
     engine = load("deepspeed", checkpoint("bloom"), "cpu", tmp_path)
     token_ids, mask = prompts((9,))
     whole, ones = second_turn(token_ids, go_on(engine, token_ids, mask))
-    kept = engine.keep(0, 15)
+    kept = snapshot(engine, 0, 15)
     assert torch.equal(go_on(engine, whole, ones, (kept,)), go_on(engine, whole, ones))
     engine.close()
 
@@ -85,11 +86,11 @@ def test_padded_rows_go_on_together_and_in_blocks(
     engine = load("stream", checkpoint(architecture), "cpu", tmp_path)
     token_ids, mask = prompts((9, 5, 7))
     expected = go_on(engine, token_ids, mask)
-    engine.prefill(token_ids, mask)
-    kept = engine.keep(0, 5)
+    prefill(engine, token_ids, mask)
+    kept = snapshot(engine, 0, 5)
     assert torch.equal(go_on(engine, token_ids, mask, (kept,)), expected)
     with pytest.raises(EngineError, match="other rows"):
-        engine.prefill(token_ids[:2], mask[:2], past=(kept,))
+        prefill(engine, token_ids[:2], mask[:2], past=(kept,))
     engine.close()
 
 
@@ -97,34 +98,34 @@ def test_what_cannot_be_kept_or_taken_up_is_told(checkpoint: Checkpoints, tmp_pa
     directory = checkpoint("llama")
     engine = load("stream", directory, "cpu", tmp_path)
     with pytest.raises(EngineError, match="positions 0 to 3 have not been computed"):
-        engine.keep(0, 3)
+        snapshot(engine, 0, 3)
     token_ids, mask = prompts((9,))
-    engine.prefill(token_ids, mask)
-    kept, rest = engine.keep(0, 6), engine.keep(6, 9)
+    prefill(engine, token_ids, mask)
+    kept, rest = snapshot(engine, 0, 6), snapshot(engine, 6, 9)
     with pytest.raises(EngineError, match="positions 6 to 10 have not been computed"):
-        engine.keep(6, 10)
-    with pytest.raises(EngineError, match="9 positions were kept, and the prompt has 9"):
-        engine.prefill(token_ids, mask, past=(kept, rest))
+        snapshot(engine, 6, 10)
+    with pytest.raises(EngineError, match="hold 9 positions of a prompt of 9"):
+        prefill(engine, token_ids, mask, past=(kept, rest))
     with pytest.raises(EngineError, match="not in order"):
-        engine.prefill(token_ids, mask, past=(rest,))
+        prefill(engine, token_ids, mask, past=(rest,))
     engine.close()
     for options in ({"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}):
         engine = load("stream", directory, "cpu", tmp_path, **options)
         (option,) = options
-        assert option in str(engine.cannot_keep())
-        engine.prefill(token_ids, mask)
+        assert option in str(engine.cannot_snapshot())
+        prefill(engine, token_ids, mask)
         with pytest.raises(EngineError, match=option):
-            engine.keep(0, 9)
+            snapshot(engine, 0, 9)
         with pytest.raises(EngineError, match=option):
-            engine.prefill(token_ids, mask, past=(kept,))
+            prefill(engine, token_ids, mask, past=(kept,))
         engine.close()
 
 
 def test_a_file_gives_the_same_bits(checkpoint: Checkpoints, tmp_path: Path) -> None:
     engine = load("stream", checkpoint("qwen2"), "none", tmp_path)
     token_ids, mask = prompts((9,))
-    engine.prefill(token_ids, mask)
-    kept = engine.keep(0, 9)
+    prefill(engine, token_ids, mask)
+    kept = snapshot(engine, 0, 9)
     path = tmp_path / "folder" / "one.safetensors"
     size = write(kept, path, {"model": "m"})
     assert [file.name for file in path.parent.iterdir()] == ["one.safetensors"]
@@ -136,16 +137,16 @@ def test_a_file_gives_the_same_bits(checkpoint: Checkpoints, tmp_path: Path) -> 
     with safe_open(path, framework="pt") as file:  # what it says it is
         assert torch.equal(file.get_tensor("2.values"), kept.blocks["2.values"].view(kept.memory))
     assert torch.equal(
-        engine.prefill(token_ids, mask, past=(again.head(8),)), engine.prefill(token_ids, mask, past=(kept.head(8),))
+        prefill(engine, token_ids, mask, past=(again.head(8),)), prefill(engine, token_ids, mask, past=(kept.head(8),))
     )
     engine.close()
 
 
 def test_a_file_that_is_not_whole_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
     engine = load("stream", checkpoint("llama"), "none", tmp_path)
-    engine.prefill(*prompts((9,)))
+    prefill(engine, *prompts((9,)))
     path = tmp_path / "one.safetensors"
-    write(engine.keep(0, 9), path, {"tokens": [1, 2, 3]})
+    write(snapshot(engine, 0, 9), path, {"tokens": [1, 2, 3]})
     engine.close()
     content = path.read_bytes()
     for change, message in (
@@ -174,7 +175,7 @@ def test_a_gpu_reloads_from_page_locked_memory(
     token_ids, mask = prompts((9,))
     whole, ones = second_turn(token_ids, go_on(engine, token_ids, mask).cpu())
     expected = go_on(engine, whole, ones)
-    kept = engine.keep(0, 20)
+    kept = snapshot(engine, 0, 20)
     write(kept, tmp_path / "one.safetensors", {})
     again = read(tmp_path / "one.safetensors", 0, pin=True)
     assert kept.pinned

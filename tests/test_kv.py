@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.running import decode, prefill
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from zinfer.engine import EngineError
 from zinfer.engine.cache import QuantizedLayer
@@ -127,7 +128,7 @@ def test_as_many_threads_attend_as_are_asked_for(
         assert torch.equal(greedy(engine, BATCHES[0]), reference(directory)[0])
         assert seen == {threads}
         assert engine.effective().settings["kv_threads"] == threads
-        engine.release()
+        engine.clear()
         assert engine.effective().settings["kv_threads"] == threads
         assert torch.get_num_threads() == before
         engine.close()
@@ -179,17 +180,17 @@ def test_a_quantised_cache_is_half_as_large_and_nearly_as_good(
     engine = load("stream", directory, "cpu", tmp_path, kv_cache_dtype=storage)
     exact = load("stream", directory, "cpu", tmp_path)
     token_ids, mask = prompts((9, 5, 7))
-    logits = [one.prefill(token_ids, mask, reserve=8) for one in (engine, exact)]
+    logits = [prefill(one, token_ids, mask, reserve=8) for one in (engine, exact)]
     assert torch.allclose(*logits, atol=1e-4), "the prompt's attention sees exact keys"
     for _ in range(6):
         token = logits[1].argmax(-1)
-        logits = [one.decode(token) for one in (engine, exact)]
+        logits = [decode(one, token) for one in (engine, exact)]
         error = (logits[0] - logits[1]).norm() / logits[1].norm()
         # Weights twenty times wider than a fresh model's: attention is sharp, and magnifies what is rounded.
         assert 0 < error < (0.1 if storage == "int8" else 0.5)
-    layer = engine._cache.layers[0]  # type: ignore[attr-defined]
+    layer = engine.batches[0].cache.layers[0]
     kept = sum(part.nbytes for pair in layer._stored for part in pair)
-    whole = exact._cache.layers[0]  # type: ignore[attr-defined]
+    whole = exact.batches[0].cache.layers[0]
     assert kept < 0.35 * (whole._keys.nbytes + whole._values.nbytes)  # of float32, with a scale for 16 values
     engine.close()
     exact.close()
@@ -242,13 +243,13 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
     split = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8", kv_offload="auto")
     token_ids, mask = prompts((9, 5, 7, 1))
-    logits = [one.prefill(token_ids, mask, reserve=8) for one in (alone, split)]
+    logits = [prefill(one, token_ids, mask, reserve=8) for one in (alone, split)]
     for _ in range(6):
         assert torch.allclose(*logits, atol=2e-3)
         token = logits[0].argmax(-1)
-        logits = [one.decode(token) for one in (alone, split)]
+        logits = [decode(one, token) for one in (alone, split)]
     assert split.effective().settings["kv_host_rows"] == 4 - here
-    arena, kept = split._kv_memory, alone.plan.model.kv_bytes(4 - here, 17)  # type: ignore[attr-defined]
+    arena, kept = split.batches[0].memory, alone.plan.model.kv_bytes(4 - here, 17)
     assert arena is not None
     assert arena.size == pytest.approx(kept * (1 + 4 / alone.plan.model.head_dim) / 4, abs=4096)
     alone.close()

@@ -1,12 +1,15 @@
 """The clock, with an engine whose steps take a known time."""
 
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from tests.inline import MACHINE, SPEC
-from zinfer.engine.base import Engine
+from tests.running import StepEngine
+from zinfer.engine.base import MicroBatch, Work
+from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.plan.plan import make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.spec.case import Case, Workload
@@ -16,13 +19,12 @@ WORKLOAD = Workload(batch_size=3, input_len=5, output_len=4)
 CASE = Case(model="fake", engine="stream", offload="none", workload=WORKLOAD)
 
 
-class Metronome(Engine):
+class Metronome(StepEngine):
     """Prefill takes 20 ms, a decode step 5; counts what it is asked for."""
 
     def __init__(self) -> None:
         super().__init__(make_plan(CASE, SPEC, MACHINE))
         self.calls: list[str] = []
-        self.released = 0
         self.raise_at = 0
 
     def _logits(self, name: str, seconds: float, rows: int) -> torch.Tensor:
@@ -32,24 +34,19 @@ class Metronome(Engine):
         time.sleep(seconds)
         return torch.zeros(rows, 64)
 
-    def prefill(self, token_ids: torch.Tensor, attention_mask: torch.Tensor, reserve: int = 0) -> torch.Tensor:
-        assert token_ids.shape == attention_mask.shape == (3, 5)
-        assert reserve == 4
-        return self._logits("prefill", 0.02, len(token_ids))
+    def step(self, name: str, rows: int) -> torch.Tensor:
+        return self._logits(name, 0.02 if name == "prefill" else 0.005, rows)
 
-    def decode(self, token_ids: torch.Tensor) -> torch.Tensor:
-        assert token_ids.shape == (3,)
-        return self._logits("decode", 0.005, len(token_ids))
+    def admit(self, attention_mask: torch.Tensor, capacity: int, past: Sequence[KVSnapshot] = ()) -> MicroBatch:
+        assert (attention_mask.shape, capacity) == ((3, 5), 9)
+        return super().admit(attention_mask, capacity, past)
 
-    def timeline(self, token_ids: torch.Tensor) -> tuple[Span, ...]:
-        self._logits("timeline", 0.005, len(token_ids))
+    def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
+        self._logits("timeline", 0.005, works[0].batch.batch_size)
         return (Span(lane="compute", layer=None, start_ms=0, end_ms=5),)
 
     def effective(self) -> Effective:
         return Effective(gpu_weight_bytes=0)
-
-    def release(self) -> None:
-        self.released += 1
 
 
 def test_warm_up_is_not_timed_and_every_step_is() -> None:
@@ -57,7 +54,7 @@ def test_warm_up_is_not_timed_and_every_step_is() -> None:
     measure(engine, WORKLOAD, 64, samples, repeats=2)
     assert engine.calls == ["prefill", *["decode"] * WARM_UP_STEPS] + ["prefill", *["decode"] * 3] * 2 + ["timeline"]
     assert len(samples.timeline) == 1
-    assert engine.released == 1
+    assert engine.batches == []
     assert len(samples.ttft_ms) == len(samples.step_ms) == 2
     for first, steps in zip(samples.ttft_ms, samples.step_ms, strict=True):
         assert first >= 20
@@ -80,7 +77,7 @@ def test_what_was_measured_before_an_error_stays(raise_at: int, stage: str, kept
         measure(engine, WORKLOAD, 64, samples, repeats=3)
     assert samples.stage == stage
     assert len(samples.ttft_ms) == len(samples.step_ms) == kept
-    assert engine.released == 1
+    assert engine.batches == []
 
 
 def test_repeats_stop_when_enough() -> None:
@@ -95,7 +92,7 @@ def test_a_trace_that_fails_is_left_out_and_everything_else_stays() -> None:
     engine.raise_at = 8
     measure(engine, WORKLOAD, 64, samples, repeats=1)
     assert engine.calls[-1] == "timeline"
-    assert (samples.status, len(samples.ttft_ms), samples.timeline, engine.released) == ("ok", 1, (), 1)
+    assert (samples.status, len(samples.ttft_ms), samples.timeline, engine.batches) == ("ok", 1, (), [])
 
 
 def test_what_is_no_timeline_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +105,7 @@ def test_what_is_no_timeline_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_engine_that_cannot_tell_makes_no_step() -> None:
     engine = Metronome()
-    assert Engine.timeline(engine, torch.zeros(3, dtype=torch.int64)) == ()
+    assert StepEngine.timeline(engine, []) == ()
     assert engine.calls == []
 
 

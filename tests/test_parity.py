@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE
+from tests.running import decode, prefill
 from zinfer import engine
 from zinfer.engine.base import Engine
 from zinfer.plan.plan import make_plan
@@ -72,9 +73,9 @@ def load(
 def greedy(loaded: Engine, lengths: tuple[int, ...]) -> Tensor:
     """Greedy tokens of one batch, ``[B, OUTPUT_LEN]``."""
     token_ids, mask = prompts(lengths)
-    tokens = [loaded.prefill(token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
+    tokens = [prefill(loaded, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
     while len(tokens) < OUTPUT_LEN:
-        tokens.append(loaded.decode(tokens[-1]).argmax(-1))
+        tokens.append(decode(loaded, tokens[-1]).argmax(-1))
     return torch.stack(tokens, dim=1)
 
 
@@ -82,7 +83,7 @@ def check(loaded: Engine, directory: Path, offload: Offload) -> None:
     """Two batches give the reference's tokens, and what was streamed is what `offload` promises."""
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(loaded, lengths), expected)
-        loaded.release()
+        loaded.clear()
     spec, effective = loaded.plan.model, loaded.effective()
     tiers = effective.gpu_weight_bytes, effective.host_weight_bytes, effective.nvme_weight_bytes
     assert sum(tiers) >= spec.weight_bytes

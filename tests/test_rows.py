@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.test_parity import MACHINE
-from zinfer.engine.base import Engine
+from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import Stream
 from zinfer.generation import rows as worker_side
 from zinfer.generation.rows import Row, Rows, chance, choose
@@ -212,11 +212,11 @@ def test_rows_of_many_kinds_are_chosen_for_at_once(monkeypatch: pytest.MonkeyPat
 
 def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path]) -> None:
     class Broken(Stream):
-        def prefill(self, *inputs: Any, **settings: Any) -> torch.Tensor:
-            logits = super().prefill(*inputs, **settings)
+        def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
+            (logits,) = super().forward(works)
             logits = logits.clone()
-            logits[1, 5] = float("nan")
-            return logits
+            logits[1, :, 5] = float("nan")
+            return [logits]
 
     directory = checkpoint("llama")
     worker = InProcess(directory)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.running import prefill
 from tests.test_parity import load
 from zinfer.engine import kv_file
 from zinfer.engine.base import Engine
@@ -41,10 +42,10 @@ def run(engine: Engine, tokens: list[int], own: PrefixCache | None = None) -> tu
     """The logits after `tokens`, and how many of these were found in the shelf, where they are kept then."""
     parts = own.find(tokens) if own else []
     ids = torch.tensor([tokens])
-    logits = engine.prefill(ids, torch.ones_like(ids), past=parts)
+    logits = prefill(engine, ids, torch.ones_like(ids), past=parts)
     known = sum(part.length for part in parts)
     if own:
-        own.keep(tokens, engine)
+        own.keep(tokens, engine, engine.batches[-1])
     return logits, known
 
 

@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.running import prefill
 from tests.test_parity import BATCHES, greedy, load
+from tests.test_ring import FakeQueues
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine
+from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import codec, packed_layer
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
 from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.spec.case import Workload
 from zinfer.worker.server import not_as_asked
 
 CPU = torch.device("cpu")
@@ -137,22 +140,27 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
         ring.start()
         before = ring.bytes_copied
         for _ in range(2):
-            assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+            with ring.trip():
+                assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
         moved = sum(piece.size for index in ring.streamed for piece in ring.images[index].pieces)
         assert ring.bytes_copied - before == 2 * moved
         assert ring.kept_bytes == sum(ring.images[index].end - ring.images[index].start for index in resident)
-    layers[0]()
-    with pytest.raises(RuntimeError, match="layer 1 is next"):
+    with pytest.raises(RuntimeError, match="layer 1 is next"), ring.trip():  # noqa: PT012
+        layers[0]()
         layers[2]()
-    ring.rewind()
-    assert same(layers[0](), tensors[0])
+    with pytest.raises(RuntimeError, match="outside of a trip"):
+        layers[0]()
+    with ring.trip():  # left half-way
+        assert same(layers[0](), tensors[0])
+    with ring.trip():
+        assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
 
 
 def test_a_ring_needs_two_buffers() -> None:
     arena, images = packed([layer_tensors(0)])
-    with pytest.raises(ValueError, match="ring_depth=1"):
+    with pytest.raises(ValueError, match="1 ring buffers"):
         PrefetchRing(arena.memory, images, 1, CPU)
     arena.close()
 
@@ -163,10 +171,7 @@ def no_room() -> Tensor:
 
 def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [plain([("weight", torch.empty(64))], 0)]
-    ring = PrefetchRing(torch.zeros(images[-1].end, dtype=torch.uint8), images, 2, torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", object)
-    ring._cuda = True
+    ring = PrefetchRing(torch.zeros(images[-1].end, dtype=torch.uint8), images, 2, CPU, FakeQueues())
     ring.resize(3)
     for depth, size in ((6, 0), (3, 8192)):
         with monkeypatch.context() as short_of_memory:
@@ -196,7 +201,8 @@ def test_passes_side_by_side_share_a_stay_and_go_layer_by_layer() -> None:
         assert order == [(layer, part) for layer in range(3) for part in range(4)]
         assert ring.bytes_copied - before == sum(piece.size for one in ring.images for piece in one.pieces)
         order.clear()
-    assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+    with ring.trip():
+        assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
 
@@ -218,8 +224,8 @@ def test_a_pass_that_fails_ends_all_and_the_ring_goes_on() -> None:
     with pytest.raises(MemoryError, match="no more"):
         interleave(ring, [lambda rows=rows: forward(rows) for rows in range(4)], lambda *_: None)  # type: ignore[misc]
     assert sorted(left) == [0, 1, 2, 3]
-    ring.rewind()
-    assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+    with ring.trip():
+        assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
 
@@ -228,7 +234,7 @@ def tokens(loaded: Engine) -> list[Tensor]:
     try:
         return [greedy(loaded, lengths) for lengths in BATCHES]
     finally:
-        loaded.release()
+        loaded.clear()
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama", "mixtral", "opt"])
@@ -280,7 +286,8 @@ def test_what_stays_changes_with_the_batch(checkpoint: Callable[..., Path], tmp_
         machine = engine.plan.machine.model_copy(update={"host_bytes": machine_bytes})
         tight = type(engine)(engine.plan.model_copy(update={"case": case, "machine": machine}))
         for batch_size, expected in ((1, most), (1 << 14, 0), (1, most)):
-            tight._share_out(tight._ring, batch_size, 64, 8)  # type: ignore[attr-defined]
+            workload = Workload(batch_size=batch_size, input_len=64, output_len=8)
+            tight._share_out(tight._ring, workload)  # type: ignore[attr-defined]
             assert tight.effective().settings["resident_layers"] == expected
         tight.close()
     engine.close()
@@ -299,7 +306,7 @@ def test_a_prefill_in_blocks_streams_the_weights_once(
         assert torch.equal(ours, theirs)
     ring = engine._ring  # type: ignore[attr-defined]
     before = ring.bytes_copied
-    engine.prefill(torch.full((3, 5), 9), torch.ones(3, 5, dtype=torch.int64), reserve=4)
+    prefill(engine, torch.full((3, 5), 9), torch.ones(3, 5, dtype=torch.int64), reserve=4)
     assert ring.bytes_copied - before == sum(piece.size for one in ring.images for piece in one.pieces)
     engine.close()
 
@@ -323,11 +330,11 @@ def test_an_unknown_codec_is_refused(checkpoint: Callable[..., Path], tmp_path: 
 def test_a_step_can_be_watched(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     engine = load("stream", checkpoint("llama", hidden_size=256), "cpu", tmp_path, "bfloat16", weight_codec="lossless")
     token_ids = torch.full((2, 5), 9)
-    engine.prefill(token_ids, torch.ones_like(token_ids), reserve=3)
-    spans = engine.timeline(torch.tensor([9, 9]))
+    prefill(engine, token_ids, torch.ones_like(token_ids), reserve=3)
+    spans = engine.timeline([Work(engine.batches[0], torch.tensor([[9], [9]]))])
     computed = [span for span in spans if span.lane == "compute"]
     assert [span.layer for span in computed if span.layer is not None] == [0, 1, 2]
     assert list(dict.fromkeys(span.layer for span in spans if span.lane == "decode")) == [0, 1, 2]
     assert all(one.end_ms <= other.start_ms for one, other in pairwise(computed))
-    assert engine._ring.trace is None  # type: ignore[attr-defined]
+    assert engine._ring._trace is None  # type: ignore[attr-defined]
     engine.close()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import walker
 from tests.inline import MACHINE
+from tests.running import decode, prefill
 from zinfer.engine import EngineError
 from zinfer.engine.state import ModelState
 from zinfer.engine.tensorrt import TensorRT, planfile
@@ -114,7 +115,7 @@ def test_networks_give_the_logits_of_transformers(
     wide = {} if architecture == "bloom" else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     with torch.inference_mode():
         expected = reference(input_ids=token_ids, attention_mask=mask, use_cache=True, **wide)
-        logits = engine.prefill(token_ids, mask, reserve=6)
+        logits = prefill(engine, token_ids, mask, reserve=6)
         torch.testing.assert_close(logits, expected.logits[:, -1], rtol=1e-4, atol=1e-4)
         spread = expected.logits[:, -1].std().item()
         assert spread > 0.05, "logits that are all alike would compare equal"
@@ -125,10 +126,10 @@ def test_networks_give_the_logits_of_transformers(
             expected = reference(
                 input_ids=token[:, None], attention_mask=mask, past_key_values=expected.past_key_values, **wide
             )
-            logits = engine.decode(token)
+            logits = decode(engine, token)
             torch.testing.assert_close(logits, expected.logits[:, -1], rtol=1e-4, atol=1e-4)
     with pytest.raises(IndexError):
-        engine.decode(token)
+        decode(engine, token)
     assert engine._executor.passes == [(0, 2), (0, 1)] + [(1, 3)] * 6  # type: ignore[union-attr]
 
 
@@ -228,9 +229,9 @@ def test_shapes_beyond_the_plan_name_the_command_that_helps(library: Library, ch
     engine = WalkingTensorRT(case_plan(spec))
     ids = torch.full((5, 4), 9)
     with pytest.raises(EngineError, match=r"batch 5 is more than the 4 .* --max-batch-size 5 --max-seq-len 32"):
-        engine.prefill(ids, torch.ones_like(ids), reserve=4)
+        prefill(engine, ids, torch.ones_like(ids), reserve=4)
     with pytest.raises(EngineError, match=r"33 tokens a sequence .* --max-batch-size 4 --max-seq-len 33"):
-        engine.prefill(ids[:1], torch.ones_like(ids[:1]), reserve=29)
+        prefill(engine, ids[:1], torch.ones_like(ids[:1]), reserve=29)
     told = engine.effective()
     assert told.streamed_bytes_per_step == 750
     assert told.gpu_weight_bytes == spec.weight_bytes - 750
@@ -314,9 +315,9 @@ def test_on_a_gpu_the_tokens_are_those_of_transformers(architecture: str, checkp
     mask = torch.ones_like(token_ids)
     mask[0, :3] = 0
     expected = reference.generate(token_ids, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False)
-    tokens = [engine.prefill(token_ids, mask, reserve=8).argmax(-1)]
+    tokens = [prefill(engine, token_ids, mask, reserve=8).argmax(-1)]
     for _ in range(7):
-        tokens.append(engine.decode(tokens[-1]).argmax(-1))
+        tokens.append(decode(engine, tokens[-1]).argmax(-1))
     assert torch.equal(torch.stack(tokens, 1), expected[:, 7:])
     engine.close()
 

@@ -184,7 +184,7 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
     held: list[weakref.ref[torch.Tensor]] = []
 
     class Hungry(FakeEngine):
-        def prefill(self, token_ids: torch.Tensor, attention_mask: torch.Tensor, reserve: int = 0) -> torch.Tensor:
+        def step(self, _name: str, _rows: int) -> torch.Tensor:
             scores = torch.zeros(8)
             held.append(weakref.ref(scores))
             raise torch.OutOfMemoryError("out of memory")

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from tests.conformance.sizes import FIRST_TOKEN, VOCAB_SIZE
 from tests.conformance.small import GAINS, CannotBuild, Subject, family, save, small_model
+from tests.running import decode, prefill
 from zinfer import engine
 from zinfer.commands import pack
 from zinfer.engine import EngineError
@@ -216,7 +217,7 @@ def run(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, scratch: Pat
     """zinfer's greedy tokens, ``[B, OUTPUT_LEN]``."""
     tokens_at_once = mock.patch("zinfer.plan.cost.PREFILL_TOKENS", way.prefill_tokens)
     with tokens_at_once if way.prefill_tokens else mock.MagicMock(), loaded(way, directory, scratch) as running:
-        tokens = [running.prefill(token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
+        tokens = [prefill(running, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
         while len(tokens) < OUTPUT_LEN:
-            tokens.append(running.decode(tokens[-1]).argmax(-1))
+            tokens.append(decode(running, tokens[-1]).argmax(-1))
         return torch.stack(tokens, dim=1).cpu()

@@ -6,6 +6,7 @@ Page-locked memory is what a user can add, and it is worth a factor of six on PC
 What stands outside the decoder layers stays on the device, as a user's device map would have it.
 """
 
+from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -13,6 +14,7 @@ from accelerate.hooks import attach_align_device_hook_on_blocks
 from accelerate.utils import OffloadedWeightsLoader, offload_weight, save_offload_index
 from torch import Tensor
 
+from zinfer.engine.base import Work, is_step
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.state import ModelState
@@ -75,10 +77,11 @@ class Accelerate(Decoder):
             skip_keys=list(self.model._skip_keys_device_placement or ["past_key_values"]),
         )
 
-    def decode(self, token_ids: Tensor) -> Tensor:
-        before = self._offloaded.bytes_read if self._offloaded is not None else 0
-        logits = super().decode(token_ids)
-        self._streamed_per_step = self._offloaded.bytes_read - before if self._offloaded is not None else 0
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        before, step = self._offloaded.bytes_read if self._offloaded is not None else 0, is_step(works)
+        logits = super().forward(works)
+        if self._offloaded is not None and step:
+            self._streamed_per_step = self._offloaded.bytes_read - before
         return logits
 
     def effective(self) -> Effective:

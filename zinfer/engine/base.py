@@ -1,8 +1,12 @@
-"""The contract of an engine: two verbs, so that one loop, one clock and one sampler serve all of them."""
+"""The contract of an engine: one verb. `Engine.forward` computes one pass of the weights for any mixture of work.
+
+The running sequences live in micro-batches, which the engine makes (`admit`) and the caller holds; so a scheduler above
+decides what each pass carries, and one loop, one clock and one sampler serve all engines.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +18,39 @@ from zinfer.record.measurement import Effective, Span
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot
 
-Progress = Callable[[str, float], None]  # what is being done, and the share of it that is done (0 to 1)
+Progress = Callable[[str, float], None]  # the stage under way, and the share of it that is done (0 to 1)
 
 
 def silent(_what: str, _share: float) -> None:
-    """Progress nobody watches."""
+    """Progress callback that does nothing."""
+
+
+class MicroBatch:
+    """A rectangle of sequences with a KV cache of its own (FlexGen's term, arXiv:2303.06865). Engines make it.
+
+    Every sequence has `length` tokens in the cache, padding included, and there is room for `capacity`. The first
+    `prompt_len` of them are the prompt's.
+    """
+
+    def __init__(self, batch_size: int, prompt_len: int, capacity: int) -> None:
+        if not 0 < prompt_len <= capacity:
+            raise ValueError(f"a prompt of {prompt_len} tokens does not fit a KV cache of {capacity}")
+        self.batch_size, self.prompt_len, self.capacity = batch_size, prompt_len, capacity
+        self.length = 0
+
+
+class Work(NamedTuple):
+    """The tokens that a pass computes for one micro-batch."""
+
+    batch: MicroBatch
+    token_ids: Tensor  # [B, n] int64: a chunk of prompts (n large), one token (decode), k + 1 (verify k drafts)
+    keep: int = 1  # number of last positions whose logits are wanted
 
 
 class Engine(ABC):
     """A model ready to run. Constructed means loaded; every error of loading is raised by the constructor."""
+
+    one_trip: ClassVar[bool] = False  # whether several works share one trip of the weights, or take one each
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         self.plan = plan
@@ -30,53 +58,100 @@ class Engine(ABC):
         self.options: dict[str, Any] = {**defaults, **dict(plan.case.options)}
         self.progress = progress
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.batches: list[Any] = []  # admitted and not retired
 
     @classmethod
     def unable(cls) -> str | None:
-        """Why this machine cannot run the engine though all it requires is installed; None when it can."""
+        """Reason why this machine cannot run the engine though all it requires is installed; None when it can."""
         return None
 
     @abstractmethod
-    def prefill(
-        self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: "Sequence[KVSnapshot]" = ()
-    ) -> Tensor:
-        """Start a batch over: ``[B, S]`` left-padded prompts (int64) and their mask (1 real, 0 padding) to the last
-        position's logits ``[B, V]`` on the device. The KV cache gets room for ``reserve`` further tokens; a batch that
-        was running is forgotten.
+    def admit(self, attention_mask: Tensor, capacity: int, past: "Sequence[KVSnapshot]" = ()) -> MicroBatch:
+        """Reserve the KV cache of a new micro-batch; compute nothing.
 
-        `past` is what was kept of the first positions of these rows, one part after the other: only what follows is
-        computed, which must be a position at least. No part may be closed before the logits are there. Raises
-        EngineError for a past that is not of these rows, and where `cannot_keep` says why.
+        `attention_mask` ``[B, S]`` belongs to its left-padded prompts (1 token, 0 padding); `capacity` counts the
+        prompt and all tokens that will follow it. `past` holds the first positions of these prompts, computed before,
+        one snapshot after the other: the batch begins with them in its cache, and its `length` says how many they are;
+        one position at least must be left to compute. No snapshot may be closed before the first `forward` has run.
+
+        Raises EngineError for a past that does not belong to these rows, and where `cannot_snapshot` gives a reason;
+        torch.OutOfMemoryError or MemoryError without room.
         """
 
     @abstractmethod
-    def decode(self, token_ids: Tensor) -> Tensor:
-        """One step for all rows: the tokens chosen last, ``[B]``, to the next logits ``[B, V]``, both on the device."""
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        """Compute one pass: of each work the next ``[B, n]`` tokens, appended to its micro-batch's KV cache.
 
-    def cannot_keep(self) -> str | None:
-        """Why the engine can neither keep what it computed nor take it up again; None where it can do both."""
+        Returns the logits of each work's last `keep` positions, ``[B, keep, V]``, on the device. A micro-batch may
+        occur once. Raises EngineError for work that the engine cannot do (`Engine.cannot_chunk`), IndexError beyond the
+        capacity. After any exception the works' micro-batches must be retired.
+        """
+
+    @abstractmethod
+    def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
+        """Give the room of a micro-batch back, or of its `rows` only; the others close up, in their order.
+
+        Retiring a micro-batch a second time does nothing.
+        """
+
+    def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
+        """Forget positions (rejected drafts): keep the first `lengths`, ``[B]``, of each row's positions in the cache.
+
+        The micro-batch's new length is the largest of them; shorter rows have padding in between, which nothing attends
+        to. Positions that the last `forward` has added can be forgotten; EngineError says which others cannot.
+        """
+        raise EngineError(f"engine {self.plan.case.engine} cannot forget positions")
+
+    def cannot_chunk(self) -> str | None:
+        """Reason why prompts cannot be computed in several chunks, nor several tokens after the prompt; None if so."""
+        return f"engine {self.plan.case.engine} computes whole prompts and single tokens"
+
+    def cannot_snapshot(self) -> str | None:
+        """Reason why the engine can neither copy what it computed nor take it up again; None where it can do both."""
         return f"engine {self.plan.case.engine} keeps no keys and values"
 
-    def keep(self, first: int, last: int) -> "KVSnapshot":
-        """A copy, in host memory, of the running batch's keys and values of the positions from `first` up to `last`,
-        which have been computed. Raises EngineError where `cannot_keep` says why, MemoryError where there is no room.
+    def snapshot(self, batch: MicroBatch, first: int, last: int) -> "KVSnapshot":
+        """Copy to host memory the keys and values of positions `first` up to `last` (excluded), which are computed.
+
+        Raises EngineError where `cannot_snapshot` gives a reason, MemoryError where there is no room.
         """
-        raise EngineError(self.cannot_keep() or "there is nothing to keep")
+        raise EngineError(self.cannot_snapshot() or "there is nothing to copy")
 
-    def timeline(self, token_ids: Tensor) -> tuple[Span, ...]:
-        """One more decode step, traced; empty, and no step made, where the engine cannot tell.
+    def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
+        """Trace one more pass, of `works`; without spans, and without a pass, where the engine cannot tell.
 
-        All that was under way during the step is told, also copies that began before it or end after it. A span begins
-        when its stream has done waiting: what no span of a lane covers counts as idle.
+        Spans cover all that was under way during the pass, also copies that began before it or end after it. A span
+        begins when its stream has done waiting: time that no span of a lane covers counts as idle.
         """
         return ()
 
     @abstractmethod
     def effective(self) -> Effective:
-        """Where the weights are and what a step streams, as it really is, counted and not planned."""
+        """Count where the weights are and what a decode step streams, as it is and not as it was planned."""
 
-    def release(self) -> None:  # noqa: B027 - an engine without state of its own has nothing to do
-        """Forget the running batch and free its KV cache; weights stay."""
+    def clear(self) -> None:
+        """Retire every micro-batch; weights stay. For callers that lost track of them in an exception."""
+        for batch in list(self.batches):
+            self.retire(batch)
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - an engine without state of its own has nothing to do
         """Free everything, page-locked memory included. Safe to call twice."""
+
+
+def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:
+    """Raise ValueError unless each work belongs to another of the `live` micro-batches and has tokens for its rows."""
+    seen: set[int] = set()
+    for work in works:
+        batch, (rows, count) = work.batch, work.token_ids.shape
+        if id(batch) in seen or all(batch is not one for one in live):
+            raise ValueError("a pass takes micro-batches that are admitted and not retired, each of them once")
+        seen.add(id(batch))
+        if rows != batch.batch_size or not 1 <= work.keep <= count:
+            raise ValueError(f"{rows} rows of {count} tokens, logits of {work.keep}, for a batch of {batch.batch_size}")
+        if batch.length + count > batch.capacity:
+            raise IndexError(f"the KV cache holds {batch.capacity} tokens a sequence; {batch.length + count} are asked")
+
+
+def is_step(works: Sequence[Work]) -> bool:
+    """Tell whether a pass is a decode step: a token for each row, behind others."""
+    return all(work.token_ids.shape[1] == 1 and work.batch.length for work in works)

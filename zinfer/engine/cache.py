@@ -65,6 +65,14 @@ class Slots:
         self._bases = {at: first for at, first in self._bases.items() if at >= start} | {end: base}
         return Step(moved, past, slice(0 if moved else start - base, end - base))
 
+    def back(self, length: int) -> None:
+        """Forget the positions from `length` on. Raises EngineError where earlier ones are seen again, and are gone."""
+        end = max(self._bases)
+        base = self._bases[end]
+        if length > end or self.first(length) < base:
+            raise EngineError(f"position {length} is outside of what a sliding window of {self.window} has stored")
+        self._bases = {length: base}
+
 
 class Step:
     """Slots that new positions take: `new`, behind the slots `past` that they see. If `moved`, the past moves to the
@@ -98,6 +106,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self.batch_size, self.capacity = batch_size, capacity
         self.slots, self.is_sliding = Slots(capacity, window), window is not None
+        self._keys = self._values = torch.empty(0)
         self.rows, self.length = slice(0, batch_size), 0
 
     def window(self, rows: slice, length: int) -> None:
@@ -105,6 +114,21 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self.rows, self.length = rows, length
         if self.is_initialized:
             self._show()
+
+    def rollback(self, length: int) -> None:
+        """Forget the positions from `length` on, of all rows."""
+        self.slots.back(length)
+        self.window(slice(0, self.batch_size), length)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep `rows` only (indices ``[b]``, rising), as rows 0, 1, .., and free the others' memory."""
+        self.batch_size = len(rows)
+        if self.is_initialized:
+            self._take_rows(rows)
+        self.window(slice(0, self.batch_size), self.length)
+
+    def _take_rows(self, rows: Tensor) -> None:
+        self._keys, self._values = self._keys[rows], self._values[rows]
 
     def _show(self) -> None:
         held = self.slots.held(self.length)
@@ -173,6 +197,11 @@ class QuantizedLayer(FixedLayer):
     def _show(self) -> None:
         """Nothing is to be seen without a pass."""
 
+    def _take_rows(self, rows: Tensor) -> None:
+        self._stored = [
+            (content.view(torch.int8)[rows].view(self._storage), scales[rows]) for content, scales in self._stored
+        ]
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -225,6 +254,13 @@ class _StateRows:
             for number, states in whole.items():
                 getattr(self, name)[number] = states[rows]
 
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep `rows` only (indices ``[b]``, rising), as rows 0, 1, ..; `window` must follow."""
+        self.batch_size = len(rows)
+        for whole in self._whole.values():
+            for number, states in whole.items():
+                whole[number] = states[rows]
+
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         super().lazy_initialization(*args, **kwargs)  # type: ignore[misc]
         for name, whole in self._whole.items():
@@ -246,6 +282,10 @@ class _MixedRows(_StateRows):
     def window(self, rows: slice, length: int) -> None:
         super().window(rows, length)
         self.attention.window(rows, length)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
+        self.attention.keep_rows(rows)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.is_initialized = True
@@ -277,6 +317,26 @@ class RowCache(Cache):  # type: ignore[misc]
         for one in self.layers if layer is None else (self.layers[layer],):
             if not isinstance(one, _DUMMY):
                 one.window(rows, length)
+
+    def keep_rows(self, rows: Tensor, length: int) -> None:
+        """Keep `rows` only (indices ``[b]``, rising), at position `length`, and free the others' memory."""
+        for one in self.layers:
+            if not isinstance(one, _DUMMY):
+                one.keep_rows(rows)
+        self.window(slice(0, len(rows)), length)
+
+    def rollback(self, length: int) -> None:
+        """Forget the positions from `length` on. Raises EngineError for states that cannot forget (`only_keys`)."""
+        if not self.only_keys:
+            raise EngineError("a state of fixed size forgets no single positions")
+        for layer in self.attention.values():
+            if layer.is_initialized:
+                layer.rollback(length)
+
+    @property
+    def only_keys(self) -> bool:
+        """Tell whether all that the layers hold is keys and values."""
+        return not any(isinstance(layer, _StateRows) for layer in self.layers)
 
     def has_length(self, length: int) -> bool:
         """Tell whether every layer that holds tokens holds `length` of them."""
@@ -336,11 +396,3 @@ def shares_keys(config: PreTrainedConfig) -> bool:
 
 def _has_states(layer: Any) -> bool:
     return all(isinstance(getattr(layer, name, None), dict) for name in (*STATES, "has_previous_state"))
-
-
-def show_rows(cache: Cache, rows: slice, length: int) -> bool:
-    """Narrow every layer of `cache` to `rows`, at position `length`; False where the cache is not of our making."""
-    if not isinstance(cache, RowCache):
-        return False
-    cache.window(rows, length)
-    return True

@@ -1,4 +1,4 @@
-"""Prefill and decode over any `transformers` decoder; an engine on top of it only says where the weights are.
+"""Passes over any `transformers` decoder; an engine on top of it only says where the weights are.
 
 No per-architecture code: what `AutoModelForCausalLM` builds, runs. Positions follow the attention mask, so that
 left-padded rows count from their own first token, as `generate` does it.
@@ -6,10 +6,10 @@ left-padded rows count from their own first token, as `generate` does it.
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine, Progress, silent
-from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, make_cache, show_rows
+from zinfer.engine.base import Engine, MicroBatch, Progress, Work, check_works, silent
+from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.plan.cost import pass_tokens, prefill_rows
 from zinfer.plan.plan import Plan, placement_of
@@ -26,14 +26,78 @@ from zinfer.plan.plan import Plan, placement_of
 CACHE_NAMES = ("past_key_values", "cache_params")  # what forward passes call their cache
 
 
+class DecoderBatch(MicroBatch):
+    """A micro-batch of a `Decoder`: its KV cache, and which positions in it are real.
+
+    `cache` is None where the model makes its own; `state` is what the forward pass takes as its cache. `mask`,
+    ``[B, capacity]``, has 0 at padding and at forgotten positions; it is None while there is neither, since every
+    kernel can then use plain causal attention, which needs no ``[B, 1, S, S]`` mask.
+    """
+
+    def __init__(self, mask: Tensor, capacity: int, cache: Cache | None, state: Any) -> None:
+        super().__init__(mask.shape[0], mask.shape[1], capacity)
+        self.cache, self.state = cache, state
+        self.mask: Tensor | None = None
+        self._before: Tensor | None = None  # [B, 1]: real positions among the first `length`
+        if not bool(mask.all()):
+            self._need_mask(mask.device, mask.dtype)[:, : self.prompt_len] = mask
+
+    def _need_mask(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones((self.batch_size, self.capacity), dtype=dtype, device=device)
+        return self.mask
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Positions of the next `count` tokens of each row, ``[B, count]``: real ones counted from 0, padding at 0."""
+        if self.mask is None:
+            return torch.arange(self.length, self.length + count, device=device).expand(self.batch_size, count)
+        if self._before is None:
+            self._before = self.mask[:, : self.length].sum(-1, keepdim=True)
+        counted: Tensor = self._before + self.mask[:, self.length : self.length + count].cumsum(-1)
+        return (counted - 1).clamp(min=0)
+
+    def advance(self, count: int) -> None:
+        """Count `count` more tokens in each row."""
+        if self._before is not None and self.mask is not None:
+            self._before = self._before + self.mask[:, self.length : self.length + count].sum(-1, keepdim=True)
+        self.length += count
+
+    def rollback(self, lengths: Tensor) -> None:
+        """Keep the first `lengths`, ``[B]``, positions; what shorter rows lack to the longest becomes padding."""
+        length = int(lengths.max())
+        if int(lengths.min()) < length:
+            mask = self._need_mask(lengths.device)
+            mask[:, :length] *= torch.arange(length, device=lengths.device) < lengths[:, None]
+        self.length, self._before = length, None
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep `rows`, indices ``[b]``, only."""
+        self.batch_size = len(rows)
+        self.mask, self._before = None if self.mask is None else self.mask[rows], None
+        if isinstance(self.cache, RowCache):
+            self.cache.keep_rows(rows, self.length)
+
+    def show(self, rows: slice | None = None) -> None:
+        """Narrow the cache to `rows`, or have it show all of them, at the batch's length."""
+        if isinstance(self.cache, RowCache):
+            self.cache.window(rows or slice(0, self.batch_size), self.length)
+
+
+class Part(NamedTuple):
+    """Rows of a work that go through the model together, with their positions ``[b, n]``."""
+
+    batch: DecoderBatch
+    rows: slice
+    token_ids: Tensor  # [b, n]
+    positions: Tensor
+    keep: int
+
+
 class Decoder(Engine):
     """An engine whose `model` is a `transformers` causal language model. Subclasses say in `_load` where its weights
     go, and end it with `_ready`; what `close` frees has a default in the class, as it may be called half-way."""
 
     model: PreTrainedModel
-    _cache: Cache | None = None
-    _state: Any = None  # what the forward pass takes as its cache, and has its state of the batch in
-    _mask: Tensor | None = None
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
@@ -53,101 +117,100 @@ class Decoder(Engine):
             for leaf, buffer in module._buffers.items():
                 module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
         self._inspect()
-        self._cache = None
 
     def _inspect(self) -> None:
         """Learn how `model` is called; its weights need not be there. Raises EngineError where it has no cache."""
-        owner = self._forward_owner()
-        accepted = inspect.signature(owner.forward).parameters
+        accepted = inspect.signature(self.model.forward).parameters
         self._accepted = frozenset(accepted)
         self._cache_name = next((name for name in CACHE_NAMES if name in accepted), "")
         if not self._cache_name or "input_ids" not in accepted:
             raise EngineError(
-                f"{self.plan.model.name} cannot be run step by step: the forward pass of {type(owner).__name__} takes "
-                "no cache"
+                f"{self.plan.model.name} cannot be run step by step: the forward pass of {type(self.model).__name__} "
+                "takes no cache"
             )
-        takes_default = getattr(owner, "_supports_default_dynamic_cache", lambda: True)
+        takes_default = getattr(self.model, "_supports_default_dynamic_cache", lambda: True)
         # Modules of a few models keep states of the batch themselves, besides what is in the cache.
         self._in_modules = any(hasattr(module, "_setup_cache") for module in self.model.modules())
         self._own_cache = self._in_modules or not takes_default()
         self._rope_switch = rope_switch(self.model)
 
-    def _forward_owner(self) -> PreTrainedModel:
-        """The module whose `forward` names the arguments; an engine that wraps the model overrides `_call` only."""
-        return self.model
-
-    def _call(self, **inputs: object) -> Tensor:
-        """One forward pass; logits ``[B, n, V]``."""
+    def _call(self, batch: DecoderBatch, **inputs: object) -> Tensor:
+        """Run one forward pass; its logits ``[B, n, V]``."""
         output = self.model(**inputs)
         if self._own_cache and (state := getattr(output, self._cache_name, None)) is not None:
-            self._state = state
+            batch.state = state
         logits: Tensor = output.logits
         return logits
 
     @torch.inference_mode()
-    def prefill(
-        self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[KVSnapshot] = ()
-    ) -> Tensor:
-        self.release()
-        token_ids, mask = token_ids.to(self.device), attention_mask.to(self.device)
-        batch_size, length = token_ids.shape
-        known = self._check_past(past, batch_size, length)
-        self._check_positions(mask, reserve)
-        self._cache = self._make_cache(batch_size, length, length + reserve)
-        self._state = DynamicCache(config=self.model.config) if self._in_modules else self._cache
-        if self._cache is not None:
-            for part in past:
-                part.put(self._cache.layers, self.device)
-        # Without padding every kernel can use plain causal attention, which needs no [B, 1, S, S] mask.
-        self._mask = None if bool(mask.all()) else torch.ones((batch_size, length + reserve), dtype=mask.dtype)
-        if self._mask is not None:
-            self._mask = self._mask.to(self.device)
-            self._mask[:, :length] = mask
-        self._length = self._mask_length = length
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        self._next_position = positions[:, -1:] + 1
-        parts = self._split(slice(0, batch_size), length - known) if past else self._parts(batch_size, length)
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[KVSnapshot] = ()) -> DecoderBatch:
+        mask = attention_mask.to(self.device)
+        known = self._check_past(past, *mask.shape)
+        self._check_positions(mask, capacity)
+        if self._in_modules and self.batches:
+            raise EngineError(f"modules of {self.plan.model.name} hold the state of one batch: retire the other first")
+        batch = self._make_batch(mask, capacity)
+        self.batches.append(batch)
         try:
-            logits = self._in_parts(
-                parts, known, lambda rows: self._step(token_ids[rows, known:], positions[rows, known:], rows)
-            )
-            if isinstance(self._cache, RowCache) and not self._cache.has_length(length):
-                raise CacheFullError
-        except CacheFullError:
-            raise EngineError(f"{self.plan.model.name} computes other tokens than those of its prompt") from None
-        self._show(slice(0, batch_size), length)
-        return torch.cat(logits)
+            for part in past:
+                assert batch.cache is not None
+                part.put(batch.cache.layers, self.device)
+        except BaseException:
+            self.retire(batch)
+            raise
+        batch.advance(known)
+        return batch
 
-    def _check_positions(self, mask: Tensor, reserve: int) -> None:
+    def _make_batch(self, mask: Tensor, capacity: int) -> DecoderBatch:
+        """A micro-batch with its cache, not admitted yet."""
+        cache = None if self._own_cache else make_cache(self.model.config, len(mask), capacity)
+        return DecoderBatch(mask, capacity, cache, self._state_of(cache))
+
+    def _state_of(self, cache: Cache | None) -> Any:
+        return DynamicCache(config=self.model.config) if self._in_modules else cache
+
+    def _check_positions(self, mask: Tensor, capacity: int) -> None:
         """Raise EngineError where the batch's positions would lead to wrong text."""
         lengths = mask.sum(-1)
         least, most = int(lengths.min()), int(lengths.max())
+        more = capacity - mask.shape[1]
         switch = self._rope_switch
-        if switch is not None and least <= switch < most + reserve:
+        if switch is not None and least <= switch < most + more:
             raise EngineError(
                 f"from position {switch} on {self.plan.model.name} turns all keys by other angles (longrope), also "
-                f"those in the cache: prompts of {least} to {most} tokens and {reserve} more must stay on one side"
+                f"those in the cache: prompts of {least} to {most} tokens and {more} more must stay on one side"
             )
         if "attention_mask" not in self._accepted and least < mask.shape[1]:
             raise EngineError(f"{self.plan.model.name} knows no padding: its prompts must be of one length in a batch")
 
     def _check_past(self, past: Sequence[KVSnapshot], batch_size: int, length: int) -> int:
-        """The positions that `past` holds. Raises EngineError for one that cannot be taken up."""
+        """Count the positions that `past` holds. Raises EngineError for one that cannot be taken up."""
         if not past:
             return 0
-        if (why_not := self.cannot_keep()) is not None:
+        if (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
         known, layers = 0, self.plan.model.num_layers
         for part in past:
             if part.first != known or not part.fits(layers, batch_size):
-                raise EngineError("what was kept is of other rows, of another model, or not in order")
+                raise EngineError("the snapshots belong to other rows or another model, or are not in order")
             known += part.length
         if known >= length:
-            raise EngineError(f"{known} positions were kept, and the prompt has {length}: one at least must be new")
+            raise EngineError(f"snapshots hold {known} positions of a prompt of {length}: one at least must be new")
         return known
 
-    def cannot_keep(self) -> str | None:
-        layers = [] if self._own_cache else make_cache(self.model.config, 1, 1).layers
+    def _kinds_of_layers(self) -> list[Any]:
+        """Layers of a cache of the model; none where it makes its own, or holds more than keys, values and states."""
+        cache = None if self._own_cache else make_cache(self.model.config, 1, 1)
+        return cache.layers if isinstance(cache, RowCache) else []
+
+    def cannot_chunk(self) -> str | None:
+        layers = self._kinds_of_layers()
+        if not layers or not RowCache(layers=layers).only_keys:
+            return f"layers of {self.plan.model.name} take a prompt as a whole: they hold more than keys and values"
+        return None
+
+    def cannot_snapshot(self) -> str | None:
+        layers = self._kinds_of_layers()
         if not layers or any(type(layer) is not FixedLayer for layer in layers):
             return f"the layers of {self.plan.model.name} hold another state than keys and values"
         windows = {layer.slots.window for layer in layers} - {None}
@@ -156,76 +219,129 @@ class Decoder(Engine):
         return None
 
     @torch.inference_mode()
-    def keep(self, first: int, last: int) -> KVSnapshot:
-        if (why_not := self.cannot_keep()) is not None:
+    def snapshot(self, batch: MicroBatch, first: int, last: int) -> KVSnapshot:
+        if (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
-        if self._cache is None or not 0 <= first < last <= self._length:
+        cache = batch.cache if isinstance(batch, DecoderBatch) else None
+        if cache is None or not 0 <= first < last <= batch.length:
             raise EngineError(f"positions {first} to {last} have not been computed")
-        if not all(layer.is_initialized for layer in self._cache.layers):
+        if not all(layer.is_initialized for layer in cache.layers):
             raise EngineError(f"some layers of {self.plan.model.name} hold no keys and values of their own")
-        return KVSnapshot.of(self._cache.layers, first, last, pin=self.device.type == "cuda")
-
-    def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache | None:
-        """The cache of a batch whose prompts are `length` tokens long; None where the model makes its own."""
-        return None if self._own_cache else make_cache(self.model.config, batch_size, capacity)
-
-    def _parts(self, batch_size: int, length: int) -> list[slice]:
-        """The rows that go through the model together, `length` tokens of each at a time."""
-        rows = slice(0, batch_size)
-        return [rows] if length == 1 or not isinstance(self._cache, RowCache) else self._split(rows, length)
-
-    def _split(self, rows: slice, length: int) -> list[slice]:
-        """`rows`, as many at a time as have activations of `length` tokens within bounds."""
-        setup = placement_of(self.plan.case, self.plan.model, self.plan.machine)
-        at_once = prefill_rows(rows.stop - rows.start, length, pass_tokens(setup, self.plan.model))
-        return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
-
-    def _in_parts(self, parts: list[slice], length: int, work: Callable[[slice], Tensor]) -> list[Tensor]:
-        """`work`, a forward pass, for each part of the batch, of which `length` tokens are in the cache."""
-        logits = []
-        for rows in parts:
-            self._show(rows, length)
-            logits.append(work(rows))
-        return logits
-
-    def _show(self, rows: slice, length: int) -> bool:
-        """Narrow the cache to `rows`, at position `length`; False where it is not of our making."""
-        return self._cache is not None and show_rows(self._cache, rows, length)
+        return KVSnapshot.of(cache.layers, first, last, pin=self.device.type == "cuda")
 
     @torch.inference_mode()
-    def decode(self, token_ids: Tensor) -> Tensor:
-        if self._state is None:
-            raise RuntimeError("decode() before prefill()")
-        self._length += 1
-        positions, self._next_position = self._next_position, self._next_position + 1
-        parts, length = self._parts(token_ids.shape[0], 1), self._length - 1
-        logits = self._in_parts(parts, length, lambda rows: self._step(token_ids[rows, None], positions[rows], rows))
-        if len(parts) > 1:
-            self._show(slice(0, token_ids.shape[0]), self._length)
-        return torch.cat(logits)
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        check_works(works, self.batches)
+        split = [self._parts(work) for work in works]
+        try:
+            logits = iter(self._run([part for parts in split for part in parts]))
+            found = [torch.cat([next(logits) for _ in parts]) for parts in split]
+            for work in works:
+                self._check_length(work)
+        except CacheFullError:
+            raise self._other_tokens() from None
+        for work in works:
+            work.batch.advance(work.token_ids.shape[1])  # type: ignore[attr-defined]
+            work.batch.show()  # type: ignore[attr-defined]
+        return found
 
-    def _step(self, token_ids: Tensor, positions: Tensor, rows: slice) -> Tensor:
-        """One forward pass of `rows`, whose tokens and positions these are; the last position's logits."""
-        first = self._mask_length == self._length
+    def _check_length(self, work: Work) -> None:
+        cache = getattr(work.batch, "cache", None)
+        if isinstance(cache, RowCache) and not cache.has_length(work.batch.length + work.token_ids.shape[1]):
+            raise self._other_tokens()
+
+    def _other_tokens(self) -> EngineError:
+        return EngineError(f"{self.plan.model.name} computes other tokens than those of its prompt")
+
+    def _parts(self, work: Work) -> list[Part]:
+        """The rows of a work that go through the model together. Raises EngineError for work that it cannot do."""
+        batch, token_ids, keep = work
+        assert isinstance(batch, DecoderBatch)
+        token_ids = token_ids.to(self.device)
+        count = token_ids.shape[1]
+        whole = batch.length == 0 and count >= batch.prompt_len
+        chunked = not whole and (count > 1 or batch.length < batch.prompt_len)
+        if chunked and (why_not := self.cannot_chunk()) is not None:
+            raise EngineError(why_not)
+        positions = batch.positions(count, token_ids.device)
+        return [Part(batch, rows, token_ids[rows], positions[rows], keep) for rows in self._rows(batch, count)]
+
+    def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
+        """Which rows of `batch` go through the model together, `count` tokens of each."""
+        rows = slice(0, batch.batch_size)
+        return [rows] if count == 1 or not isinstance(batch.cache, RowCache) else self._split(rows, count)
+
+    def _split(self, rows: slice, count: int) -> list[slice]:
+        """`rows`, as many at a time as have activations of `count` tokens within bounds."""
+        setup = placement_of(self.plan.case, self.plan.model, self.plan.machine)
+        at_once = prefill_rows(rows.stop - rows.start, count, pass_tokens(setup, self.plan.model))
+        return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
+
+    def _run(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Run a forward pass for each part; their logits ``[b, keep, V]``."""
+        return [self._alone(part) for part in parts]
+
+    def _alone(self, part: Part) -> Tensor:
+        part.batch.show(part.rows)
+        return self._pass(part)
+
+    def _pass(self, part: Part) -> Tensor:
+        """One forward pass of a part, to whose rows the cache is narrowed."""
+        batch, rows, token_ids, positions, keep = part
+        end = batch.length + token_ids.shape[1]
         inputs: dict[str, object] = {
             "input_ids": token_ids,
-            "attention_mask": None if self._mask is None else self._mask[rows, : self._length],
+            "attention_mask": None if batch.mask is None else batch.mask[rows, :end],
             "position_ids": positions,
-            "logits_to_keep": 1,
-            self._cache_name: self._state,
+            "logits_to_keep": keep,
+            self._cache_name: batch.state,
             "use_cache": True,
         }
-        if self._cache_name == "cache_params" and not first:
+        if self._cache_name == "cache_params" and batch.length:
             inputs["attention_mask"] = None  # of a state that has taken padding in, as `generate` has it
         inputs = {name: value for name, value in inputs.items() if name in self._accepted}
-        return self._call(**inputs)[:, -1]
+        return self._call(batch, **inputs)[:, -keep:]
 
-    def release(self) -> None:
-        self._cache = self._state = None
-        self._mask = None
+    @torch.inference_mode()
+    def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
+        cache = getattr(batch, "cache", None)
+        assert isinstance(batch, DecoderBatch)
+        if not isinstance(cache, RowCache) or not cache.only_keys:
+            raise EngineError(f"layers of {self.plan.model.name} hold a state that forgets no single positions")
+        lengths = lengths.to(self.device)
+        least, length = int(lengths.min()), int(lengths.max())
+        if not 0 < least <= length <= batch.length:
+            raise ValueError(f"rows of {batch.length} positions cannot be rolled back to {least} to {length}")
+        windows = [layer.slots.window for layer in cache.attention.values() if layer.slots.window is not None]
+        if least < length and windows and length >= min(windows):
+            raise EngineError(f"rows within a sliding window of {min(windows)} tokens are rolled back alike")
+        cache.rollback(length)
+        batch.rollback(lengths)
+
+    @torch.inference_mode()
+    def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
+        if all(batch is not one for one in self.batches):
+            return
+        assert isinstance(batch, DecoderBatch)
+        kept = [] if rows is None else sorted(set(range(batch.batch_size)) - set(rows))
+        if kept and len(kept) < batch.batch_size:
+            if not isinstance(batch.cache, RowCache):
+                raise EngineError(f"{self.plan.model.name} keeps its cache whole: all rows are retired at once")
+            self._keep_rows(batch, kept)
+        elif not kept:
+            self.batches = [one for one in self.batches if one is not batch]
+            self._free(batch)
+
+    def _keep_rows(self, batch: DecoderBatch, kept: Sequence[int]) -> None:
+        """Keep the rows `kept` of a micro-batch."""
+        batch.keep_rows(torch.tensor(kept, device=self.device))
+
+    def _free(self, batch: DecoderBatch) -> None:
+        """Free a micro-batch's cache."""
+        batch.cache = batch.state = batch.mask = None
 
     def close(self) -> None:
-        self.release()
+        self.clear()
         if hasattr(self, "model"):
             del self.model
         if self.device.type == "cuda":

@@ -13,6 +13,7 @@ from torch import Tensor
 from zinfer.engine.base import Engine
 from zinfer.generation.detokenizer import Detokenizer, Dialogue
 from zinfer.generation.generate import Sampling, choose, eos_token_ids, load_tokenizer
+from zinfer.generation.passes import decode, prefill
 from zinfer.generation.prefix_cache import PrefixCache
 from zinfer.plan.plan import Plan
 from zinfer.spec.model import ModelError
@@ -51,7 +52,7 @@ class Chat:
         self._dialogue = Dialogue(self._tokenizer, system)
         if not self._dialogue.template:
             self._notes.append("the model has no chat template: turns and answers follow each other as they are")
-        if (why_not := engine.cannot_keep()) is not None:
+        if (why_not := engine.cannot_snapshot()) is not None:
             self._notes.append(f"each turn computes the whole conversation: {why_not}")
         else:
             where = None if folder is None else Path(folder)
@@ -81,7 +82,8 @@ class Chat:
         self._answer: list[int] = []
         self._steps = 0
         self._spelling = Detokenizer(self._tokenizer)
-        piece = self._take(engine.prefill(token_ids, torch.ones_like(token_ids), self._left, parts))
+        self._batch, logits = prefill(engine, token_ids, torch.ones_like(token_ids), self._left, parts)
+        piece = self._take(logits)
         seconds = time.monotonic() - began
         return {"reloaded": reloaded, "computed": len(ids) - reloaded, "seconds": seconds} | piece | self._told()
 
@@ -89,7 +91,7 @@ class Chat:
         """The next token: the ``text`` that it completes, and ``ended``: None, ``stop`` at an end token, ``length``; in
         how many ``seconds``."""
         began = time.monotonic()
-        piece = self._take(engine.decode(self._chosen))
+        piece = self._take(decode(engine, self._batch, self._chosen))
         self._steps += 1
         return piece | {"seconds": time.monotonic() - began}
 
@@ -97,8 +99,8 @@ class Chat:
         """End the answer, as far as it is, and keep what was computed: its ``output_ids`` and ``output_text``."""
         text = self._dialogue.answered(self._answer)
         if self._shelf is not None:
-            self._shelf.keep(self._ids + self._answer[: self._steps], engine)
-        engine.release()
+            self._shelf.keep(self._ids + self._answer[: self._steps], engine, self._batch)
+        engine.retire(self._batch)
         return {"output_ids": self._answer, "output_text": text} | self._told()
 
     def _take(self, logits: Tensor) -> dict[str, Any]:

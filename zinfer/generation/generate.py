@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from zinfer.engine.base import Engine, Progress
+from zinfer.generation.passes import decode, prefill
 from zinfer.spec.model import ModelError, ModelSpec, check_positions
 from zinfer.spec.value import Frozen
 
@@ -135,7 +136,7 @@ def _continue(
     end_ids = torch.tensor(sorted(ends), device=engine.device)
     alive = torch.ones(len(token_ids), dtype=torch.bool, device=engine.device)
     chosen: list[Tensor] = []
-    logits = engine.prefill(token_ids, mask, reserve=sampling.output_len)
+    batch, logits = prefill(engine, token_ids, mask, reserve=sampling.output_len)
     for step in range(sampling.output_len):
         token = choose(logits, sampling, generator)
         chosen.append(token)
@@ -143,8 +144,8 @@ def _continue(
         tick((step + 1) / sampling.output_len)
         if step + 1 == sampling.output_len or not bool(alive.any()):
             break
-        logits = engine.decode(token)
-    engine.release()
+        logits = decode(engine, batch, token)
+    engine.retire(batch)
     rows = []
     for row in torch.stack(chosen, dim=1).tolist():
         stop = next((index for index, token in enumerate(row) if token in ends), None)

@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from zinfer.engine import EngineError, kv_file
-from zinfer.engine.base import Engine
+from zinfer.engine.base import Engine, MicroBatch
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.generation.radix_tree import Node, RadixTree, digest
 from zinfer.spec.checkpoint import CheckpointError
@@ -74,8 +74,8 @@ class PrefixCache:
             parts.append(node.kept if length == len(node.tokens) else node.kept.head(length))
         return parts
 
-    def keep(self, tokens: Sequence[int], engine: Engine) -> None:
-        """Keep what `engine` has computed of `tokens`, which are the first ones of its running batch of one row, as far
+    def keep(self, tokens: Sequence[int], engine: Engine, batch: MicroBatch) -> None:
+        """Keep what `engine` has computed of `tokens`, which are the first ones of its `batch` of one row, as far
         as it is not kept yet."""
         path = self._tree.match(tokens)
         whole = [node for node, length in path if length == len(node.tokens)]
@@ -88,7 +88,7 @@ class PrefixCache:
             self._say(f"{gb(size)} more of the conversation are not kept: its memory is limited to {gb(self._size)}")
             return
         try:
-            kept = engine.keep(parent.last, len(tokens))
+            kept = engine.snapshot(batch, parent.last, len(tokens))
         except (MemoryError, EngineError, torch.OutOfMemoryError) as error:  # the GPU lays out what leaves it
             self._say(f"{gb(size)} of the conversation are not kept: {error}")
             return

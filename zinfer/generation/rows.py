@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zinfer.engine.base import Engine
 from zinfer.generation.generate import eos_token_ids, load_tokenizer
+from zinfer.generation.passes import decode, prefill
 from zinfer.spec.model import ModelError, ModelSpec
 
 ANSWER_S = 1.0  # decode that long before telling, unless a row ends
@@ -78,7 +79,8 @@ class Rows:
         token_ids = torch.tensor([[padding] * (length - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         began = time.monotonic()
-        logits = engine.prefill(token_ids, mask, reserve=reserve)
+        engine.clear()
+        self._batch, logits = prefill(engine, token_ids, mask, reserve=reserve)
         return self._tell([self._take(logits, engine)], began)
 
     def go_on(self, engine: Engine) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class Rows:
         began = time.monotonic()
         steps: list[list[dict[str, Any]]] = []
         while self._reserve and any(not row.ended for row in self._rows):
-            steps.append(self._take(engine.decode(self._chosen), engine))
+            steps.append(self._take(decode(engine, self._batch, self._chosen), engine))
             if steps[-1] or time.monotonic() - began > ANSWER_S:
                 break
         return self._tell(steps, began)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zinfer.engine.base import Engine
+from zinfer.engine.base import Engine, MicroBatch, Work
+from zinfer.generation.passes import decode, prefill
 from zinfer.record.measurement import Span, Status
 from zinfer.spec.case import Workload
 
@@ -76,14 +77,15 @@ def measure(
     with Telemetry(engine.device) as telemetry:
         try:
             beat("warm-up", 0.0)
-            logits = engine.prefill(token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
+            batch, logits = prefill(engine, token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
             for _ in range(WARM_UP_STEPS):  # also where no step is timed: they show what a step streams
-                logits = engine.decode(logits.argmax(-1))
+                logits = decode(engine, batch, logits.argmax(-1))
             synchronize(engine.device)
+            engine.retire(batch)
             del logits  # in the midst of the memory that the next prefill takes
             telemetry.start()
             for repeat in range(repeats):
-                token = _run_once(
+                batch, token = _run_once(
                     engine, token_ids, mask, workload, samples, lambda step: beat(samples.stage, step / total)
                 )
                 if samples.status != "ok":
@@ -92,12 +94,14 @@ def measure(
                 if repeat + 1 == repeats or enough(e2e):
                     samples.gpu = telemetry.summary()
                     with suppress(Exception):
-                        samples.timeline = tuple(Span.model_validate(span) for span in engine.timeline(token))
+                        spans = engine.timeline([Work(batch, token[:, None])])
+                        samples.timeline = tuple(Span.model_validate(span) for span in spans)
                     return
+                engine.retire(batch)
         finally:
             samples.gpu = samples.gpu or telemetry.summary()
             with suppress(Exception):
-                engine.release()
+                engine.clear()
 
 
 def _run_once(
@@ -107,15 +111,15 @@ def _run_once(
     workload: Workload,
     samples: Samples,
     tick: Callable[[int], None],
-) -> Tensor:
-    """One repeat: its prefill and its decode steps; nothing is kept of a repeat that does not finish. Returns the last
-    tokens, ``[B]``, for which the KV cache has room: a run takes one token less than is reserved."""
+) -> tuple[MicroBatch, Tensor]:
+    """One repeat: its prefill and its decode steps; nothing is kept of a repeat that does not finish. Returns the
+    micro-batch and the last tokens, ``[B]``, for which it has room: a run takes one token less than is reserved."""
     done = len(samples.ttft_ms) * workload.output_len
     synchronize(engine.device)
     samples.stage = "prefill"
     tick(done)
     start = time.perf_counter()
-    logits = engine.prefill(token_ids, mask, reserve=workload.output_len)
+    batch, logits = prefill(engine, token_ids, mask, reserve=workload.output_len)
     token = logits.argmax(-1)
     synchronize(engine.device)
     last = time.perf_counter()
@@ -123,7 +127,7 @@ def _run_once(
     samples.stage = "decode"
     step_ms = []
     for step in range(1, workload.output_len):
-        logits = engine.decode(token)
+        logits = decode(engine, batch, token)
         token = logits.argmax(-1)
         synchronize(engine.device)
         now = time.perf_counter()
@@ -132,23 +136,23 @@ def _run_once(
         last = time.perf_counter()
     if not bool(torch.isfinite(logits).all()):
         samples.status = "nan_output"
-        return token
+        return batch, token
     samples.ttft_ms.append(first_ms)
     samples.step_ms.append(tuple(step_ms))
-    return token
+    return batch, token
 
 
 def first_token_ms(
     engine: Engine, token_ids: Tensor, past: Callable[[], Sequence["KVSnapshot"]] = lambda: ()
-) -> tuple[float, Tensor]:
-    """Milliseconds until the token after ``[1, S]`` is chosen, and its logits ``[1, V]``; what it takes to have `past`
-    is part of them."""
+) -> tuple[float, MicroBatch, Tensor]:
+    """Milliseconds until the token after ``[1, S]`` is chosen, the micro-batch, and its logits ``[1, V]``; the time
+    that getting `past` takes is part of them."""
     synchronize(engine.device)
     start = time.perf_counter()
-    logits = engine.prefill(token_ids, torch.ones_like(token_ids), reserve=1, past=past())
+    batch, logits = prefill(engine, token_ids, torch.ones_like(token_ids), reserve=1, past=past())
     logits.argmax(-1)
     synchronize(engine.device)
-    return (time.perf_counter() - start) * 1e3, logits
+    return (time.perf_counter() - start) * 1e3, batch, logits
 
 
 class Telemetry:

@@ -32,16 +32,17 @@ class Rerun:
 
         Raises EngineError where the engine cannot keep anything, and whatever running out of memory raises.
         """
-        if (why_not := engine.cannot_keep()) is not None:
+        if (why_not := engine.cannot_snapshot()) is not None:
             raise EngineError(why_not)
         token_ids = prompts(Workload(batch_size=1, input_len=context, output_len=1), self._plan.model.vocab_size)
         token_ids = token_ids.to(engine.device)
         pin = engine.device.type == "cuda"
         with ExitStack() as stack:
-            stack.callback(engine.release)
+            stack.callback(engine.clear)
             self._beat(f"{context:,} tokens", 0.0)
-            _, computed = first_token_ms(engine, token_ids)
-            kept = engine.keep(0, context - new_tokens)
+            _, batch, computed = first_token_ms(engine, token_ids)
+            kept = engine.snapshot(batch, 0, context - new_tokens)
+            engine.retire(batch)
             stack.callback(kept.close)
             ways: dict[str, Callable[[], Sequence[KVSnapshot]]] = {"recompute": lambda: (), "memory": lambda: (kept,)}
             path = None
@@ -63,7 +64,8 @@ class Rerun:
                     if way == "disk" and path is not None:
                         drop_from_page_cache(path)
                     try:
-                        milliseconds, logits = first_token_ms(engine, token_ids, past)
+                        milliseconds, batch, logits = first_token_ms(engine, token_ids, past)
+                        engine.retire(batch)
                     finally:
                         while loaded:
                             loaded.pop().close()

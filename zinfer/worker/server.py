@@ -145,7 +145,7 @@ class Server:
         except Exception as error:
             failed = told(error, verb)
         with suppress(Exception):  # what a failed batch held would be missed by the next one
-            self._engine.release()
+            self._engine.clear()
         return failed
 
 

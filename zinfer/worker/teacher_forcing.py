@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zinfer.engine.base import Engine, Progress, silent
 from zinfer.generation.generate import eos_token_ids, load_tokenizer
+from zinfer.generation.passes import decode, prefill
 from zinfer.spec.model import ModelSpec
 
 VALUES = 1 << 22  # logits that are compared at once: in 64 bits, and several times over
@@ -46,14 +47,14 @@ def _walk(
     has none, the most likely ones."""
     token_ids = torch.tensor(prompts)
     given = torch.tensor([row or [-1] * steps for row in tokens], device=engine.device)
-    logits = engine.prefill(token_ids, torch.ones_like(token_ids), reserve=steps)
+    batch, logits = prefill(engine, token_ids, torch.ones_like(token_ids), reserve=steps)
     for step in range(steps):
         chosen = torch.where(given[:, step] < 0, logits.argmax(-1), given[:, step])
         yield logits, chosen
         beat("following", (step + 1) / steps)
         if step + 1 < steps:
-            logits = engine.decode(chosen)
-    engine.release()
+            logits = decode(engine, batch, chosen)
+    engine.retire(batch)
 
 
 def record(

@@ -18,7 +18,7 @@ Source: DeepSpeed 0.19, `runtime/zero/partitioned_param_coordinator.py` and `par
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from zinfer.engine import EngineError
-from zinfer.engine.decoder import Decoder, scratch
+from zinfer.engine.base import Work, is_step
+from zinfer.engine.decoder import Decoder, DecoderBatch, scratch
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io, check_dtype, modules_under_way
 from zinfer.engine.pinned import empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.state import ModelState
@@ -150,16 +151,17 @@ class DeepSpeed(Decoder):
         for parameter in self._parameters.values():
             parameter.all_gather_coalesced = counted(parameter.all_gather_coalesced)
 
-    def decode(self, token_ids: Tensor) -> Tensor:
-        before = self._fetched
-        logits = super().decode(token_ids)
-        self._streamed_per_step = self._fetched - before
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        before, step = self._fetched, is_step(works)
+        logits = super().forward(works)
+        if step:
+            self._streamed_per_step = self._fetched - before
         return logits
 
-    def _call(self, **inputs: object) -> Tensor:
+    def _call(self, batch: DecoderBatch, **inputs: object) -> Tensor:
         depth = len(modules_under_way())
         try:
-            return super()._call(**inputs)
+            return super()._call(batch, **inputs)
         except BaseException:
             self._recover(depth)
             raise

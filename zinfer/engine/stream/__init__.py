@@ -7,20 +7,20 @@ layers and across steps: while the head turns the last layer's output into a tok
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from zinfer.engine import EngineError
+from zinfer.engine.base import MicroBatch, Work, is_step
 from zinfer.engine.cache import STORAGE, QuantizedLayer, RowCache, make_cache, other_layers, shares_keys
-from zinfer.engine.decoder import Decoder
-from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.engine.decoder import Decoder, DecoderBatch, Part
 from zinfer.engine.pinned import PinnedArena, check_free, lay_out
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream import packed
 from zinfer.engine.stream.interleave import interleave
-from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, LinkCache, Sender, SplitLayer
+from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, LinkCache, PartFetch, Sender, SplitLayer
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.engine.stream.triton_check import trouble
@@ -51,15 +51,27 @@ CHOICES = {
 }
 
 
+class StreamBatch(DecoderBatch):
+    """A micro-batch whose last rows may have their keys and values in host memory: `host`, which lie in `memory`."""
+
+    host: HostCache | None = None
+    memory: HostMemory | None = None
+
+    @property
+    def here(self) -> int:
+        """Number of rows with their keys and values on the device; they are the first ones."""
+        return self.batch_size if self.host is None else self.host.rows.start
+
+
 class Stream(Decoder):
     """All weights on the device (offload `none`), or the decoder layers streamed to it from host memory (`cpu`)."""
 
+    one_trip: ClassVar[bool] = True
     _arena: PinnedArena | None = None
     _ring: PrefetchRing | None = None
-    _kv_memory: HostMemory | None = None  # kept for the next batch: page-locking takes long
-    _host: HostCache | None = None  # of the running batch
-    _kv_rows, _kv_place = 0, "gpu"  # of the last batch: sequences with their KV cache in host memory, where it is used
-    _kv_threads = 0  # and how many threads of the CPU attend to it
+    _kv_memories: tuple[HostMemory, ...] = ()  # no batch uses it; it is kept, since page-locking takes long
+    # The last micro-batch's: sequences with their KV cache in host memory, where it is attended to, by how many threads
+    _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
     _streamed_per_step = _fetched_per_step = 0
 
     def _load(self) -> None:
@@ -162,26 +174,53 @@ class Stream(Decoder):
         asked = self.options["ring_depth"]
         return RING_DEPTH if asked == "auto" else int(asked)
 
-    def cannot_keep(self) -> str | None:
+    def cannot_snapshot(self) -> str | None:
         able = {"kv_offload": ("none",), "kv_cache_dtype": ("auto", "bf16")}
         for option, values in able.items():
             if self.options[option] not in values:
                 return f"a KV cache with {option}={self.options[option]} is not kept"
-        return super().cannot_keep()
+        return super().cannot_snapshot()
 
-    def prefill(
-        self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[KVSnapshot] = ()
-    ) -> Tensor:
+    def _make_batch(self, mask: Tensor, capacity: int) -> StreamBatch:
+        rows, length = mask.shape
+        load = self._together(rows, length, capacity)
         if self._ring is not None:
-            self.release()
-            self._ring.rewind()
-            self._share_out(self._ring, token_ids.shape[0], token_ids.shape[1], reserve)
-        return super().prefill(token_ids, attention_mask, reserve, past)
+            self._share_out(self._ring, load)
+        case = self.plan.case.model_copy(update={"workload": load})
+        setup = placement_of(case, self.plan.model, self.plan.machine, factors=CAUTIOUS)
+        there = sum(batch.batch_size - batch.here for batch in self.batches)
+        hosted = min(rows, max(0, round(setup.kv_host_share * load.batch_size) - there))
+        here, storage = rows - hosted, str(self.options["kv_cache_dtype"])
+        self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
+        cache = None if self._own_cache else make_cache(self.model.config, rows, capacity, storage, here)
+        batch = StreamBatch(mask, capacity, cache, self._state_of(cache))
+        if not isinstance(cache, RowCache) and hosted:
+            raise EngineError(f"{hosted} of {rows} rows need host memory: {self._cannot_have('kv_offload')}")
+        if hosted and isinstance(cache, RowCache) and cache.attention:
+            self._to_host_memory(batch, cache, slice(here, rows), setup.kv_on_cpu)
+            assert batch.host is not None
+            self._kv_rows, self._kv_place = hosted, batch.host.place
+            if isinstance(batch.host, CpuCache):
+                asked = self.options["kv_threads"]
+                automatic = max(1, round(setup.kv_cpu_share * self._threads))
+                self._kv_threads = automatic if asked == "auto" else int(asked)
+                # For all that the CPU computes: where teams of two sizes take turns, threads end and begin at every
+                # turn.
+                torch.set_num_threads(self._kv_threads)
+        if self._ring is not None:
+            self._ring.start()
+        return batch
 
-    def _share_out(self, ring: PrefetchRing, batch_size: int, input_len: int, output_len: int) -> None:
-        """Give the GPU memory that the batch leaves free to the ring, up to a layer of buffers, and to layers that stay
+    def _together(self, rows: int, length: int, capacity: int) -> Workload:
+        """The workload of all micro-batches that are admitted and of one more, as if they were one."""
+        lengths = [length, *(batch.prompt_len for batch in self.batches)]
+        capacities = [capacity, *(batch.capacity for batch in self.batches)]
+        size = rows + sum(batch.batch_size for batch in self.batches)
+        return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
+
+    def _share_out(self, ring: PrefetchRing, load: Workload) -> None:
+        """Give the GPU memory that `load` leaves free to the ring, up to a layer of buffers, and to layers that stay
         as the case says: spread evenly through the depth, so that the link never idles."""
-        load = Workload(batch_size=batch_size, input_len=input_len, output_len=max(1, output_len))
         case = self.plan.case.model_copy(update={"workload": load})
         buffers, automatic = split_free_memory(case, self.plan.model, self.plan.machine, CAUTIOUS)
         if self.options["ring_depth"] != "auto":
@@ -201,52 +240,28 @@ class Stream(Decoder):
         ring.keep(stay)
         ring.resize(buffers)
 
-    def _make_cache(self, batch_size: int, length: int, capacity: int) -> Cache | None:
-        self._host = None
-        storage = str(self.options["kv_cache_dtype"])
-        load = Workload(batch_size=batch_size, input_len=length, output_len=max(1, capacity - length))
-        case = self.plan.case.model_copy(update={"workload": load})
-        setup = placement_of(case, self.plan.model, self.plan.machine, factors=CAUTIOUS)
-        rows, on_cpu = round(setup.kv_host_share * batch_size), setup.kv_on_cpu
-        self._all_threads()
-        self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
-        here = batch_size - rows
-        cache = None if self._own_cache else make_cache(self.model.config, batch_size, capacity, storage, here)
-        if not isinstance(cache, RowCache) and rows:
-            raise EngineError(f"{rows} of {batch_size} rows need host memory: {self._cannot_have('kv_offload')}")
-        if rows and isinstance(cache, RowCache) and cache.attention:
-            self._host = self._in_host_memory(cache, slice(here, batch_size), on_cpu, length, capacity)
-            self._kv_rows, self._kv_place = rows, self._host.place
-            if isinstance(self._host, CpuCache):
-                asked = self.options["kv_threads"]
-                automatic = max(1, round(setup.kv_cpu_share * self._threads))
-                self._kv_threads = automatic if asked == "auto" else int(asked)
-                # For all that the CPU computes: where teams of two sizes take turns, threads end and begin at every
-                # turn.
-                torch.set_num_threads(self._kv_threads)
-        if self._ring is not None:
-            self._ring.start()
-        return cache
-
-    def _in_host_memory(self, cache: RowCache, rows: slice, on_cpu: bool, length: int, capacity: int) -> HostCache:
-        """Have `cache` keep the keys and values of `rows`, its last ones, in host memory."""
+    def _to_host_memory(self, batch: StreamBatch, cache: RowCache, rows: slice, on_cpu: bool) -> None:
+        """Have `batch` keep the keys and values of `rows`, its last ones, in host memory."""
         on_cpu = on_cpu or self._ring is None
-        if self._kv_memory is not None and self._kv_memory.spread != on_cpu:
-            self._close_kv()
-        if self._kv_memory is None:
-            self._kv_memory = HostMemory(self.device.type == "cuda", on_cpu, self.progress)
+        found = next((memory for memory in self._kv_memories if memory.spread == on_cpu), None)
+        if found is None:
+            self._close_kv()  # memory for the other place is of no use
+            found = HostMemory(self.device.type == "cuda", on_cpu, self.progress)
+        else:
+            self._kv_memories = tuple(memory for memory in self._kv_memories if memory is not found)
+        batch.memory = found
         attention = cache.attention
         windows = {index: one.slots.window for index, one in attention.items() if one.slots.window is not None}
         host: HostCache
         if on_cpu or self._ring is None:
             in_8_bits = self.options["kv_cache_dtype"] in STORAGE
-            host = CpuCache(self._kv_memory, self._sender, rows, capacity, self.device, in_8_bits, windows)
+            host = CpuCache(found, self._sender, rows, batch.capacity, self.device, in_8_bits, windows)
         else:
-            parts, shared = self._split(rows, length), shares_keys(self.model.config)
-            host = LinkCache(self._kv_memory, self._sender, self._ring, parts, capacity, windows, shared)
+            parts, shared = self._split(rows, batch.prompt_len), shares_keys(self.model.config)
+            host = LinkCache(found, self._sender, self._ring, parts, batch.capacity, windows, shared)
         for index, here in attention.items():
             cache.put(index, SplitLayer(index, here, host))
-        return host
+        batch.host = host
 
     def _cannot_have(self, option: str) -> str | None:
         """Why the model's cache cannot be as `option` says; None where it can."""
@@ -270,57 +285,97 @@ class Stream(Decoder):
         size = max((layer.dequantized_bytes for layer in layers if isinstance(layer, QuantizedLayer)), default=0)
         return max(1, DEQUANTIZED_BYTES // size) if size else here
 
-    def _parts(self, batch_size: int, length: int) -> list[slice]:
-        host, cache = self._host, self._cache
-        here = host.rows.start if host is not None else batch_size
-        parts = super()._parts(here, length) if here else []
-        decoding = length == 1 and self._length > 1  # a prompt of one token is a prompt
-        if decoding and isinstance(cache, RowCache) and here > (step := self._rows_at_once(cache, here)):
+    def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
+        assert isinstance(batch, StreamBatch)
+        host, cache, here = batch.host, batch.cache, batch.here
+        if not isinstance(cache, RowCache):
+            return super()._rows(batch, count)
+        parts = self._split(slice(0, here), count) if here and count > 1 else [slice(0, here)] if here else []
+        if batch.length and here > (step := self._rows_at_once(cache, here)):
+            step = min(step, parts[0].stop)
             parts = [slice(start, min(start + step, here)) for start in range(0, here, step)]
         if host is None:
             return parts
-        if decoding:
+        if isinstance(host, LinkCache) or (batch.length and count == 1):
             return [*parts, *host.parts]
         # What leaves for the host does so in whole rows, with room for all that is to come: not many at a time.
-        whole = max(length, host.capacity // 4) if isinstance(host, CpuCache) else length
+        whole = count if batch.length else max(count, host.capacity // 4)
         return [*parts, *self._split(host.rows, whole)]
 
-    def _in_parts(self, parts: list[slice], length: int, work: Callable[[slice], Tensor]) -> list[Tensor]:
-        ring, cache = self._ring, self._cache
-        if ring is None or not isinstance(cache, RowCache) or (len(parts) == 1 and self._host is None):
-            return super()._in_parts(parts, length, work)
-        if len(cache.layers) != len(self._layers) and self._host is None:  # a token goes through some layers repeatedly
-            return super()._in_parts(parts, length, work)
-
-        def enter(part: int, layer: int) -> None:
-            cache.window(parts[part], length, layer)
-
-        def one(rows: slice) -> Callable[[], Tensor]:
-            def run() -> Tensor:
-                self._show(rows, length)
-                return work(rows)
-
-            return run
-
-        return interleave(ring, [one(rows) for rows in parts], enter)
-
-    def decode(self, token_ids: Tensor) -> Tensor:
+    def _run(self, parts: Sequence[Part]) -> list[Tensor]:
         ring = self._ring
         if ring is None:
-            return super().decode(token_ids)
-        if isinstance(self._host, LinkCache) and not self._host.started:
-            self._host.start()
-        weights, others = ring.bytes_copied, ring.other_bytes_copied
-        logits = super().decode(token_ids)
-        self._streamed_per_step = ring.bytes_copied - weights
-        self._fetched_per_step = ring.other_bytes_copied - others
-        return logits
+            return super()._run(parts)
+        caches = {id(part.batch): part.batch.cache for part in parts}.values()
+        together = all(isinstance(cache, RowCache) and len(cache.layers) == len(self._layers) for cache in caches)
+        hosted = any(part.batch.host is not None for part in parts)  # type: ignore[attr-defined]
+        if not (together or hosted):  # a token goes through layers repeatedly: a trip for each part
+            return [self._own_trip(ring, part) for part in parts]
+        fetches = [fetch for part in parts if (fetch := _fetch(part)) is not None]
+        if len(parts) == 1 and not hosted:
+            return [self._own_trip(ring, parts[0])]
 
-    def timeline(self, token_ids: Tensor) -> tuple[Span, ...]:
+        def enter(number: int, layer: int) -> None:
+            batch, rows, *_ = parts[number]
+            assert isinstance(batch.cache, RowCache)
+            batch.cache.window(rows, batch.length, layer)
+
+        def one(part: Part) -> Callable[[], Tensor]:
+            return lambda: self._alone(part)
+
+        return interleave(ring, [one(part) for part in parts], enter, fetches)
+
+    def _own_trip(self, ring: PrefetchRing, part: Part) -> Tensor:
+        with ring.trip():
+            return self._alone(part)
+
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        ring = self._ring
+        if ring is None:
+            return super().forward(works)
+        weights, others, step = ring.bytes_copied, ring.other_bytes_copied, is_step(works)
+        found = super().forward(works)
+        if step:
+            self._streamed_per_step = ring.bytes_copied - weights
+            self._fetched_per_step = ring.other_bytes_copied - others
+        return found
+
+    def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
+        super().rollback(batch, lengths)
+        if isinstance(batch, StreamBatch) and batch.host is not None:
+            batch.host.rollback(batch.length)
+
+    def _keep_rows(self, batch: DecoderBatch, kept: Sequence[int]) -> None:
+        assert isinstance(batch, StreamBatch)
+        host, here = batch.host, sum(row < batch.here for row in kept)
+        if host is not None and here == len(kept):
+            self._free_host(batch)
+        elif host is not None:
+            host.keep_rows(kept[here:], here)
+        super()._keep_rows(batch, kept)
+
+    def _free(self, batch: DecoderBatch) -> None:
+        assert isinstance(batch, StreamBatch)
+        self._free_host(batch)
+        super()._free(batch)
+
+    def _free_host(self, batch: StreamBatch) -> None:
+        """Give the host memory of a micro-batch to the next one that needs it."""
+        if batch.memory is None:
+            return
+        self._sender.finish()
+        if isinstance(batch.host, LinkCache) and self._ring is not None:
+            self._ring.drop_fetches()
+        self._kv_memories += (batch.memory,)
+        batch.host = batch.memory = None
+        if not any(isinstance(one.host, CpuCache) for one in self.batches):
+            torch.set_num_threads(self._threads)
+
+    def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
         if self._ring is None:
             return ()
         with self._ring.watched() as trace:
-            self.decode(token_ids)
+            self.forward(works)
             return trace.spans()
 
     def _delivered(self) -> int:
@@ -359,24 +414,13 @@ class Stream(Decoder):
             },
         )
 
-    def release(self) -> None:
-        super().release()
-        if self._host is not None:
-            self._sender.finish()
-        self._host = None
-        self._all_threads()
-
-    def _all_threads(self) -> None:
-        if self._kv_threads:
-            torch.set_num_threads(self._threads)
-
     def _close_kv(self) -> None:
-        if self._kv_memory is not None:
-            self._kv_memory.close()
-            self._kv_memory = None
+        for memory in self._kv_memories:
+            memory.close()
+        self._kv_memories = ()
 
     def close(self) -> None:
-        self.release()
+        self.clear()
         if self._ring is not None:
             self._ring.close()
             self._ring = None
@@ -387,6 +431,14 @@ class Stream(Decoder):
             self._arena.close()
             self._arena = None
         self._close_kv()
+
+
+def _fetch(part: Part) -> PartFetch | None:
+    """What a part fetches over the link besides weights."""
+    host = part.batch.host if isinstance(part.batch, StreamBatch) else None
+    if not isinstance(host, LinkCache) or not part.batch.length or part.rows not in host.parts:
+        return None
+    return host.fetch(part.rows, part.batch.length, part.token_ids.shape[1])
 
 
 def _spread(count: int, layers: int) -> list[int]:

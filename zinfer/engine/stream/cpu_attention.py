@@ -174,7 +174,10 @@ def _attention(
     scores = dots(rows, key).view(batch, heads, length, -1).mul_(width**-0.5 if scale is None else scale)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
-    chances = softmax(scores, dim=-1).view(batch, groups, heads // groups * length, -1)
+    chances = softmax(scores, dim=-1)
+    if length > 1 and attn_mask is not None:  # a padding's query sees nothing, and a NaN would go into its key
+        chances = chances.masked_fill(scores.amax(-1, keepdim=True) == float("-inf"), 0)
+    chances = chances.view(batch, groups, heads // groups * length, -1)
     return mix(chances, value).to(query.dtype).view(batch, heads, length, -1)
 
 

@@ -1,7 +1,7 @@
 """Several forward passes side by side, a decoder layer at a time, so that a layer's weights come once for all of them.
 
-Each pass is a coroutine that stops before every decoder layer: no model needs to know. What a pass holds while it
-stops is its hidden states; what a layer needs beyond them exists for one pass at a time.
+Each pass is a coroutine (a greenlet) that stops before every decoder layer: no model needs to know. While it stops it
+holds its hidden states; what a layer needs beyond them exists for one pass at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,15 +10,19 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.engine.stream.prefetch import Fetch, PrefetchRing
 
 
 def interleave(
-    ring: PrefetchRing, passes: Sequence[Callable[[], Tensor]], enter: Callable[[int, int], None]
+    ring: PrefetchRing,
+    passes: Sequence[Callable[[], Tensor]],
+    enter: Callable[[int, int], None],
+    fetches: Sequence[Fetch] = (),
 ) -> list[Tensor]:
-    """The results of `passes`, each a forward pass through all layers of `ring` in order.
+    """Run `passes`, each a forward pass through all layers of `ring` in order, in one trip; their results.
 
-    `enter` is told the number of a pass and of the layer that it is about to compute. An exception of a pass ends all.
+    `enter` is told the number of a pass and of the layer that it is about to compute. `fetches` is what the trip brings
+    besides weights, in the order in which the passes borrow it. An exception of one pass ends all.
     """
     outputs: dict[int, Tensor] = {}
 
@@ -36,14 +40,13 @@ def interleave(
         current.parent.switch()
         enter(numbers[current], layer)
 
-    ring.stays, ring.turn = len(passes), turn
-    try:
-        while len(outputs) < len(passes):
+    with ring.trip(len(passes), turn, fetches):
+        try:
+            while len(outputs) < len(passes):
+                for worker in workers:
+                    worker.switch()
+        finally:
             for worker in workers:
-                worker.switch()
-    finally:
-        ring.stays, ring.turn = 1, None
-        for worker in workers:
-            if worker:  # begun and not finished: what it holds is freed now
-                worker.throw()
+                if worker:  # begun and not finished: what it holds is freed now
+                    worker.throw()
     return [outputs[number] for number in range(len(passes))]

@@ -7,7 +7,8 @@ host memory is read faster than the link carries, as both then run at once.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -121,6 +122,16 @@ class HostCache(ABC):
         """Store keys and values, ``[rows, kv_heads, n, head_dim]`` each, of positions `start` on; all that these
         positions see."""
 
+    @abstractmethod
+    def rollback(self, length: int) -> None:
+        """Forget the positions from `length` on, of all rows."""
+
+    @abstractmethod
+    def keep_rows(self, rows: Sequence[int], first: int) -> None:
+        """Keep `rows` of the batch only (rising, all of them rows of this cache), as rows `first`, `first` + 1, ..
+
+        Memory stays taken until the last row is gone."""
+
 
 class CpuCache(HostCache):
     """In the order that attention reads it, ``[rows, kv_heads, room, head_dim]``; comes as `Hosted` tensors. With
@@ -169,6 +180,22 @@ class CpuCache(HostCache):
             return code(rows_of[0], self._device, keys.dtype), code(rows_of[1], self._device, keys.dtype)
         return host(seen[0], self._device), host(seen[1], self._device)
 
+    def rollback(self, length: int) -> None:
+        for slots, _, _ in self._places.values():
+            slots.back(length)
+
+    def keep_rows(self, rows: Sequence[int], first: int) -> None:
+        self._sender.finish()
+        for layer, (slots, *places) in self._places.items():
+            for place in places:
+                for to, row in enumerate(rows):
+                    if row - self.rows.start != to:
+                        place[to].copy_(place[row - self.rows.start])
+            keys, values = (place[: len(rows)] for place in places)
+            self._places[layer] = slots, keys, values
+        self.rows = slice(first, first + len(rows))
+        self.parts = [self.rows]
+
     def _take(self, layer: int, slots: Slots, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         rows = self.rows.stop - self.rows.start
         shapes = [(rows, states.shape[1], slots.room, states.shape[3]) for states in stored]
@@ -179,12 +206,32 @@ class CpuCache(HostCache):
         return memory[:keys].view(dtype).view(shapes[0]), memory[begin:].view(dtype).view(shapes[1])
 
 
+@dataclass(frozen=True)
+class PartFetch:
+    """The keys and values of one part of a `LinkCache`, of the `length` positions that its next tokens follow; `count`
+    tokens a trip are added to them. A `Fetch` of the ring."""
+
+    cache: "LinkCache"
+    part: slice  # rows
+    length: int
+    count: int
+    version: int  # of the cache's rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.part_bytes(self.part)
+
+    def transfer(self, layer: int) -> Transfer | None:
+        return self.cache.transfer(layer, self.part, self.length)
+
+    def following(self) -> "PartFetch":
+        return replace(self, length=self.length + self.count)
+
+
 class LinkCache(HostCache):
     """In `parts`, each of which is one range of bytes in a layer, a position after the other: ``[room, K and V of its
-    rows]``. A step reads that in one copy, into a buffer of `ring`, and adds to it in another.
-
-    Nothing crosses the link for it before `start`, which is for the time when the prompts are stored. With `shared`,
-    a later layer attends to the same keys, too, which the buffer no longer has by then: they are copied.
+    rows]``. A pass reads that in one copy, into a buffer of `ring`, and adds to it in another. With `shared`, a later
+    layer attends to the same keys, too, which the buffer no longer has by then: they are copied.
     """
 
     place = "gpu"
@@ -200,50 +247,80 @@ class LinkCache(HostCache):
         shared: bool = False,
     ) -> None:
         super().__init__(memory, sender, parts, capacity, windows)
-        self.started = False
-        self._ring, self._cuda, self._shared = ring, ring.on_gpu, shared
-        self._places: dict[tuple[int, int], tuple[Slots, Tensor]] = {}  # layer, part: uint8 [room, bytes of a position]
+        self._ring, self._cuda, self._shared, self._version = ring, ring.on_gpu, shared, 0
+        # By layer and first row of a part: uint8 [room, bytes of a position], how many bytes of these are keys, the
+        # tokens that are stored, and the event behind the last copy of them.
+        self._places: dict[tuple[int, int], tuple[Slots, Tensor, int]] = {}
         self._lengths: dict[tuple[int, int], int] = {}
-        self._written: dict[tuple[int, int], Any] = {}  # events
+        self._written: dict[tuple[int, int], Any] = {}
 
-    def start(self) -> None:
-        """Have each decode step from now on fetch what is stored, of the layers that have stored anything."""
-        length = max(self._lengths.values(), default=0)
-        self._ring.resize(self._ring.depth, max((place.nbytes for _, place in self._places.values()), default=0))
-        self._ring.fetch(self._loads(length))
-        self._ring.start()
-        self.started = True
+    def fetch(self, part: slice, length: int, count: int) -> PartFetch:
+        """What a pass over the rows of `part` fetches, of which `length` tokens are stored, and that adds `count`."""
+        return PartFetch(self, part, length, count, self._version)
 
-    def _loads(self, first_length: int) -> Callable[[int, int], Iterator[Transfer]]:
-        """What a pass fetches for a layer, for `PrefetchRing.fetch`: all that was stored before, which is
-        `first_length` tokens in pass 0."""
+    def part_bytes(self, part: slice) -> int:
+        """Size of the largest layer's keys and values of a part, when the cache is full."""
+        return max((place.nbytes for (_, row), (_, place, _) in self._places.items() if row == part.start), default=0)
 
-        def more(turn: int, layer: int) -> Iterator[Transfer]:
-            for part in range(len(self.parts)):
-                key = (layer, part)
-                if key in self._places:
-                    yield Transfer(
-                        layer,
-                        source=partial(self._stored, key, first_length + turn),
-                        ready=partial(self._reaches, key, first_length + turn),
-                        before=partial(self._wait, key),
-                    )
+    def transfer(self, layer: int, part: slice, length: int) -> Transfer | None:
+        """The copy of a layer's keys and values of `length` tokens; None where the layer stores none."""
+        key = (layer, part.start)
+        if key not in self._places:
+            return None
+        return Transfer(
+            layer,
+            source=partial(self._stored, key, length),
+            ready=partial(self._reaches, key, length),
+            before=partial(self._wait, key),
+        )
 
-        return more
+    def rollback(self, length: int) -> None:
+        for key, (slots, _, _) in self._places.items():
+            slots.back(length)
+            self._lengths[key] = length
+
+    def keep_rows(self, rows: Sequence[int], first: int) -> None:
+        self._sender.finish()
+        self._ring.drop_fetches()
+        kept = [[row - part.start for row in rows if part.start <= row < part.stop] for part in self.parts]
+        places, lengths, parts, begins = dict(self._places), dict(self._lengths), list[slice](), dict[int, int]()
+        self._places, self._lengths, self._written = {}, {}, {}
+        for part, own in zip(self.parts, kept, strict=True):
+            if not own:
+                continue
+            start = parts[-1].stop if parts else first
+            parts.append(slice(start, start + len(own)))
+            for (layer, row), (slots, place, keys) in places.items():
+                if row != part.start:
+                    continue
+                count = part.stop - part.start
+                halves = (place[:, :keys], place[:, keys:])
+                held = torch.cat([half.reshape(slots.room, count, -1)[:, own].flatten(1) for half in halves], 1)
+                begin = begins.get(layer, 0)
+                target = self._memory.take(layer, begin + held.nbytes)[begin:].view(slots.room, -1)
+                target.copy_(held)
+                begins[layer] = begin + held.nbytes
+                key = (layer, start)
+                self._places[key] = slots, target, keys // count * len(own)
+                self._lengths[key] = lengths[layer, row]
+        self.parts, self.rows = parts, slice(first, first + len(rows))
+        self._version += 1
 
     def _stored(self, key: tuple[int, int], length: int) -> Tensor:
-        slots, place = self._places[key]
+        slots, place, _ = self._places[key]
         return place[slots.held(length)].view(-1)
 
     def _reaches(self, key: tuple[int, int], length: int) -> bool:
         return self._lengths.get(key, 0) >= length
 
     def _wait(self, key: tuple[int, int]) -> None:
-        if self._cuda:
+        if self._written.get(key) is not None:
             self._written[key].wait()
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        key = (layer, self.parts.index(rows))
+        key = (layer, rows.start)
+        if rows not in self.parts:
+            raise ValueError(f"rows {rows.start} to {rows.stop} are no part of the cache in host memory")
         packed = torch.cat([states.permute(2, 0, 1, 3).reshape(states.shape[2], -1) for states in (keys, values)], 1)
         new = packed.view(torch.uint8)
         if key not in self._places:
@@ -251,8 +328,9 @@ class LinkCache(HostCache):
             size = slots.room * new.shape[1] // (rows.stop - rows.start)  # bytes of a row
             memory = self._memory.take(layer, size * (self.rows.stop - self.rows.start))
             own = memory[size * (rows.start - self.rows.start) : size * (rows.stop - self.rows.start)]
-            self._places[key] = slots, own.view(slots.room, -1)
-        slots, place = self._places[key]
+            halves = [states.shape[1] * states.shape[3] for states in (keys, values)]
+            self._places[key] = slots, own.view(slots.room, -1), new.shape[1] * halves[0] // sum(halves)
+        slots, place, _ = self._places[key]
         step = slots.add(start, new.shape[0])
         seen = self._joined(step, layer, place, new) if start else new
         # If the window moves, what stays of it is written anew, from the device, to the front.
@@ -296,6 +374,17 @@ class SplitLayer(FixedLayer):
         self.rows, self.length = rows, length
         if rows.stop <= self.batch_size:
             self.here.window(rows, length)
+
+    def rollback(self, length: int) -> None:
+        """Forget the positions from `length` on, of the rows on the device; `HostCache.rollback` does of the others."""
+        if self.batch_size:
+            self.here.rollback(length)
+        self.length = length
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep `rows` only, of those on the device; `HostCache.keep_rows` does of the others."""
+        self.here.keep_rows(rows[rows < self.batch_size])
+        self.batch_size = self.here.batch_size
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start = self.length

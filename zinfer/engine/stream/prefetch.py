@@ -1,20 +1,30 @@
 """The way of the weights: over the link in pieces, through a ring of buffers, into the one slot that layers compute in.
 
-Two streams of the device take part. The copy stream fills the ring with the pieces of layer 0, 1, .., n-1, 0, 1, .. for
-ever, and with whatever else a layer needs (of a KV cache, say) behind them; it waits only for a free buffer. The
-compute stream unpacks the pieces of a layer into the slot when the layer's turn comes, which takes a few per cent of
-the time the link needs for them, and computes. Events order the two; the CPU never waits and may run a whole step
-ahead. So the link never rests, as long as the ring holds what it brings while a layer computes, and the parameters
-never move: they are views of the slot.
+Two queues of the device take part. The copy queue fills the ring with the pieces of layer 0, 1, .., n-1, 0, 1, .. for
+ever, and with whatever else a layer needs (of a KV cache, say) behind them. The compute queue unpacks the pieces of a
+layer into the slot when the layer's turn comes, which takes a few per cent of the time the link needs for them, and
+computes. The CPU never waits and may run a whole pass ahead. So the link never rests, as long as the ring holds what it
+brings while a layer computes, and the parameters never move: they are views of the slot.
+
+Three rules keep the two queues apart; `tests/test_ring.py` proves each on queues that record who waited for whom.
+
+1. Nothing is read before it has arrived: the copy queue records `arrived[b]` behind each copy into buffer b, and the
+   compute queue waits for it before it reads.
+2. Nothing is overwritten before it was read: the compute queue records `free[b]` behind its last read of buffer b, and
+   the copy queue waits for it before it writes b again.
+3. A copy into buffer b is issued only once `free[b]` has been recorded, since waiting for an event that nobody has
+   recorded yet is no wait at all.
+
+A *trip* is one pass of the weights: `with ring.trip(..):` around the forward pass, or around several that share it. A
+trip that ends in an exception leaves the ring to begin anew with the next one.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +35,42 @@ from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, unpack
 from zinfer.engine.stream.trace import Mark, Trace, mark
 
 
-def _lean(output: Any) -> Any:
-    """A layer's output without attention probabilities, ``[B, heads, S, S]``, which some models return besides the
-    hidden states and then hold while the next layer computes, or, in a pass that waits, longer. Nobody reads them."""
-    if not isinstance(output, tuple):
-        return output
-    return (output[0], *(None if isinstance(part, Tensor) and part.dim() == 4 else part for part in output[1:]))
+class Event(Protocol):
+    """A point in a queue, as `torch.cuda.Event` has it."""
+
+    def record(self) -> None: ...  # behind all that the current queue has been given
+    def wait(self) -> None: ...  # let the current queue go on only when the point is passed
+
+
+class Queues(Protocol):
+    """A device's compute queue, which is the current one, and a copy queue beside it."""
+
+    def event(self) -> Event: ...
+    def copying(self) -> AbstractContextManager[Any]: ...  # makes the copy queue the current one
+    def finish(self) -> None: ...  # has the CPU wait for both
+
+
+class CudaQueues:
+    """The current CUDA stream, and a stream of its own for copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def event(self) -> Event:
+        return torch.cuda.Event()
+
+    def copying(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What crosses the link in one copy for `layer`: `source` gives it (uint8, host memory), a piece of its weights or
-    not. The copy is issued when `ready` says so, and after what `before` has the copy stream wait for.
+    """One copy over the link, for `layer`: `source` gives its bytes (uint8, host memory). `piece` is the piece of the
+    layer's weights that it carries, None if it carries something else. It is issued when `ready` says so, after what
+    `before` has the copy queue wait for.
     """
 
     layer: int
@@ -46,40 +80,49 @@ class Transfer:
     before: Callable[[], None] = lambda: None
 
 
+class Fetch(Protocol):
+    """Something besides weights that every layer, or some, get in a trip; equal ones bring the same bytes."""
+
+    @property
+    def nbytes(self) -> int: ...  # the largest transfer
+    def transfer(self, layer: int) -> Transfer | None: ...
+    def following(self) -> "Fetch": ...  # what the next trip will bring, if it does the like
+
+
 class PrefetchRing:
     """Streams `images`, a decoder layer each, out of `source` (uint8, host memory) to `device`, layer after layer.
 
-    `depth` is the number of buffers. Without a GPU there are none: a piece is unpacked from where it is. `turn`, if
-    set, is called with a layer's number before the layer has its weights; `more`, if set, with the number of a pass
-    since the last `rewind` and of a layer, for what that layer will `borrow` in that pass.
+    `depth` is the number of buffers. Without a GPU there are none: a piece is unpacked from where it is; `queues` has
+    them all the same (for tests).
     """
 
-    def __init__(self, source: Tensor, images: list[PackedLayer], depth: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: Tensor,
+        images: list[PackedLayer],
+        depth: int,
+        device: torch.device,
+        queues: Queues | None = None,
+    ) -> None:
         if depth < 2:
-            raise ValueError(f"ring_depth={depth}: a ring needs 2 buffers or more, one in use and one being filled")
+            raise ValueError(f"{depth} ring buffers: a ring needs two or more, one in use and one being filled")
         self.images = images
-        self.bytes_copied = 0
-        self.stays = 1  # calls of a layer in a row, which its weights serve
-        self.trace: Trace | None = None
-        self.turn: Any = None
-        self.more: Callable[[int, int], Iterable[Transfer]] | None = None
-        self.other_bytes_copied = 0  # that were no weights
+        self.bytes_copied = 0  # of weights
+        self.other_bytes_copied = 0
         self._source, self._device, self._cuda = source, device, device.type == "cuda"
+        self._queues: Queues | None = CudaQueues(device) if queues is None and self._cuda else queues
         self._slot = torch.empty(max(image.slot_bytes for image in images), dtype=torch.uint8, device=device)
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._held_by: list[list[tuple[Tensor, Block]]] = []  # a layer: its weights, and where they are in the slot
         self._kept: dict[int, Tensor] = {}  # layers that stay on the device, as they are in the source
-        self._loads: Iterator[Transfer] = iter(())  # all that is still to be issued
-        self._flying: deque[Transfer] = (
-            deque()
-        )  # issued and not taken; the last ones may wait for their turn to be issued
+        self._coming: Iterator[Transfer] = iter(())  # all that is still to be issued
+        self._flying: deque[Transfer] = deque()  # issued and not taken; the last one may wait to be issued
         self._issued = self._taken = self._returned = 0
-        self._held: int | None = None  # the layer in the slot
-        self._calls = 0  # of it, so far
-        self._borrowed = False
         self._buffers: list[Tensor] = []
         self._depth = self._buffer_bytes = 0
         self._copies: deque[tuple[int, Mark, Mark]] = deque(maxlen=256)  # the last ones: layer, begin, end
+        self._trace: Trace | None = None
+        self._next: tuple[Fetch, ...] | None = None  # the next trip's fetches as prefetched; None: begin anew
+        self._trip: _Trip | None = None
         self.resize(depth)
 
     def attach(self, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
@@ -89,32 +132,26 @@ class PrefetchRing:
         self._held_by.append([(entries[name].put(block.view(self._slot)), block) for name, block in blocks.items()])
 
         def before(_module: nn.Module, _args: Any) -> None:
-            if self.turn is not None:
-                self.turn(index)
             self._acquire(index)
 
         def after(_module: nn.Module, _args: Any, output: Any) -> Any:
-            if self.trace is not None:
-                self.trace.end("compute", index)
-            if self._borrowed:
-                self._borrowed = False
-                self._give_back()
-            return _lean(output)
+            return self._release(index, output)
 
         layer.register_forward_pre_hook(before)
         layer.register_forward_hook(after)
 
     @property
     def on_gpu(self) -> bool:
-        return self._cuda
+        return self._queues is not None
 
     @property
     def depth(self) -> int:
+        """Number of ring buffers."""
         return self._depth
 
     @property
     def buffer_bytes(self) -> int:
-        """Of one buffer."""
+        """Size of one ring buffer."""
         return self._buffer_bytes
 
     @property
@@ -128,24 +165,24 @@ class PrefetchRing:
 
     @property
     def kept_bytes(self) -> int:
-        """Of the layers that stay on the device."""
+        """Size of the layers that stay on the device."""
         return sum(kept.nbytes for kept in self._kept.values())
 
     def resize(self, depth: int, least_bytes: int = 0) -> None:
-        """Have `depth` buffers from now on, each of the largest piece's size and of `least_bytes`; waits for the device
-        where that changes."""
+        """Have `depth` buffers from now on, each of the largest piece's size and at least `least_bytes`; waits for the
+        device where that changes anything."""
         size = max(least_bytes, *(piece.size for image in self.images for piece in image.pieces))
         if (depth, size) == (self._depth, self._buffer_bytes):
             return
         self._settle()
-        if self._cuda:
+        if self._queues is not None:
             del self._buffers[depth if size == self._buffer_bytes else 0 :]
             self._depth, self._buffer_bytes = 0, size  # until all of them are there: the device may be short of memory
             self._buffers += [
                 torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(depth - len(self._buffers))
             ]
-            self._arrived = [torch.cuda.Event() for _ in range(depth)]
-            self._free = [torch.cuda.Event() for _ in range(depth)]
+            self._arrived = [self._queues.event() for _ in range(depth)]
+            self._free = [self._queues.event() for _ in range(depth)]
         self._depth, self._buffer_bytes = depth, size
 
     def keep(self, layers: Iterable[int]) -> None:
@@ -163,68 +200,113 @@ class PrefetchRing:
             if not image.coded:
                 self._show(index, self._kept[index])
 
-    def rewind(self) -> None:
-        """Make the first layer the next one, whatever an interrupted pass (out of memory, ctrl-C) left behind, and the
-        slot's content worth nothing. Nothing but weights is fetched from now on."""
-        whole = sum(len(self.images[index].pieces) for index in self.streamed)
-        if self.more is not None or self._borrowed or (whole and self._taken % whole) or self._taken != self._returned:
-            self._settle()
-        self.more, self.turn, self.trace = None, None, None
-        self._held, self._calls, self.stays = None, 0, 1
-
-    def fetch(self, more: Callable[[int, int], Iterable[Transfer]]) -> None:
-        """Have the layers fetch what `more` says, from a first pass on that begins now; until the next `rewind`."""
-        self.more = more
-        self._settle()
-
     def start(self) -> None:
-        """Begin to fill the buffers; the source must be complete by now."""
-        if self._cuda:
-            self._fill()
+        """Begin to fill the buffers for a trip of weights alone; the source must be complete by now."""
+        if self._next is None:
+            self._begin(())
+
+    @contextmanager
+    def trip(
+        self, calls: int = 1, turn: Callable[[int], None] = lambda _layer: None, fetches: Sequence[Fetch] = ()
+    ) -> Iterator[None]:
+        """One pass of the weights, in which each layer's serve `calls` calls in a row; the layers are called in order.
+
+        `turn` is told a layer's number before each of its calls. A call that needs a fetch takes it by `borrow`, in the
+        order of `fetches`. The next trip is prefetched on the guess that it does the like, one step on; where it does
+        not, it waits for the device and begins anew.
+        """
+        wanted = tuple(fetches)
+        if self._trip is not None:
+            raise RuntimeError("a trip is under way: forward passes that share the weights share a trip")
+        if self._next is None or self._next != wanted:
+            self._begin(wanted)
+        self._trip, self._next = _Trip(calls, turn), None
+        try:
+            yield
+            if self._trip.whole:
+                self._next = tuple(fetch.following() for fetch in wanted)
+        finally:
+            self._trip = None
+
+    def drop_fetches(self) -> None:
+        """Have nothing but weights on its way, before memory that fetches read from is changed or freed."""
+        if self._next or self._next is None:
+            self._settle()
 
     @contextmanager
     def watched(self) -> Iterator[Trace]:
-        """A trace of what happens meanwhile, on the device that is of what is issued meanwhile."""
-        self.trace = Trace(self._cuda, self._copies)
+        """Trace what happens meanwhile; on a GPU, what is issued meanwhile."""
+        self._trace = Trace(self._cuda, self._copies)
         try:
-            yield self.trace
+            yield self._trace
         finally:
-            self.trace = None
+            self._trace = None
+
+    def borrow(self, index: int) -> Tensor:
+        """The next fetch of layer `index`, uint8, on the device until the layer's call ends."""
+        trip = self._under_way()
+        content = self._take(index, None)
+        trip.borrowed += 1
+        return content
+
+    def close(self) -> None:
+        if self._queues is not None:
+            self._queues.finish()
+        self._buffers, self._held_by, self._kept, self._next = [], [], {}, None
+        self._coming = iter(())
+        self._flying.clear()
+        self._source = self._slot = torch.empty(0, dtype=torch.uint8)
+
+    def _under_way(self) -> "_Trip":
+        if self._trip is None:
+            raise RuntimeError("a decoder layer was called outside of a trip of the weights")
+        return self._trip
 
     def _show(self, index: int, memory: Tensor) -> None:
         for tensor, block in self._held_by[index]:
             tensor.data = block.view(memory)
 
     def _settle(self) -> None:
-        """Let the device finish, and begin with the first layer again."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        """Let the device finish; nothing is on its way any more, and the next trip begins anew."""
+        if self._queues is not None:
+            self._queues.finish()
         self._issued = self._taken = self._returned = 0
-        self._held, self._borrowed = None, False
         self._flying.clear()
         self._copies.clear()
-        self._loads = self._passes()
+        self._coming, self._next = iter(()), None
 
-    def _passes(self) -> Iterator[Transfer]:
-        """What crosses the link, pass after pass."""
-        for number in count():
+    def _begin(self, fetches: tuple[Fetch, ...]) -> None:
+        """Begin to bring a trip with `fetches`, and those that follow it."""
+        self._settle()
+        if fetches:
+            self.resize(self._depth, max(fetch.nbytes for fetch in fetches))
+        self._coming, self._next = self._trips(fetches), fetches
+        if self._queues is not None:
+            self._fill()
+
+    def _trips(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
+        """All that crosses the link, trip after trip."""
+        some = True
+        while some:
+            some = False
             for index, image in enumerate(self.images):
-                if index not in self._kept:
-                    for piece in image.pieces:
-                        yield Transfer(index, partial(self._bytes, piece), piece)
-                if self.more is not None:
-                    yield from self.more(number, index)
-            if self.more is None and not self.streamed:
-                return  # all is on the device
+                pieces = () if index in self._kept else image.pieces
+                weights = (Transfer(index, partial(self._bytes, piece), piece) for piece in pieces)
+                others = (fetch.transfer(index) for fetch in fetches)
+                for transfer in (*weights, *others):
+                    if transfer is not None:
+                        some = True
+                        yield transfer
+            fetches = tuple(fetch.following() for fetch in fetches)
 
     def _bytes(self, piece: Chunk) -> Tensor:
         return self._source[piece.start : piece.end]
 
     def _fill(self) -> None:
-        """Issue the copies that there are buffers for; on the device they run as soon as these are free."""
-        while self._issued < self._returned + self._depth:
+        """Issue the copies that there are free buffers for; on the device they run as soon as the link gets there."""
+        while self._issued < self._returned + self._depth:  # rule 3
             if len(self._flying) == self._issued - self._taken:
-                following = next(self._loads, None)
+                following = next(self._coming, None)
                 if following is None:
                     return
                 self._flying.append(following)
@@ -232,29 +314,30 @@ class PrefetchRing:
                 return
             self._copy(self._flying[-1])
 
-    def _copy(self, load: Transfer) -> None:
+    def _copy(self, transfer: Transfer) -> None:
+        assert self._queues is not None
         buffer = self._issued % self._depth
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with self._queues.copying():
             if self._issued >= self._depth:
-                self._free[buffer].wait()
-            load.before()
-            source = load.source()
+                self._free[buffer].wait()  # rule 2
+            transfer.before()
+            source = transfer.source()
             begin = mark(self._cuda)
             self._buffers[buffer][: source.numel()].copy_(source, non_blocking=True)
             self._arrived[buffer].record()
-            copy = (load.layer, begin, mark(self._cuda))
+            copy = (transfer.layer, begin, mark(self._cuda))
         self._copies.append(copy)
-        if self.trace is not None:
-            self.trace.add("copy", *copy)
+        if self._trace is not None:
+            self._trace.add("copy", *copy)
         self._issued += 1
 
     def _take(self, index: int, piece: Chunk | None) -> Tensor:
-        """The next load, which has to be that `piece` of layer `index` (None: no weights), where the device has it."""
-        if self._cuda:
+        """The next transfer, which has to be that `piece` of layer `index` (None: a fetch), where the device has it."""
+        if self._queues is not None:
             self._fill()
         elif not self._flying:
-            self._flying.extend(islice(self._loads, 1))
-        ready = self._flying and (not self._cuda or self._taken < self._issued)
+            self._flying.extend(transfer for transfer in (next(self._coming, None),) if transfer is not None)
+        ready = self._flying and (self._queues is None or self._taken < self._issued)
         following = self._flying[0] if ready else None
         if following is None or following.layer != index or (following.piece is None) != (piece is None):
             other = "nothing" if following is None else f"layer {following.layer}"
@@ -265,62 +348,79 @@ class PrefetchRing:
         else:
             self.bytes_copied += piece.size
         number, self._taken = self._taken % self._depth, self._taken + 1
-        if not self._cuda:
+        if self._queues is None:
             return following.source()
-        self._arrived[number].wait()
+        self._arrived[number].wait()  # rule 1
         return self._buffers[number]
 
     def _give_back(self) -> None:
-        """What was taken last is used up when the device gets here."""
-        if self._cuda:
-            self._free[self._returned % self._depth].record()
+        """The buffer that was taken first is used up when the device gets here."""
+        if self._queues is not None:
+            self._free[self._returned % self._depth].record()  # rule 2
             self._returned += 1
             self._fill()
 
-    def borrow(self, index: int) -> Tensor:
-        """The next load of layer `index`, no piece of its weights, until the layer's call ends."""
-        self._borrowed = True
-        return self._take(index, None)
-
     def _acquire(self, index: int) -> None:
         """Have layer `index` in the slot, unless it is there or on the device for this call anyway."""
-        if self._held == index and self._calls < self.stays:
-            self._calls += 1
+        trip = self._under_way()
+        trip.turn(index)
+        if trip.held == index and trip.served < trip.calls:
+            trip.served += 1
         else:
             self._unpack(index)
-            self._held, self._calls = index, 1
-        if self.trace is not None:
-            self.trace.begin("compute", index)
+            trip.held, trip.served = index, 1
+        if self._trace is not None:
+            self._trace.begin("compute", index)
+
+    def _release(self, index: int, output: Any) -> Any:
+        """End a call of layer `index`; its output, without what nobody reads."""
+        trip = self._under_way()
+        if self._trace is not None:
+            self._trace.end("compute", index)
+        while trip.borrowed:
+            trip.borrowed -= 1
+            self._give_back()
+        trip.whole = index == len(self.images) - 1 and trip.served == trip.calls
+        return _lean(output)
 
     def _unpack(self, index: int) -> None:
         image, kept = self.images[index], self._kept.get(index)
         if kept is None:
-            self._receive(index)
+            for piece in image.pieces:
+                content = self._take(index, piece)
+                with self._unpacking(index):
+                    unpack(piece, content, self._slot)
+                self._give_back()
         elif image.coded:
-            with self._decoding(index):
+            with self._unpacking(index):
                 for piece in image.pieces:
                     unpack(piece, kept[piece.start - image.start :], self._slot)
 
-    def _receive(self, index: int) -> None:
-        for piece in self.images[index].pieces:
-            content = self._take(index, piece)
-            with self._decoding(index):
-                unpack(piece, content, self._slot)
-            self._give_back()
-
     @contextmanager
-    def _decoding(self, index: int) -> Iterator[None]:
-        if self.trace is None:
+    def _unpacking(self, index: int) -> Iterator[None]:
+        if self._trace is None:
             yield
             return
-        self.trace.begin("decode", index)
+        self._trace.begin("decode", index)
         yield
-        self.trace.end("decode", index)
+        self._trace.end("decode", index)
 
-    def close(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
-        self._buffers, self._held_by, self._kept, self.more = [], [], {}, None
-        self._loads = iter(())
-        self._flying.clear()
-        self._source = self._slot = torch.empty(0, dtype=torch.uint8)
+
+@dataclass
+class _Trip:
+    """The trip under way: what the hooks of the layers need to know."""
+
+    calls: int  # of each layer, in a row
+    turn: Callable[[int], None]
+    held: int | None = None  # the layer in the slot
+    served: int = 0  # calls of it so far
+    borrowed: int = 0  # buffers that its call holds
+    whole: bool = False  # whether the last layer has had its last call
+
+
+def _lean(output: Any) -> Any:
+    """A layer's output without attention probabilities, ``[B, heads, S, S]``, which some models return besides the
+    hidden states and then hold while the next layer computes, or, in a pass that waits, longer. Nobody reads them."""
+    if not isinstance(output, tuple):
+        return output
+    return (output[0], *(None if isinstance(part, Tensor) and part.dim() == 4 else part for part in output[1:]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine, Progress, silent
+from zinfer.engine.base import Engine, MicroBatch, Progress, Work, check_works, silent
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.build import plan_key
@@ -21,11 +21,25 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective
 
 
+class TensorRTBatch(MicroBatch):
+    """A micro-batch of the `tensorrt` engine. `mask` ``[B, capacity]`` is False at padding and forgotten positions,
+    `key_positions` are the real ones' numbers."""
+
+    def __init__(self, mask: Tensor, capacity: int, cache: Cache) -> None:
+        super().__init__(mask.shape[0], mask.shape[1], capacity)
+        self.cache: Cache | None = cache
+        self.mask = torch.ones((self.batch_size, capacity), dtype=torch.bool, device=mask.device)
+        self.mask[:, : self.prompt_len] = mask.bool()
+        self.count_positions()
+
+    def count_positions(self) -> None:
+        self.key_positions = (self.mask.cumsum(-1) - 1).clamp(min=0).int()
+
+
 class TensorRT(Engine):
     """Runs the plan that serves the case; raises EngineError, with the command that builds one, where there is none."""
 
     _executor: Executor | None = None
-    _cache: Cache | None = None
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
@@ -58,51 +72,50 @@ class TensorRT(Engine):
         return Executor(self._library, self.file, case.gpu_weights, case.offload != "none", self.progress)
 
     @torch.inference_mode()
-    def prefill(
-        self, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[KVSnapshot] = ()
-    ) -> Tensor:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[KVSnapshot] = ()) -> TensorRTBatch:
         if past:
-            raise EngineError(self.cannot_keep() or "")
-        self.release()
-        batch_size, length = token_ids.shape
-        self._check_shapes(batch_size, length + reserve)
-        token_ids, real = token_ids.to(self.device), attention_mask.to(self.device).bool()
-        self._mask = torch.ones((batch_size, length + reserve), dtype=torch.bool, device=self.device)
-        self._mask[:, :length] = real
-        self._key_positions = (self._mask.cumsum(-1) - 1).clamp(min=0).int()
+            raise EngineError(self.cannot_snapshot() or "")
+        mask = attention_mask.to(self.device)
+        self._check_shapes(len(mask), capacity)
         key = self.file.key
-        self._cache = make_cache(key.cache, self.plan.model, batch_size, length + reserve, key.max_seq_len, self.device)
-        self._length = 0
-        at_once = self.file.prefill_rows
-        slices = [slice(start, min(start + at_once, batch_size)) for start in range(0, batch_size, at_once)]
-        logits = torch.cat([self._run(PREFILL, token_ids[rows], rows) for rows in slices])
-        self._length = length
-        return logits
+        cache = make_cache(key.cache, self.plan.model, len(mask), capacity, key.max_seq_len, self.device)
+        self.batches.append(batch := TensorRTBatch(mask, capacity, cache))
+        return batch
 
     @torch.inference_mode()
-    def decode(self, token_ids: Tensor) -> Tensor:
-        if self._cache is None:
-            raise RuntimeError("decode() before prefill()")
-        if self._length == self._mask.shape[1]:
-            raise IndexError(f"the KV cache holds {self._length} tokens a sequence, and one more was decoded")
-        logits = self._run(DECODE, token_ids[:, None], slice(0, len(token_ids)))
-        self._length += 1
-        return logits
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        check_works(works, self.batches)
+        return [self._pass(work) for work in works]
 
-    def _run(self, profile: int, token_ids: Tensor, rows: slice) -> Tensor:
-        """A pass over the next tokens ``[b, S]`` of `rows`; the last one's logits ``[b, V]``."""
+    def _pass(self, work: Work) -> Tensor:
+        batch, token_ids, keep = work
+        assert isinstance(batch, TensorRTBatch)
+        count = token_ids.shape[1]
+        first = batch.length == 0 and count == batch.prompt_len
+        if keep != 1 or not (first or (batch.length and count == 1)):
+            raise EngineError(self.cannot_chunk() or "")
+        token_ids = token_ids.to(self.device)
+        at_once = min(batch.batch_size, self.file.prefill_rows) if first else batch.batch_size
+        parts = [slice(row, min(row + at_once, batch.batch_size)) for row in range(0, batch.batch_size, at_once)]
+        logits = torch.cat([self._run(PREFILL if first else DECODE, batch, token_ids, rows) for rows in parts])
+        batch.length += count
+        return logits[:, None]
+
+    def _run(self, profile: int, batch: TensorRTBatch, token_ids: Tensor, rows: slice) -> Tensor:
+        """Compute the next tokens of `rows`, of `token_ids` ``[B, n]``; the last one's logits ``[b, V]``."""
         assert self._executor is not None
-        assert self._cache is not None
-        (count, new), past = token_ids.shape, self._length
+        assert batch.cache is not None
+        token_ids = token_ids[rows]
+        (count, new), past = token_ids.shape, batch.length
         total = past + new
         index = torch.arange(total, dtype=torch.int32, device=self.device)
-        key_positions = self._key_positions[rows, :total]
-        inputs, outputs = self._cache.bind(rows, past, new)
+        key_positions = batch.key_positions[rows, :total]
+        inputs, outputs = batch.cache.bind(rows, past, new)
         inputs |= {
             "token_ids": token_ids.int().contiguous(),
             "positions": key_positions[:, past:].contiguous(),
             "key_positions": key_positions.contiguous(),
-            "mask": self._mask[rows, :total].contiguous(),
+            "mask": batch.mask[rows, :total].contiguous(),
             "keys": index,
             "ends": index[past:] + 1,
             "last": torch.full((1,), new - 1, dtype=torch.int32, device=self.device),
@@ -111,8 +124,34 @@ class TensorRT(Engine):
         logits = torch.empty((count, self.plan.model.vocab_size), dtype=dtype, device=self.device)
         wanted = {name: tensor for name, tensor in inputs.items() if name in self._executor.inputs}
         self._executor.run(profile, wanted, outputs | {"logits": logits})
-        self._cache.keep()
+        batch.cache.keep()
         return logits
+
+    @torch.inference_mode()
+    def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
+        assert isinstance(batch, TensorRTBatch)
+        lengths = lengths.to(self.device)
+        length = int(lengths.max())
+        if not 0 < int(lengths.min()) <= length <= batch.length:
+            raise ValueError(f"rows of {batch.length} positions cannot be rolled back to {lengths.tolist()}")
+        batch.mask[:, :length] &= torch.arange(length, device=self.device) < lengths[:, None]
+        batch.count_positions()
+        batch.length = length
+
+    @torch.inference_mode()
+    def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
+        if all(batch is not one for one in self.batches):
+            return
+        assert isinstance(batch, TensorRTBatch)
+        kept = [] if rows is None else sorted(set(range(batch.batch_size)) - set(rows))
+        if not kept:
+            self.batches = [one for one in self.batches if one is not batch]
+            batch.cache = None
+        elif len(kept) < batch.batch_size and batch.cache is not None:
+            index = torch.tensor(kept, device=self.device)
+            batch.cache.keep_rows(index)
+            batch.mask, batch.batch_size = batch.mask[index], len(kept)
+            batch.count_positions()
 
     def _check_shapes(self, batch_size: int, length: int) -> None:
         key = self.file.key
@@ -152,11 +191,8 @@ class TensorRT(Engine):
             },
         )
 
-    def release(self) -> None:
-        self._cache = None
-
     def close(self) -> None:
-        self.release()
+        self.clear()
         if self._executor is not None:
             self._executor.close()
             self._executor = None

@@ -20,6 +20,10 @@ class Cache(ABC):
     def bind(self, rows: slice, past: int, new: int) -> tuple[Tensors, Tensors]:
         """The cache's inputs and outputs of a pass of `rows` that puts `new` tokens behind the `past` there are."""
 
+    @abstractmethod
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep `rows` only (indices ``[b]``, rising), and free the others' memory."""
+
     def keep(self) -> None:  # noqa: B027 - where outputs are bound in their place, nothing is left to do
         """Put the outputs bound last into their place."""
 
@@ -37,6 +41,10 @@ class InPlace(Cache):
         first = next(iter(outputs.values()))
         inputs["write_at"] = torch.full((first.shape[0],), past, dtype=torch.int32, device=first.device)
         return inputs, outputs
+
+    def keep_rows(self, rows: Tensor) -> None:
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = buffer[rows]
 
 
 class Appended(Cache):
@@ -59,6 +67,11 @@ class Appended(Cache):
             if partial:
                 self._aside.append((place, outputs[name]))
         return inputs, outputs
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self._batch_size = len(rows)
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = buffer[:, rows]
 
     def keep(self) -> None:
         for place, values in self._aside:

@@ -1,0 +1,54 @@
+"""One micro-batch at a time on an engine, and the least that an engine can be."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zinfer.engine.base import Engine, MicroBatch, Work, check_works
+from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.generation import passes
+
+
+def prefill(
+    engine: Engine, token_ids: Tensor, mask: Tensor, reserve: int = 0, past: Sequence[KVSnapshot] = ()
+) -> Tensor:
+    """Retire all that is running, and compute these prompts: the next logits, ``[B, V]``."""
+    engine.clear()
+    return passes.prefill(engine, token_ids, mask, reserve, past)[1]
+
+
+def decode(engine: Engine, token_ids: Tensor) -> Tensor:
+    """One step of the micro-batch that `prefill` began, with tokens ``[B]``: the next logits, ``[B, V]``."""
+    return passes.decode(engine, engine.batches[-1], token_ids)
+
+
+def snapshot(engine: Engine, first: int, last: int) -> KVSnapshot:
+    """A copy of positions of the micro-batch that `prefill` began."""
+    if not engine.batches:
+        return engine.snapshot(MicroBatch(1, 1, 1), first, last)
+    return engine.snapshot(engine.batches[-1], first, last)
+
+
+class StepEngine(Engine):
+    """An engine without a model: `step` says what a prefill or decode step of so many rows gives, ``[B, V]``."""
+
+    def step(self, name: str, rows: int) -> Tensor:
+        raise NotImplementedError
+
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[KVSnapshot] = ()) -> MicroBatch:
+        rows, length = attention_mask.shape
+        self.batches.append(batch := MicroBatch(rows, length, capacity))
+        return batch
+
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        check_works(works, self.batches)
+        found = []
+        for work in works:
+            logits = self.step("decode" if work.batch.length else "prefill", work.batch.batch_size)
+            work.batch.length += work.token_ids.shape[1]
+            found.append(torch.stack([logits] * work.keep, dim=1))
+        return found
+
+    def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
+        self.batches = [one for one in self.batches if one is not batch]

@@ -1,0 +1,283 @@
+"""One verb: prompts in chunks, decode steps, drafts verified and forgotten, rows that leave, in any mixture of works in
+one pass, give the logits that each sequence has alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import test_cache_kinds as kinds
+from tests.test_parity import load, prompts
+from zinfer.engine import EngineError
+from zinfer.engine.base import Engine, MicroBatch, Work
+from zinfer.generation import passes
+from zinfer.spec.case import Offload
+
+Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
+kind = kinds.kind  # the fixture
+WAYS: dict[str, tuple[str, Offload, dict[str, Any]]] = {
+    "none": ("stream", "none", {}),
+    "cpu": ("stream", "cpu", {}),
+    "kv by the cpu": ("stream", "cpu", {"kv_offload": "cpu", "kv_attention": "cpu"}),
+    "kv over the link": ("stream", "cpu", {"kv_offload": "cpu", "kv_attention": "gpu"}),
+    "accelerate": ("accelerate", "cpu", {}),
+    "deepspeed": ("deepspeed", "cpu", {}),
+}
+CHUNKABLE = [name for name in kinds.KINDS if name in ("mistral", "gemma2", "llama4_text", "deepseek_v3", "gemma4_text")]
+STATEFUL = ["qwen3_next", "jamba", "falcon_h1", "mamba"]
+FIRST, SECOND = (9, 5, 7), (13, 4)
+
+
+def sequences(lengths: tuple[int, ...], more: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Left-padded prompts of `lengths` tokens, each with `more` behind it, and the prompts' mask."""
+    token_ids, mask = prompts(lengths)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.cat([token_ids, torch.randint(4, 90, (len(lengths), more), generator=generator)], 1), mask
+
+
+def alone(engine: Engine, token_ids: Tensor, mask: Tensor) -> list[Tensor]:
+    """Logits ``[B, V]`` after the prompt and after each token behind it: a prefill, then a token at a time."""
+    length = mask.shape[1]
+    batch, logits = passes.prefill(engine, token_ids[:, :length], mask, token_ids.shape[1] - length)
+    found = [logits]
+    found += [passes.decode(engine, batch, token) for token in token_ids[:, length:].unbind(1)]
+    engine.retire(batch)
+    assert engine.batches == []
+    return found
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    error = float((found - expected).abs().max() / expected.abs().max())
+    assert error < 1e-4, error
+    return found.shape == expected.shape
+
+
+def small_blocks(patch: Patch, tokens: int = 9) -> None:
+    patch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
+    patch.setattr("zinfer.plan.cost.BLOCK_TOKENS", tokens)
+
+
+def keep_here(patch: Patch, here: int) -> None:
+    patch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+def test_a_mixture_of_works_gives_each_its_logits(
+    architecture: str, way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A prompt in chunks beside rows that decode and rows whose drafts are verified."""
+    small_blocks(monkeypatch)
+    name, offload, options = WAYS[way]
+    engine = load(name, checkpoint(architecture), offload, tmp_path, **options)
+    first, first_mask = sequences(FIRST, 8, 1)
+    second, second_mask = sequences(SECOND, 4, 2)
+    expected = [alone(engine, first, first_mask), alone(engine, second, second_mask)]
+    one, _ = passes.prefill(engine, first[:, :9], first_mask, 8)
+    two = engine.admit(second_mask, second.shape[1])
+    chunks: list[tuple[int, int]] = [(1, 5), (3, 6), (1, 2), (2, 1), (1, 3)]  # tokens of the one and of the other
+    for mine, yours in chunks:
+        works = [
+            Work(one, first[:, one.length : one.length + mine], keep=mine),
+            Work(two, second[:, two.length : two.length + yours]),
+        ]
+        found = engine.forward(works)
+        for place in range(mine):
+            assert close(found[0][:, place], expected[0][one.length - 9 - mine + 1 + place]), (one.length, place)
+        if two.length >= 13:
+            assert close(found[1][:, -1], expected[1][two.length - 13])
+    assert (one.length, two.length) == (17, 17)
+    engine.retire(two)
+    engine.retire(one)
+    assert all(close(*pair) for pair in zip(alone(engine, first, first_mask), expected[0], strict=True))
+    engine.close()
+
+
+@pytest.mark.parametrize("name", CHUNKABLE)
+@pytest.mark.parametrize("way", ["cpu", "kv by the cpu", "kv over the link"])
+def test_windows_see_the_same_in_chunks(
+    name: str, way: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small_blocks(monkeypatch)
+    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    engine_name, offload, options = WAYS[way]
+    engine = load(engine_name, kind(name), offload, tmp_path, **options)
+    token_ids, mask = sequences((13, 5, 9), 8, 3)
+    expected = alone(engine, token_ids, mask)
+    batch = engine.admit(mask, token_ids.shape[1])
+    for count in (4, 9, 1, 3, 1, 3):
+        (found,) = engine.forward([Work(batch, token_ids[:, batch.length : batch.length + count])])
+        if batch.length >= 13:
+            assert close(found[:, -1], expected[batch.length - 13])
+    engine.close()
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_states_take_prompts_as_a_whole(name: str, kind: kinds.Kinds, tmp_path: Path) -> None:
+    """What a chunk would compute from a state is not what the model is: it is refused. Steps share a trip."""
+    engine = load("stream", kind(name), "cpu", tmp_path)
+    token_ids, mask = sequences((13, 5, 9), 4, 3)
+    expected = alone(engine, token_ids, mask)
+    batch = engine.admit(mask, token_ids.shape[1])
+    assert engine.cannot_chunk() is not None
+    with pytest.raises(EngineError, match="take a prompt as a whole"):
+        engine.forward([Work(batch, token_ids[:, :7])])
+    engine.retire(batch)
+    one, _ = passes.prefill(engine, token_ids[:, :13], mask, 4)
+    two = engine.admit(mask, 20)
+    found = engine.forward([Work(one, token_ids[:, 13:14]), Work(two, token_ids[:, :13])])
+    assert close(found[0][:, 0], expected[1])
+    assert close(found[1][:, 0], expected[0])
+    for step in (1, 2, 3):
+        found = engine.forward([Work(two, token_ids[:, two.length, None]), Work(one, token_ids[:, one.length, None])])
+        assert close(found[1][:, 0], expected[step + 1])
+        assert close(found[0][:, 0], expected[step])
+    with pytest.raises(EngineError, match="take a prompt as a whole"):
+        engine.forward([Work(two, token_ids[:, 13:15])])
+    with pytest.raises(EngineError, match="forgets no single positions"):
+        engine.rollback(two, torch.tensor([13, 13, 13]))
+    engine.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kept", [(2, 2, 2), (1, 3, 0), (0, 0, 3)])
+def test_rejected_drafts_leave_nothing_behind(
+    way: str, kept: tuple[int, ...], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Of three drafted tokens each row keeps so many; then it goes on with tokens of its own."""
+    small_blocks(monkeypatch)
+    name, offload, options = WAYS[way]
+    engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
+    token_ids, mask = sequences(FIRST, 12, 1)
+    drafts = torch.randint(4, 90, (3, 3), generator=torch.Generator().manual_seed(8))
+    expected = alone(engine, token_ids, mask)
+    batch, _ = passes.prefill(engine, token_ids[:, :9], mask, 20)
+    engine.forward([Work(batch, token_ids[:, 9:10])])
+    wanted = torch.tensor(kept)
+    accepted = torch.where(torch.arange(3) < wanted[:, None], token_ids[:, 10:13], drafts)
+    logits = engine.forward([Work(batch, accepted, keep=3)])[0]
+    for row, many in enumerate(kept):
+        for place in range(many):
+            assert close(logits[row, place], expected[2 + place][row])
+    engine.rollback(batch, 10 + wanted)
+    assert batch.length == 10 + max(kept)
+    for step in range(4):
+        token = torch.stack([token_ids[row, 10 + many + step] for row, many in enumerate(kept)])
+        logits = passes.decode(engine, batch, token)
+        for row, many in enumerate(kept):
+            assert close(logits[row], expected[2 + many + step][row]), (row, step)
+    engine.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("here", [0, 2])
+@pytest.mark.parametrize("gone", [(0,), (1, 3), (0, 1, 2), (2, 4)])
+def test_rows_that_leave_do_not_disturb_the_others(
+    way: str, here: int, gone: tuple[int, ...], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    name, offload, options = WAYS[way]
+    if "kv_offload" in options:
+        keep_here(monkeypatch, here)
+        options = options | {"kv_offload": "auto"}
+    elif here:
+        pytest.skip("all rows are on the device anyway")
+    small_blocks(monkeypatch, 18)
+    engine = load(name, checkpoint("bloom"), offload, tmp_path, **options)
+    token_ids, mask = sequences((9, 5, 7, 3, 8), 6, 4)
+    expected = alone(engine, token_ids, mask)
+    batch, _ = passes.prefill(engine, token_ids[:, :9], mask, 6)
+    passes.decode(engine, batch, token_ids[:, 9])
+    engine.retire(batch, gone)
+    rows = [row for row in range(5) if row not in gone]
+    assert batch.batch_size == len(rows)
+    for step in range(10, 14):
+        logits = passes.decode(engine, batch, token_ids[rows, step])
+        assert close(logits, expected[step - 8][rows])
+    engine.retire(batch, rows[:1] and [0])
+    logits = passes.decode(engine, batch, token_ids[rows[1:], 14])
+    assert close(logits, expected[6][rows[1:]])
+    engine.retire(batch, range(len(rows) - 1))
+    assert engine.batches == []
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "falcon_h1"])
+def test_rows_of_windows_and_states_leave_too(name: str, kind: kinds.Kinds, tmp_path: Path) -> None:
+    engine = load("stream", kind(name), "cpu", tmp_path)
+    token_ids, mask = sequences((13, 5, 9), 4, 3)
+    expected = alone(engine, token_ids, mask)
+    batch, _ = passes.prefill(engine, token_ids[:, :13], mask, 4)
+    engine.retire(batch, [1])
+    for step in range(13, 17):
+        assert close(passes.decode(engine, batch, token_ids[[0, 2], step]), expected[step - 12][[0, 2]])
+    engine.close()
+
+
+def test_rows_in_8_bits_leave_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    for options in ({}, {"kv_offload": "cpu"}):
+        engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_cache_dtype="int8", **options)
+        token_ids, mask = sequences(FIRST, 4, 3)
+        expected = alone(engine, token_ids, mask)
+        batch, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
+        engine.retire(batch, [0])
+        for step in range(9, 13):
+            found, wanted = passes.decode(engine, batch, token_ids[1:, step]), expected[step - 8][1:]
+            assert torch.allclose(found, wanted, atol=2e-3 * float(wanted.abs().max()))
+        engine.close()
+
+
+@pytest.mark.parametrize("way", ["cpu", "kv over the link"])
+def test_works_share_a_trip_of_the_weights(way: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    name, offload, options = WAYS[way]
+    engine: Any = load(name, checkpoint("llama"), offload, tmp_path, **options)
+    token_ids, mask = sequences(FIRST, 4, 1)
+    batches = [engine.admit(mask, 13) for _ in range(3)]
+    before, whole = engine._ring.bytes_copied, sum(piece.size for one in engine._ring.images for piece in one.pieces)
+    engine.forward([Work(batches[0], token_ids[:, :9]), Work(batches[1], token_ids[:, :4])])
+    assert engine._ring.bytes_copied - before == whole
+    engine.forward(
+        [Work(batches[0], token_ids[:, 9:10]), Work(batches[1], token_ids[:, 4:9]), Work(batches[2], token_ids[:, :9])]
+    )
+    assert engine._ring.bytes_copied - before == 2 * whole
+    engine.close()
+
+
+def test_memory_of_the_next_batch_is_what_the_others_leave(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Host memory of a micro-batch is its own while it runs, and the next one's when it is retired."""
+    engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
+    token_ids, mask = sequences(FIRST, 4, 1)
+    one, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
+    two, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
+    assert one.memory is not two.memory  # type: ignore[attr-defined]
+    kept = two.memory  # type: ignore[attr-defined]
+    engine.retire(two)
+    three, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
+    assert three.memory is kept  # type: ignore[attr-defined]
+    engine.close()
+
+
+def test_work_that_makes_no_sense_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    token_ids, mask = sequences(FIRST, 4, 1)
+    batch = engine.admit(mask, 13)
+    for works, error, message in (
+        ([Work(batch, token_ids[:, :3]), Work(batch, token_ids[:, :3])], ValueError, "each of them once"),
+        ([Work(MicroBatch(3, 9, 13), token_ids[:, :3])], ValueError, "admitted"),
+        ([Work(batch, token_ids[:2, :3])], ValueError, "for a batch of 3"),
+        ([Work(batch, token_ids[:, :3], keep=4)], ValueError, "logits of 4"),
+        ([Work(batch, token_ids[:, :14].repeat(1, 2))], IndexError, "holds 13 tokens"),
+    ):
+        with pytest.raises(error, match=message):
+            engine.forward(works)
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        engine.rollback(batch, torch.tensor([1, 1, 1]))
+    with pytest.raises(ValueError, match="does not fit a KV cache of 8"):
+        engine.admit(mask, 8)
+    engine.retire(batch)
+    engine.retire(batch)
+    with pytest.raises(ValueError, match="admitted"):
+        engine.forward([Work(batch, token_ids[:, :3])])
+    engine.close()

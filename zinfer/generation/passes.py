@@ -1,0 +1,32 @@
+"""Prefill and decode of one micro-batch: the two passes that most callers need, as functions over `Engine.forward`."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zinfer.engine.base import Engine, MicroBatch, Work
+from zinfer.engine.kv_snapshot import KVSnapshot
+
+
+def prefill(
+    engine: Engine, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[KVSnapshot] = ()
+) -> tuple[MicroBatch, Tensor]:
+    """Admit a micro-batch of left-padded prompts ``[B, S]`` (int64) with their mask (1 token, 0 padding) and compute
+    them: the micro-batch, with room for `reserve` further tokens, and the last position's logits ``[B, V]``.
+
+    `past` holds first positions of these prompts, which are not computed again. Where computing fails, the micro-batch
+    is retired. Raises what `Engine.admit` and `Engine.forward` do.
+    """
+    batch = engine.admit(attention_mask, token_ids.shape[1] + reserve, past)
+    try:
+        (logits,) = engine.forward([Work(batch, token_ids[:, batch.length :].to(engine.device))])
+    except BaseException:
+        engine.retire(batch)
+        raise
+    return batch, logits[:, -1]
+
+
+def decode(engine: Engine, batch: MicroBatch, token_ids: Tensor) -> Tensor:
+    """Append one token a row, ``[B]`` on the device, to `batch`: the next logits ``[B, V]``."""
+    (logits,) = engine.forward([Work(batch, token_ids[:, None])])
+    return logits[:, -1]

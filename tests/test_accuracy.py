@@ -328,8 +328,8 @@ AXIS = ("-O", "kv_cache_dtype=int8")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say what to compare, as in --kv-cache-dtype int8,fp8"),
-        ([*AXIS, "--layers", "2"], "--layers: what a part of a model's layers say is no text"),
+        ([], "--kv-cache-dtype int8,fp8"),
+        ([*AXIS, "--layers", "2"], "--layers: "),
         ([*AXIS, "--reference", "ring_depth=2,3"], "--reference takes one value for each option"),
         (["-O", "kv=int8"], "has no option 'kv'; its options: ring_depth"),
         ([*AXIS, "--reference", "kv=auto"], "has no option 'kv'"),

@@ -64,7 +64,7 @@ def test_a_chat_is_understood() -> None:
         (line({}), "missing_required_parameter", "prompt"),
         (line({"messages": TALK}), "unsupported_parameter", "messages"),
         (line({"prompt": "x"}, chat=True), "unsupported_parameter", "prompt"),
-        (line({"prompt": ["x", "y"]}), "invalid_type", "a line for each prompt"),
+        (line({"prompt": ["x", "y"]}), "invalid_type", "prompt must be"),
         (line({"prompt": "x", "n": 2}), "unsupported_parameter", "n=2 is not supported"),
         (line({"prompt": "x", "n": True}), "unsupported_parameter", "n=true"),
         (line({"prompt": "x", "logprobs": 0}), "unsupported_parameter", "logprobs=0"),

@@ -88,7 +88,7 @@ PROMPT = line("a", prompt="x", max_tokens=2)
         (PROMPT, ["-o", "out.jsonl"], 2, "Missing option '-m'"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-177b"], 2, "did you mean"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny"], 2, "--load-format dummy"),
-        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--engine", "warp"], 2, "there are stream"),
+        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--engine", "warp"], 2, "no engine 'warp'"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--offload", "nvme"], 2, "--nvme-path"),
         (
             PROMPT,
@@ -98,7 +98,7 @@ PROMPT = line("a", prompt="x", max_tokens=2)
         ),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "-O", "ring_depth=2,3"], 2, "axes belong to"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--offload", "none", "--gpu-weights", "9%"], 2, "leave out"),
-        (PROMPT, ["-o", "prompts.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"], 2, "the file of the prompts"),
+        (PROMPT, ["-o", "prompts.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"], 2, "--output prompts.jsonl is"),
         ("\n\n", ["-o", "out.jsonl", "-m", "bloom-tiny"], 2, "holds no request"),
         ("{}\nx\n", ["-o", "out.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"], 4, "0 answers and 2 errors"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-176b", "--load-format", "dummy"], 5, "of host memory"),

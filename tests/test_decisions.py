@@ -1,6 +1,7 @@
 """Money, energy, service levels and sizing: the arithmetic, what cannot be told, and the words for it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +141,15 @@ def test_levels_are_checked_over_every_sample_and_few_samples_are_told() -> None
         "user_tok_s:p90:>=:5", "e2e:max:<=:10min",
     )])  # fmt: skip
     assert [one.ok for one in kept] == [False, True, True, True, True, True, True]
-    assert kept[0].words == "ttft p99 <= 2 s: 3 s, the worst of 2 samples"
+    assert kept[0].describe() == "ttft p99 <= 2 s: 3 s, the worst of 2 samples"
     assert kept[0].miss == pytest.approx(0.5)
-    assert kept[1].words == "ttft mean <= 2 s: 2 s"
-    assert "worst" not in kept[2].words
+    assert kept[1].describe() == "ttft mean <= 2 s: 2 s"
+    assert "worst" not in kept[2].describe()
     (single,) = check(timed(repeats=1), [parse("ttft:p99:<=:9s")])
-    assert single.words.endswith("8 s, the only sample")
+    assert single.describe().endswith("8 s, the only sample")
     (none,) = check(point(case(1), status="oom_gpu"), [parse("ttft:max:<=:9s")])
     assert not none.ok
-    assert none.words.endswith("not measured")
+    assert none.describe().endswith("not measured")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_levels_are_checked_over_every_sample_and_few_samples_are_told() -> None
      "output_tok_s:mean:>=:2s", "user_tok_s:max:>=:2", "ttft:min:<=:2s", "output_tok_s:mean:>=:0", "ttft:p99:<=:2s:x"],
 )  # fmt: skip
 def test_bad_levels_list_what_there_is(text: str) -> None:
-    with pytest.raises(SlaError, match=r"write METRIC:STATISTIC|no duration|no rate|write m"):
+    with pytest.raises(SlaError, match=rf"^{re.escape(repr(text))}.*: write "):
         parse(text)
 
 
@@ -207,7 +208,7 @@ def test_a_stricter_level_never_gives_a_faster_answer(one: float, other: float) 
 
 
 def test_objectives_that_lack_their_data_say_what_is_needed() -> None:
-    with pytest.raises(EconomicsError, match="--objective cost needs a price: --gpu-hour-usd"):
+    with pytest.raises(EconomicsError, match=r"--objective cost .*--gpu-hour-usd"):
         decide(POINTS, (), "cost", Prices())
     found = decide([timed()], (), "energy", Prices())
     assert (found.point, found.keeping, found.unknown) == (None, 1, 1)
@@ -297,7 +298,7 @@ def test_a_batch_longer_than_the_deadline_has_no_fleet(results: Path) -> None:
 
 
 def test_money_of_a_slice_is_said_to_be(results: Path) -> None:
-    assert "  all of it for 14 layers, not for the model" in best(results, "--gpu-hour-usd", 2).stdout.splitlines()
+    assert "for 14 layers, not for the model" in best(results, "--gpu-hour-usd", 2).stdout
 
 
 def test_energy_that_no_group_has_is_a_usage_error_and_that_one_lacks_is_not(tmp_path: Path) -> None:
@@ -310,7 +311,7 @@ def test_energy_that_no_group_has_is_a_usage_error_and_that_one_lacks_is_not(tmp
         store.append(POINTS[0].model_copy(update={"machine": "h200"}))
     done = best(tmp_path, "--objective", "energy")
     assert done.exit_code == 0, done.output
-    assert "The energy of none of the 1 points to choose from is known." in done.stdout
+    assert "energy is not known for any of 1 points" in done.stdout
 
 
 @pytest.mark.parametrize(

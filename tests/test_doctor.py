@@ -60,11 +60,11 @@ def test_machine_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["GPU"] == "2 x NVIDIA H200, driver 580"
     assert re.fullmatch(r"2\.0 GiB, the control group's limit; \d+\.\d GiB of it free", rows["host memory"])
     assert rows["C compiler"].endswith("/gcc")
-    assert rows["memlock limit"].endswith("CUDA's page-locking is not bound by it")
+    assert "CUDA" in rows["memlock limit"]
 
 
 def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _name: None)
     (row,) = (row for row in doctor.machine_rows() if row.name == "C compiler")
     assert row.found == "none"
-    assert "cannot unpack weights without it" in row.advice
+    assert "install gcc" in row.advice

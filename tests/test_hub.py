@@ -144,14 +144,14 @@ def test_hub_out_of_reach(tmp_path: Path) -> None:
 
 def test_what_cannot_be_had_is_one_line(tmp_path: Path, hub: str) -> None:
     wrong = {
-        "spec_from_hub('owner/missing')": "there is no such model on the hub, or it is private",
+        "spec_from_hub('owner/missing')": "no such model, or it is private",
         "spec_from_hub('owner/gated')": "its access is restricted: accept its terms",
         "spec_from_hub('owner/empty')": "no config.json",
         "spec_from_hub('owner/remote-code')": "code of the repository, which zinfer does not run",
         "spec_from_hub('owner/quantised')": "quantised",
         "spec_from_hub('owner/broken')": "cannot be read",
         "spec_from_hub('owner/vision')": "decoder-only language model",
-        "download('owner/missing')": "there is no such model",
+        "download('owner/missing')": "no such model",
         "download('owner/pickled')": "it has no safetensors, and pickled weights are not read",
         "spec_from_hub('owner/bad--name')": "owner/bad--name: ",
         "cached('owner/bad--name')": "None",

@@ -58,7 +58,7 @@ def test_another_job_is_refused_with_the_difference_and_changes_nothing(
 
 def test_answers_of_nobody_are_refused(output: Path) -> None:
     job_path(output).unlink()
-    with pytest.raises(JobChanged, match=r"no out\.jsonl\.job tells"):
+    with pytest.raises(JobChanged, match=r"no out\.jsonl\.job"):
         Ledger.open(output, SETTINGS, 99)
     with Ledger.open(output, SETTINGS, 99, force=True) as ledger:
         assert list(ledger.done) == IDS[:2]

@@ -200,7 +200,7 @@ def test_what_was_measured_before_an_accident_stays(inline: Callable[..., tuple[
     ("words", "message"),
     [
         (["--context", "1k,many"], "write numbers of tokens"),
-        (["--context", "32"], "nothing to keep before 32 new tokens"),
+        (["--context", "32"], "--context 32 has to exceed --new-tokens 32"),
         (["--offload", "gpu"], "choose from none, cpu, nvme"),
         (["--offload", "nvme"], "--nvme-path"),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zinfer.record.stats import half_width, relative_half_width
+from zinfer.record.stats import ci95_half_width, relative_half_width
 from zinfer.spec.units import duration, gb, gib, parse_bytes
 
 
@@ -28,6 +28,6 @@ def test_sizes_and_times_are_shown_with_their_unit() -> None:
 
 
 def test_the_confidence_interval_is_students() -> None:
-    assert half_width([1.0]) is None
-    assert half_width([9.0, 10.0, 11.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+    assert ci95_half_width([1.0]) is None
+    assert ci95_half_width([9.0, 10.0, 11.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
     assert relative_half_width([9.0, 10.0, 11.0]) == pytest.approx(0.2484, rel=1e-3)

@@ -1,4 +1,4 @@
-"""The command line: one group, each verb imported only when it is called, so that `zinfer --help` is instant."""
+"""Command line: one group; each verb is imported only when it is called, so that `zinfer --help` is instant."""
 
 import os
 import sys
@@ -8,30 +8,30 @@ import click
 
 from zinfer.spec.errors import INTERNAL, USAGE, ZinferError
 
-# verb -> its line in the help; the code is zinfer.commands.<verb>:command
+# verb -> its line in the help; its code is zinfer.commands.<verb>:command
 VERBS = {
     "models": "List the models of the catalogue, or show one.",
     "probe": "Measure this machine's memory, links and compute.",
-    "codec": "Measure what lossless coding does to weights, and whether it pays.",
-    "reuse": "Measure reloading a kept conversation against computing it again.",
-    "accuracy": "State what a setting costs in accuracy.",
-    "plan": "Say what fits where and how fast it can be, without running.",
+    "codec": "Measure size and speed of losslessly coded weights, and whether coding pays.",
+    "reuse": "Measure TTFT with a conversation's KV cache kept, and computed again.",
+    "accuracy": "Measure the cost of an engine's setting in accuracy.",
+    "plan": "Predict what fits where and how fast it can be, without running.",
     "build": "Build a TensorRT plan.",
-    "pack": "Pack a checkpoint for the lossless wire format.",
+    "pack": "Store a checkpoint in the lossless wire format.",
     "run": "Generate text.",
     "batch": "Answer a file of prompts, in the OpenAI batch format.",
     "sweep": "Measure batch sizes, offloads and engines; keep every point.",
     "best": "Name the best configuration and the command that runs it.",
     "plot": "Draw the figures of a result file.",
-    "report": "Write what was measured as an HTML page and as Markdown.",
-    "compare": "Set two result files side by side; fail on a regression.",
+    "report": "Write the results as an HTML page and as Markdown.",
+    "compare": "Compare two result files; fail on a regression.",
     "export": "Write result files as CSV, Parquet, Markdown or JSON, a row a point.",
-    "doctor": "Check what is installed and what this machine can run.",
+    "doctor": "Check packages, hardware and which engines can run.",
 }
 
 
 class Failure(click.ClickException):
-    """A user-facing end: one short message that says what to do next, and an exit code."""
+    """Error of a command: a short message that says what to do next, and an exit code."""
 
     def __init__(self, message: str, code: int = USAGE) -> None:
         super().__init__(message)
@@ -76,7 +76,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 
 def main() -> None:
-    """The `zinfer` console script. A traceback reaches a user only with --debug or ZINFER_DEBUG=1."""
+    """Entry point of the `zinfer` console script. A traceback is printed only with --debug or ZINFER_DEBUG=1."""
     debug = "--debug" in sys.argv or os.environ.get("ZINFER_DEBUG") == "1"
     if debug:
         os.environ["ZINFER_DEBUG"] = "1"
@@ -88,7 +88,7 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # the reader of our stdout went away, as `| head` does
+    except BrokenPipeError:  # the reader of stdout ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:

@@ -1,1 +1,1 @@
-"""Analysis: records in, values out (groups, best configurations, comparisons, calibration, cost)."""
+"""Analysis: values from records (groups, best configurations, comparisons, calibration, cost). Pure functions."""

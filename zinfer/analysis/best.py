@@ -1,4 +1,4 @@
-"""From points to one answer: those that keep the service levels, and of these the best by one objective."""
+"""Best configuration: the best point by one objective among those that keep the service levels."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost
 from zinfer.analysis.group import Points
 from zinfer.analysis.rates import pareto
-from zinfer.analysis.sla import KVSnapshot, Sla, check
+from zinfer.analysis.sla import Sla, SlaResult, check
 from zinfer.record.measurement import Measurement
 from zinfer.spec.value import Frozen
 
@@ -14,30 +14,30 @@ Objective = Literal["throughput", "cost", "energy", "latency"]
 
 
 class Decision(Frozen):
-    """The answer for one group of points.
+    """Answer for one group of points.
 
-    `point` is None where no point keeps every level, and `nearest` is then the one that misses by least; or where no
-    point that does has what the objective needs.
+    `point` is None if no point keeps every level; `nearest` is then the point that misses by least. `point` is also
+    None if the objective's value is not known for any point that keeps them.
     """
 
     objective: Objective
     point: Measurement | None = None
-    kept: tuple[KVSnapshot, ...] = ()  # of `point`, or of `nearest`
+    kept: tuple[SlaResult, ...] = ()  # the levels, checked on `point`, or else on `nearest`
     cost: Cost | None = None
     nearest: Measurement | None = None
-    front: tuple[Measurement, ...] = ()  # of the points that keep the levels: tok/s against tok/s of one user
+    front: tuple[Measurement, ...] = ()  # Pareto front of the points that keep the levels: tok/s, tok/s of one user
     keeping: int = 0  # points that keep the levels
     usable: int = 0
-    unknown: int = 0  # points that keep the levels, but whose cost or energy is not known
+    unknown: int = 0  # points that keep the levels and whose cost or energy is not known
 
 
 def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Prices) -> Decision:
-    """The best of `points` by `objective` under `slas`; of equals the smaller batch.
+    """Choose the best of `points` by `objective` under `slas`; the smaller batch if two are equal.
 
-    A point whose value is not known is not chosen. Raises EconomicsError for cost without prices.
+    A point whose value is not known is not chosen. Raises EconomicsError for the objective cost without prices.
     """
     if objective == "cost" and prices.gpu_hour_usd is None and prices.host_hour_usd is None:
-        raise EconomicsError("--objective cost needs a price: --gpu-hour-usd, and --host-hour-usd where that is apart")
+        raise EconomicsError("--objective cost needs a price: give --gpu-hour-usd, or --host-hour-usd, or both")
     usable = [point for point in points if point.usable]
     keeping = [point for point in usable if all(kept.ok for kept in check(point, slas))]
     if not keeping:
@@ -69,7 +69,7 @@ def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Pr
 
 
 def known_cost(point: Measurement, prices: Prices) -> Cost:
-    """The point's cost, without USD where energy has a price and was not read."""
+    """Cost of the point; without USD if energy has a price and the point has no energy reading."""
     try:
         return cost(point, prices) or Cost()
     except EconomicsError:

@@ -1,9 +1,9 @@
-"""What engines reach of the physics, fitted to records, and how far a prediction from them may be trusted.
+"""Calibration: fit each engine's efficiency factors to records, and estimate the error of predictions made with them.
 
-Four factors an engine, each read off the points where it alone decides: the share of the link from offloaded decode
-steps, the launch time of a layer and the share of the matmul rate from those without offload, the GPU memory from every
-point that ran. A prediction for a point that took part in the fit proves nothing, so `table` predicts each point from
-factors fitted without it.
+Each of the four factors of an engine is read off the points where it alone decides: the share of the link from
+offloaded decode steps, the launch time of a layer and the share of the matmul rate from points without offload, the GPU
+memory from every point that ran. A prediction for a point that took part in the fit proves nothing, so `table` predicts
+each point from factors fitted without it (leave-one-out cross-validation)::
 
     factors = fit(points, machines)
     predict(case, spec, machine, factors).output_tok_s
@@ -26,15 +26,15 @@ from zinfer.spec.machine import Machine, MachineError
 from zinfer.spec.model import ModelError, ModelSpec, resolve
 from zinfer.spec.value import Frozen
 
-BAND = 0.9  # of the cross-validated errors lie within `Efficiency.error`
-LEAST_ERROR = 0.05  # no band is narrower: other machines differ in what no record shows
-COMPUTE_BOUND = 2048  # prompt tokens in a pass from which compute alone sets its time, on every GPU of the catalogue
-PLAIN = 1.5  # a prefill this much above what else it waits for is decided by compute alone
-EVIDENT = 1.15  # a step this much above the next bottleneck is decided by the launches alone
+BAND = 0.9  # share of the cross-validated errors that lie within `Efficiency.error`
+LEAST_ERROR = 0.05  # narrowest band: other machines differ in ways that no record shows
+COMPUTE_BOUND = 2048  # prompt tokens in a pass that make it compute-bound on every GPU of the catalogue
+PLAIN = 1.5  # a prefill this many times longer than its other limits is decided by compute alone
+EVIDENT = 1.15  # a step this many times longer than its physical limits is decided by launches alone
 
 
 class Row(Frozen):
-    """A measured point and what is predicted for it by the records without it; None where that cannot be told."""
+    """Measured point beside its prediction from the other records; None if there is no prediction or measurement."""
 
     case: Case
     machine: str
@@ -45,17 +45,17 @@ class Row(Frozen):
 
     @property
     def tok_s_error(self) -> float | None:
-        """Predicted over measured throughput, less one."""
+        """Relative error of the throughput: predicted over measured, less one."""
         return _error(self.predicted_tok_s, self.measured_tok_s)
 
     @property
     def gpu_error(self) -> float | None:
-        """Predicted over measured peak of GPU memory that tensors hold, less one."""
+        """Relative error of the peak GPU memory that tensors hold: predicted over measured, less one."""
         return _error(self.predicted_gpu_bytes, self.measured_gpu_bytes)
 
 
 class _Seen(Frozen):
-    """A point with all that a fit needs."""
+    """Point with its model, machine and placement: all that a fit needs."""
 
     point: Measurement
     model: ModelSpec
@@ -64,20 +64,21 @@ class _Seen(Frozen):
 
     @property
     def place(self) -> Machine:
-        """The machine with its link as it was measured just before the load: links differ from host to host."""
+        """Machine with the link bandwidth that was measured just before the load, since links differ from host to
+        host."""
         link = self.point.link_bandwidth if self.setup.pinned else None
         return self.machine.model_copy(update={"h2d_bandwidth": link}) if link else self.machine
 
     @cached_property
-    def told(self) -> Mapping[str, float | None]:
-        """What the point tells of each factor, None where it tells nothing."""
+    def factors(self) -> Mapping[str, float | None]:
+        """Value of each factor by this point alone, None for a factor that it does not determine."""
         timed = {"link_share": _link_share, "layer_s": _layer_s, "mfu": _mfu}
         found = {name: read(self) if self.point.usable else None for name, read in timed.items()}
         return found | {"memory": _memory(self)}
 
 
 def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
-    """The machines described beside the result files under `results`, by name."""
+    """Machine descriptions beside the result files under `results`, by name."""
     found: dict[str, Machine] = {}
     for file in files(results):
         try:
@@ -89,17 +90,17 @@ def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
 
 
 def load_points(results: Path = Path("sweeps/results")) -> tuple[Measurement, ...]:
-    """The points of all result files under `results`; of a case measured twice on a machine, the last."""
+    """Points of all result files under `results`; the last one of a case that was measured twice on a machine."""
     latest = {(point.machine, point.case): point for file in files(results) for point in read(file).points}
     return tuple(latest.values())
 
 
 def fit(points: Points, machines: Mapping[str, Machine], rows: Sequence[Row] | None = None) -> dict[str, Efficiency]:
-    """The factors of each engine that `points` tell something of, by its name, error bands included; `rows` is their
-    `table`, where that is at hand.
+    """Fit the factors of each engine in `points`, error bands included, by engine name; `rows` is their `table` if it
+    is already known.
 
-    Points of machines that are not in `machines` or have no GPU (the CPU that stands in for one has no link), and of
-    models that are not to be had, are left out.
+    Points are left out if their machine is not in `machines` or has no GPU (a CPU in its place has no link), or if
+    their model cannot be resolved.
     """
     seen = _seen(points, machines)
     rows = table(points, machines) if rows is None else rows
@@ -115,14 +116,14 @@ def fit(points: Points, machines: Mapping[str, Machine], rows: Sequence[Row] | N
 def predict(
     case: Case, model: ModelSpec, machine: Machine, factors: Mapping[str, Efficiency], nvme_path: str | None = None
 ) -> Plan:
-    """The plan of `case` with its engine's factors; with the defaults, and no error band, where there are none."""
+    """Plan `case` with its engine's factors; with default factors, and no error band, if it has none."""
     return make_plan(case, model, machine, nvme_path, factors.get(case.engine, Efficiency()))
 
 
 def table(points: Points, machines: Mapping[str, Machine]) -> tuple[Row, ...]:
-    """Predicted against measured, a row for each point that ran, each predicted from all points but itself.
+    """Predicted against measured, a row for each point that ran, each predicted from all other points of its engine.
 
-    A point that no other point of its engine helps to predict has no prediction.
+    A point has no prediction if its engine has no other point.
     """
     seen = _seen(points, machines)
     rows = []
@@ -162,21 +163,21 @@ def _seen(points: Points, machines: Mapping[str, Machine]) -> list[_Seen]:
 
 
 def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
-    """The point's setup as it was, where the engine said so."""
+    """Placement of the point as the engine recorded it; as planned if it recorded none."""
     effective = point.effective
     if effective is None:
         return placement_of(point.case, model, place)
-    told, update = effective.settings, {}
-    if "slot_bytes" in told:  # without buffers between link and slot, the slots themselves are the ring
-        slots = 1 if "buffer_bytes" in told else told["ring_depth"]
-        buffers = told["ring_depth"] * told.get("buffer_bytes", 0)
-        update["slots"] = (slots * told["slot_bytes"] + buffers) / model.layer_bytes
-        update["buffers"] = 1  # what the KV cache adds to them is counted
-    if "kv_host_rows" in told:
-        update["kv_host_share"] = told["kv_host_rows"] / point.case.workload.batch_size
-        update["kv_on_cpu"] = str(told["kv_attention"]).startswith("cpu")
-        cores = place.details.get("host", {}).get("cores", 0)
-        update["kv_cpu_share"] = min(1.0, told["kv_threads"] / cores) if cores and told.get("kv_threads") else 1.0
+    settings, update = effective.settings, {}
+    if "slot_bytes" in settings:  # without buffers between link and slot, the slots themselves are the ring
+        slots = 1 if "buffer_bytes" in settings else settings["ring_depth"]
+        buffers = settings["ring_depth"] * settings.get("buffer_bytes", 0)
+        update["slots"] = (slots * settings["slot_bytes"] + buffers) / model.layer_bytes
+        update["buffers"] = 1  # the KV cache's share of the buffers is included in `slots`
+    if "kv_host_rows" in settings:
+        update["kv_host_share"] = settings["kv_host_rows"] / point.case.workload.batch_size
+        update["kv_on_cpu"] = str(settings["kv_attention"]).startswith("cpu")
+        cores, threads = place.details.get("host", {}).get("cores", 0), settings.get("kv_threads")
+        update["kv_cpu_share"] = min(1.0, threads / cores) if cores and threads else 1.0
     if effective.streamed_bytes_per_step:
         wire = effective.wire_bytes_per_step or effective.streamed_bytes_per_step
         update["wire_ratio"] = update["kept_ratio"] = min(1.0, wire / effective.streamed_bytes_per_step)
@@ -185,7 +186,7 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
 
 
 def _as_run(one: _Seen) -> Case:
-    """The point's case with what the engine chose where it chose by another plan than today's."""
+    """The point's case with the number of CPU attention threads that the engine chose, which today's plan may not."""
     host, case = one.machine.details.get("host", {}), one.point.case
     if not one.setup.kv_on_cpu or not host.get("cores"):
         return case
@@ -194,22 +195,22 @@ def _as_run(one: _Seen) -> Case:
 
 
 def _fit(seen: Sequence[_Seen]) -> Efficiency:
-    """Each factor from the points that tell it, and its default from none."""
+    """Each factor as the median over the points that determine it; its default if none does."""
     default = Efficiency()
     names = ("link_share", "layer_s", "mfu", "memory")
-    found = {name: _median((one.told[name] for one in seen), getattr(default, name)) for name in names}
+    found = {name: _median((one.factors[name] for one in seen), getattr(default, name)) for name in names}
     return default.model_copy(update=found | {"points": len(seen)})
 
 
 def _link_share(one: _Seen) -> float | None:
-    """Of the machine's link, from a decode step that waits for nothing else."""
+    """Reached share of the machine's link bandwidth, from a decode step that is bound by the link."""
     seconds, limits = one.point.step_median_ms, _limits(one)
     if not seconds or "link" not in limits or one.setup.tier != "host":
         return None
     if limits.get("cpu attention", 0.0) > limits["link"]:
         return None
     lost = 0.0
-    if one.setup.kv_on_cpu:  # to the CPU, at the host's memory
+    if one.setup.kv_on_cpu:  # CPU attention takes host memory bandwidth from the link
         alone = one.model_copy(update={"setup": one.setup.model_copy(update={"kv_host_share": 0.0})})
         lost = limits["link"] - _limits(alone)["link"]
     waited = seconds / 1e3 - lost - (0.0 if one.setup.overlapped else limits["compute"])
@@ -217,7 +218,7 @@ def _link_share(one: _Seen) -> float | None:
 
 
 def _layer_s(one: _Seen) -> float | None:
-    """From a decode step without offload that nothing but launching its layers explains."""
+    """Launch time of a layer in s, from a decode step without offload that no physical limit explains."""
     seconds = one.point.step_median_ms
     if not seconds or one.setup.tier != "gpu":
         return None
@@ -226,7 +227,7 @@ def _layer_s(one: _Seen) -> float | None:
 
 
 def _limits(one: _Seen) -> Mapping[str, float]:
-    """Seconds of a decode step, for each physical limit; empty where the machine's figures are not known."""
+    """Seconds of a decode step by physical limit; empty if the machine's figures are not known."""
     load = one.point.case.workload
     context = load.input_len + load.output_len // 2
     times = cost.step(one.setup, one.model, one.place, load.batch_size, context, Efficiency(link_share=1.0))
@@ -234,8 +235,8 @@ def _limits(one: _Seen) -> Mapping[str, float]:
 
 
 def _mfu(one: _Seen) -> float | None:
-    """From a prefill of enough tokens to be bound by compute: without offload, or in one pass over the weights that
-    evidently waited for nothing else."""
+    """Reached share of the matmul rate, from a prefill with enough tokens to be bound by compute: without offload, or
+    in one pass over the weights that took much longer than its other limits."""
     load, flops = one.point.case.workload, one.machine.matmul_flops
     one_pass = one.setup.tier == "gpu" or one.setup.blocks
     if not flops or not one_pass or load.batch_size * load.input_len < COMPUTE_BOUND:
@@ -252,7 +253,7 @@ def _mfu(one: _Seen) -> float | None:
 
 
 def _memory(one: _Seen) -> float | None:
-    """Measured over counted bytes, of what is neither weights nor KV cache and so is an estimate."""
+    """Ratio of measured to estimated GPU bytes of buffers and activations; weights and KV cache are counted exactly."""
     load, measured = one.point.case.workload, one.point.gpu_peak_bytes
     if not measured or not one.machine.gpu_count:
         return None

@@ -1,8 +1,8 @@
-"""Two sets of records, point by point: what changed, and whether it is more than the noise of the repeats.
+"""Comparison of two sets of records, point by point: the change, and whether it is larger than the repeats' noise.
 
 Each side's mean is known to within the half-width of its own 95% confidence interval; a difference of two means is
-known to within the two half-widths in quadrature. What lies inside that is noise, whatever its sign. One repeat has no
-spread: its noise is unknown, which is told apart from small, and no such change is called better or worse::
+known to within the two half-widths in quadrature. A change inside that is noise, whatever its sign. One repeat has no
+spread: its noise is unknown, which is not the same as small, and no such change is called better or worse::
 
     for change in compare(read(a).points, read(b).points).changes:
         print(change.label, change.relative, change.verdict)
@@ -14,7 +14,7 @@ from statistics import mean
 from typing import Any, Literal, NamedTuple, get_args
 
 from zinfer.record.measurement import Measurement, Status
-from zinfer.record.stats import half_width
+from zinfer.record.stats import ci95_half_width
 from zinfer.spec.case import Case, Offload
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.value import Frozen
@@ -28,8 +28,8 @@ HIGHER_IS_BETTER: dict[Metric, bool] = {
     "gpu_peak_bytes": False,
 }
 
-# same: equal to the last digit; noise: within it; unknown: a change whose noise is not known; untimed: a side that ran
-# has no value; broken and fixed: failed after or before only; failed: on both sides
+# same: equal to the last digit; noise: a change within the noise; unknown: a change whose noise is not known; untimed:
+# a side ran and has no value; broken: failed after only; fixed: failed before only; failed: on both sides
 Verdict = Literal["better", "worse", "same", "noise", "unknown", "untimed", "broken", "fixed", "failed"]
 
 
@@ -38,14 +38,14 @@ class CompareError(ZinferError):
 
 
 class Value(Frozen):
-    """A metric of one point, in its own unit. None is unknown, never zero."""
+    """Metric of one point, in its own unit. None is unknown, never zero."""
 
     mean: float | None = None
     noise: float | None = None  # half-width of the 95% confidence interval; None from fewer than two repeats
 
 
 class Change(Frozen):
-    """One case, before and after; the cases differ where the comparison runs across an axis."""
+    """One case, before and after; the two cases differ if the comparison runs across an axis."""
 
     before_case: Case
     after_case: Case
@@ -57,32 +57,32 @@ class Change(Frozen):
 
     @property
     def label(self) -> str:
-        """Engine, offload and options, of both sides where they differ."""
+        """Engine, offload and options; of both sides if they differ."""
         before, after = self.before_case.label(), self.after_case.label()
         return before if before == after else f"{before} → {after}"
 
     @property
     def delta(self) -> float | None:
-        """After minus before, in the metric's unit."""
+        """Difference after - before, in the metric's unit."""
         if self.before.mean is None or self.after.mean is None:
             return None
         return self.after.mean - self.before.mean
 
     @property
     def relative(self) -> float | None:
-        """The change as a share of before."""
+        """Difference as a share of the value before."""
         return None if self.delta is None or not self.before.mean else self.delta / self.before.mean
 
     @property
     def noise(self) -> float | None:
-        """How large `delta` may be by chance, in the metric's unit: both half-widths in quadrature."""
+        """Noise of `delta` in the metric's unit: both half-widths in quadrature."""
         if self.before.noise is None or self.after.noise is None:
             return None
         return hypot(self.before.noise, self.after.noise)
 
     @property
     def loss(self) -> float:
-        """By which share after is worse than before: 0 where it is not, or where that cannot be told."""
+        """Share by which after is worse than before; 0 if it is not worse, or if that is not known."""
         return max(0.0, (self.relative or 0.0) * (-1 if self.higher_is_better else 1))
 
     @property
@@ -102,13 +102,13 @@ class Change(Frozen):
         return "worse" if self.loss else "better"
 
     def regressed(self, share: float) -> bool:
-        """Whether it ran before and fails now, or is worse by more than `share` and by more than the noise; noise that
-        is not known counts as none."""
+        """True if the case ran before and fails now, or is worse by more than `share` and by more than the noise;
+        unknown noise counts as none."""
         return self.verdict == "broken" or (self.verdict in ("worse", "unknown") and self.loss > share)
 
 
 class Difference(NamedTuple):
-    """What differs between the sides as a whole: a machine, a version; empty where a side does not say."""
+    """Property in which the sides differ as a whole (a machine, a version); empty if a side has none recorded."""
 
     name: str
     before: str
@@ -116,7 +116,7 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """`changes` of the cases on both sides; `only_before` and `only_after` are the points without a counterpart."""
+    """Result of `compare`: changes of the cases on both sides, and the points of either side without a counterpart."""
 
     changes: tuple[Change, ...]
     only_before: tuple[Measurement, ...] = ()
@@ -130,11 +130,11 @@ def compare(
     metric: Metric = "output_tok_s",
     across: Sequence[str] = (),
 ) -> Comparison:
-    """`before` against `after`: cases that are equal in all fields but those named in `across` belong together.
+    """Compare `before` with `after`; cases match if they are equal in all fields except those named in `across`.
 
-    Of points of the same case the last one counts; those that were interrupted count as not there. The machine is no
-    part of a case, so a side has to be of one machine: raises CompareError for two, and where leaving out `across`
-    makes two cases of one side equal.
+    If a side has several points of a case, the last one counts; interrupted points are ignored. The machine is not part
+    of a case, so each side must be of one machine. Raises CompareError for a side with two machines, or if two cases of
+    one side are equal without `across`.
     """
     first, second = _by_key(before, across), _by_key(after, across)
     common = [(first[key], second[key]) for key in first.keys() & second.keys()]
@@ -149,7 +149,7 @@ def compare(
 
 
 def value(point: Measurement, metric: Metric) -> Value:
-    """The metric of a point and how far its repeats pin it down; nothing from a point that is not usable."""
+    """Metric of a point with the half-width of its repeats; empty for a point that is not usable."""
     found = getattr(point, metric) if point.usable else None
     if metric == "gpu_peak_bytes":
         return Value(mean=found)
@@ -162,7 +162,7 @@ def value(point: Measurement, metric: Metric) -> Value:
     }
     if metric == "ttft_ms":
         found = mean(found) if found else None
-    return Value(mean=found, noise=None if found is None else half_width(samples[metric]))
+    return Value(mean=found, noise=None if found is None else ci95_half_width(samples[metric]))
 
 
 def _change(before: Measurement, after: Measurement, metric: Metric) -> Change:
@@ -203,18 +203,18 @@ def _order(point: Measurement) -> tuple[str | int, ...]:
 
 
 def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) -> tuple[Difference, ...]:
-    """Machine first, then model revision and versions by name, wherever the sides do not say the same."""
-    first, second = _told(before), _told(after)
+    """Differences between the sides: machine, model revision, then versions by name."""
+    first, second = _properties(before), _properties(after)
     names = [*dict.fromkeys(["machine", "model revision", *sorted(first.keys() | second.keys())])]
     pairs = [Difference(name, first.get(name, ""), second.get(name, "")) for name in names]
     return tuple(pair for pair in pairs if pair.before != pair.after)
 
 
-def _told(points: Sequence[Measurement]) -> dict[str, str]:
+def _properties(points: Sequence[Measurement]) -> dict[str, str]:
     found: dict[str, set[str]] = {}
     for point in points:
-        said = {"machine": point.machine, "model revision": point.model_revision} | point.versions
-        for name, text in said.items():
+        named = {"machine": point.machine, "model revision": point.model_revision} | point.versions
+        for name, text in named.items():
             if text:
                 found.setdefault(name, set()).add(text)
     return {name: " and ".join(sorted(texts)) for name, texts in found.items()}

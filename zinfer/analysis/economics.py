@@ -1,8 +1,8 @@
-"""What a token costs in money and energy, and how many GPUs a demand takes.
+"""Economics: cost and energy of a token, and the number of GPUs for a demand.
 
-A machine that is paid by the hour makes a token cheap by making many: USD a million tokens = USD an hour / (3600 ·
-tok/s) · 1e6, plus the energy at its price. Energy is what NVML counted on the GPU while the point was timed, over the
-tokens generated meanwhile; a datasheet's watts never stand in for it.
+The more tokens a machine makes in an hour that is paid for, the cheaper each is: USD a million tokens = USD an hour /
+(3600 · tok/s) · 1e6, plus the energy at its price. Energy is what NVML counted on the GPU while the point was timed,
+over the tokens generated meanwhile; a datasheet's watts never replace it.
 """
 
 import re
@@ -22,12 +22,12 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": DAY_S, "day": DAY_S}
 
 
 class EconomicsError(ZinferError):
-    """A price, a demand or a duration that cannot be understood, or a question the record has no answer to."""
+    """A price, demand or duration that cannot be understood, or a value that the record does not have."""
 
 
 class Prices(Frozen):
-    """What is paid: USD an hour of a GPU and of the host around it, which carries `gpus_per_server` of them, USD a kWh.
-    None is unknown, and not free."""
+    """Prices: USD an hour of a GPU and of the host around it, which carries `gpus_per_server` GPUs, and USD a kWh. None
+    is unknown, not free."""
 
     gpu_hour_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     host_hour_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -36,12 +36,13 @@ class Prices(Frozen):
 
     @property
     def known(self) -> bool:
+        """True if any price is given."""
         return any(price is not None for price in (self.gpu_hour_usd, self.host_hour_usd, self.power_usd_kwh))
 
 
 class Cost(Frozen):
-    """Of one point: USD a million output tokens (None without prices), J a token (None without a reading) and how the
-    energy was found."""
+    """Cost of one point: USD a million output tokens (None without prices), J a token (None without a reading), and how
+    the energy was measured."""
 
     usd_per_mtok: float | None = None
     j_per_token: float | None = None
@@ -49,12 +50,12 @@ class Cost(Frozen):
 
 
 class Fleet(Frozen):
-    """Machines for a demand, each with one GPU running one point's configuration."""
+    """GPUs and servers for a demand, each GPU running one point's configuration."""
 
-    tokens: float  # to be generated within `seconds`
+    tokens: float  # output tokens to generate within `seconds`
     seconds: float
-    gpu_tok_s: float  # of one GPU at full load
-    utilisation: float  # of a GPU's capacity that is planned with
+    gpu_tok_s: float  # throughput of one GPU at full load
+    utilisation: float  # share of a GPU's capacity that is planned with
     working: int
     spare: int
     servers: int
@@ -65,12 +66,12 @@ class Fleet(Frozen):
 
     @property
     def load(self) -> float:
-        """Of the working GPUs' full capacity that the demand takes."""
+        """Share of the working GPUs' full capacity that the demand takes."""
         return self.tokens / (self.working * self.gpu_tok_s * self.seconds) if self.working else 0.0
 
 
 def energy(point: Measurement) -> tuple[float, str] | None:
-    """J an output token, all repeats together, and the method; None where nothing was read.
+    """Energy in J an output token, over all repeats, and the method; None without a reading.
 
     The reading spans prefill and decode of all repeats, so the tokens are those of all repeats, first ones included.
     """
@@ -84,9 +85,9 @@ def energy(point: Measurement) -> tuple[float, str] | None:
 
 
 def cost(point: Measurement, prices: Prices) -> Cost | None:
-    """What the point's tokens cost on one GPU; None for a point that is not usable.
+    """Cost of the point's tokens on one GPU; None for a point that is not usable.
 
-    Raises EconomicsError when energy has a price and was not measured.
+    Raises EconomicsError if energy has a price and was not measured.
     """
     rate, read = point.output_tok_s, energy(point)
     if not point.usable or not rate:
@@ -104,26 +105,26 @@ def cost(point: Measurement, prices: Prices) -> Cost | None:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of ``8h``, ``30 min``, ``2s``, ``250ms``. Raises EconomicsError."""
+    """Seconds of ``8h``, ``30 min``, ``2s`` or ``250ms``. Raises EconomicsError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|h|d|day)\s*", text)
     value = 0.0 if match is None else float(match[1]) * (1e-3 if match[2] == "ms" else _SECONDS[match[2]])
     if not value or not isfinite(value):
-        raise EconomicsError(f"{text!r} is no duration: write 8h, 30min, 2s or 250ms")
+        raise EconomicsError(f"{text!r} is not a duration: write 8h, 30min, 2s or 250ms")
     return value
 
 
 def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
-    """Tokens and the seconds they may take: ``2Mtok/day`` is spread over a day, or done within `deadline` of each;
-    ``5Mtok`` needs one. Raises EconomicsError."""
+    """Tokens, and the seconds in which they are due: ``2Mtok/day`` is spread over a day, or due within `deadline` of
+    each; ``5Mtok`` needs a `deadline`. Raises EconomicsError."""
     match = re.fullmatch(
         r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kKMGBT]?)\s*(?:tok(?:ens?)?)?\s*(?:/\s*(s|min|h|d|day))?\s*", text
     )
     tokens = 0.0 if match is None else float(match[1]) * _PREFIXES[match[2]]
     if match is None or not tokens or not isfinite(tokens):
-        raise EconomicsError(f"{text!r} is no demand: write 2Mtok/day, 500ktok/h, or 5Mtok with --deadline 8h")
+        raise EconomicsError(f"{text!r} is not a demand: write 2Mtok/day, 500ktok/h, or 5Mtok with --deadline 8h")
     period = _SECONDS[match[3]] if match[3] else None
     if deadline is None and period is None:
-        raise EconomicsError(f"{text!r} says no time: write it as 2Mtok/day, or add --deadline 8h")
+        raise EconomicsError(f"{text!r} has no period: write it as 2Mtok/day, or add --deadline 8h")
     seconds = parse_seconds(deadline) if deadline is not None else float(period or 0)
     if period is not None and seconds > period:
         raise EconomicsError(f"--deadline {deadline} is longer than the time in which the next {text} comes")
@@ -139,11 +140,11 @@ def fleet(
     gpus_per_server: int = 1,
 ) -> Fleet:
     """GPUs and servers that generate `tokens` in `seconds` with the point's configuration: ceil(tokens / (tok/s ·
-    utilisation · seconds)), and `spare` more. Raises EconomicsError for a point without a throughput."""
+    utilisation · seconds)) GPUs, and `spare` more. Raises EconomicsError for a point without a throughput."""
     rate = point.output_tok_s
     if not rate or not 0 < utilisation <= 1 or tokens <= 0 or seconds <= 0 or spare < 0 or gpus_per_server < 1:
         raise EconomicsError("a fleet needs a measured throughput, a demand, and a utilisation above 0% up to 100%")
-    working = max(1, ceil(tokens / (rate * utilisation * seconds) * (1 - 1e-9)))  # rounding buys no GPU
+    working = max(1, ceil(tokens / (rate * utilisation * seconds) * (1 - 1e-9)))  # a rounding error must not add a GPU
     return Fleet(
         tokens=tokens, seconds=seconds, gpu_tok_s=rate, utilisation=utilisation, working=working, spare=spare,
         servers=ceil((working + spare) / gpus_per_server),

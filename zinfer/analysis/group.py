@@ -1,4 +1,4 @@
-"""What may be compared with what: points of one model (or slice of it), lengths, type of weights, and machine."""
+"""Groups: points that may be compared, which share model (or slice of it), lengths, dtype and machine."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ Points = Sequence[Measurement]
 
 
 class Group(Frozen):
-    """What points must share to be compared. `layers` is set for a slice of the model's `total_layers`."""
+    """Fields that points must share to be compared. `layers` is set for a slice of the model's `total_layers`."""
 
     machine: str
     model: str
@@ -23,45 +23,45 @@ class Group(Frozen):
     output_len: int
     dtype: Dtype
     load_format: LoadFormat
-    total_layers: int | None = None  # None where no point got far enough to know
+    total_layers: int | None = None  # None if no point got far enough to record it
 
     @property
     def model_name(self) -> str:
-        """The model without the folders of a local path."""
+        """Model name without the folders of a local path."""
         return PurePath(self.model).name if self.model.startswith((".", "/", "~")) else self.model
 
     @property
     def title(self) -> str:
-        """``bloom-176b, 14 of 70 layers, 512 in / 32 out``."""
+        """Title of a figure or table: ``bloom-176b, 14 of 70 layers, 512 in / 32 out``."""
         part = "" if self.layers is None else f", {self.layers} of {self.total_layers or '?'} layers"
         return f"{self.model_name}{part}, {self.input_len} in / {self.output_len} out"
 
     @property
     def conditions(self) -> str:
-        """What a reader must know to judge the numbers: machine, slice, kind of weights, type."""
+        """Conditions of the numbers: machine, whole model or slice, kind of weights, dtype."""
         whole = "the whole model" if self.layers is None else "a slice of the model"
         weights = "dummy weights" if self.load_format == "dummy" else "weights of the checkpoint"
         return f"{self.machine} · {whole} · {weights} · {self.dtype}"
 
     @property
     def caution(self) -> str | None:
-        """What a slice does not tell about its model."""
+        """Warning for a slice about figures that do not hold for the whole model; None for a whole model."""
         if self.layers is None:
             return None
         plan = f"`zinfer plan --model {self.model_name}`"
         return (
-            f"A slice takes a slice's memory: what fits without offload, and up to which batch, is its own. See {plan}."
+            f"A slice takes a slice's memory: its largest batches, with and without offload, are its own. See {plan}."
         )
 
     def stem(self, sweep: str, alone: bool) -> str:
-        """Where this group's figures go, as ``<machine>/<sweep>``, longer where it is not `alone` in its sweep."""
+        """File stem of this group's figures, ``<machine>/<sweep>``, with a suffix if it is not `alone` in its sweep."""
         part = "" if self.layers is None else f"-{self.layers}l"
         name = f"{self.model_name}{part}-{self.input_len}-{self.output_len}-{self.dtype}-{self.load_format}"
         return f"{path_part(self.machine)}/{path_part(sweep if alone else f'{sweep}-{name}')}"
 
 
 def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]]:
-    """Points by what they may be compared within, sorted; of points of the same case the last one counts."""
+    """Points by group, sorted; if a case was measured several times, the last point counts."""
     latest = {(point.machine, point.case): point for point in points}
     found: dict[Group, list[Measurement]] = {}
     for point in latest.values():
@@ -84,7 +84,7 @@ def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]
 
 
 def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:
-    """Points of a group by load (engine, offload and options, at batch size 1), batch sizes ascending."""
+    """Points of a group by load (engine, offload and options, at batch size 1), by ascending batch size."""
     loads: dict[Case, list[Measurement]] = {}
     for point in sorted(points, key=_order):
         loads.setdefault(point.case.load, []).append(point)

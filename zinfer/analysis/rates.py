@@ -1,8 +1,8 @@
-"""Records to decisions: which engine, at which batch, and whether to offload. Pure functions over `Measurement`s.
+"""Rates: the fastest engine and batch size, and whether offload pays. Pure functions over `Measurement`s.
 
-Offload costs speed at a given batch and buys room for a larger one, so a setting is judged at its **own best batch**,
-and the price at equal batch is told beside it. Functions take the points of one group, as
-`zinfer.analysis.group.groups` gives them; nothing here compares across groups.
+Offload costs speed at a given batch and makes room for a larger one, so a setting is judged at its **own best batch**,
+with the price at equal batch beside it. Functions take the points of one group, as `zinfer.analysis.group.groups` gives
+them; nothing here compares across groups.
 """
 
 import shlex
@@ -12,27 +12,28 @@ from typing import Literal
 
 from zinfer.analysis.group import Points, by_load
 from zinfer.record.measurement import Measurement
-from zinfer.record.stats import half_width
+from zinfer.record.stats import ci95_half_width
 from zinfer.spec.case import Case, Offload
 from zinfer.spec.model import catalogue_names, from_catalogue
 from zinfer.spec.units import figures
 from zinfer.spec.value import Frozen
 
 Objective = Literal["output_tok_s", "decode_tok_s"]
-OFFLOADS: tuple[Offload, ...] = ("cpu", "nvme")  # those that are judged against none
+OFFLOADS: tuple[Offload, ...] = ("cpu", "nvme")  # offloads that are compared with none
 
 
 class Spread(Frozen):
-    """Samples of one quantity, in its own unit; no deviation from one sample, rather than zero."""
+    """Statistics of samples of one quantity, in its own unit; one sample has no deviation (None, not zero)."""
 
     mean: float
     stdev: float | None = None
-    half_width: float | None = None  # of the 95% confidence interval of the mean
+    half_width: float | None = None  # half the 95% confidence interval of the mean
     count: int = 1
 
 
 class Edge(Frozen):
-    """Where a load (a case at batch size 1) ends: None where no batch size was seen to fit, or to fail."""
+    """Largest batch size that fitted and smallest that did not, of a load (a case at batch size 1); None if not
+    seen."""
 
     load: Case
     largest_ok: int | None = None
@@ -40,7 +41,7 @@ class Edge(Frozen):
 
 
 class Comparison(Frozen):
-    """One side against a baseline: each at its own best batch, then at every batch size both have."""
+    """Points against a baseline: each at its own best batch, then at every batch size that both have."""
 
     best: Measurement | None = None
     baseline: Measurement | None = None
@@ -53,7 +54,7 @@ class Comparison(Frozen):
 
 
 class Verdict(Frozen):
-    """Whether an offload pays, for one engine, or over all of them where `engine` is None."""
+    """Verdict on an offload for one engine; for all engines together if `engine` is None."""
 
     engine: str | None
     offload: Offload
@@ -62,19 +63,19 @@ class Verdict(Frozen):
 
 
 def best(points: Points, objective: Objective = "output_tok_s") -> Measurement | None:
-    """The fastest usable point, of equals the one with the smaller batch; None when none is usable."""
+    """The fastest usable point, the smaller batch if two are equal; None if none is usable."""
     usable = [point for point in points if point.usable and getattr(point, objective) is not None]
     return max(usable, key=lambda p: (getattr(p, objective), -p.case.workload.batch_size), default=None)
 
 
 def best_by_load(points: Points, objective: Objective = "output_tok_s") -> tuple[Measurement, ...]:
-    """The best point of each load that has one, the fastest first."""
+    """The best point of each load that has a usable one, the fastest first."""
     found = [point for own in by_load(points).values() if (point := best(own, objective))]
     return tuple(sorted(found, key=lambda point: -getattr(point, objective)))
 
 
 def compare(points: Points, baseline: Points) -> Comparison:
-    """`points` against `baseline`, by `output_tok_s`; at equal batch the fastest point of each side counts."""
+    """Compare `points` with `baseline` by `output_tok_s`; at equal batch the fastest point of each side counts."""
     ours, theirs = _by_batch(points), _by_batch(baseline)
     return Comparison(
         best=best(points),
@@ -84,7 +85,7 @@ def compare(points: Points, baseline: Points) -> Comparison:
 
 
 def offload_verdicts(points: Points) -> tuple[Verdict, ...]:
-    """Each offload against none: over all engines first where there are several, then engine by engine."""
+    """Verdicts on each offload against none: over all engines first if there are several, then by engine."""
     engines = sorted({point.case.engine for point in points})
     verdicts = []
     for engine in [*([None] if len(engines) > 1 else []), *engines]:
@@ -93,13 +94,13 @@ def offload_verdicts(points: Points) -> tuple[Verdict, ...]:
         for offload in OFFLOADS:
             if using := [point for point in own if point.case.offload == offload]:
                 comparison = compare(using, without)
-                words = _words(offload, comparison, using, without)
-                verdicts.append(Verdict(engine=engine, offload=offload, comparison=comparison, words=words))
+                text = _sentence(offload, comparison, using, without)
+                verdicts.append(Verdict(engine=engine, offload=offload, comparison=comparison, words=text))
     return tuple(verdicts)
 
 
 def edges(points: Points) -> tuple[Edge, ...]:
-    """For each load the largest batch size that ran, timed or only tried, and the smallest that ran out of memory."""
+    """Edge of each load: the largest batch size that ran, timed or only tried, and the smallest out of memory."""
     return tuple(
         Edge(
             load=load,
@@ -111,7 +112,8 @@ def edges(points: Points) -> tuple[Edge, ...]:
 
 
 def pareto(points: Points) -> tuple[Measurement, ...]:
-    """Usable points that no other beats in both output tok/s and tok/s of one user (1000 / tpot_ms), by throughput."""
+    """Pareto front: usable points that no other beats in both output tok/s and tok/s of one user (1000 / tpot_ms), by
+    ascending throughput."""
     front: list[Measurement] = []
     usable = [point for point in points if point.usable and point.tpot_ms]
     for point in sorted(usable, key=lambda p: (-(p.output_tok_s or 0), p.tpot_ms or 0)):
@@ -121,15 +123,15 @@ def pareto(points: Points) -> tuple[Measurement, ...]:
 
 
 def spread(samples: Sequence[float]) -> Spread | None:
-    """Mean, sample standard deviation, and half the 95% confidence interval by Student's t; None without samples."""
+    """Mean, sample standard deviation and half the 95% confidence interval of samples; None without samples."""
     if not samples:
         return None
     deviation = stdev(samples) if len(samples) > 1 else None
-    return Spread(mean=mean(samples), stdev=deviation, half_width=half_width(samples), count=len(samples))
+    return Spread(mean=mean(samples), stdev=deviation, half_width=ci95_half_width(samples), count=len(samples))
 
 
 def statuses(points: Points) -> str:
-    """How points ended, each status with the smallest batch size that met it: ``oom_gpu from batch 16``."""
+    """Statuses of points, each with the smallest batch size that ended so: ``oom_gpu from batch 16``."""
     smallest: dict[str, int] = {}
     for point in sorted(points, key=lambda point: -point.case.workload.batch_size):
         smallest[point.status] = point.case.workload.batch_size
@@ -139,18 +141,18 @@ def statuses(points: Points) -> str:
 def command(case: Case) -> str:
     """The shell command that runs `case`, quoted: with the model's real weights, or with random ones for a model that
     has no others."""
-    words = ["zinfer", "run", "--model", case.model, "--engine", case.engine, "--offload", case.offload]
-    words += ["--batch-size", str(case.workload.batch_size), "--dtype", case.dtype]
-    words += ["--output-len", str(case.workload.output_len)]
+    arguments = ["zinfer", "run", "--model", case.model, "--engine", case.engine, "--offload", case.offload]
+    arguments += ["--batch-size", str(case.workload.batch_size), "--dtype", case.dtype]
+    arguments += ["--output-len", str(case.workload.output_len)]
     if case.model in catalogue_names() and from_catalogue(case.model).hub_id is None:
-        words += ["--load-format", "dummy"]
+        arguments += ["--load-format", "dummy"]
     if case.layers is not None:
-        words += ["--layers", str(case.layers)]
+        arguments += ["--layers", str(case.layers)]
     if case.gpu_weights is not None:
-        words += ["--gpu-weights", case.gpu_weights]
+        arguments += ["--gpu-weights", case.gpu_weights]
     for key, value in case.options:
-        words += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
-    return shlex.join([*words, "--prompt", "Once upon a time"])
+        arguments += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+    return shlex.join([*arguments, "--prompt", "Once upon a time"])
 
 
 def _by_batch(points: Points) -> dict[int, Measurement]:
@@ -163,8 +165,8 @@ def _ratio(point: Measurement, baseline: Measurement) -> float:
     return (point.output_tok_s or 0) / (baseline.output_tok_s or 1)  # usable points have both
 
 
-def _words(offload: Offload, comparison: Comparison, using: Points, without: Points) -> str:
-    """The verdict in a sentence or two, also where a side has nothing to show."""
+def _sentence(offload: Offload, comparison: Comparison, using: Points, without: Points) -> str:
+    """The verdict in one or two sentences, also if a side has no usable point."""
     ours, theirs = comparison.best, comparison.baseline
     if theirs is not None:
         other = f"without it {_rate(theirs)}"

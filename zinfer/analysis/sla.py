@@ -1,6 +1,6 @@
-"""Service levels: what a point must keep, over every sample of it.
+"""Service levels: conditions on a point, checked over every sample of it.
 
-A percentile is as good as its samples: the 99th of fewer than a hundred is their maximum, and is said to be. TPOT has a
+A percentile needs samples: the 99th of fewer than a hundred is their maximum, and is reported as that. TPOT has a
 sample a decode step, every other metric one a repeat: a mean of the rates of single steps would weigh the short ones
 too much.
 """
@@ -24,7 +24,7 @@ STATISTICS = ("mean", "max", "min", "p50", "p90", "p95", "p99")
 
 
 class SlaError(ZinferError):
-    """A service level that cannot be understood; the message lists what can."""
+    """A service level that cannot be understood; the message lists the accepted forms."""
 
 
 class Sla(Frozen):
@@ -35,13 +35,13 @@ class Sla(Frozen):
     at_most: bool
     bound: float
 
-    @property
-    def words(self) -> str:
+    def describe(self) -> str:
+        """The condition as text: ``ttft p99 <= 2 s``."""
         return f"{self.metric} {self.statistic} {'<=' if self.at_most else '>='} {_amount(self.metric, self.bound)}"
 
 
-class KVSnapshot(Frozen):
-    """A condition and what a point makes of it; `actual` is None where the point has no sample."""
+class SlaResult(Frozen):
+    """A condition and the value that a point has; `actual` is None if the point has no sample."""
 
     sla: Sla
     actual: float | None
@@ -49,46 +49,47 @@ class KVSnapshot(Frozen):
 
     @property
     def ok(self) -> bool:
+        """True if the point keeps the condition; False without a sample."""
         if self.actual is None:
             return False
         return self.actual <= self.sla.bound if self.sla.at_most else self.actual >= self.sla.bound
 
     @property
     def miss(self) -> float:
-        """By which share the bound is missed; 0 where it is kept, infinite without a sample."""
+        """Share by which the bound is missed; 0 if it is kept, infinite without a sample."""
         if self.ok:
             return 0.0
         return abs(self.actual - self.sla.bound) / self.sla.bound if self.actual is not None else float("inf")
 
     @property
     def missed(self) -> str:
-        """By how much, in the metric's unit and as a share of the bound; empty where it is kept or not measured."""
+        """Text of the amount by which the bound is missed, in the metric's unit and as a share; empty if it is kept or
+        not measured."""
         if self.ok or self.actual is None:
             return ""
         amount = _amount(self.sla.metric, abs(self.actual - self.sla.bound))
         return f", missed by {amount} ({figures(self.miss * 100, 2)}%)"
 
-    @property
-    def words(self) -> str:
-        """What the point has, and how far that may be trusted."""
+    def describe(self) -> str:
+        """Text of the condition, the point's value, and a note if a percentile has too few samples."""
         if self.actual is None:
-            return f"{self.sla.words}: not measured"
+            return f"{self.sla.describe()}: not measured"
         few = ""
         if self.sla.statistic.startswith("p") and self.samples < _needed(self.sla.statistic):
             few = ", the only sample" if self.samples == 1 else f", the worst of {self.samples} samples"
-        return f"{self.sla.words}: {_amount(self.sla.metric, self.actual)}{few}"
+        return f"{self.sla.describe()}: {_amount(self.sla.metric, self.actual)}{few}"
 
 
 def parse(text: str) -> Sla:
-    """A condition of ``ttft:p99:<=:2s`` or ``output_tok_s:mean:>=:30``. Raises SlaError."""
+    """The condition of a text such as ``ttft:p99:<=:2s`` or ``output_tok_s:mean:>=:30``. Raises SlaError."""
     parts = [part.strip() for part in text.split(":")]
-    known = f"METRIC:STATISTIC:<= or >=:VALUE with {', '.join(TIMES + RATES)} and {', '.join(STATISTICS)}"
+    form = f"METRIC:STATISTIC:<= or >=:VALUE with {', '.join(TIMES + RATES)} and {', '.join(STATISTICS)}"
     metric: Metric | None = next((name for name in TIMES + RATES if name == parts[0]), None)
     if len(parts) != 4 or metric is None or parts[1] not in STATISTICS or parts[2] not in ("<=", ">="):
-        raise SlaError(f"{text!r} is no service level: write {known}, as ttft:p99:<=:2s")
+        raise SlaError(f"{text!r} is not a service level: write {form}, such as ttft:p99:<=:2s")
     if parts[1] == ("max" if parts[2] == ">=" else "min"):
         worst = "min" if parts[2] == ">=" else "max"
-        raise SlaError(f"{text!r}: the best sample alone keeps that; write {worst}, mean, or p50 to p99")
+        raise SlaError(f"{text!r} would hold for the best sample alone: write {worst}, mean, or p50 to p99")
     try:
         bound = parse_seconds(parts[3]) if metric in TIMES else _rate(parts[3])
     except ValueError as error:
@@ -96,19 +97,19 @@ def parse(text: str) -> Sla:
     return Sla(metric=metric, statistic=parts[1], at_most=parts[2] == "<=", bound=bound)
 
 
-def check(point: Measurement, slas: Iterable[Sla]) -> tuple[KVSnapshot, ...]:
-    """What the point makes of each condition."""
+def check(point: Measurement, slas: Iterable[Sla]) -> tuple[SlaResult, ...]:
+    """Check the point against each condition."""
     found = []
     for sla in slas:
         samples = _samples(point, sla.metric)
-        # of rates the low ones are the bad ones
+        # bad samples are low rates and long times
         value = statistic(samples, sla.statistic, worst_high=sla.metric in TIMES) if samples else None
-        found.append(KVSnapshot(sla=sla, actual=value, samples=len(samples)))
+        found.append(SlaResult(sla=sla, actual=value, samples=len(samples)))
     return tuple(found)
 
 
 def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> float:
-    """`name` of `STATISTICS` of samples, of which there is at least one; percentiles by nearest rank, counted from the
+    """The statistic `name` (see `STATISTICS`) of at least one sample. Percentiles by nearest rank, counted from the
     good end."""
     if name == "mean":
         return mean(samples)
@@ -119,7 +120,7 @@ def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> f
 
 
 def _samples(point: Measurement, metric: Metric) -> Sequence[float]:
-    """Seconds, or tokens a second."""
+    """Samples of a metric, in seconds or tokens a second."""
     if not point.usable:
         return ()
     steps = [step / 1e3 for repeat in point.step_ms for step in repeat]
@@ -137,14 +138,14 @@ def _samples(point: Measurement, metric: Metric) -> Sequence[float]:
 
 
 def _needed(statistic: str) -> int:
-    """Samples from which the percentile is not their worst."""
+    """Smallest number of samples whose percentile is not their worst."""
     return ceil(1 / (1 - int(statistic[1:]) / 100) - 1e-9)
 
 
 def _rate(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:tok/s)?", text)
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is no rate: write 30 or 30tok/s")
+        raise ValueError(f"{text!r} is not a rate: write 30 or 30tok/s")
     return float(match[1])
 
 

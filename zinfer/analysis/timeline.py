@@ -1,7 +1,7 @@
-"""Where the time of a decode step goes: what share of it each lane works, and when the link waits.
+"""Timeline of a decode step: the share that each lane works, and the time that the link waits.
 
-A streamed step takes as long as its bytes need on the link, and longer by every moment in which the link has nothing
-to do. Pure functions over the spans of one traced step; times are ms from its beginning.
+A streamed step takes as long as its bytes need on the link, and longer by every moment in which the link is idle. Pure
+functions over the spans of one traced step; times are ms from its beginning.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ Interval = tuple[float, float]
 
 
 class Waits(NamedTuple):
-    """How long the link is idle in a step: before its first copy, between copies, after its last; and for how much of
-    that another lane works, so that the rest is launches and the CPU."""
+    """Idle time of the link in a step: before its first copy, between copies, after its last copy; and the part of it
+    in which another lane works. The rest of it is launches and the CPU."""
 
     before_ms: float
     between_ms: float
@@ -25,14 +25,15 @@ class Waits(NamedTuple):
 
     @property
     def total_ms(self) -> float:
+        """Idle time of the link, in ms."""
         return self.before_ms + self.between_ms + self.after_ms
 
 
 def length_ms(spans: Spans) -> float:
-    """When the step is over.
+    """End of the step, in ms.
 
-    One that found a copy under way leaves as much to the next, and ends with its last computation. One that found the
-    link idle, because its clock waits for the whole device, ends with the last of what it began.
+    A step that found a copy under way leaves as much to the next one, and ends with its last computation. A step that
+    found the link idle, because its clock waits for the whole device, ends with its last span.
     """
     handed_on = any(span.lane == "copy" and span.start_ms < 0 < span.end_ms for span in spans)
     own = [span.end_ms for span in spans if span.lane == "compute" or not handed_on]
@@ -40,7 +41,7 @@ def length_ms(spans: Spans) -> float:
 
 
 def busy(spans: Spans, *lanes: Lane) -> tuple[Interval, ...]:
-    """When any of `lanes` works within the step, ascending and apart."""
+    """Intervals of the step in which any of `lanes` works, ascending and disjoint."""
     end = length_ms(spans)
     own = [(max(0.0, span.start_ms), min(end, span.end_ms)) for span in spans if span.lane in lanes]
     merged: list[Interval] = []
@@ -53,19 +54,19 @@ def busy(spans: Spans, *lanes: Lane) -> tuple[Interval, ...]:
 
 
 def idle(spans: Spans, lane: Lane = "copy") -> tuple[Interval, ...]:
-    """When `lane` does not work within the step."""
+    """Intervals of the step in which `lane` does not work."""
     edges = [0.0, *(edge for interval in busy(spans, lane) for edge in interval), length_ms(spans)]
     return tuple((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
 
 
 def share(spans: Spans, lane: Lane) -> float:
-    """The part of the step in which `lane` works, 0 to 1."""
+    """Share of the step in which `lane` works, 0 to 1."""
     end = length_ms(spans)
     return _total(busy(spans, lane)) / end if end > 0 else 0.0
 
 
 def waits(spans: Spans) -> Waits:
-    """When the link is idle, and whether for the sake of another lane. A link that never works waits before."""
+    """Idle time of the link, by position in the step. A link that never works waits before its first copy."""
     copies, gaps = busy(spans, "copy"), idle(spans)
     first, last = (copies[0][0], copies[-1][1]) if copies else (length_ms(spans),) * 2
     before = _overlap(gaps, [(0.0, first)])
@@ -74,7 +75,7 @@ def waits(spans: Spans) -> Waits:
 
 
 def busy_bandwidth(point: Measurement) -> float | None:
-    """Bytes a second that cross the link while it works, in a traced step; None where it is not known."""
+    """Bytes a second that cross the link while it works, in a traced step; None if that is not known."""
     seconds = _total(busy(point.timeline, "copy")) / 1e3
     if point.effective is None or not seconds:
         return None
@@ -83,14 +84,14 @@ def busy_bandwidth(point: Measurement) -> float | None:
 
 
 def focus(spans: Spans, layers: float = 3.5) -> Interval:
-    """The stretch of about `layers` copies in which the link waits longest, which lies in its middle if it can."""
+    """Interval of about `layers` copies in which the link waits longest, with the wait in its middle if possible."""
     end = length_ms(spans)
     copies = [span.end_ms - span.start_ms for span in spans if span.lane == "copy"]
     width = min(end, layers * median(copies)) if copies else end
     gaps = idle(spans)
     wanted = [at for start, stop in gaps for at in ((start + stop - width) / 2, start, stop - width)]
     starts = [min(max(0.0, at), end - width) for at in wanted] or [0.0]
-    best = max(starts, key=lambda at: round(_overlap(gaps, [(at, at + width)]), 3))  # of equals the first, the middle
+    best = max(starts, key=lambda at: round(_overlap(gaps, [(at, at + width)]), 3))  # first of equals: middle
     return best, best + width
 
 
@@ -99,5 +100,5 @@ def _total(intervals: Iterable[Interval]) -> float:
 
 
 def _overlap(first: Iterable[Interval], second: Sequence[Interval]) -> float:
-    """How long one of `first` and one of `second` hold together; each of them apart in itself."""
+    """Total time in ms in which an interval of `first` and one of `second` overlap; each sequence is disjoint."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)

@@ -1,1 +1,1 @@
-"""One file a verb; each has a click command named `command` and is imported only when the verb is called."""
+"""Commands: one file a verb. Each has a click command named `command`, imported only when the verb is called."""

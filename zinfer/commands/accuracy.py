@@ -1,4 +1,4 @@
-"""`zinfer accuracy`: what a setting of an engine costs in accuracy, against the same engine without it."""
+"""`zinfer accuracy`: the cost of an engine's setting in accuracy, against the same engine without it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,38 +16,55 @@ if TYPE_CHECKING:
     from zinfer.record.accuracy import AccuracyRecord
 
 
-@click.command("accuracy", short_help="State what a setting costs in accuracy.")
+@click.command("accuracy")
 @click.option("-m", "--model", required=True, help=options.MODEL_HELP)
-@click.option("--engine", default="stream", show_default=True, help="An engine, or a recipe of the folder engines/.")
+@click.option("--engine", default="stream", show_default=True, help="Engine, or a recipe in the folder engines/.")
 @click.option(
-    "--offload", type=click.Choice(options.OFFLOADS), help="Where the weights live.  [default: none if they fit]"
+    "--offload",
+    type=click.Choice(options.OFFLOADS),
+    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: none if they fit]",
 )
 @click.option(
     "--reference", multiple=True, callback=options.engine_options, metavar="KEY=VALUE",
-    help="A setting of the reference, which has the engine's defaults otherwise. Repeatable.",
+    help="Setting of the reference; the engine's defaults otherwise. Repeatable.",
 )  # fmt: skip
-@click.option("--prompt-file", default="default", show_default=True, help="A text; default: Python's own manual.")
-@click.option("--input-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a prompt.")
-@click.option("--output-len", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens followed.")
 @click.option(
-    "--samples", type=click.IntRange(min=1), default=16, show_default=True, help="Pieces of the text, two rows each."
+    "--prompt-file", default="default", show_default=True, help="UTF-8 text file; default: Python's own manual."
 )
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Rows at once.")
+@click.option("--input-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens a prompt.")
+@click.option("--output-len", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens compared a row.")
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="Pieces of the text; each makes two rows.",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Rows in a batch.")
 @options.load_options
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=36000, help="Seconds a batch."
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=36000,
+    help="Limit for a batch, in seconds.",
 )
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/accuracy.json.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="File or folder.  [default: sweeps/results/MACHINE/accuracy.json]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
 @click.pass_obj
 def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> None:
-    """Compare each setting (a comma list is an axis) with the engine as it comes: the error of its logits, how
-    often its most likely token is another one, the text's perplexity, and when a greedy text first differs.
+    """Compare each setting (a comma list is an axis) with the engine's defaults: the error of its logits, how often its
+    most likely token differs, the text's perplexity, and the first token at which greedy texts differ.
 
-    Each of --samples pieces of the text makes two rows: one goes on from the piece's first --input-len tokens with the
-    reference's own greedy tokens, one with the text's. All settings are led along the same tokens, --output-len a row.
-    The reference's logits wait in TMPDIR: rows x tokens x vocabulary x 2 bytes, or 4. Of random weights, which say
-    little, a record is written only where --output says so.
+    Each of --samples pieces of the text makes two rows: one continues the piece's first --input-len tokens with the
+    reference's own greedy tokens, the other with the text's. Every setting is fed the same --output-len tokens a row
+    (teacher forcing). The reference's logits are stored in TMPDIR: rows x tokens x vocabulary x 2 bytes, or x 4 in
+    fp32. Random weights say little: their record is written only with --output.
 
     \b
     zinfer accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8,fp8
@@ -62,7 +79,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     if output is None or path.is_dir():
         path = path / accuracy.FILE
     text = record.model_dump_json(indent=1) + "\n"
-    # What says nothing of a model does not take the place of what does.
+    # A record without results, or of random weights, must not replace one of a model.
     kept = record.compared and (output is not None or record.reference.load_format != "dummy")
     if kept:
         write(path, text)
@@ -72,12 +89,12 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
         console().print(table(record))
     click.echo(f"wrote {path}" if kept else "not written: no setting was measured, or only random weights", err=True)
     if record.failed:
-        told = "; ".join(f"{record.label(one.case)}: {one.status}: {one.error}" for one in record.failed)
-        raise Failure(told, PARTIAL if record.compared else NOTHING)
+        reasons = "; ".join(f"{record.label(one.case)}: {one.status}: {one.error}" for one in record.failed)
+        raise Failure(reasons, PARTIAL if record.compared else NOTHING)
 
 
 def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
-    """Refuse what cannot be compared, then compare."""
+    """Check the options, then run the comparison. Raises Failure or UsageError."""
     from hashlib import sha256
 
     from zinfer.commands.watch import Watch
@@ -92,15 +109,17 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     from zinfer.worker.process import Worker, now, versions
 
     if not how["settings"]:
-        raise click.UsageError("say what to compare, as in --kv-cache-dtype int8,fp8")
+        raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8,fp8")
     if how["layers"] is not None:
-        raise click.UsageError("--layers: what a part of a model's layers say is no text; leave it out")
+        raise click.UsageError("--layers: a part of a model's layers generates no text; leave it out")
     if any(len(values) > 1 for values in how["reference"].values()):
-        raise click.UsageError("--reference takes one value for each option: there is one reference")
+        raise click.UsageError("--reference takes one value for each option, since there is one reference")
     model, load_format = how["model"], how["load_format"]
     source = find(model, how["dtype"], None, load_format or "auto", fetch=True)
     if source.load_format == "dummy" and load_format != "dummy":
-        raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
+        raise ModelError(
+            f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy for random ones"
+        )
     spec = source.spec
     check_positions(spec, how["input_len"], how["output_len"])
     started, (reference, settings, target) = now(), _plans(how, source)
@@ -141,7 +160,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
 
 
 def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
-    """The reference's plan, those of the settings, and their engine."""
+    """The reference's plan, those of the settings, and the engine's class as module:Class."""
     from zinfer.job import recipe
     from zinfer.plan.plan import make_plan
     from zinfer.spec import local
@@ -150,7 +169,7 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
     if offload == "nvme" and nvme_path is None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
     if gpu_weights and (offload == "none" or len(gpu_weights) > 1):
-        raise click.UsageError("--gpu-weights is one share of offloaded weights: leave out --offload none")
+        raise click.UsageError("--gpu-weights is a single share of offloaded weights: leave out --offload none")
     machine = options.with_nvme(local.this_machine(), nvme_path)
 
     def plans(choice: Any, axes: dict[str, Any]) -> "list[tuple[Plan, str]]":
@@ -179,7 +198,7 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
 
 
 def table(record: "AccuracyRecord") -> "Table":
-    """Each setting beside the reference, along its own tokens and along the text."""
+    """Table of each setting beside the reference, on the reference's own tokens and on the text."""
     from rich.table import Table
 
     from zinfer.record.accuracy import COLUMNS

@@ -1,4 +1,4 @@
-"""`zinfer batch`: every prompt of a file answered, in the OpenAI batch format."""
+"""`zinfer batch`: answer every prompt of a file, in the OpenAI batch format."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,28 +14,32 @@ if TYPE_CHECKING:
     from zinfer.job.batch.openai import Request
     from zinfer.job.batch.run import Standing
 
-AT_ONCE = 500  # prompts that are tokenised before telling
+AT_ONCE = 500  # prompts tokenised between two updates of the progress line
 
 
-@click.command("batch", short_help="Answer a file of prompts, in the OpenAI batch format.")
+@click.command("batch")
 @click.argument("prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
-    help="Where answers go, each as soon as it is there.",
+    help="JSON-lines file of the answers, each appended when it is complete.",
 )
 @click.option("-m", "--model", required=True, help=options.MODEL_HELP)
-@click.option("--engine", default="stream", show_default=True, help="An engine, or a recipe of the folder engines/.")
-@click.option("--offload", type=click.Choice(options.OFFLOADS), help="Where the weights live.  [default: the faster]")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows at once, at most.  [default: all that fit]")
+@click.option("--engine", default="stream", show_default=True, help="Engine, or a recipe in the folder engines/.")
+@click.option(
+    "--offload",
+    type=click.Choice(options.OFFLOADS),
+    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: the faster of none and cpu]",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), help="Most rows in a batch.  [default: all that fit]")
 @click.option(
     "--output-len",
     type=click.IntRange(min=1),
     default=256,
     show_default=True,
-    help="Tokens at most, for lines that do not say.",
+    help="Most tokens of an answer, for lines without max_tokens.",
 )
 @options.load_options
 @click.option(
@@ -43,7 +47,7 @@ AT_ONCE = 500  # prompts that are tokenised before telling
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
     default=36000,
-    help="Seconds a load or a step, at most.",
+    help="Limit for a load or a step, in seconds.",
 )
 @click.option("--force", is_flag=True, help="Add to the answers of a job with other prompts, model or settings.")
 @click.pass_obj
@@ -62,9 +66,9 @@ def command(
 ) -> None:
     """Answer every line of PROMPTS, a file of OpenAI batch requests, with an OpenAI batch output.
 
-    Prompts of like lengths run together, as many as fit; what is finished makes room for what waits. The job may be
-    killed at any moment: the same command goes on, and no answer is lost or given twice. A line that cannot be served
-    is answered with an error.
+    Prompts of similar lengths run together, as many as fit; finished rows make room for waiting ones. The job may be
+    killed at any moment: the same command continues it, and no answer is lost or given twice. A line that cannot be
+    served is answered with an error.
 
     \b
     zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint
@@ -72,7 +76,7 @@ def command(
 
     A line: {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon a time",
     "max_tokens": 64, "temperature": 0}}, or with "messages" and /v1/chat/completions, if the model has a chat template.
-    The model that a line names is not looked at. As OpenAI has it, a line without a temperature is sampled at 1.
+    A line's "model" is ignored. As in OpenAI's API, a line without a temperature is sampled at 1.
     """
     import time
     from hashlib import sha256
@@ -84,7 +88,7 @@ def command(
     from zinfer.spec.source import find
 
     if output.exists() and output.samefile(prompts):
-        raise click.UsageError(f"--output {output} is the file of the prompts: name another")
+        raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
     loads = _loads(model, layers, how)
     content = prompts.read_bytes()
     lines = read_requests(content)
@@ -92,7 +96,9 @@ def command(
         raise click.UsageError(f"{prompts} holds no request")
     source = find(model, dtype, layers, load_format or "auto", fetch=True)
     if source.load_format == "dummy" and load_format != "dummy":
-        raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
+        raise ModelError(
+            f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy for random ones"
+        )
     identity = {
         "prompts": sha256(content).hexdigest()[:16], "model": model, "model_revision": source.revision,
         "dtype": source.spec.dtype, "layers": layers, "output_len": output_len,
@@ -110,7 +116,7 @@ def command(
 
 
 def _loads(model: str, layers: int | None, how: dict[str, Any]) -> dict[Any, str]:
-    """The loads that may serve, one for each offload, with their engine."""
+    """Loads that may serve, one for each offload, with their engine's class as module:Class."""
     from zinfer.job.recipe import Sweep
 
     offload, gpu_weights, settings = how["offload"], how["gpu_weights"], how["settings"]
@@ -141,7 +147,7 @@ def _run(
     debug: bool,
     how: dict[str, Any],
 ) -> "Standing | None":
-    """Answer the requests that wait; how far it got."""
+    """Answer the waiting requests and return the job's progress; None if no request can be served."""
     from zinfer.job import sweep
     from zinfer.job.batch import packing
     from zinfer.job.batch.intake import needs, rows_of, split
@@ -192,12 +198,12 @@ def _run(
     except JobFailed as failed:
         raise Failure(str(failed), ENVIRONMENT) from None
     except Interrupted as interrupt:
-        watch.say("interrupted; what is answered stays, the same command goes on")
+        watch.say("interrupted; answers so far are kept, the same command goes on")
         raise SystemExit(128 + interrupt.signal) from None
 
 
 def _lengths(waiting: "list[Request]", worker: Any, spec: Any, watch: "Watch") -> list[int | str]:
-    """How many tokens each prompt has, or why it cannot be read."""
+    """Number of tokens of each prompt, or the reason why it cannot be read."""
     lengths: list[int | str] = []
     model = spec.model_dump(mode="json")
     for start in range(0, len(waiting), AT_ONCE):
@@ -213,8 +219,8 @@ def _lengths(waiting: "list[Request]", worker: Any, spec: Any, watch: "Watch") -
 def _summary(answers: int, errors: int, output: Path, standing: "Standing | None") -> str:
     from zinfer.spec.units import duration, figures
 
-    told = f"{answers:,} answers and {errors:,} errors in {output}"
+    counts = f"{answers:,} answers and {errors:,} errors in {output}"
     if standing is None or standing.rate is None:
-        return told
+        return counts
     time = f"{standing.tokens:,} tokens in {duration(standing.seconds)}: {figures(standing.rate)} tok/s"
-    return f"{told}; {time}, {standing.waste:.2f}x padding"
+    return f"{counts}; {time}, {standing.waste:.2f}x padding"

@@ -1,4 +1,4 @@
-"""`zinfer build`: a TensorRT plan, from a model's weights."""
+"""`zinfer build`: build a TensorRT plan from a model's weights."""
 
 import signal
 from pathlib import Path
@@ -12,25 +12,29 @@ from zinfer.commands import options
 from zinfer.spec.errors import ENVIRONMENT
 
 
-@click.command("build", short_help="Build a TensorRT plan.")
+@click.command("build")
 @click.option("-m", "--model", required=True, help=options.MODEL_HELP)
-@click.option("--engine", type=click.Choice(["tensorrt"]), default="tensorrt", show_default=True)
-@click.option("--max-batch-size", type=click.IntRange(min=1), required=True, help="Sequences at once, at most.")
-@click.option("--max-seq-len", type=click.IntRange(min=2), required=True, help="Prompt and output tokens, at most.")
-@click.option("--dtype", type=options.Dtype(), help="bf16 or fp16; the model's own by default.")
-@click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
+@click.option(
+    "--engine", type=click.Choice(["tensorrt"]), default="tensorrt", show_default=True, help="Engine to build for."
+)
+@click.option("--max-batch-size", type=click.IntRange(min=1), required=True, help="Most sequences in a batch.")
+@click.option(
+    "--max-seq-len", type=click.IntRange(min=2), required=True, help="Most tokens of a sequence, prompt and output."
+)
+@click.option("--dtype", type=options.Dtype(), help="Weight type, bf16 or fp16.  [default: the model's own]")
+@click.option("--layers", type=click.IntRange(min=1), help="Slice: the model's first N layers only.")
 @click.option(
     "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default="auto", show_default=True,
-    help="Real weights or random ones of the same size.",
+    help="Real weights (safetensors), random ones of the same size (dummy), or real ones if there are any (auto).",
 )  # fmt: skip
 @click.option(
     "--library", type=click.Choice(["auto", "tensorrt", "tensorrt-rtx"]), default="auto", show_default=True,
-    help="What to build with, where both are installed.",
+    help="Library to build with, if both are installed.",
 )  # fmt: skip
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="A folder, or a .plan file.  [default: engines/plans]"
+    "-o", "--output", type=click.Path(path_type=Path), help="Folder, or .plan file.  [default: engines/plans]"
 )
-@click.option("--force", is_flag=True, help="Build although the plan is there already.")
+@click.option("--force", is_flag=True, help="Replace a plan that exists.")
 def command(
     model: str,
     engine: str,
@@ -45,8 +49,8 @@ def command(
 ) -> None:
     """Build a TensorRT plan with weight streaming, for `--engine tensorrt` of run and sweep. Prints its path.
 
-    The plan holds the weights and is good for this model, these shapes and the installed library. TensorRT builds for
-    the GPU it stands on; TensorRT-RTX builds without one. Host memory needed: two copies of the weights.
+    The plan holds the weights and is valid for this model, these shapes and the installed library. TensorRT builds for
+    the GPU of this machine; TensorRT-RTX builds without a GPU. Host memory needed: two copies of the weights.
 
     \b
     zinfer build --model ./my-checkpoint --max-batch-size 32 --max-seq-len 1024
@@ -70,8 +74,8 @@ def command(
         file = planfile.read(path)
         file.check()
         if file.key != key:
-            raise Failure(f"{path} is a plan of other settings: --force replaces it, -o takes another file")
-        click.echo(f"{path} is there already", err=True)
+            raise Failure(f"{path} is a plan of other settings: --force replaces it, -o names another file")
+        click.echo(f"{path} is there already: nothing to build", err=True)
         click.echo(path)
         return
     signals: list[int] = []

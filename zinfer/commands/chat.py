@@ -1,4 +1,5 @@
-"""The terminal's side of `zinfer run --chat`: turns in, answers out as they come, and what each one took."""
+"""`zinfer run --chat` on the terminal: read turns, print answers as they are generated, and report each turn's
+times."""
 
 import json
 import signal
@@ -14,12 +15,12 @@ from zinfer.spec.errors import ENVIRONMENT, INTERNAL
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-ANSWER = 512  # tokens at most
-CONTEXT = 4096  # tokens of a conversation that the plan makes room for, or as many as the model has positions
+ANSWER = 512  # most tokens of an answer
+CONTEXT = 4096  # tokens of a conversation that the plan has room for; fewer if the model has fewer positions
 
 
 class Size(click.ParamType[Any]):
-    """Bytes, as a person writes them."""
+    """Number of bytes, written as 8GiB or 4096."""
 
     name = "size"
 
@@ -33,25 +34,26 @@ class Size(click.ParamType[Any]):
 
 
 def chat_options(function: Command) -> Command:
-    """What only a conversation has."""
+    """Add the options that only a conversation has."""
     for option in (
         click.option(
-            "--kv-cache-dir-size", type=Size(), default="64GiB", show_default=True, help="Of disk, at most."
+            "--kv-cache-dir-size", type=Size(), default="64GiB", show_default=True,
+            help="Most disk space for --kv-cache-dir.",
         ),
-        click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Keep them in this folder, too."),
+        click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Folder that also keeps the KV caches."),
         click.option(
             "--kv-cache-size", type=Size(), default="8GiB", show_default=True,
-            help="Of host memory, at most, for what was computed of conversations.",
+            help="Most host memory for KV caches of conversations.",
         ),
-        click.option("--system", help="What a conversation begins with, before the first turn."),
-        click.option("--chat", is_flag=True, help="A conversation: each prompt is a turn. Without one they are read."),
+        click.option("--system", help="System message, before the first turn."),
+        click.option("--chat", is_flag=True, help="Conversation: each prompt, else each line of stdin, is a turn."),
     ):  # fmt: skip
         function = option(function)
     return function
 
 
 def turns(prompts: Iterable[str]) -> Iterator[str]:
-    """The turns of a conversation: the prompts given, or the lines of stdin, asked for where that is a terminal."""
+    """Turns of a conversation: the prompts given, or the lines of stdin, with a prompt sign if that is a terminal."""
     asked = sys.stdin.isatty()
     given = list(prompts)
     if given:
@@ -60,18 +62,18 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
     if not asked:
         yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
         return
-    tired = False  # one ctrl-C at the prompt may have been meant for the answer
+    interrupted = False  # one ctrl-C at the prompt may have been meant for the answer
     while True:
         try:
             click.echo("> ", nl=False, err=True)
             line = sys.stdin.readline()
         except KeyboardInterrupt:
-            if tired:
+            if interrupted:
                 raise
-            tired = True
-            click.echo("\nctrl-D, or ctrl-C again, ends the conversation", err=True)
+            interrupted = True
+            click.echo("\npress ctrl-D, or ctrl-C again, to end the conversation", err=True)
             continue
-        tired = False
+        interrupted = False
         if not line:
             click.echo(err=True)
             return
@@ -80,7 +82,7 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
 
 
 class Stop:
-    """Ctrl-C while an answer comes: `asked` at the first, KeyboardInterrupt at the second."""
+    """Ctrl-C during an answer: the first sets `asked`, the second raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -102,7 +104,7 @@ def talk(worker: Any, said: Iterable[str], settings: dict[str, Any], say: Callab
     """Hold the conversation of the turns `said` with a loaded `worker`; `settings` are those of
     `zinfer.generation.chat.Chat`.
 
-    Raises Failure where a turn fails, KeyboardInterrupt at the second ctrl-C in an answer.
+    Raises Failure if a turn fails, KeyboardInterrupt at the second ctrl-C in an answer.
     """
 
     def ask(verb: str, **fields: Any) -> dict[str, Any]:
@@ -124,13 +126,13 @@ def talk(worker: Any, said: Iterable[str], settings: dict[str, Any], say: Callab
                 step = ask("go_on")
                 seconds, steps = seconds + step["seconds"], steps + 1
                 _show(step["text"], as_json)
-        told = {
+        outcome = {
             "turn": number, "prompt": turn, **_answer(ask("end")), "finish_reason": step["ended"] or "interrupted",
             "reloaded_tokens": first["reloaded"], "computed_tokens": first["computed"],
             "ttft_s": round(first["seconds"], 6), "decode_tok_s": round(steps / seconds, 3) if seconds else None,
         }  # fmt: skip
-        click.echo(json.dumps(told, ensure_ascii=False) if as_json else "")
-        say(summary(told))
+        click.echo(json.dumps(outcome, ensure_ascii=False) if as_json else "")
+        say(summary(outcome))
 
 
 def _show(text: str, as_json: bool) -> None:
@@ -142,10 +144,10 @@ def _answer(ended: dict[str, Any]) -> dict[str, Any]:
     return {key: ended[key] for key in ("output_ids", "output_text")}
 
 
-def summary(told: dict[str, Any]) -> str:
-    """What a turn took, in one line."""
+def summary(outcome: dict[str, Any]) -> str:
+    """One line about a turn: tokens reloaded and computed, TTFT, decode rate."""
     from zinfer.spec.units import duration, figures
 
-    rate = "" if told["decode_tok_s"] is None else f", then {figures(told['decode_tok_s'])} tok/s"
-    what = f"{told['reloaded_tokens']:,} tokens reloaded, {told['computed_tokens']:,} computed"
-    return f"[{what}: first token after {duration(told['ttft_s'])}{rate}]"
+    rate = "" if outcome["decode_tok_s"] is None else f", then {figures(outcome['decode_tok_s'])} tok/s"
+    what = f"{outcome['reloaded_tokens']:,} tokens reloaded, {outcome['computed_tokens']:,} computed"
+    return f"[{what}: TTFT {duration(outcome['ttft_s'])}{rate}]"

@@ -1,4 +1,4 @@
-"""`zinfer codec`: how small and how fast lossless coding makes weights, and whether that pays on this machine."""
+"""`zinfer codec`: size and speed of losslessly coded weights, and whether coding pays on this machine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,17 +13,22 @@ if TYPE_CHECKING:
     from zinfer.record.codec import CodecRecord
 
 
-@click.command("codec", short_help="Measure what lossless coding does to weights, and whether it pays.")
+@click.command("codec")
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...", type=click.Path(path_type=Path))
-@click.option("--dtype", type=options.Dtype(), help="bf16: take other floats, too, as bf16. Only bf16 is coded.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/codec.json.")
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
+@click.option("--dtype", type=options.Dtype(), help="bf16 rounds other floats to bf16 first; only bf16 is coded.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="File or folder.  [default: sweeps/results/MACHINE/codec.json]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Also print the record as JSON.")
 def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | None, as_json: bool) -> None:
-    """Code and decode weights of known distributions, and those of each CHECKPOINT (a folder, or one safetensors file):
-    to what share they shrink, how fast, whether every bit returns, and what a streamed model gains from it over this
-    machine's link. Nothing of a checkpoint is changed; of a large one, a sample of each matrix is taken.
+    """Code and decode weights of known distributions, and those of each CHECKPOINT (a folder, or one safetensors file).
+    Reports their size as a share of the original, the speed, whether every bit returns, and the gain of a streamed
+    model over this machine's link. Checkpoints are not changed; of a large one, a sample of each matrix is taken.
 
-    Exits with 6 if other bits came back.
+    The exit code is 6 if the codec returned other bits.
 
     \b
     zinfer codec
@@ -56,7 +61,7 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
 
 
 def tables(record: "CodecRecord") -> "list[RenderableType]":
-    """What was measured, and what others have published."""
+    """Tables of the measured results and of figures that others have published."""
     from rich.table import Table
 
     from zinfer.plan.published import PublishedCodec, codecs

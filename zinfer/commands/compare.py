@@ -17,7 +17,7 @@ AXES = ("engine", "offload", "gpu_weights", "options", "dtype", "load_format")
 
 
 class Share(click.ParamType[float]):
-    """A percentage, as a share."""
+    """Percentage, as a share."""
 
     name = "PERCENT"
 
@@ -28,26 +28,28 @@ class Share(click.ParamType[float]):
         return float(match[1]) / 100
 
 
-@click.command("compare", short_help="Set two result files side by side; fail on a regression.")
+@click.command("compare")
 @click.argument("before", metavar="A", type=click.Path(path_type=Path))
 @click.argument("after", metavar="B", type=click.Path(path_type=Path))
 @click.option(
-    "--metric", type=click.Choice(METRICS), default="output_tok_s", show_default=True, help="What to compare."
+    "--metric", type=click.Choice(METRICS), default="output_tok_s", show_default=True, help="Metric to compare."
 )
-@click.option("--across", type=options.Words(AXES), help="Match cases that differ in these: engine,offload,options,..")
+@click.option(
+    "--across", type=options.Words(AXES), help=f"Fields in which matched cases may differ: {', '.join(AXES)}."
+)
 @click.option(
     "--fail-on-regression", "allowed", type=Share(), metavar="PERCENT",
-    help="Exit 7 if a point is worse by more than this, as 5%, and by more than noise, or fails in B only.",
+    help="Exit with 7 if a point is worse by more than this (5%) and by more than noise, or fails in B only.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     before: Path, after: Path, metric: "Metric", across: tuple[str, ...] | None, allowed: float | None, as_json: bool
 ) -> None:
-    """Compare result file B with A, case by case. The machine is no part of a case: files of different machines or
-    versions can be compared, and what differs is said first.
+    """Compare result file B with A, case by case. The machine is not part of a case: files of different machines or
+    versions can be compared, and differences between them are printed first.
 
-    A change is noise (~) if it lies within the 95% confidence of both sides' repeats. From a single repeat the noise is
-    unknown (?): such a change is called neither better nor worse, but --fail-on-regression counts its noise as zero.
+    A change is noise (~) if it lies within the 95% confidence interval of both sides' repeats. A single repeat has
+    unknown noise (?): its change is called neither better nor worse, but --fail-on-regression counts its noise as zero.
 
     \b
     zinfer compare main.jsonl branch.jsonl --fail-on-regression 5%
@@ -99,7 +101,7 @@ def _points(path: Path) -> "tuple[Measurement, ...]":
 
 
 def _nothing_common(before: Path, after: Path, found: "Comparison") -> str:
-    """The refusal, with the first field in which the sides have no value in common."""
+    """Message for files without a common case: the first field in which they share no value."""
     from zinfer.spec.case import Case
 
     sides = [[point.case for point in points] for points in (found.only_before, found.only_after)]
@@ -154,7 +156,7 @@ def _title(change: "Change") -> str:
 
 
 def _cells(change: "Change", metric: "Metric") -> tuple[str, ...]:
-    """Before, after, change, noise and a word for it."""
+    """Table cells of a change: before, after, relative change, noise, verdict."""
     marks: dict[Verdict, str] = {"noise": "~", "unknown": "?", "same": "=", "untimed": "not timed"}
     mark = marks.get(change.verdict, change.verdict)
     sides = [
@@ -177,7 +179,7 @@ def _amount(value: float, metric: "Metric") -> str:
 def _summary(
     before: Path, after: Path, metric: "Metric", found: "Comparison", allowed: float | None, worse: "list[Change]"
 ) -> dict[str, Any]:
-    """The comparison as JSON: values in the metric's own unit, shares of A; null is unknown."""
+    """The comparison as JSON: values in the metric's own unit, changes as shares of A; null is unknown."""
     from zinfer.analysis.compare import HIGHER_IS_BETTER
 
     return {

@@ -1,4 +1,4 @@
-"""What `zinfer best` says where more is asked than the fastest point: levels, objectives, cost, and a demand."""
+"""Decisions of `zinfer best`: service levels, objectives, cost, and the machines for a demand."""
 
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -15,17 +15,17 @@ from zinfer.spec.units import duration, figures
 
 
 class Answer(NamedTuple):
-    """The decision for one group, and the machines that its demand takes."""
+    """Decision for one group of points, and the machines for the demand."""
 
     decision: Decision
     prices: Prices
     fleet: Fleet | None
     show_front: bool
-    too_slow: float | None = None  # seconds of one batch, where that alone is longer than the deadline
+    too_slow: float | None = None  # seconds of one batch, if that alone is longer than the deadline
 
 
 class Question(NamedTuple):
-    """What was asked on the command line, for any group of points."""
+    """Options of the command line, for any group of points."""
 
     slas: tuple[Sla, ...]
     objective: Objective
@@ -34,9 +34,10 @@ class Question(NamedTuple):
     utilisation: float
     spare: int
     pareto: bool
-    due: bool = False  # whether a deadline was named
+    due: bool = False  # a deadline was given
 
     def answer(self, points: Points) -> Answer:
+        """The decision for `points`, and the fleet for the demand if there is one."""
         found = decide(points, self.slas, self.objective, self.prices)
         machines = too_slow = None
         if self.demand is not None and found.point is not None:
@@ -59,13 +60,14 @@ def question(
     spare: int,
     **prices: float | int | None,
 ) -> Question | None:
-    """The question of the options; None where they ask for no more than the fastest point."""
+    """The Question of the options; None if they ask for no more than the fastest point. Raises UsageError or
+    EconomicsError."""
     if deadline is not None and demand is None:
-        raise click.UsageError("--deadline needs a --demand, as 2Mtok/day")
+        raise click.UsageError("--deadline needs a --demand, such as 2Mtok/day")
     try:
         paid = Prices.model_validate(prices)
     except ValidationError as error:
-        raise EconomicsError(f"a price is a number of USD from 0 on: {error.errors()[0]['msg']}") from None
+        raise EconomicsError(f"a price is a number of USD, 0 or more: {error.errors()[0]['msg']}") from None
     if not (levels or pareto or demand or paid.known or objective != "throughput"):
         return None
     needed = None if demand is None else parse_demand(demand, deadline)
@@ -75,31 +77,31 @@ def question(
 
 
 def show(answer: Answer) -> None:
-    """The answer below the table, in a few lines."""
+    """Print the answer below the table, in a few lines."""
     from zinfer.analysis import rates
 
     found, point = answer.decision, answer.decision.point
     click.echo()
     if point is None:
         if found.unknown:
-            click.echo(f"The {found.objective} of none of the {found.keeping} points to choose from is known.")
+            click.echo(f"The {found.objective} is not known for any of {found.keeping} points.")
         else:
             click.echo(f"No point of {found.usable} keeps every level." if found.usable else "No point is usable.")
         if found.nearest is not None:
             click.echo(f"The nearest is {_named(found.nearest)}:")
             for kept in found.kept:
-                click.echo(f"  {kept.words}{kept.missed}")
+                click.echo(f"  {kept.describe()}{kept.missed}")
         return
     click.echo(f"Best by {found.objective}, {found.keeping} of {found.usable} points to choose from: {_named(point)}")
     if found.unknown:
-        click.echo(f"  {found.unknown} of them left out: their {found.objective} is not known")
+        click.echo(f"  {found.unknown} of them are left out: their {found.objective} is not known")
     for kept in found.kept:
-        click.echo(f"  {kept.words}")
+        click.echo(f"  {kept.describe()}")
     for line in _costs(answer):
         click.echo(f"  {line}")
     click.echo(rates.command(point.case))
     if answer.show_front:
-        click.echo("\nNothing beats these in both output tok/s and tok/s of one user:")
+        click.echo("\nPareto front of output tok/s and tok/s of one user:")
         for one in found.front:
             user = 1e3 / one.tpot_ms if one.tpot_ms else 0.0
             click.echo(f"  {_named(one)}: {figures(one.output_tok_s or 0)} tok/s, {figures(user)} a user")
@@ -124,7 +126,7 @@ def _costs(answer: Answer) -> list[str]:
         )
     layers = answer.decision.point.case.layers if answer.decision.point else None
     if lines and layers is not None:
-        lines.append(f"all of it for {layers} layers, not for the model")
+        lines.append(f"all figures are for {layers} layers, not for the model")
     return lines
 
 
@@ -144,7 +146,7 @@ def row(answer: Answer) -> dict[str, Any]:
         "nearest": None if found.nearest is None else _brief(found.nearest, answer.prices),
         "levels": [
             {
-                "level": kept.sla.words, "actual": kept.actual, "samples": kept.samples, "ok": kept.ok,
+                "level": kept.sla.describe(), "actual": kept.actual, "samples": kept.samples, "ok": kept.ok,
                 "missed_by": kept.miss if kept.actual is not None else None,
             }
             for kept in found.kept

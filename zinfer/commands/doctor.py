@@ -1,10 +1,10 @@
-"""`zinfer doctor`: what is installed, what the machine offers, and which engines that is enough for."""
+"""`zinfer doctor`: check packages, hardware, and which engines can run with them."""
 
 from typing import Any, NamedTuple
 
 import click
 
-# distribution -> the pip extra that brings it; the empty extra is zinfer itself
+# distribution -> the pip extra that installs it; empty: zinfer itself does
 PACKAGES = {
     "click": "",
     "pydantic": "",
@@ -22,11 +22,11 @@ PACKAGES = {
 }
 
 
-LOCKS = "; CUDA's page-locking is not bound by it"
+LOCKS = "; does not limit CUDA's page-locking"
 
 
 class Row(NamedTuple):
-    """One line of the report: what was looked at, what was found, and what to do if that is not enough."""
+    """One line of the report: its subject, the finding, and advice if that is not enough."""
 
     group: str
     name: str
@@ -34,10 +34,10 @@ class Row(NamedTuple):
     advice: str = ""
 
 
-@click.command("doctor", short_help="Check what is installed and what this machine can run.")
+@click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(as_json: bool) -> None:
-    """Check what is installed and which engines can run here. The exit code is 5 when none can."""
+    """Check packages, hardware and which engines can run here. The exit code is 5 if no engine can."""
     import json
 
     from rich.markup import escape
@@ -61,7 +61,7 @@ def command(as_json: bool) -> None:
 
 
 def package_rows() -> list[Row]:
-    """Python, zinfer and every package that some verb or engine uses, with its version."""
+    """Versions of Python, zinfer and every package that a verb or an engine uses."""
     import platform
 
     from zinfer.spec.host import metadata_version
@@ -78,7 +78,7 @@ def package_rows() -> list[Row]:
 
 
 def machine_rows() -> list[Row]:
-    """The GPU, the memory that may be used and page-locked, and the disk here."""
+    """The GPU, memory that may be used and page-locked, disk space in this folder, and the C compiler."""
     import resource
     import shutil
     from pathlib import Path
@@ -87,18 +87,18 @@ def machine_rows() -> list[Row]:
     from zinfer.spec.units import gib
 
     devices: list[dict[str, Any]] = gpus()
-    gpu, advice = "none", "the CPU stands in for it"
+    gpu, advice = "none", "the CPU is used instead"
     if devices:
         gpu, advice = f"{len(devices)} x {devices[0].get('name')}, driver {devices[0].get('driver', 'unknown')}", ""
     elif Path("/dev/nvidiactl").exists():
-        gpu, advice = "none for torch", "there is a driver: install a torch with CUDA, and see CUDA_VISIBLE_DEVICES"
+        gpu, advice = "none for torch", "a driver is installed: install torch with CUDA, and check CUDA_VISIBLE_DEVICES"
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    why = "the control group's limit" if memory_limit() == host_bytes() else "all there is"
+    why = "the control group's limit" if memory_limit() == host_bytes() else "all of it"
     return [
         Row("machine", "GPU", gpu, advice),
         Row("machine", "host memory", f"{gib(host_bytes())}, {why}; {gib(available_bytes())} of it free"),
-        # NVIDIA's driver pins pages itself and asks no limit (os-mlock.c of open-gpu-kernel-modules); mlock, by which
-        # DeepSpeed locks the buffers of offload nvme, and io_uring do.
+        # NVIDIA's driver pins pages itself and ignores the limit (os-mlock.c of open-gpu-kernel-modules). It applies to
+        # io_uring and to mlock, with which DeepSpeed locks the buffers of offload nvme.
         Row("machine", "memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + LOCKS),
         Row("machine", "free disk", gib(shutil.disk_usage(".").free)),
         _compiler_row(),
@@ -106,16 +106,16 @@ def machine_rows() -> list[Row]:
 
 
 def _compiler_row() -> Row:
-    """What compiles the launch of a GPU's kernels, the CPU's attention to a KV cache, and DeepSpeed's file I/O."""
+    """The C compiler, which builds launchers of GPU kernels, the CPU attention kernel, and DeepSpeed's file I/O."""
     import shutil
 
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    advice = "" if found else "install one (gcc): `stream` cannot unpack weights without it, and --kv-offload is slow"
+    advice = "" if found else "install gcc: without it `stream` cannot unpack weights and --kv-offload is slow"
     return Row("machine", "C compiler", found or "none", advice)
 
 
 def engine_rows() -> list[Row]:
-    """Every engine: whether it can run here, and if not, why not."""
+    """Every engine: its offloads if it can run here, else the reason why not."""
     from zinfer.engine import ENGINES, EngineError, kind, load
 
     rows = []

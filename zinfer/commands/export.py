@@ -1,4 +1,4 @@
-"""`zinfer export`: the records as a flat table, for other tools."""
+"""`zinfer export`: records as a flat table, for other tools."""
 
 import sys
 from pathlib import Path
@@ -8,15 +8,17 @@ import click
 FORMATS = ("csv", "parquet", "md", "json")
 
 
-@click.command("export", short_help="Write result files as CSV, Parquet, Markdown or JSON, a row a point.")
+@click.command("export")
 @click.argument("results", nargs=-1, metavar="[FILE]...", type=click.Path(path_type=Path))
-@click.option("--format", "form", type=click.Choice(FORMATS), help="[default: by the ending of OUT, else csv]")
-@click.option("-o", "--output", metavar="OUT", type=click.Path(path_type=Path), help="A file.  [default: stdout]")
+@click.option("--format", "form", type=click.Choice(FORMATS), help="Format.  [default: the ending of OUT, else csv]")
+@click.option(
+    "-o", "--output", metavar="OUT", type=click.Path(path_type=Path), help="File to write.  [default: stdout]"
+)
 def command(results: tuple[Path, ...], form: str | None, output: Path | None) -> None:
-    """Write every point of the FILEs (or folders; sweeps/results by default) as one row: what was asked, how it ended,
-    every rate with its confidence, peaks, placement and versions. Failures are rows; unknown is empty, never 0.
+    """Write every point of the FILEs (or folders; default: sweeps/results) as one row: its case, status, rates with
+    their confidence intervals, peaks, placement and versions. Failures are rows; unknown is empty, never 0.
 
-    In CSV a text that a spreadsheet would run as a formula gets an apostrophe before it.
+    In CSV, a text that a spreadsheet would run as a formula begins with an apostrophe.
 
     \b
     zinfer export --format md sweeps/results/*/bloom-176b-slice.jsonl
@@ -31,7 +33,7 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
     ending = output.suffix.removeprefix(".").lower() if output else ""
     chosen = form or (ending if ending in FORMATS else "csv")
     if chosen == "parquet" and output is None and sys.stdout.isatty():
-        raise Failure("parquet is binary and no text for a terminal: name a file with -o, or redirect")
+        raise Failure("--format parquet is binary, and stdout is a terminal: name a file with -o, or redirect")
     points = []
     for path in dict.fromkeys(results or (Path("sweeps/results"),)):
         try:
@@ -43,7 +45,7 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
         if not any(records.points for _, records in own):
             raise Failure(f"no results in {path}: measure first, with `zinfer sweep`", NOTHING)
         if output and any(output.resolve() == Path(file).resolve() for file, _ in own):
-            raise Failure(f"{output} is one of the result files: name another with -o")
+            raise Failure(f"{output} is one of the result files: name another file with -o")
         points += [(file, point) for file, records in own for point in records.points]
     try:
         content = WRITERS[chosen](Table.of(points))

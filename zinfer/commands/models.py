@@ -1,13 +1,13 @@
-"""`zinfer models`: the catalogue."""
+"""`zinfer models`: list the catalogue's models, or show one model."""
 
 import click
 
 
-@click.command("models", short_help="List the models of the catalogue, or show one.")
+@click.command("models")
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(name: str | None, as_json: bool) -> None:
-    """List the catalogue's models with their sizes; with NAME (also a folder or a hub id), show one."""
+    """List the catalogue's models with their sizes; with NAME (a catalogue name, a folder or a hub id), show one."""
     import json
 
     from rich.table import Column, Table
@@ -23,7 +23,7 @@ def command(name: str | None, as_json: bool) -> None:
         click.echo(json.dumps(rows, indent=1))
         return
     name_column = Column("model", no_wrap=True)
-    table = Table(name_column, "parameters", "weights", "layers", "a layer", "outside", "KV a token", "architecture")
+    table = Table(name_column, "parameters", "weights", "layers", "per layer", "other", "KV per token", "architecture")
     for spec in specs:
         table.add_row(
             spec.name,

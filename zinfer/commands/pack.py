@@ -1,4 +1,4 @@
-"""`zinfer pack`: a checkpoint's layers in the lossless wire format, kept on disk."""
+"""`zinfer pack`: write a checkpoint's layers to disk in the lossless wire format."""
 
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,17 @@ from zinfer.commands import options
 from zinfer.spec.errors import ENVIRONMENT
 
 
-@click.command("pack", short_help="Pack a checkpoint for the lossless wire format.")
+@click.command("pack")
 @click.option("-m", "--model", required=True, help="Hugging Face hub id, or checkpoint folder.")
-@click.option("--dtype", type=options.Dtype(), help="Weight type; the model's own by default. Only bf16 shrinks.")
-@click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
-@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="[default: in engines/packed]")
+@click.option("--dtype", type=options.Dtype(), help="Weight type; only bf16 shrinks.  [default: the model's own]")
+@click.option("--layers", type=click.IntRange(min=1), help="Slice: the model's first N layers only.")
+@click.option(
+    "-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder.  [default: in engines/packed]"
+)
 def command(model: str, dtype: Any, layers: int | None, output: Path | None) -> None:
     """Code a checkpoint's decoder layers once, so that `--engine stream -O weight_codec=lossless` reads a third fewer
     bytes and codes nothing when it loads. Every tensor has a checksum. Prints the folder; the engine finds the default
-    one by itself, another one as -O packed=FOLDER.
+    folder by itself, another one with -O packed=FOLDER.
 
     \b
     zinfer pack --model ./my-checkpoint

@@ -1,4 +1,4 @@
-"""The options for money, energy and demand, which several verbs share."""
+"""Options for prices, energy and demand, which several verbs share."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,22 +9,22 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def price_options(function: Command) -> Command:
-    """Prices, and the demand to size for."""
+    """Add the options for prices and for a demand to size for."""
     for option in (
-        click.option("--spare", type=click.IntRange(min=0), default=1, show_default=True, help="GPUs on top."),
+        click.option("--spare", type=click.IntRange(min=0), default=1, show_default=True, help="Number of spare GPUs."),
         click.option(
             "--utilisation", type=click.FloatRange(0, 1, min_open=True), default=0.8, show_default=True,
-            help="Of a GPU's throughput that the sizing counts on.",
+            help="Share of a GPU's throughput that is planned with.",
         ),
-        click.option("--deadline", metavar="TIME", help="In which the demand has to be met, as 8h."),
-        click.option("--demand", metavar="TOKENS", help="Output tokens to size for, as 2Mtok/day."),
+        click.option("--deadline", metavar="TIME", help="Time in which the demand is due: 8h, 30min, 2s."),
+        click.option("--demand", metavar="TOKENS", help="Output tokens to size for: 2Mtok/day, 5Mtok."),
         click.option(
             "--gpus-per-server", type=click.IntRange(min=1), default=1, show_default=True,
             help="GPUs that share a host and its price.",
         ),
-        click.option("--power-usd-kwh", type=click.FloatRange(min=0), help="USD a kWh."),
-        click.option("--host-hour-usd", type=click.FloatRange(min=0), help="USD an hour of a host, without its GPUs."),
-        click.option("--gpu-hour-usd", type=click.FloatRange(min=0), help="USD an hour of the GPU."),
+        click.option("--power-usd-kwh", type=click.FloatRange(min=0), help="Price of energy, in USD a kWh."),
+        click.option("--host-hour-usd", type=click.FloatRange(min=0), help="Price of a host, GPUs excluded, in USD/h."),
+        click.option("--gpu-hour-usd", type=click.FloatRange(min=0), help="Price of a GPU, in USD an hour."),
     ):  # fmt: skip
         function = option(function)
     return function

@@ -1,4 +1,4 @@
-"""`zinfer probe`: measure this machine and keep the figures where sweeps and plans find them."""
+"""`zinfer probe`: measure this machine and store the figures for sweeps and plans."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +11,19 @@ if TYPE_CHECKING:
     from zinfer.spec.machine import Machine
 
 
-@click.command("probe", short_help="Measure this machine's memory, links and compute.")
-@click.option("--nvme-path", type=click.Path(path_type=Path), help="Also measure reads of the disk under this folder.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/machine.json.")
-@click.option("--quick", is_flag=True, help="Fewer samples of smaller blocks.")
-@click.option("--json", "as_json", is_flag=True, help="Print the machine as JSON, besides writing it.")
+@click.command("probe")
+@click.option("--nvme-path", type=click.Path(path_type=Path), help="Folder on a drive whose reads are measured, too.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="File or folder.  [default: sweeps/results/MACHINE/machine.json]",
+)
+@click.option("--quick", is_flag=True, help="Take fewer samples of smaller blocks.")
+@click.option("--json", "as_json", is_flag=True, help="Also print the machine as JSON.")
 def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: bool) -> None:
-    """Measure the links between this machine's memories, its compute and, if asked, its disk; write machine.json."""
+    """Measure the links between this machine's memories, its compute rate and, with --nvme-path, a drive; write
+    machine.json."""
     from zinfer.commands.out import console
     from zinfer.spec import local
     from zinfer.worker.probe import probe
@@ -37,9 +43,9 @@ def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: b
 
 
 def write(path: Path, text: str) -> None:
-    """Replace `path` by `text` as a whole: a reader sees the old file or the new one, never half of it.
+    """Replace the file `path` by `text` atomically: a reader sees the old file or the new one.
 
-    Raises Failure where the folder cannot be written to.
+    Raises Failure if the folder cannot be written to.
     """
     from zinfer.cli import Failure
     from zinfer.spec import atomic
@@ -48,11 +54,11 @@ def write(path: Path, text: str) -> None:
     try:
         atomic.write(path, text)
     except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}; choose another place with -o", ENVIRONMENT) from None
+        raise Failure(f"cannot write {path}: {error.strerror}; choose another path with -o", ENVIRONMENT) from None
 
 
 def table(machine: "Machine") -> "Table":
-    """What was measured, a line a figure; what is unknown is left out."""
+    """Table of the measured figures, one a line; unknown ones are left out."""
     from rich.table import Table
 
     from zinfer.spec.units import gb, gib
@@ -62,13 +68,13 @@ def table(machine: "Machine") -> "Table":
         (f"{link}, pinned" if machine.gpu_count else link, machine.h2d_bandwidth, "/s"),
         (f"{link}, pageable", machine.pageable_bandwidth, "/s"),
         ("GPU to host, pinned", machine.d2h_bandwidth if machine.gpu_count else None, "/s"),
-        ("both ways at once, each", machine.duplex_bandwidth, "/s"),
+        ("both directions at once, each", machine.duplex_bandwidth, "/s"),
         ("device memory, read and written", machine.hbm_bandwidth, "/s"),
         ("host memory, read and written", machine.host_bandwidth, "/s"),
-        ("KV cache that the CPU attends to", machine.attention_bandwidth, "/s"),
-        ("the same, eight heads a key", machine.grouped_attention_bandwidth, "/s"),
-        ("the same beside the link", machine.shared_attention_bandwidth, "/s"),
-        (f"{link} beside that", machine.shared_h2d_bandwidth, "/s"),
+        ("CPU attention, KV cache read", machine.attention_bandwidth, "/s"),
+        ("the same, 8 query heads a key", machine.grouped_attention_bandwidth, "/s"),
+        ("the same while the link copies", machine.shared_attention_bandwidth, "/s"),
+        (f"{link} meanwhile", machine.shared_h2d_bandwidth, "/s"),
         ("disk, direct reads", machine.nvme_bandwidth, "/s"),
     ]
     found = Table("", machine.name, title_justify="left")

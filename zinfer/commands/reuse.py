@@ -1,4 +1,4 @@
-"""`zinfer reuse`: how much sooner the first token comes where a conversation's keys and values were kept."""
+"""`zinfer reuse`: TTFT of a conversation whose KV cache was kept, against computing it again."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Contexts(click.ParamType[Any]):
-    """A comma list of token counts; k is 1024."""
+    """Comma list of token counts; k is 1024."""
 
     name = "n,nk,.."
 
@@ -29,30 +29,56 @@ class Contexts(click.ParamType[Any]):
         if isinstance(value, tuple):
             return value
         try:
-            words = [word.strip().lower() for word in value.split(",")]
-            found = {int(word.removesuffix("k")) * (1024 if word.endswith("k") else 1) for word in words}
+            parts = [part.strip().lower() for part in value.split(",")]
+            found = {int(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in parts}
         except ValueError:
             found = {0}
         if min(found) < 1:
-            self.fail(f"{value!r}: write numbers of tokens with commas between, such as 512,1k,32k", param, ctx)
+            self.fail(f"{value!r}: write numbers of tokens, such as 512,1k,32k", param, ctx)
         return tuple(sorted(found))
 
 
-@click.command("reuse", short_help="Measure reloading a kept conversation against computing it again.")
+@click.command("reuse")
 @click.option("-m", "--model", required=True, help=options.MODEL_HELP)
-@click.option("--engine", type=options.Words(), default="stream", show_default=True, help="Engines, or recipes.")
-@click.option("--offload", type=options.Words(options.OFFLOADS), default="cpu", show_default=True)
-@click.option("--context", type=Contexts(), default="1k,2k,4k,8k,16k,32k", show_default=True, help="Tokens; k is 1024.")
-@click.option("--new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Of them, not kept.")
-@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option(
+    "--engine",
+    type=options.Words(),
+    default="stream",
+    show_default=True,
+    help="Engines, or recipes in the folder engines/.",
+)
+@click.option(
+    "--offload", type=options.Words(options.OFFLOADS), default="cpu", show_default=True,
+    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.",
+)  # fmt: skip
+@click.option(
+    "--context",
+    type=Contexts(),
+    default="1k,2k,4k,8k,16k,32k",
+    show_default=True,
+    help="Context lengths in tokens; k is 1024.",
+)
+@click.option(
+    "--new-tokens",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Trailing tokens to compute; the rest comes from the cache.",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Samples a context length.")
 @click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Also reload from a file in this folder.")
 @options.load_options
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=3600, show_default=True,
-    help="Seconds a load or a context, at most.",
+    help="Limit for a load or a context, in seconds.",
 )  # fmt: skip
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/reuse.json.")
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="File or folder.  [default: sweeps/results/MACHINE/reuse.json]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Also print the record as JSON.")
 @click.pass_obj
 def command(
     debug: bool,
@@ -71,10 +97,10 @@ def command(
     as_json: bool,
     **how: Any,
 ) -> None:
-    """Time to the first token of a context whose keys and values were kept in host memory (and, with --kv-cache-dir, on
-    disk), against that of computing all of it, for each context length; and the context from which on a reload wins.
+    """Measure the TTFT of a context whose KV cache was kept in host memory (and, with --kv-cache-dir, on disk) against
+    computing all of it, for each context length; and the length from which on a reload wins.
 
-    Runs of other models, engines and settings stay in the record; one of the same is replaced.
+    Runs of other models, engines and settings stay in the record; a run of the same ones is replaced.
 
     \b
     zinfer reuse --model bloom-176b --layers 14 --context 1k,2k
@@ -91,7 +117,7 @@ def command(
     if "nvme" in offload and nvme_path is None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
     if context[0] <= how["new_tokens"]:
-        raise click.UsageError(f"--context {context[0]} has nothing to keep before {how['new_tokens']} new tokens")
+        raise click.UsageError(f"--context {context[0]} has to exceed --new-tokens {how['new_tokens']}")
     source = find(model, dtype, layers, load_format or "auto")
     machine = options.with_nvme(local.this_machine(), nvme_path)
     wanted = recipe.Sweep(
@@ -110,7 +136,8 @@ def command(
         for job in jobs:
             with _scratch(how["kv_cache_dir"]) as folder:
                 done.append(_run(job, nvme_path, watch, debug, how | {"folder": folder}))
-            record = (load(path) if path.exists() else record).with_run(done[-1])  # others may have written, too
+            # Read again: another process may have written to it.
+            record = (load(path) if path.exists() else record).with_run(done[-1])
             write(path, record.model_dump_json(indent=1) + "\n")
     if as_json:
         click.echo(record.model_dump_json(indent=1))
@@ -124,7 +151,7 @@ def command(
 
 @contextmanager
 def _scratch(folder: str | None) -> Iterator[str | None]:
-    """A folder in `folder`, if that is given, which is gone in the end, also where the worker is killed."""
+    """Temporary folder in `folder`, removed at the end even if the worker is killed; None without `folder`."""
     if folder is None:
         yield None
         return
@@ -134,7 +161,7 @@ def _scratch(folder: str | None) -> Iterator[str | None]:
 
 
 def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
-    """Measure one load, context after context; a context that cannot be measured says why."""
+    """Measure one load, context after context; a context that cannot be measured gets a reason."""
     from zinfer.plan.plan import make_plan
     from zinfer.record.prefix_reuse import Point, Run
     from zinfer.spec.case import Workload
@@ -163,7 +190,7 @@ def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: di
             measured = {"context": point.context, "new_tokens": point.new_tokens, "repeats": how["repeats"]}
             answer = worker.serve("rerun", "measure", **measured, folder=how["folder"])
             facts = worker.about()
-            if "error" in answer:  # what does not run at one context does not at a longer one
+            if "error" in answer:  # a longer context fails, too
                 failed = f"{answer['status']}: {answer['error']}"
                 points.append(point.model_copy(update={"skipped": failed}))
                 failed = f"{point.context:,} tokens failed ({answer['status']})"
@@ -190,7 +217,7 @@ def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: di
 
 
 def _why_not(plan: Any) -> str | None:
-    """Why a context is not measured; None where it may be."""
+    """The reason why a context cannot be measured; None if it can."""
     length, most = plan.case.workload.input_len, plan.model.max_position
     if most is not None and length > most:
         return f"{plan.model.name} has {most:,} positions"
@@ -204,7 +231,7 @@ def _device(machine: Any) -> str:
 
 
 def _line(point: "Point") -> str:
-    """A measured context, in one line."""
+    """One line about a measured context."""
     from zinfer.record.prefix_reuse import SOURCES, told
 
     gains = {source: point.gain(source) for source in SOURCES}
@@ -214,12 +241,12 @@ def _line(point: "Point") -> str:
 
 
 def table(run: "Run") -> "Table":
-    """The medians of a run, a line a context."""
+    """Table of a run's medians, a row for each context."""
     from rich.table import Table
 
     from zinfer.record.prefix_reuse import COLUMNS
 
-    found = Table(title=f"{run.title}: time to the first token\n{run.conditions}", title_justify="left")
+    found = Table(title=f"{run.title}: TTFT\n{run.conditions}", title_justify="left")
     for name in COLUMNS:
         found.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
     for point in run.measured:

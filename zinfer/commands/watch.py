@@ -1,4 +1,4 @@
-"""What a person sees while a sweep or a load runs, on stderr: a moving line on a terminal, plain lines elsewhere."""
+"""Progress on stderr while a sweep or a load runs: a moving line on a terminal, plain lines elsewhere."""
 
 import sys
 from types import TracebackType
@@ -14,7 +14,7 @@ from zinfer.spec.units import duration, figures, gb
 
 
 class Watch:
-    """Progress on stderr. Without a terminal only finished things are told, a line each."""
+    """Progress on stderr. Without a terminal only finished items are printed, a line each."""
 
     def __init__(self) -> None:
         self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
@@ -35,39 +35,40 @@ class Watch:
         self.quiet()
 
     def quiet(self) -> None:
-        """Have no moving line any more; what is said still comes."""
+        """Stop the moving line; lines from `say` are still printed."""
         if self._bar is not None:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Print a line that stays."""
         self.console.print(text, markup=False)
 
     def progress(self, what: str, share: float) -> None:
-        """What is going on right now, and the share of it that is done."""
+        """Show the current activity and the share of it that is done, 0 to 1."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._prefix}{what}", completed=share)
 
     _prefix = ""
 
     def loading(self, job: Job) -> None:
+        """Announce a load; its label precedes the progress that follows."""
         plan = job.plan
         self._prefix = f"{plan.case.label()}: "
         weights = f"{gb(plan.model.weight_bytes)}, {plan.case.load_format}"
         self.say(f"loading {plan.case.model} ({weights}) with {plan.case.label()}")
 
     def loaded(self, size: int, seconds: float) -> None:
-        """How fast the weights came."""
+        """Print the size of the loaded weights in bytes, the time, and their rate."""
         self.say(f"loaded {gb(size)} in {duration(seconds)}: {gb(size / max(seconds, 1e-3), 2)}/s")
 
     def point(self, point: Measurement, resumed: bool) -> None:
-        """A finished point, in one line."""
+        """Print a line about a finished point; `resumed` marks one that comes from a record."""
         workload = point.case.workload
         head = f"{point.case.label():24} {workload.input_len}/{workload.output_len}  batch {workload.batch_size:<6}"
         if point.output_tok_s is not None and point.tpot_ms is not None:
             ttft = sum(point.ttft_ms) / len(point.ttft_ms)
             tail = (
-                f"{point.output_tok_s:10.2f} tok/s  ttft {duration(ttft / 1e3)}  tpot {duration(point.tpot_ms / 1e3)}"
+                f"{point.output_tok_s:10.2f} tok/s  TTFT {duration(ttft / 1e3)}  TPOT {duration(point.tpot_ms / 1e3)}"
             )
             if point.link_share is not None:
                 tail += f"  link {point.link_share:.0%}"
@@ -78,7 +79,7 @@ class Watch:
         self.say(head + tail + ("  [recorded]" if resumed else ""))
 
     def rows(self, standing: Standing) -> None:
-        """How far a batch job is."""
+        """Show the progress of a batch job."""
         rate, left = standing.rate, standing.seconds_left
         what = f"{standing.ended:,} of {standing.rows:,} rows"
         if rate is not None and left is not None:
@@ -86,4 +87,5 @@ class Watch:
         self.progress(what, standing.ended / max(1, standing.rows))
 
     def events(self) -> Events:
+        """Callbacks for a sweep that print to this watch."""
         return Events(point=self.point, loading=self.loading, loaded=self.loaded, progress=self.progress)

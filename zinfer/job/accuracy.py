@@ -1,10 +1,10 @@
-"""Runs a reference and what is compared with it, one load after the other, each in a process of its own.
+"""Accuracy study: run a reference and the settings that are compared with it, each load in a process of its own.
 
 Every sample makes two rows: one that follows the reference's own greedy tokens, and one that follows the text. The
-reference is also held against itself, with its first batch in two halves: what floating point alone does to it when
-other kernels, or the same in another order, compute it. A deviation below that says nothing. (Where it is 0, kernels do
-not depend on the batch. Whatever a setting changes still makes 16-bit values round elsewhere: in float32 little but its
-own part remains.)
+reference is also compared with itself, with its first batch in two halves. That shows how far floating point alone
+moves it when other kernels, or the same ones in another order, compute it; a deviation below that means nothing. (If it
+is 0, kernels do not depend on the batch. Any change of a setting still makes 16-bit values round elsewhere; in float32
+little but the setting's own part remains.)
 """
 
 import platform
@@ -27,7 +27,7 @@ from zinfer.worker.process import Worker, WorkerDied
 
 
 class NoAnswer(RuntimeError):
-    """A load that failed, or a pass: its status, and why in one line."""
+    """A load or a pass that failed: its status, and the reason in one line."""
 
     def __init__(self, status: Status, message: str) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class NoAnswer(RuntimeError):
 
 
 class Row(NamedTuple):
-    """A prompt, and the text's tokens that follow it; None where the reference's own do."""
+    """A prompt, and the tokens of the text that follow it; None for the reference's own greedy tokens."""
 
     prompt: list[int]
     tokens: list[int] | None
@@ -47,16 +47,16 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A batch of rows that the reference ran: the tokens that followed, and where its logits are."""
+    """A batch of rows that the reference ran: the tokens that followed, and the file of its logits."""
 
     rows: Sequence[Row]
     tokens: list[list[int]]
-    lengths: list[int]  # up to the token that ended the row's own text, if one did
-    file: dict[str, Any]  # as `zinfer.worker.teacher_forcing.compare` takes it
+    lengths: list[int]  # tokens of each row up to the one that ends its own text, if any
+    file: dict[str, Any]  # arguments of `zinfer.worker.teacher_forcing.compare`
 
 
 def ask(worker: Worker, verb: str, **fields: Any) -> dict[str, Any]:
-    """What `zinfer.worker.teacher_forcing` answers. Raises NoAnswer where it failed."""
+    """Call `zinfer.worker.teacher_forcing` in the worker. Raises NoAnswer if the call fails."""
     answer = worker.serve("follow", verb, **fields)
     if "status" in answer:
         raise NoAnswer(answer["status"], str(answer["error"]))
@@ -64,7 +64,8 @@ def ask(worker: Worker, verb: str, **fields: Any) -> dict[str, Any]:
 
 
 def record(worker: Worker, rows: Sequence[Row], steps: int, file: str, ends: frozenset[int]) -> Recorded:
-    """Have the reference run `rows` for `steps` tokens and keep its logits in `file`; `ends` end a row's own text."""
+    """Run `rows` through the reference for `steps` tokens and store its logits in `file`; tokens in `ends` end a row's
+    own text."""
     prompts, given = [row.prompt for row in rows], [row.tokens for row in rows]
     answer = ask(worker, "record", prompts=prompts, tokens=given, steps=steps, file=file)
     tokens = answer.pop("tokens")
@@ -76,7 +77,8 @@ def record(worker: Worker, rows: Sequence[Row], steps: int, file: str, ends: fro
 
 
 def compare(worker: Worker, batch: Recorded, size: int | None = None) -> list[list[Position]]:
-    """The positions of each row of `batch`, `size` rows at a time."""
+    """Compare the loaded setting with the recorded logits of `batch`, `size` rows at a time: the positions of each
+    row."""
     size, found = size or len(batch.rows), list[list[Position]]()
     for first in range(0, len(batch.rows), size):
         part = slice(first, first + size)
@@ -88,7 +90,7 @@ def compare(worker: Worker, batch: Recorded, size: int | None = None) -> list[li
 
 @dataclass(frozen=True)
 class Found:
-    """What came of it: the text's length in tokens, the type of the reference's logits, and each setting."""
+    """Result of a comparison: the text's length in tokens, the dtype of the reference's logits, and each setting."""
 
     tokens: int
     logits_dtype: str
@@ -98,8 +100,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `run` needs: the plans, at the batch size to run with, the text and how many samples to take of it; and who
-    makes a worker, and is told of a load."""
+    """Plans to compare, at the batch size to run with, the text and the number of samples to take of it. `make_worker`
+    makes a worker, `loading` is called before each load."""
 
     reference: Plan
     settings: Sequence[Plan]
@@ -109,8 +111,11 @@ class Comparison:
     loading: Callable[[Plan], None] = lambda _plan: None
 
     def run(self) -> Found:
-        """Raises NoAnswer where the reference fails, AccuracyError for a text that is too short, or where the disk has
-        no room for the reference's logits."""
+        """Run the reference, then every setting; a setting that fails is listed in `failed`.
+
+        Raises NoAnswer if the reference fails, AccuracyError if the text is too short or the disk has no room for the
+        reference's logits.
+        """
         spec, load = self.reference.model, self.reference.case.workload
         size, cut = load.batch_size, load.input_len
         failed = []
@@ -154,7 +159,7 @@ class Comparison:
             worker.close()
 
     def _cut(self, worker: Worker) -> tuple[list[list[int]], int, frozenset[int]]:
-        """The samples, how many tokens the text has, and those after which a row's own text is over."""
+        """The samples, the number of tokens in the text, and the tokens that end a row's own text."""
         spec, length = self.reference.model, self.reference.case.workload.total_len
         model = spec.model_dump(mode="json")
         answer = ask(worker, "windows", model=model, text=self.text, count=self.samples, length=length)
@@ -172,7 +177,7 @@ class Comparison:
             raise NoAnswer(refused.status, f"loading failed: {refused.error}")
 
     def _noise(self, worker: Worker, batch: Recorded) -> list[Deviation]:
-        """The reference beside itself, with half the rows of `batch` at a time."""
+        """Compare the reference with itself, with half the rows of `batch` at a time."""
         half = (len(batch.rows) + 1) // 2
         if half == len(batch.rows):
             return []
@@ -188,7 +193,7 @@ def _deviations(case: Case, batches: Sequence[Recorded], found: Sequence[list[li
 
 
 def text_of(name: str) -> tuple[str, str]:
-    """What the text is called, and the text. Raises AccuracyError for what cannot be read."""
+    """Name and content of a prompt file, or of the default text. Raises AccuracyError if the file cannot be read."""
     if name == "default":
         from pydoc_data.topics import topics
 
@@ -201,15 +206,15 @@ def text_of(name: str) -> tuple[str, str]:
 
 
 def told_of(spec: ModelSpec) -> str:
-    """What the model is: its shape, and what its file says of where it came from."""
-    told = (
+    """Description of the model: its shape, and the origin that its safetensors metadata states."""
+    shape = (
         f"{spec.architecture}, {spec.parameters / 1e6:,.0f} million weights, {spec.num_layers} layers, "
         f"{spec.num_heads} heads of {spec.head_dim}, {spec.num_kv_heads} of keys and values"
     )
     if spec.directory is None:
-        return f"{told}; random weights"
+        return f"{shape}; random weights"
     from safetensors import safe_open
 
     with safe_open(next(iter(Checkpoint.open(Path(spec.directory)).tensors.values())).file, framework="np") as file:
         origin = (file.metadata() or {}).get("source")
-    return f"{told}; {origin}" if origin else told
+    return f"{shape}; {origin}" if origin else shape

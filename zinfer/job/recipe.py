@@ -1,4 +1,4 @@
-"""Recipes: what to sweep (`sweeps/*.toml`) and how an engine is set up (`engines/*.toml`).
+"""Recipes: the points of a sweep (`sweeps/*.toml`) and the settings of an engine (`engines/*.toml`).
 
 Both are plain data. Unknown keys are errors that list the known ones; every list is an axis.
 """
@@ -28,7 +28,7 @@ class RecipeError(ZinferError):
 
 
 class EngineRecipe(Frozen):
-    """An engine by name and the options in which it differs from the engine's defaults."""
+    """An engine by name, and its options that differ from the engine's defaults."""
 
     engine: str
     description: str = ""
@@ -36,7 +36,7 @@ class EngineRecipe(Frozen):
 
 
 class Load(Frozen):
-    """What one process loads: cases that differ only in batch size and lengths share it."""
+    """Work of one process: cases that differ only in batch size and lengths share it."""
 
     model: str
     engine: str
@@ -48,10 +48,10 @@ class Load(Frozen):
 
 
 class Sweep(Frozen):
-    """A recipe: the axes of a sweep. Every tuple is an axis; the sweep is their product.
+    """Axes of a sweep: every tuple is an axis, and the sweep is their product.
 
-    `batch_size` is the batches to measure, or "auto": double until memory runs out, then bisect to the exact edge
-    ("auto*4" quadruples; "1,8,32,auto" measures these and the edge).
+    `batch_size` lists the batches to measure, or is "auto": double until memory runs out, then bisect to the largest
+    batch that runs ("auto*4" quadruples; "1,8,32,auto" measures these and the largest).
     """
 
     description: str = ""
@@ -64,12 +64,12 @@ class Sweep(Frozen):
     dtype: Dtype | None = None
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     layers: tuple[int | None, ...] = (None,)
-    gpu_weights: tuple[str | None, ...] = (None,)  # for offload cpu and nvme; without offload all of them stay
+    gpu_weights: tuple[str | None, ...] = (None,)  # with offload only; without it all weights are on the GPU
     options: dict[str, tuple[Option, ...]] = Field(default_factory=dict)
-    machine: tuple[str, ...] = ()  # to plan for; a sweep runs on the machine it is on
+    machine: tuple[str, ...] = ()  # machines to plan for; a sweep runs on this machine
     published: tuple[Published, ...] = ()
     repeats: int = Field(default=3, ge=1)
-    tolerance: float = Field(default=0.02, gt=0)  # stop repeating at this 95% half-width, as a share of the mean
+    tolerance: float = Field(default=0.02, gt=0)  # repeats stop at this 95% half-width, as a share of the mean
     timeout_s: float = Field(default=1800, gt=0)
 
     @field_validator(
@@ -107,7 +107,7 @@ class Sweep(Frozen):
         return {key: tuple(v) if isinstance(v, list | tuple) else (v,) for key, v in value.items()}
 
     def loads(self) -> Iterator[Load]:
-        """What has to be loaded, one after the other; the engine recipes are resolved."""
+        """Loads of the sweep, in the order of its axes, with engine recipes resolved."""
         for model in self.model:
             for layers in self.layers:
                 for name in self.engine:
@@ -126,7 +126,7 @@ class Sweep(Frozen):
                             )
 
     def lengths(self) -> Iterator[tuple[int, int]]:
-        """Pairs of input and output length."""
+        """Pairs of input and output length, in tokens."""
         for input_len in self.input_len:
             for output_len in self.output_len:
                 yield input_len, output_len
@@ -134,7 +134,7 @@ class Sweep(Frozen):
     def case(
         self, load: Load, load_format: Literal["safetensors", "dummy"], dtype: Dtype, lengths: tuple[int, int]
     ) -> Case:
-        """The case of `load` at batch size 1."""
+        """The case of `load` at batch size 1; `lengths` are those of prompt and output, in tokens."""
         return Case(
             model=load.model,
             engine=load.engine,
@@ -157,20 +157,20 @@ def _product(fixed: dict[str, Option], axes: dict[str, tuple[Option, ...]]) -> I
 
 
 def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
-    """By what ``auto`` (2) or ``auto*N`` multiplies, and the batches that ``1,8,auto`` puts in the place of that.
-    Raises RecipeError for anything else."""
+    """The factor of ``auto`` (2) or ``auto*N``, and the batches that are listed before it in ``1,8,auto``. Raises
+    RecipeError for anything else."""
     *listed, last = batch_size.split(",")
     match = re.fullmatch(r"auto(?:\*([2-9]|\d\d+))?", last)
     if match is None or (listed and match[1]):
-        raise RecipeError(f"--batch-size {batch_size!r}: write auto, auto*4 to quadruple instead, or 1,8,auto")
+        raise RecipeError(f"--batch-size {batch_size!r}: write auto, auto*4 to quadruple, or 1,8,auto")
     batches = parse_batches(",".join(listed)) if listed else ()
     assert not isinstance(batches, str)
     return int(match[1] or 2), batches
 
 
 def parse_batches(text: str) -> tuple[int, ...] | str:
-    """``1,2,4``; ``1-64*2`` (1, 2, 4, .. 64); ``8-32+8`` (8, 16, 24, 32); mixed with commas; ``auto``, ``auto*4`` and
-    ``1,2,auto`` stay as they are. Raises RecipeError."""
+    """Batch sizes of ``1,2,4``; ``1-64*2`` (1, 2, 4, .. 64); ``8-32+8`` (8, 16, 24, 32); mixed with commas. ``auto``,
+    ``auto*4`` and ``1,2,auto`` stay text. Raises RecipeError."""
     if text.split(",")[-1].startswith("auto"):
         automatic(text)
         return text
@@ -192,7 +192,7 @@ def parse_batches(text: str) -> tuple[int, ...] | str:
 
 
 def parse_option(text: str) -> Option:
-    """An option's value as a person types it: true/false, a number, or text."""
+    """Value of an option as typed: true or false, a number, or text."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     for kind in (int, float):
@@ -204,7 +204,7 @@ def parse_option(text: str) -> Option:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The contents of a recipe file. Raises RecipeError naming the file and the line."""
+    """Contents of a recipe file. Raises RecipeError that names the file and the line."""
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
@@ -215,7 +215,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
-    """A Sweep out of plain data. Raises RecipeError that names `origin` and, for an unknown key, the known ones."""
+    """Make a Sweep of plain data. Raises RecipeError that names `origin` and, for an unknown key, lists the known
+    ones."""
     try:
         return Sweep.model_validate(fields)
     except ValidationError as error:
@@ -233,7 +234,7 @@ def engine_recipe(name: str) -> EngineRecipe:
     if name in ENGINES:
         return EngineRecipe(engine=name)
     recipes = [path.stem for path in sorted(ENGINE_RECIPES.glob("*.toml"))]
-    raise RecipeError(f"no engine {name!r}; there are {', '.join([*ENGINES, *recipes])}")
+    raise RecipeError(f"no engine {name!r}; choose from {', '.join([*ENGINES, *recipes])}")
 
 
 def _first_problem(error: ValidationError, kind: type[Frozen]) -> str:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM while something is measured or answered: heard at once, acted upon where nothing is lost."""
+"""SIGINT and SIGTERM during a job: noticed at once, acted on where no record is lost."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM; `signal` says which."""
+    """SIGINT or SIGTERM as an exception; `signal` is its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -19,8 +19,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """While it is entered: the exception Interrupted inside `raised`, where a worker is waited for, held back until the
-    next such wait everywhere else, so that no record is lost between its measurement and the disk."""
+    """Context that defers SIGINT and SIGTERM: they raise Interrupted only inside `raised`, where a worker is waited
+    for. Elsewhere they wait for the next `raised`, so that no record is lost between its measurement and the disk."""
 
     def __init__(self) -> None:
         self._pending: int | None = None
@@ -28,7 +28,7 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         self._before = {}
-        with suppress(ValueError):  # not in the main thread: signals are somebody else's
+        with suppress(ValueError):  # not in the main thread, which alone can handle signals
             self._before = {number: signal.signal(number, self._arrived) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -38,6 +38,7 @@ class Signals:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
+        """Context in which a signal raises Interrupted, also one that arrived before."""
         self._waiting = True
         try:
             if self._pending is not None:
@@ -49,5 +50,5 @@ class Signals:
     def _arrived(self, number: int, _frame: FrameType | None) -> None:
         self._pending = number
         if self._waiting:
-            self._waiting = False  # a second signal does not cut off the record of the first
+            self._waiting = False  # a second signal must not prevent the record of the first
             raise Interrupted(number)

@@ -1,7 +1,7 @@
-"""The sweep: loads outside, batch sizes inside, every point on disk before the next one starts.
+"""Sweep: loads in the outer loop, batch sizes in the inner one, every point on disk before the next one starts.
 
 With 352 GB of weights the load *is* the cost, so a process loads once and measures batch after batch, smallest first.
-Out of memory is a finding, not an accident: it is recorded, and no larger batch of the same load is tried.
+Out of memory is a result, not an accident: it is recorded, and no larger batch of the same load is tried.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -20,7 +20,7 @@ from zinfer.spec.model import check_positions
 from zinfer.spec.source import Source
 from zinfer.worker.process import Worker, WorkerDied, now
 
-# A recorded point with one of these is not measured again by --resume; the others deserve another try.
+# Statuses of recorded points that --resume does not measure again; points with others get another try.
 FINAL: frozenset[Status] = frozenset(
     {"ok", "oom_gpu", "oom_host", "unsupported", "nan_output", "offload_not_effective"}
 )
@@ -40,29 +40,30 @@ Batches = Generator[Try, Status, None]
 
 @dataclass(frozen=True)
 class Job:
-    """One load, ready to run: its plan at batch 1, its cases, and where its engine is."""
+    """One load, ready to run: its plan at batch 1, its cases, and its engine."""
 
     plan: Plan
-    cases: tuple[Case, ...]  # at batch 1, a pair of lengths each
-    target: str  # the engine, module:Class
+    cases: tuple[Case, ...]  # at batch 1, one for each pair of lengths
+    target: str  # the engine's class, as module:Class
     revision: str = ""
 
 
 @dataclass
 class Events:
-    """What a sweep tells whoever watches it."""
+    """Callbacks for whoever watches a sweep."""
 
-    point: Callable[[Measurement, bool], None] = lambda _point, _resumed: None  # the bool: from the record
+    point: Callable[[Measurement, bool], None] = lambda _point, _resumed: None  # the bool: from a record
     loading: Callable[[Job], None] = lambda _job: None
     loaded: Callable[[int, float], None] = lambda _size, _seconds: None
     progress: Callable[[str, float], None] = lambda _what, _share: None
 
 
 def to_the_edge(limit: int, factor: int = 2, first: Iterable[int] = (), guess: int = 0) -> Batches:
-    """`first`, or else 1, 2, 4, .., until memory runs out or `limit`; then the largest batch that runs, timed last.
+    """Search for the largest batch that runs: `first`, or else 1, 2, 4, .., until memory runs out or `limit`; then
+    untimed tries, and the largest batch that runs, timed, last.
 
-    It is searched for from `guess` on in growing strides, and by bisection between what ran and what did not. A status
-    is sent in for every batch yielded; anything but ``ok`` counts as not running.
+    The untimed tries begin at `guess` and proceed in growing strides, and by bisection between what ran and what did
+    not. A status is sent in for every batch yielded; anything but ``ok`` counts as not running.
     """
     good, bad = 0, limit + 1
     rising = iter(sorted(first)) if first else takewhile(lambda batch: batch <= limit, _powers(factor))
@@ -81,7 +82,7 @@ def to_the_edge(limit: int, factor: int = 2, first: Iterable[int] = (), guess: i
         else:
             bad, batch = batch, batch - stride
         stride *= 2
-    while good > largest_timed and (yield Try(good)) != "ok":  # several runs may need a little more than one
+    while good > largest_timed and (yield Try(good)) != "ok":  # a timed batch may need a little more memory than a try
         good -= 1
 
 
@@ -97,8 +98,8 @@ def listed(batches: Iterable[int]) -> Batches:
 
 
 def batches_of(sweep: Sweep, plan: Plan) -> Batches:
-    """The batches to try. Without a GPU an out-of-memory would be the whole machine's, so the plan sets the limit; with
-    one it guesses the edge."""
+    """The batches to try. The plan guesses the largest one; without a GPU it is also the limit, since running out of
+    memory would take down the whole machine."""
     if not isinstance(sweep.batch_size, str):
         return listed(sweep.batch_size)
     limit = LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size)
@@ -114,9 +115,11 @@ def prepare(
     nvme_path: str | None = None,
     positions: bool = True,
 ) -> list[Job]:
-    """The sweep's loads with their plans. `resolve` finds a load's model and weights; `locate` its engine, or None for
-    an engine that does not have that offload: such a combination is left out. Raises ModelError where lengths exceed a
-    model's `positions`, unless the caller looks after that."""
+    """Plan the sweep's loads. `resolve` finds a load's model and weights; `locate` its engine, or None for an engine
+    without that offload: such a combination is left out.
+
+    Raises ModelError if lengths exceed a model's positions, unless `positions` is False.
+    """
     jobs = []
     for load in sweep.loads():
         target = locate(load)
@@ -140,10 +143,10 @@ def run(
     events: Events | None = None,
     make_worker: Callable[..., Any] = Worker,
 ) -> list[Measurement]:
-    """Measure what `done` does not hold yet, appending every point to `store` at once; returns all points of the sweep.
+    """Measure the points that `done` does not hold, append each to `store` at once, and return all points of the sweep.
 
-    Raises Interrupted on SIGINT and SIGTERM, after the point under way is recorded as `cancelled`, and StoreError when
-    a record cannot be written; no worker is left behind in either case.
+    Raises Interrupted on SIGINT and SIGTERM, after the point under way is recorded as `cancelled`, and StoreError if a
+    record cannot be written; no worker is left behind in either case.
     """
     known = {point.case: point for point in done if point.status in FINAL}
     events = events or Events()
@@ -155,7 +158,7 @@ def run(
 
 
 class _Runner:
-    """One job: its worker, started when the first unmeasured point needs it."""
+    """One job and its worker, which is started when the first unmeasured point needs it."""
 
     def __init__(
         self,
@@ -227,7 +230,7 @@ class _Runner:
             stage = "measure"
             with self._signals.raised():
                 point: Measurement = self._worker.measure(case, repeats, self._sweep.tolerance)
-            if point.status == "crashed":  # a CUDA context that has seen an error is of no use for the next point
+            if point.status == "crashed":  # a CUDA context after an error cannot be used for the next point
                 self._crashes += 1
                 self._stop()
             return point
@@ -269,8 +272,8 @@ def _advance(batches: Batches, status: Status | None) -> Try | None:
 
 
 def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:
-    """0 when every point is ok (with ``auto``, a batch that memory or a TensorRT plan has no room for is how the edge
-    is found, and fine), 3 when some are not, 4 when none is."""
+    """Exit code of a sweep: 0 if every point is ok, 3 if some are not, 4 if none is. With ``auto``, a batch that memory
+    or a TensorRT plan has no room for is how the largest batch is found, and counts as ok."""
     points = tuple(points)
     good = sum(point.status == "ok" for point in points)
     if not good:
@@ -280,5 +283,5 @@ def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:
 
 
 def _edge(point: Measurement) -> bool:
-    """Whether the load ran and the batch was too large for it."""
+    """True if the load ran and the batch was too large for it."""
     return point.status in OUT_OF_MEMORY or (point.status == "unsupported" and point.stage != "load")

@@ -1,1 +1,1 @@
-"""Records: what was measured, as it is stored, and how it is written and read back."""
+"""Records: measurements as they are stored, and the code that writes and reads them."""

@@ -1,8 +1,8 @@
-"""Records to a flat table, one row a point, for spreadsheets, data frames and documents.
+"""Export: records as a flat table, one row a point, for spreadsheets, data frames and documents.
 
-Failures are rows too; what a point does not know is an empty cell, never 0. Rates are those of usable points only.
-Units stand in the column names: tokens a second, milliseconds, seconds, bytes, bytes a second. The columns of `COLUMNS`
-are always there, in that order; one for each prediction and each version that was recorded follows them::
+Failures are rows too; an unknown value is an empty cell, never 0. Only usable points have rates. Units are part of the
+column names: tokens a second, milliseconds, seconds, bytes, bytes a second. The columns of `COLUMNS` always come first,
+in that order; a column for each recorded prediction and for each recorded version follows::
 
     table = Table.of([("bloom", point) for point in points])
     Path("bloom.csv").write_bytes(to_csv(table))
@@ -20,28 +20,28 @@ from statistics import mean
 from typing import Any, NamedTuple, get_args
 
 from zinfer.record.measurement import Effective, Measurement
-from zinfer.record.stats import half_width
+from zinfer.record.stats import ci95_half_width
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.units import figures
 
 Cell = str | int | float | None
 
-# What a spreadsheet takes for the start of a formula (OWASP, "CSV Injection"): an apostrophe is put before it.
+# First characters of a formula in a spreadsheet (OWASP, "CSV Injection"): an apostrophe is put before them.
 _FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 
 
 class _Column(NamedTuple):
-    kind: type[Any]  # of the cells that are not empty: str, int or float
+    kind: type[Any]  # type of the cells that are not empty: str, int or float
     of: Callable[[Measurement], Cell]
 
 
 def _kind(annotation: Any) -> type[Any]:
-    """The type of a field's cells: ``int | None`` is int; what is neither int nor float is told as text."""
+    """Type of a field's cells: int for ``int | None``; str for all that is neither int nor float."""
     return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), str)
 
 
 def _json(value: Any) -> str | None:
-    """Many values in one cell; empty where there is none."""
+    """Several values as JSON in one cell; None if there are none."""
     return json.dumps(value, sort_keys=True, default=str) if value else None
 
 
@@ -62,14 +62,14 @@ def _placed(field: str) -> Callable[[Measurement], Cell]:
 
 
 def _cell(value: Any) -> Cell:
-    """A field's value as text or number."""
+    """The value of a field as text or number."""
     if isinstance(value, dict | tuple):
         return _json(value)
     return str(value).lower() if isinstance(value, bool) else value
 
 
 def _tpot_half_width(point: Measurement) -> float | None:
-    return half_width([mean(steps) for steps in point.step_ms if steps])
+    return ci95_half_width([mean(steps) for steps in point.step_ms if steps])
 
 
 _CASE = {
@@ -92,11 +92,11 @@ _COLUMNS = {
     "error": _Column(str, lambda p: p.error),
     "repeats": _Column(int, lambda p: len(p.ttft_ms) or None),
     "output_tok_s": _Column(float, _timed(lambda p: p.output_tok_s)),
-    "output_tok_s_half_width": _Column(float, _timed(lambda p: half_width(p.output_tok_s_samples))),
+    "output_tok_s_half_width": _Column(float, _timed(lambda p: ci95_half_width(p.output_tok_s_samples))),
     "decode_tok_s": _Column(float, _timed(lambda p: p.decode_tok_s)),
     "prefill_tok_s": _Column(float, _timed(lambda p: p.prefill_tok_s)),
     "ttft_ms": _Column(float, _timed(lambda p: mean(p.ttft_ms))),
-    "ttft_ms_half_width": _Column(float, _timed(lambda p: half_width(p.ttft_ms))),
+    "ttft_ms_half_width": _Column(float, _timed(lambda p: ci95_half_width(p.ttft_ms))),
     "tpot_ms": _Column(float, _timed(lambda p: p.tpot_ms)),
     "tpot_ms_half_width": _Column(float, _timed(_tpot_half_width)),
     "step_median_ms": _Column(float, _timed(lambda p: p.step_median_ms)),
@@ -118,15 +118,15 @@ COLUMNS = ("file", *_COLUMNS)
 
 
 class Table(NamedTuple):
-    """Columns with the type of their cells, and rows in that order."""
+    """Columns with the type of their cells, and rows with a cell for each column."""
 
     columns: dict[str, type[Any]]
     rows: tuple[tuple[Cell, ...], ...]
 
     @classmethod
     def of(cls, points: Iterable[tuple[str, Measurement]]) -> "Table":
-        """The table of points, each with the name of the file it is from; of points of one file, machine and case the
-        last one counts."""
+        """The table of pairs (name of the results file, point); if a file has several points of one machine and case,
+        the last one counts."""
         latest = {(file, point.machine, point.case): point for file, point in points}
         predicted = sorted({name for point in latest.values() for name in point.predicted})
         versions = sorted({name for point in latest.values() for name in point.versions})
@@ -145,8 +145,8 @@ class Table(NamedTuple):
 
 
 def to_csv(table: Table) -> bytes:
-    """Comma-separated UTF-8 with a header, lines ending in a newline. A text that a spreadsheet would take for a
-    formula gets an apostrophe before it; numbers are as exact as in the records; every line break is one newline."""
+    """Comma-separated UTF-8 with a header. Every line break is one newline; numbers are as exact as in the records; a
+    text that a spreadsheet would take for a formula begins with an apostrophe."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(map(_unarmed, table.columns))
@@ -155,12 +155,12 @@ def to_csv(table: Table) -> bytes:
 
 
 def to_json(table: Table) -> bytes:
-    """A list of objects with all columns; null is unknown."""
+    """JSON list of objects, each with all columns; null is unknown."""
     return json.dumps([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1).encode() + b"\n"
 
 
 def to_md(table: Table) -> bytes:
-    """A Markdown table for reading: four digits of a fraction, and without the columns in which nothing stands."""
+    """Markdown table for reading: floats with four significant digits, and no columns that are empty in all rows."""
     kept = [nth for nth in range(len(table.columns)) if any(row[nth] is not None for row in table.rows)]
     names = list(table.columns)
     lines = [[_md(names[nth]) for nth in kept], ["---"] * len(kept)]
@@ -169,8 +169,8 @@ def to_md(table: Table) -> bytes:
 
 
 def to_parquet(table: Table) -> bytes:
-    """An Apache Parquet file: strings, 64-bit integers and floats, null for unknown. Raises ModuleNotFoundError
-    without pyarrow."""
+    """Apache Parquet file: strings, 64-bit integers and floats, null for unknown. Raises ModuleNotFoundError without
+    pyarrow."""
     import pyarrow
     import pyarrow.parquet
 
@@ -195,7 +195,7 @@ def _unarmed(text: str) -> str:
 
 
 def _md(cell: Cell) -> str:
-    """A cell on one line, without markup."""
+    """A cell as one line of text, without markup."""
     if cell is None or isinstance(cell, float):
         return "" if cell is None else figures(cell, 4).replace(",", "")
     flat = " ".join("".join(letter if letter.isprintable() else " " for letter in str(cell)).split())

@@ -1,6 +1,6 @@
-"""A file of lines that is only ever appended to: whole lines, synced, by one process at a time, mended when opened.
+"""Append-only files of lines: written whole, synced, by one process at a time, and repaired when opened.
 
-A job of days may end in a kill, a full disk or a power cut; whatever was written by then must be on disk and legible.
+A job of days may end in a kill, a full disk or a power cut; all that was written by then must be on disk and legible.
 """
 
 import errno
@@ -21,14 +21,14 @@ from zinfer.spec.errors import ZinferError
 class StoreError(ZinferError):
     """A file of records that cannot be read or written; the message says what to do next."""
 
-    exit_code = 5  # the environment's fault: disk, permissions, a second writer
+    exit_code = 5  # environment: disk, permissions, a second writer
 
 
 class Garbled(ValueError):
-    """A line whose bytes are not those that were written."""
+    """Line whose bytes are not those that were written."""
 
 
-Check = Callable[[bytes], object]  # raises Garbled for such a line, ValueError for a whole one that cannot be used
+Check = Callable[[bytes], object]  # raises Garbled for a damaged line, ValueError for an intact one of no use
 
 
 def read_lines(path: Path) -> list[bytes]:
@@ -42,11 +42,11 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 class Closing(ABC):
-    """What `with` closes."""
+    """Base of context managers that call `close` at the end."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what is held. Safe to call twice."""
+        """Release the resources that are held. Safe to call twice."""
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +58,7 @@ class Closing(ABC):
 
 
 class Lines(Closing):
-    """A file open for appending, by this process alone. Make one with `Lines.open`, and `mend` it before appending."""
+    """File open for appending, by this process alone. Make one with `Lines.open`; call `mend` before appending."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -68,7 +68,7 @@ class Lines(Closing):
     def open(cls, path: Path) -> Self:
         """Open `path`, made if need be, and lock it until `close`; its contents stay as they are.
 
-        Raises StoreError when another process writes the file or it cannot be written.
+        Raises StoreError if another process writes the file or it cannot be written.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,24 +84,25 @@ class Lines(Closing):
         return lines
 
     def append(self, *lines: bytes) -> None:
-        """Write lines, given without newlines, and wait for the disk. On StoreError (disk full, say) the file ends
+        """Append lines, given without newlines, and wait for the disk. On StoreError (disk full, say) the file ends
         where it did before."""
         _append(self._descriptor, b"".join(line + b"\n" for line in lines), self.path)
 
     def cut(self) -> None:
-        """Take all lines away."""
+        """Delete all lines."""
         _cut(self._descriptor, 0, self.path)
 
     def mend(self, check: Check, kind: str, aside: bool = True) -> tuple[tuple[int, str], ...]:
-        """The lines that `check` finds fault with, by their numbers (from 1), and why.
+        """Check every line and repair the file; return the number (from 1) and the fault of each line that `check`
+        rejects.
 
-        Garbled ones are copied to ``<file>.damaged`` (unless not put `aside`); those at the end, such as a line that a
-        kill tore, are then cut off. Raises StoreError, and changes nothing, where no line is right: the file is no
+        Garbled lines are copied to ``<file>.damaged`` (unless `aside` is False); those at the end, such as a line that
+        a kill tore, are then cut off. Raises StoreError, and changes nothing, if no line is intact: the file is no
         `kind` ("results file").
         """
         lines, garbled = read_lines(self.path), []
         faults: list[tuple[int, str]] = []
-        end = position = 0  # end: of the last line to keep
+        end = position = 0  # end: where the last line to keep ends
         for number, line in enumerate(lines, start=1):
             position += len(line) + 1
             try:
@@ -112,14 +113,14 @@ class Lines(Closing):
                 if isinstance(error, Garbled):
                     garbled.append(line)
                 else:
-                    end = position  # whole, but of another version: not ours to cut
+                    end = position  # intact, but of another version: keep it
         size = os.fstat(self._descriptor).st_size
-        torn = len(lines) == 1 and lines[0].startswith(b"{") and size < position  # the first line ever, by a kill
+        torn = len(lines) == 1 and lines[0].startswith(b"{") and size < position  # the first line ever, torn by a kill
         if lines and len(garbled) == len(lines) and not torn:
-            raise StoreError(f"{self.path} is not a {kind}: no line is a record; name another with --output")
+            raise StoreError(f"{self.path} is not a {kind}: no line is a record; name another file with --output")
         if aside:
             _keep_aside(self.path.with_name(self.path.name + ".damaged"), garbled)
-        if end > size:  # a whole line that lacks only its newline
+        if end > size:  # an intact last line without its newline
             _append(self._descriptor, b"\n", self.path)
         elif end < size:
             _cut(self._descriptor, end, self.path)
@@ -133,18 +134,19 @@ class Lines(Closing):
 
     def _lock(self) -> None:
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            raise StoreError(f"{self.path} is not a regular file; name another with --output")
+            raise StoreError(f"{self.path} is not a regular file; name another file with --output")
         try:
             # not lockf: a POSIX lock is lost when its process closes any descriptor of the file, as reading it does
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreError(f"another zinfer is writing {self.path}; wait for it, or name another --output") from None
+            wait = f"another zinfer is writing {self.path}; wait for it, or name another file with --output"
+            raise StoreError(wait) from None
         except OSError as error:
             raise StoreError(f"cannot lock {self.path}: {error.strerror}") from error
 
 
 def _keep_aside(path: Path, lines: list[bytes]) -> None:
-    """Add `lines` to the file at `path`, unless they are there since an earlier opening."""
+    """Append `lines` to the file at `path`, except those that it has from an earlier opening."""
     known = set(read_lines(path)) if path.exists() else set()
     new = b"".join(line + b"\n" for line in lines if line not in known)
     if not new:
@@ -161,7 +163,7 @@ def _keep_aside(path: Path, lines: list[bytes]) -> None:
 
 
 def _append(descriptor: int, data: bytes, path: Path) -> None:
-    """One write and a sync; if either fails, the file is cut back to what it was."""
+    """Write once and sync; if either fails, cut the file back to its former size. Raises StoreError."""
     size = os.fstat(descriptor).st_size
     try:
         if os.write(descriptor, data) < len(data):

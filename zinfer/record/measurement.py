@@ -1,7 +1,7 @@
-"""What was measured, in the words it is stored in. Every sample is kept; every rate is derived from the samples.
+"""Measurements as they are stored. Every sample is kept; every rate is derived from the samples.
 
-`output_tok_s` counts all generated tokens over prefill and decode together, and is what published tables quote;
-`decode_tok_s` leaves out prefill and the first token it yields.
+`output_tok_s` counts all generated tokens over prefill and decode together, as published tables do; `decode_tok_s`
+leaves out prefill and the first token, which prefill yields.
 """
 
 from statistics import mean, median
@@ -29,31 +29,32 @@ Status = Literal[
 
 
 class Effective(Frozen):
-    """Where the weights really were, by tier, and how many of them crossed the link in one decode step."""
+    """Counted placement: weight bytes by tier, and weight bytes that one decode step moved over the link."""
 
     gpu_weight_bytes: int
     host_weight_bytes: int = 0
     nvme_weight_bytes: int = 0
-    streamed_bytes_per_step: int = 0  # weight bytes that a decode step moves to the device
-    wire_bytes_per_step: int | None = None  # of those, what crosses the link; None: as many
-    pinned_bytes: int = 0  # host memory page-locked for it, rounding included
-    shortfall: str | None = None  # what was asked for and not done, though the engine took the request
-    settings: dict[str, Any] = Field(default_factory=dict)  # every knob of the engine, at the value in force
+    streamed_bytes_per_step: int = 0  # weight bytes that a decode step moves to the device, decoded
+    wire_bytes_per_step: int | None = None  # the same as they cross the link, coded; None: as many
+    pinned_bytes: int = 0  # page-locked host memory, rounding included
+    shortfall: str | None = None  # requested behaviour that the engine accepted and did not deliver
+    settings: dict[str, Any] = Field(default_factory=dict)  # every setting of the engine, at the value in force
 
 
-Lane = Literal["copy", "decode", "compute"]  # over the link, from the wire's code to weights, and with them
+Lane = Literal["copy", "decode", "compute"]  # copy over the link, unpack the wire's code, compute with the weights
 _Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
 
 
 class Span(Frozen):
-    """What one lane did for one layer, in ms from the beginning of a decode step, to the microsecond; no layer: the
-    embedding, the head, and all else outside the layers. Stored as a row, ``["copy",3,17.204,35.391]``: a step has
-    hundreds of them.
+    """Time that one lane worked for one layer, in ms from the beginning of a decode step, to the microsecond.
+
+    No layer stands for the embedding, the head, and all else outside the layers. Stored as a row,
+    ``["copy",3,17.204,35.391]``, since a step has hundreds of them.
     """
 
     lane: Lane
     layer: int | None
-    start_ms: _Moment  # negative where it was under way when the step began
+    start_ms: _Moment  # negative if it was under way when the step began
     end_ms: _Moment
 
     @model_validator(mode="before")
@@ -64,7 +65,7 @@ class Span(Frozen):
     @model_validator(mode="after")
     def _forwards(self) -> Self:
         if self.end_ms < self.start_ms:
-            raise ValueError(f"a span from {self.start_ms} to {self.end_ms} ms")
+            raise ValueError(f"a span ends at {self.end_ms} ms, before its start at {self.start_ms} ms")
         return self
 
     @model_serializer
@@ -73,7 +74,7 @@ class Span(Frozen):
 
 
 class Measurement(Frozen):
-    """One point: a case, how it ended, and every sample taken on the way.
+    """One point: a case, its status, and every sample taken.
 
     `ttft_ms[r]` is repeat r's prefill up to its first token; `step_ms[r][i]` its decode steps, each synchronised.
     """
@@ -82,29 +83,29 @@ class Measurement(Frozen):
     status: Status
     machine: str
     error: str | None = None
-    stage: str | None = None  # where it ended if not ok: load, warm-up, prefill, decode
+    stage: str | None = None  # stage of the failure: load, warm-up, prefill, decode
     ttft_ms: tuple[float, ...] = ()
     step_ms: tuple[tuple[float, ...], ...] = ()
     load_s: float | None = None
-    load_bytes: int | None = None  # weights that were loaded in that time
-    gpu_peak_bytes: int | None = None  # most bytes that tensors held at once
-    gpu_used_bytes: int | None = None  # of the device after the point: caches, context and other processes included
+    load_bytes: int | None = None  # weight bytes loaded in `load_s`
+    gpu_peak_bytes: int | None = None  # peak of the bytes that tensors held
+    gpu_used_bytes: int | None = None  # in use on the device after the point: caches, context, other processes
     host_peak_bytes: int | None = None
     effective: Effective | None = None
     link_bandwidth: float | None = None  # pinned H2D bytes/s, measured in the same process
-    total_layers: int | None = None  # of the whole model; more than effective layers means a slice
+    total_layers: int | None = None  # layers of the whole model; more than `num_layers` means a slice
     num_layers: int | None = None
     model_revision: str = ""
     gpu: dict[str, Any] = Field(default_factory=dict)  # clocks, power, temperature, throttle reasons during the point
     versions: dict[str, str] = Field(default_factory=dict)
     started_at: str = ""  # ISO 8601, UTC
-    predicted: dict[str, float | None] = Field(default_factory=dict)  # what the plan said before
-    timeline: tuple[Span, ...] = ()  # of one more decode step after the timed ones; empty where none was traced
+    predicted: dict[str, float | None] = Field(default_factory=dict)  # what the plan predicted
+    timeline: tuple[Span, ...] = ()  # one more decode step after the timed ones; empty if none was traced
 
     @property
     def usable(self) -> bool:
-        """Whether there are samples, and they are those of the case asked for. A point without samples but ``ok`` was
-        only tried for whether it fits."""
+        """True if the point has samples of the case asked for. (An ``ok`` point without samples was only tried for
+        whether it fits.)"""
         return self.status == "ok" and 0 < len(self.ttft_ms) == len(self.step_ms)
 
     @property
@@ -114,7 +115,7 @@ class Measurement(Frozen):
 
     @property
     def e2e_ms(self) -> tuple[float, ...]:
-        """Prefill and decode of each repeat."""
+        """Time of prefill and decode of each repeat, in ms."""
         return tuple(first + sum(steps) for first, steps in zip(self.ttft_ms, self.step_ms, strict=True))
 
     @property
@@ -125,35 +126,38 @@ class Measurement(Frozen):
 
     @property
     def step_median_ms(self) -> float | None:
+        """Median decode step over all repeats, in ms."""
         steps = [step for repeat in self.step_ms for step in repeat]
         return median(steps) if steps else None
 
     @property
     def output_tok_s_samples(self) -> tuple[float, ...]:
-        """B · n / e2e of each repeat."""
+        """Output throughput of each repeat, in tok/s: B · n / e2e."""
         tokens = self.case.workload.batch_size * self.case.workload.output_len
         return tuple(tokens / e2e * 1e3 for e2e in self.e2e_ms)
 
     @property
     def output_tok_s(self) -> float | None:
+        """Mean of `output_tok_s_samples`."""
         samples = self.output_tok_s_samples
         return mean(samples) if samples else None
 
     @property
     def decode_tok_s(self) -> float | None:
-        """B (n - 1) over the sum of the decode steps."""
+        """Decode throughput in tok/s: B (n - 1) over the sum of the decode steps."""
         tpot = self.tpot_ms
         return self.case.workload.batch_size / tpot * 1e3 if tpot else None
 
     @property
     def prefill_tok_s(self) -> float | None:
+        """Prompt tokens a second of the mean prefill."""
         if not self.ttft_ms:
             return None
         return self.case.workload.batch_size * self.case.workload.input_len / mean(self.ttft_ms) * 1e3
 
     @property
     def h2d_bandwidth(self) -> float | None:
-        """Weight bytes a second that decode moved to the device, the median step taken."""
+        """Weight bytes a second that the median decode step moved to the device."""
         step = self.step_median_ms
         if self.effective is None or not self.effective.streamed_bytes_per_step or not step:
             return None
@@ -161,6 +165,6 @@ class Measurement(Frozen):
 
     @property
     def link_share(self) -> float | None:
-        """Achieved over measured link bandwidth; above 1 when fewer bytes cross than are used (compression)."""
+        """Achieved over measured link bandwidth; above 1 if fewer bytes cross than are used (compression)."""
         achieved = self.h2d_bandwidth
         return achieved / self.link_bandwidth if achieved and self.link_bandwidth else None

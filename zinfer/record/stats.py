@@ -1,4 +1,4 @@
-"""How far a mean of few samples can be trusted."""
+"""Statistics of few samples: the confidence interval of their mean."""
 
 from collections.abc import Sequence
 from math import sqrt
@@ -9,8 +9,9 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 _T95_LIMIT = 1.96
 
 
-def half_width(samples: Sequence[float]) -> float | None:
-    """Half the 95% confidence interval of the mean, in the samples' unit; None for fewer than two samples."""
+def ci95_half_width(samples: Sequence[float]) -> float | None:
+    """Half the 95% confidence interval of the mean (Student's t), in the samples' unit; None for fewer than two
+    samples."""
     if len(samples) < 2:
         return None
     freedom = len(samples) - 1
@@ -19,6 +20,6 @@ def half_width(samples: Sequence[float]) -> float | None:
 
 
 def relative_half_width(samples: Sequence[float]) -> float | None:
-    """`half_width` as a share of the mean."""
-    half = half_width(samples)
+    """Half the 95% confidence interval of the mean, as a share of the mean; None for fewer than two samples."""
+    half = ci95_half_width(samples)
     return None if half is None else half / mean(samples)

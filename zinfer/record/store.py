@@ -1,6 +1,6 @@
-"""Results on disk: one JSON line a record, appended whole and synced, checked when read.
+"""Result files: one JSON line a record, appended whole and synced, checked when read.
 
-A sweep of days may end in a kill, a full disk or a power cut; whatever was finished by then must be on disk and
+A sweep of days may end in a kill, a full disk or a power cut; all that was finished by then must be on disk and
 legible. A line carries its schema version and a checksum and is canonical (sorted keys, no spaces, ASCII), so that any
 changed byte shows. Files are only ever appended to::
 
@@ -19,13 +19,13 @@ from typing import Any, NamedTuple, Self
 from pydantic import Field, ValidationError
 
 from zinfer.record.jsonl import Closing, Garbled, Lines, read_lines
-from zinfer.record.jsonl import StoreError as StoreError  # for those who catch it
+from zinfer.record.jsonl import StoreError as StoreError  # public here, too
 from zinfer.record.measurement import SCHEMA_VERSION, Measurement
 from zinfer.spec.value import Frozen
 
 
 class Header(Frozen):
-    """What a sweep was started with; written at each start, so that a resumed file tells its whole story."""
+    """Settings that a sweep was started with; written at each start, so that a resumed file holds all of them."""
 
     machine: str
     recipe: dict[str, Any] = Field(default_factory=dict)
@@ -35,7 +35,7 @@ class Header(Frozen):
 
 
 class Damage(NamedTuple):
-    """A line that could not be used, by its number (from 1), and why."""
+    """Line that could not be used, with its number (from 1) and the reason."""
 
     path: Path
     line: int
@@ -46,7 +46,7 @@ class Damage(NamedTuple):
 
 
 class Records(NamedTuple):
-    """What was read: every point in file order, repeated cases included; of these the last one counts."""
+    """Records that were read: every point in file order, repeated cases included, of which the last one counts."""
 
     points: tuple[Measurement, ...] = ()
     headers: tuple[Header, ...] = ()
@@ -54,7 +54,7 @@ class Records(NamedTuple):
 
     @property
     def warning(self) -> str | None:
-        """One line for stderr when something was left out."""
+        """One line for stderr if lines were left out, else None."""
         if not self.damaged:
             return None
         rest = f" (and {len(self.damaged) - 1} more lines)" if len(self.damaged) > 1 else ""
@@ -73,7 +73,7 @@ def _sealed(fields: dict[str, Any]) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for NaN and the infinities, which JSON does not have."""
+    """A copy of `value` with None for NaN and the infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -101,7 +101,8 @@ def encode(record: Header | Measurement) -> bytes:
 
 
 def decode(line: bytes) -> Header | Measurement:
-    """The record of a line. Raises ValueError with the reason when it is not exactly what `encode` wrote."""
+    """The record of a line. Raises Garbled if the line is not exactly what `encode` wrote, ValueError if it is of
+    another version or kind; both with the reason."""
     try:
         fields = json.loads(line)
         claimed = fields.pop("checksum")
@@ -120,15 +121,15 @@ def decode(line: bytes) -> Header | Measurement:
 
 
 def files(path: Path) -> tuple[Path, ...]:
-    """The results files that `path` stands for: itself, or every ``*.jsonl`` below it, sorted."""
+    """The results files of `path`: itself, or every ``*.jsonl`` below a folder, sorted."""
     return tuple(sorted(path.rglob("*.jsonl"))) if path.is_dir() else (path,)
 
 
 def read(path: Path) -> Records:
-    """All records of a file, or of every ``*.jsonl`` below a folder; changes nothing.
+    """Read all records of a file, or of every ``*.jsonl`` below a folder; changes nothing.
 
-    A line that cannot be used is reported in `damaged` and the rest is used. Raises StoreError when there is no such
-    path or it cannot be read.
+    A line that cannot be used is reported in `damaged` and the rest is used. Raises StoreError if there is no such path
+    or it cannot be read.
     """
     points: list[Measurement] = []
     headers: list[Header] = []
@@ -148,7 +149,7 @@ def read(path: Path) -> Records:
 
 
 def read_usable(path: Path) -> Records:
-    """`read`, where nothing to work from is an error too: raises StoreError unless a point is usable."""
+    """Read as `read` does. Raises StoreError unless some point is usable."""
     records = read(path) if path.exists() else Records()
     if any(point.usable for point in records.points):
         return records
@@ -160,11 +161,11 @@ def read_usable(path: Path) -> Records:
 
 
 class Store(Closing):
-    """A results file open for appending, by this process alone. Make one with `Store.open`."""
+    """Results file open for appending, by this process alone. Make one with `Store.open`."""
 
     def __init__(self, lines: Lines) -> None:
         self.path = lines.path
-        self.damaged: tuple[Damage, ...] = ()  # found on opening; garbled lines are kept in `<file>.damaged`
+        self.damaged: tuple[Damage, ...] = ()  # found when opened; garbled lines are copied to `<file>.damaged`
         self._lines = lines
 
     @classmethod
@@ -172,7 +173,7 @@ class Store(Closing):
         """Open `path`, made if need be, and lock it until `close`.
 
         Garbled lines are copied to ``<file>.damaged``; those at the end, such as a record that a kill tore, are then
-        cut off. Raises StoreError when another process writes the file or it cannot be written.
+        cut off. Raises StoreError if another process writes the file or it cannot be written.
         """
         store = cls(Lines.open(path))
         try:
@@ -183,11 +184,11 @@ class Store(Closing):
         return store
 
     def append(self, point: Measurement) -> None:
-        """Write one point and wait for the disk. On StoreError (disk full, say) the file ends at its last record."""
+        """Append one point and wait for the disk. On StoreError (disk full, say) the file ends at its last record."""
         self._lines.append(encode(point))
 
     def append_header(self, header: Header) -> None:
-        """Write the header of a start, like `append`."""
+        """Append the header of a start, as `append` does a point."""
         self._lines.append(encode(header))
 
     def points(self) -> tuple[Measurement, ...]:

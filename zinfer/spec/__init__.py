@@ -1,1 +1,1 @@
-"""Values that are asked about: models, machines, cases. Nothing here imports another room."""
+"""Specifications: models, checkpoints, machines, cases, units and errors. This room imports no other room."""

@@ -1,9 +1,9 @@
-"""The model of a configuration: built by `transformers` without memory for its weights, and measured by a forward pass.
+"""Model measurement: build the `transformers` model of a configuration without memory, and run one forward pass.
 
-A configuration's keys have many names and the arithmetic behind them differs between architectures. So the model is
-asked: which parameters each decoder layer has, and which of them are routed experts, stands in its modules; what a
-layer caches, how many heads attend and how many experts a token is sent to shows while it computes. Tensors on the meta
-device have shapes and no data, so this takes a second or two for a model of any size.
+Configurations name the same quantity in many ways, and the arithmetic behind the names differs between architectures.
+So the model itself is read: its modules tell the parameters of each decoder layer and which of them belong to routed
+experts; a forward pass shows how much each layer caches, how many heads attend and how many experts a token is sent to.
+Tensors on the meta device have shapes and no data, so this takes a second or two for a model of any size.
 """
 
 import json
@@ -36,11 +36,11 @@ from transformers.models.auto.modeling_auto import (
 
 from zinfer.spec.model import CONFIG_KEYS, Dtype, LayerSpec, ModelError, ModelSpec, Shape
 
-# Sequences and tokens of the measuring pass. The tokens are recognised in the shapes of what is cached, so their number
-# is none that a model has for a width; a prime, which is no multiple of one either.
+# Sequences and tokens of the measuring pass. The number of tokens is recognised in the shapes of cached tensors, so it
+# must not equal any width of a model nor a multiple of one: a prime.
 _ROWS, _TOKENS = 2, 13
-_MORE = 8 * 256 + 13  # where something is cached once for up to 256 tokens
-# Model types that build and run, but whose text would be another one than that of `transformers`, and why.
+_MORE = 8 * 256 + 13  # tokens of the second pass, for models that cache one entry for up to 256 tokens
+# Model types that build and run, but would generate another text than `transformers` does -> the reason.
 _UNLIKE = {
     "kosmos-2": "it numbers positions by its padding token, and not from the first token on",
     "kosmos-2.5": "it numbers positions by its padding token, and not from the first token on",
@@ -50,13 +50,13 @@ _RESULTS = ("loss", "logits", "hidden_states", "attentions")
 
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The `transformers` configuration of `spec`. Raises ModelError where transformers knows no such architecture."""
+    """The `transformers` configuration of `spec`. Raises ModelError if transformers does not know the architecture."""
     return _configured(spec.name, spec.architecture, spec.config)
 
 
 def empty_model(spec: ModelSpec) -> PreTrainedModel:
-    """The model of `spec` with its parameters on the meta device and its buffers (rotary tables and the like) real, on
-    the CPU. Raises ModelError where transformers cannot build it as a causal language model."""
+    """The model of `spec` with parameters on the meta device and real buffers (rotary tables and the like) on the CPU.
+    Raises ModelError if transformers cannot build it as a causal language model."""
     with _refusing(spec.name), init_empty_weights(include_buffers=False):
         model = _causal(model_config(spec), spec.dtype)
     model.tie_weights()
@@ -64,10 +64,11 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The name and the list of the decoder layers, in depth order: of the lists of blocks that lie in no other one,
-    those of the text model's depth before those of another, and of these the largest.
+    """The decoder layers in depth order, with the name of the module list that holds them.
 
-    Raises ModelError where there is none (the model is not a stack of decoder layers).
+    Only lists of blocks that lie in no other list are considered. A list as long as the text model's depth comes before
+    others, then the list with most weights. Raises ModelError if there is none (the model is not a stack of decoder
+    layers).
     """
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
@@ -81,10 +82,10 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def measure(name: str, config: Mapping[str, Any]) -> Shape:
-    """The figures of the model that `config` describes, from the model itself; those of equal ones are kept.
+    """The shape of the model that `config` describes, measured on the model; results are cached by configuration.
 
-    Raises ModelError, with `name` in it, where transformers cannot build it, or it is no stack of decoder layers that
-    keeps what it has seen in a cache.
+    Raises ModelError, with `name` in it, if transformers cannot build the model, or if it is no stack of decoder layers
+    with a KV cache or a recurrent state.
     """
     try:
         return _measure(json.dumps(config, sort_keys=True))
@@ -102,11 +103,11 @@ def _measure(config_json: str) -> Shape:
     if any(seen.may_grow for seen in watch.layers):
         for seen, later in zip(watch.layers, _watched(model, layers, _MORE).layers, strict=True):
             seen.compare(later)
-    return _told(model, layers, watch.layers)
+    return _shape(model, layers, watch.layers)
 
 
 def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Watch":
-    """What each layer does in a forward pass of `tokens` tokens."""
+    """Run a forward pass of `tokens` tokens and record what each layer does in it."""
 
     def run(**cache: Cache) -> _Watch:
         watch = _Watch(layers, tokens)
@@ -124,12 +125,12 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Wa
     with _refusing():
         try:
             return run()
-        except IndexError:  # the cache that it makes has a layer for each of an encoder that it does not have
+        except IndexError:  # the model's own cache counts the layers of an encoder that it does not have
             return run(past_key_values=DynamicCache())
 
 
-def _told(model: PreTrainedModel, layers: nn.ModuleList, watched: "list[_Seen]") -> Shape:
-    """What the modules and the watched pass say, in the words of a ModelSpec."""
+def _shape(model: PreTrainedModel, layers: nn.ModuleList, watched: "list[_Seen]") -> Shape:
+    """The Shape that the modules and the watched pass add up to."""
     text, routed = _text(model.config), [_experts(layer) for layer in layers]
     times = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     parts = []
@@ -153,7 +154,7 @@ def _told(model: PreTrainedModel, layers: nn.ModuleList, watched: "list[_Seen]")
     hidden = _first(text, CONFIG_KEYS["hidden_size"]) or embedding.shape[-1]
     kv_heads, head_dim = max((seen.keys for seen in watched), key=lambda keys: keys[0] * keys[1])
     heads = max(seen.heads for seen in watched) if any(part.attention for part in parts) else 0
-    if kv_heads and not heads:  # they attend in a way that is not seen, and as most models do
+    if kv_heads and not heads:  # an attention that the watch does not recognise: assume the usual one
         heads = _first(text, CONFIG_KEYS["num_heads"]) or kv_heads
         parts = [part.model_copy(update={"attention": part.kv_width and heads * head_dim}) for part in parts]
     return Shape(
@@ -177,15 +178,16 @@ def _weights(module: nn.Module) -> int:
 
 
 def _text(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the decoder within `config`, which is itself where there is nothing else in it."""
+    """The configuration of the decoder within `config`; `config` itself if it has no other parts."""
     try:
         return config.get_text_config(decoder=True)
-    except ValueError:  # several may be meant
+    except ValueError:  # ambiguous: several parts qualify
         return config
 
 
 def _first(config: PreTrainedConfig, names: Iterable[str]) -> int | None:
-    """The first of the settings `names` that `config` has as a number, or as one a layer, of which the largest."""
+    """The first of the settings `names` that `config` has as a positive integer. For a list with a value per layer, its
+    largest value."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, (list, tuple)):
@@ -196,35 +198,36 @@ def _first(config: PreTrainedConfig, names: Iterable[str]) -> int | None:
 
 
 def _window(layer: nn.Module) -> int | None:
-    """The sliding window of a layer that attends to what another one has cached."""
+    """The sliding window, in tokens, of a layer that attends to another layer's cache."""
     sizes = [getattr(module, "sliding_window", None) for module in layer.modules()]
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _experts(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a layer that hold the weights of routed experts: by name or class they are experts, and neither
-    shared ones nor in another such module."""
+    """The modules of a layer that hold the weights of routed experts: "expert" is in their name or class, "shared" is
+    not in their name, and they lie in no other such module."""
     found: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
         own = name.rpartition(".")[2].lower()
         nested = any(name.startswith(f"{outer}.") for outer in found)
-        said = "expert" in own or "expert" in type(module).__name__.lower()
-        if said and "shared" not in own and not nested and _number(module) > 1 and _weights(module):
+        named = "expert" in own or "expert" in type(module).__name__.lower()
+        if named and "shared" not in own and not nested and _number(module) > 1 and _weights(module):
             found[name] = module
     return list(found.values())
 
 
 def _number(experts: nn.Module) -> int:
-    """How many experts a module holds: that many modules, weights with that many rows of matrices, or so it says."""
+    """Number of experts in a module: its submodules, else the first dimension of its stacked matrices, else its
+    attribute."""
     if isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
         return len(experts)
     stacked = [parameter.shape[0] for parameter in experts.parameters() if parameter.dim() == 3]
-    told = (getattr(experts, name, None) for name in ("num_experts", "moe_num_experts", "num_local_experts"))
-    return max(stacked, default=0) or next((number for number in told if isinstance(number, int)), 0)
+    declared = (getattr(experts, name, None) for name in ("num_experts", "moe_num_experts", "num_local_experts"))
+    return max(stacked, default=0) or next((number for number in declared if isinstance(number, int)), 0)
 
 
 def _expert_width(routed: Iterable[list[nn.Module]], hidden: int) -> int:
-    """Values between the matrices of one expert, the widest of all layers; 0 without experts."""
+    """Inner width of one expert's feed-forward network, the widest of all layers; 0 without experts."""
     widths = [0]
     for module in (module for modules in routed for module in modules):
         stacked = max(parameter.dim() for parameter in module.parameters())  # biases have a dimension less
@@ -235,18 +238,18 @@ def _expert_width(routed: Iterable[list[nn.Module]], hidden: int) -> int:
 
 
 def _ffn_size(config: PreTrainedConfig, layers: Iterable[nn.Module], hidden: int) -> int:
-    """Values between the matrices of a feed-forward network: as the configuration says, or else the width that most
-    weights lead to and from."""
-    told = _first(config, CONFIG_KEYS["ffn_size"])
-    if told is not None:
-        return told
+    """Inner width of the feed-forward network: the configuration's value, or else the largest width that has matrices
+    both from and to the hidden size."""
+    configured = _first(config, CONFIG_KEYS["ffn_size"])
+    if configured is not None:
+        return configured
     shapes = {tuple(parameter.shape) for layer in layers for parameter in layer.parameters() if parameter.dim() == 2}
     both = [size for shape in shapes for size in _others(shape, hidden) if shape[::-1] in shapes]
     return max(both, default=4 * hidden)
 
 
 def _others(shape: Iterable[int], hidden: int) -> list[int]:
-    """The other size of a matrix with one of `hidden`."""
+    """The other dimension of a matrix that has `hidden` as one dimension, as a list; empty if it has not."""
     sizes = list(shape)
     if hidden not in sizes:
         return []
@@ -255,25 +258,25 @@ def _others(shape: Iterable[int], hidden: int) -> list[int]:
 
 
 def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreTrainedConfig:
-    # A copy: transformers writes into nested settings (rotary scaling) that it is given.
+    # A copy: transformers writes into the nested settings (rotary scaling) that it receives.
     settings: dict[str, Any] = _numbers(dict(config))
     for key in ("model_type", "dtype", "torch_dtype"):
         settings.pop(key, None)
-    told = f"{name}: " if name else ""
+    prefix = f"{name}: " if name else ""
     if architecture not in CONFIG_MAPPING:
         raise ModelError(
-            f"{told}transformers cannot build a {architecture!r} model without code of the repository, which zinfer "
+            f"{prefix}transformers cannot build a {architecture!r} model without code of the repository, which zinfer "
             "does not run"
         )
     try:
         return AutoConfig.for_model(architecture, **settings)
     except Exception as error:  # each architecture has checks of its own
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{told}transformers cannot build a {architecture!r} model: {reason}") from None
+        raise ModelError(f"{prefix}transformers cannot build a {architecture!r} model: {reason}") from None
 
 
 def _numbers(value: Any) -> Any:
-    """A copy of a part of a `config.json`, with the numbers in it that JSON has no words for and transformers spells
+    """A copy of a part of a `config.json`, with floats for the numbers that JSON cannot express and transformers writes
     as ``{"__float__": "Infinity"}``."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
@@ -283,13 +286,13 @@ def _numbers(value: Any) -> Any:
 
 
 def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
-    """The causal language model of `config`: of the text model within it where that can stand alone, so that what sees
-    and hears is neither loaded nor counted; else of the whole."""
+    """Build the causal language model of `config`: only the text model within it if that can stand alone, so that
+    vision and audio towers are neither loaded nor counted; else the whole model."""
     if config.model_type in _UNLIKE:
         raise ModelError(f"{config.model_type} models are not supported: {_UNLIKE[config.model_type]}")
     text = getattr(config, "text_config", None)
     if text is not None and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        # Standing alone it has the head, which the whole model ties or not.
+        # The head belongs to the text model then; the setting that ties it stands in the outer configuration.
         text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
         config = text
     elif isinstance(text, PreTrainedConfig) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -301,22 +304,22 @@ def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
 
 @contextmanager
 def _refusing(name: str = "") -> Iterator[None]:
-    """Turn whatever an architecture raises into a ModelError of one line, that begins with `name`."""
+    """Turn any exception of an architecture's code into a one-line ModelError that begins with `name`."""
     try:
         yield
     except ModelError:
         raise
-    except Exception as error:  # anything can go wrong in the code of some architecture with some configuration
+    except Exception as error:  # an architecture's code may raise anything for a configuration it does not expect
         reason = " ".join(str(error).split())[:200]
-        told = f"{name}: " if name else ""
-        raise ModelError(f"{told}transformers cannot build it for text generation: {reason}") from None
+        prefix = f"{name}: " if name else ""
+        raise ModelError(f"{prefix}transformers cannot build it for text generation: {reason}") from None
 
 
 class _NoData(TorchFunctionMode):
-    """Goes on where a model looks at values, which tensors on the meta device do not have.
+    """Function mode that answers for values, which tensors on the meta device do not have.
 
-    A check that would only warn or take a shortcut is told "yes" or 1; a loop over the experts that tokens were sent to
-    finds none. Shapes, all that is measured, are the same either way.
+    A check that would only warn or take a shortcut gets True or 1; a loop over the experts that tokens were sent to
+    finds none. Shapes, which are all that is measured, are the same either way.
     """
 
     def __torch_function__(
@@ -328,7 +331,7 @@ class _NoData(TorchFunctionMode):
         return self.computed(func, args, func(*args, **kwargs), kwargs)
 
     def computed(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of a function, for those who watch."""
+        """Hook for subclasses that watch: receive a function's result and return it."""
         return out
 
 
@@ -343,14 +346,14 @@ def _where(condition: Tensor, *others: Any, **named: Any) -> Any:
 
 
 def _split(tensor: Tensor, sizes: int | list[int], dim: int = 0) -> tuple[Tensor, ...]:
-    """Parts of sizes that are not known, since they are values: the first takes what the others leave."""
+    """Split a tensor into parts whose sizes are values, hence unknown: the first part takes what the others leave."""
     if isinstance(sizes, list):
         sizes = [tensor.shape[dim] - sum(sizes[1:]), *sizes[1:]]
     return torch.split(tensor, sizes, dim)
 
 
 def _grouped(rows: Tensor, weights: Tensor, *_: object, **__: object) -> Tensor:
-    """Rows times the matrices of their groups, without the alignment that the kernel asks for."""
+    """Shape of rows times the matrices of their groups, without the alignment that the kernel demands."""
     return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
 
 
@@ -375,33 +378,34 @@ _PRODUCTS = (
 
 
 class _Seen:
-    """What one decoder layer did in a pass of `tokens` tokens."""
+    """Observations of one decoder layer in a pass of `tokens` tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        self.entries: list[Any] = []  # of the cache
+        self.entries: list[Any] = []  # parts of the cache that this layer wrote
         self.entered = False
-        self.heads = 0  # of queries
-        self.products = 0  # for each token and each that it attends to
-        self.chosen: list[tuple[int, int]] = []  # (among how many, how many) by a router, or another that picks
-        self._grown = 0  # values a token, of what is cached once for several of them
-        self._constant: int | None = None  # values of a sequence, where that is not what this pass left
+        self.heads = 0  # query heads
+        self.products = 0  # multiplications for each pair of a token and one that it attends to
+        self.chosen: list[tuple[int, int]] = []  # (candidates, chosen) of each top-k: a router's, or another's
+        self._grown = 0  # values a token of entries that are cached once for several tokens
+        self._constant: int | None = None  # values a sequence, if a longer pass corrected what this one left
 
     @property
     def tensors(self) -> list[tuple[Any, str, Tensor]]:
-        """What it has cached: part of the cache, name in it, values. (Keys may be the values too, and count once.)"""
+        """Cached tensors as (part of the cache, name in it, tensor); a tensor that is both keys and values counts
+        once."""
         found = [(entry, name, tensor) for entry in self.entries for name, tensor in _tensors(entry)]
         return list({id(tensor): (entry, name, tensor) for entry, name, tensor in reversed(found)}.values())
 
     def cached(self, name: str, tensor: Tensor) -> int:
-        """How many tokens a cached tensor holds something of each for; 0 if it is a state of the sequence."""
+        """Number of tokens that a cached tensor holds an entry for; 0 for a state of the sequence."""
         if name in ("keys", "values") and tensor.dim() == 4:
-            return tensor.shape[-2]  # all of them, or a window's
+            return tensor.shape[-2]  # all tokens, or those of a window
         return self.tokens if self.tokens in tensor.shape[1:] else 0
 
     @property
     def _widths(self) -> list[tuple[int, int | None]]:
-        """Values a token, and the window, of each tensor that holds something of each token."""
+        """Values a token, and the window (None: no window), of each cached tensor with an entry a token."""
         return [
             (tensor.numel() // (_ROWS * tokens), size if isinstance(size, int) else None)
             for entry, name, tensor in self.tensors
@@ -411,18 +415,19 @@ class _Seen:
 
     @property
     def window(self) -> int | None:
-        """The widest window; None if something of all tokens is kept as well."""
+        """The widest window, in tokens; None if some tensor caches all tokens."""
         sizes = [size for _, size in self._widths if size is not None]
         return max(sizes) if sizes and len(sizes) == len(self._widths) and not self._grown else None
 
     @property
     def kv_width(self) -> int:
+        """Values cached a token, keys and values together."""
         whole = self.window is None
         return self._grown + sum(width for width, size in self._widths if size is None or not whole)
 
     @property
     def state(self) -> int:
-        """Values whose number does not grow: also a window's, beside something of all tokens."""
+        """Values cached a sequence whose number does not grow, windows beside a full cache included."""
         own = self._constant
         if own is None:
             own = sum(tensor.numel() // _ROWS for _, name, tensor in self.tensors if not self.cached(name, tensor))
@@ -431,7 +436,8 @@ class _Seen:
 
     @property
     def may_grow(self) -> bool:
-        """Whether it caches what may be of several tokens together: a state in a part of a class of the model's own."""
+        """True if a cache class of the model's own holds a tensor without an entry a token: it may hold one for several
+        tokens."""
         return any(
             not isinstance(entry, Tensor)
             and type(entry).__module__ not in (Cache.__module__, "builtins")
@@ -440,7 +446,7 @@ class _Seen:
         )
 
     def compare(self, later: "_Seen") -> None:
-        """Tell what grows with the tokens, though more slowly, from what does not, by a longer pass."""
+        """Separate state that grows slowly with the tokens from constant state, by comparison with a longer pass."""
         before, after = (
             sum(tensor.numel() // _ROWS for _, name, tensor in seen.tensors if not seen.cached(name, tensor))
             for seen in (self, later)
@@ -450,13 +456,13 @@ class _Seen:
 
     @property
     def keys(self) -> tuple[int, int]:
-        """Heads of the widest keys, and the width of one."""
+        """Number of heads and head width of the widest cached keys."""
         shapes = [tensor.shape for _, name, tensor in self.tensors if name == "keys" and tensor.dim() == 4]
         return max(((shape[1], shape[3]) for shape in shapes), key=lambda pair: pair[0] * pair[1], default=(0, 0))
 
 
 class _Watch(_NoData):
-    """A forward pass on the meta device, and what each of `layers` does in it."""
+    """Forward pass on the meta device that records what each of `layers` does in it."""
 
     def __init__(self, layers: Iterable[nn.Module], tokens: int) -> None:
         super().__init__()
@@ -478,7 +484,7 @@ class _Watch(_NoData):
         self._now = seen
 
     def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Whatever a cache holds since this layer ran is this layer's."""
+        """Assign cache entries that appeared since this layer was entered to it."""
         seen, self._now = self._now, None
         caches = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)]
         beside = ((value for name, value in vars(own).items() if name != "layers") for own in caches)
@@ -490,7 +496,7 @@ class _Watch(_NoData):
                 seen.entries.append(entry)
 
     def settle(self, out: Mapping[str, Any]) -> None:
-        """Share out a cache of a class of the model's own, which comes back as a whole, evenly among the layers."""
+        """Divide a cache of the model's own class, which is returned as a whole, evenly among the layers."""
         if any(seen.entries for seen in self.layers):
             return
         kept = [tensor for key, value in out.items() if key not in _RESULTS for _, tensor in _tensors(value)]
@@ -520,7 +526,7 @@ class _Watch(_NoData):
         return out
 
     def _product(self, seen: _Seen, factors: list[Tensor], out: Tensor) -> None:
-        """A matrix product, if it is one of an attention: of queries with keys, or of its outcome with values."""
+        """Count a matrix product if it belongs to an attention: queries with keys, or scores with values."""
         square = (self._tokens, self._tokens)
         if out.shape[-2:] == square:
             heads = out.numel() // (_ROWS * self._tokens**2)
@@ -531,7 +537,7 @@ class _Watch(_NoData):
 
 
 def _tensors(value: Any, name: str = "", depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of numbers in an object or a container, with the names they have there."""
+    """The floating-point tensors in an object or a container, with their names there."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.dim():
             yield name, value

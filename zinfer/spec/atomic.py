@@ -1,4 +1,4 @@
-"""Atomic writes: a file is there as a whole or as it was before, whatever happens while it is written."""
+"""Atomic writes: a file is replaced as a whole, or stays as it was if writing fails or is interrupted."""
 
 import os
 from collections.abc import Iterator
@@ -9,10 +9,11 @@ from typing import BinaryIO
 
 @contextmanager
 def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
-    """A stream whose content replaces `path`, on disk, when the block ends well; else `path` stays as it was. Only the
-    user may read the file if `private`. What is no regular file (a pipe, a terminal) is written to directly.
+    """Open a stream whose content replaces `path`, on disk, when the block ends without an exception; else `path`
+    stays.
 
-    Makes the folder. Raises OSError.
+    Makes the folder. With `private` only the user may read the file. A path that is no regular file (a pipe, a
+    terminal) is written to directly. Raises OSError.
     """
     if path.exists() and not path.is_file():
         with path.open("wb") as stream:
@@ -40,7 +41,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a new file's name durable, where the file system can sync a folder."""
+    """Sync `folder` so that a new file's name survives a power cut, on file systems that can."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

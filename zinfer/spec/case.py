@@ -1,4 +1,4 @@
-"""A case: what is asked of a machine, as the key under which its measurement is kept."""
+"""Cases: one point that is asked of a machine, used as the key of its measurement."""
 
 from typing import Literal
 
@@ -21,11 +21,13 @@ class Workload(Frozen):
 
     @property
     def total_len(self) -> int:
+        """Tokens of one sequence at its end."""
         return self.input_len + self.output_len
 
 
 class Case(Frozen):
-    """What was asked for. Hashable by value: it is a record's key."""
+    """One point that was asked for: model, engine, placement, workload, options. Hashable by value: the key of a
+    record."""
 
     model: str
     engine: str
@@ -33,9 +35,9 @@ class Case(Frozen):
     workload: Workload
     dtype: Dtype = "bfloat16"
     load_format: LoadFormat = "dummy"
-    layers: int | None = None  # measure a slice of the model
-    gpu_weights: str | None = None  # of the streamed weights, how much stays on the GPU: auto, 25%, 40GiB
-    options: tuple[tuple[str, Option], ...] = ()  # the engine's settings that differ from its defaults, sorted
+    layers: int | None = None  # a slice: the first so many decoder layers; None is all
+    gpu_weights: str | None = None  # share of the streamed weights that stays on the GPU: auto, 25%, 40GiB
+    options: tuple[tuple[str, Option], ...] = ()  # settings that differ from the engine's defaults, sorted
 
     @property
     def load(self) -> "Case":

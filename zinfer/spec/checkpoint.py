@@ -1,4 +1,4 @@
-"""A local safetensors checkpoint, checked before anything is read from it.
+"""Local safetensors checkpoints, checked before any weight is read.
 
 The format: 8 bytes little-endian header length N, N bytes of JSON (name -> dtype, shape, data_offsets), then the data.
 A truncated shard behind a memory map reads as zeros in most loaders, and a weight map may name any file on the disk;
@@ -21,7 +21,7 @@ from zinfer.spec.errors import ZinferError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _PICKLED = ("*.bin", "*.pt", "*.pth")
-SAMPLE = 4096  # bytes of either end of a tensor that tell retrained weights of one layout apart
+SAMPLE = 4096  # bytes hashed at either end of a tensor: tell retrained weights of one layout apart
 
 
 class CheckpointError(ZinferError):
@@ -30,7 +30,7 @@ class CheckpointError(ZinferError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: bytes ``[start, end)`` of `file`; `dtype` in safetensors' words (``BF16``)."""
+    """Location of a tensor: bytes ``[start, end)`` of `file`; `dtype` as safetensors spells it (``BF16``)."""
 
     file: Path
     dtype: str
@@ -67,7 +67,7 @@ class Checkpoint:
             tensors |= _read_header(file)
         for name, file_name in (weight_map or {}).items():
             if name not in tensors or tensors[name].file.name != Path(str(file_name)).name:
-                raise CheckpointError(f"{directory / INDEX} says that {name} lies in {file_name}: it does not")
+                raise CheckpointError(f"{directory / INDEX} places {name} in {file_name}, which does not hold it")
         return cls(directory, config, tensors)
 
     @classmethod
@@ -77,9 +77,9 @@ class Checkpoint:
 
     @property
     def revision(self) -> str:
-        """A fingerprint of the configuration, of every shard's header, and of the first and last bytes of every tensor:
-        changes when the weights' layout does, and with any training that touches a matrix as a whole. (Hashing 350 GB
-        of data would cost more than many a sweep.)"""
+        """Fingerprint of the configuration, of every shard's header, and of the first and last bytes of every tensor,
+        as 16 hex digits. It changes with the weights' layout, and with any training that touches a matrix as a whole.
+        (Hashing 350 GB of data would cost more than many a sweep.)"""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in sorted(self.tensors):
             info = self.tensors[name]
@@ -95,7 +95,7 @@ class Checkpoint:
 
 def bare_config(path: Path) -> Mapping[str, Any] | None:
     """The configuration of a model without weights: the file `path`, or the `config.json` of a folder that holds no
-    weights of any kind; None where there are some. Raises CheckpointError where it cannot be read."""
+    weights of any kind; None if it holds some. Raises CheckpointError if it cannot be read."""
     if path.is_file():
         return _read_json(path, "")
     weights = (SINGLE, INDEX, "*.safetensors", *_PICKLED)
@@ -117,8 +117,8 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """The shard `name`, which must lie in `directory` itself. (A hub snapshot's files are links out of it: the link,
-    not its target, has to be inside.)"""
+    """Path of the shard `name`, which must lie in `directory` itself. (A hub snapshot's files are links out of it: the
+    link, not its target, has to be inside.)"""
     if name != Path(name).name or name in {"", ".", ".."} or not name.endswith(".safetensors"):
         raise CheckpointError(f"{directory / INDEX} points to {name!r}: shards are .safetensors files of this folder")
     if not (directory / name).is_file():
@@ -138,7 +138,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: its header is damaged ({error})") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: its header is damaged (no object)")
+        raise CheckpointError(f"{file}: its header is damaged (not a JSON object)")
     tensors, end_of_data, base = {}, 0, 8 + length
     for name, entry in header.items():
         if name == "__metadata__":

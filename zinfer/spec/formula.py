@@ -1,7 +1,7 @@
-"""Closed forms: what a configuration says of a model, where torch is not installed to ask the model itself.
+"""Closed forms: the shape of a model from its configuration alone, for machines without torch.
 
 The catalogue takes heads and widths from here too. Each form is held against the model in tests/test_formula.py; an
-architecture that has none here is refused, since a guess would look like an answer.
+architecture without a form is refused, since a guess would look like an answer.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,10 @@ _NEEDS = "needs torch and transformers: pip install 'zinfer[engines]'"
 
 
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a Shape that stand in a Hugging Face `config.json`, whatever names it uses; the layers do not.
+    """The fields of a Shape that a Hugging Face `config.json` states, under whatever names; the layers are not among
+    them.
 
-    `num_kv_heads` are the heads that transformers caches. Raises ModelError when the configuration is not that of a
+    `num_kv_heads` counts the heads that transformers caches. Raises ModelError if the configuration is not that of a
     decoder-only model.
     """
     shape: dict[str, Any] = {}
@@ -43,18 +44,18 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Family(NamedTuple):
-    """Layers of the Llama kind, with two norms without bias and a gated feed-forward network: how an architecture makes
-    them, and which settings are meant where a configuration says nothing."""
+    """Architecture whose layers are of the Llama kind, with two norms without bias and a gated feed-forward network:
+    its deviations, and its defaults for settings that a configuration leaves out."""
 
     qkv_bias: bool = False
     head_norm: bool = False  # norms of each head's queries and keys
     tied: bool = False
-    sliding: bool = False  # all layers have the window that the configuration names, unless it tells them apart
-    shared_gate: bool = False  # the shared expert is weighed
+    sliding: bool = False  # all layers have the configured window, unless it lists them one by one
+    shared_gate: bool = False  # a gate weighs the shared expert
     latent: bool = False  # keys and values are cached compressed: DeepSeek's MLA
 
 
-# Where there is no model to ask, these are known by name; their parameters follow from the configuration.
+# Architectures whose parameters follow from the configuration.
 _FAMILIES = {
     "llama": _Family(),
     "mistral": _Family(sliding=True),
@@ -66,14 +67,14 @@ _FAMILIES = {
     "glm4_moe": _Family(),
     "deepseek_v3": _Family(latent=True),
 }
-# Of these, heads and widths give what is cached, and the weights have to be counted in the checkpoint.
+# Architectures whose cache follows from heads and widths; their weights have to be counted in the checkpoint.
 _PLAIN = frozenset({"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "phi", "stablelm"})
 
 
 def shape(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
-    """The shape of a model by its configuration alone, and by the weights `counted` (names and shapes), if any.
+    """The shape of a model from its configuration alone, and from the weights `counted` (names and shapes), if given.
 
-    Raises ModelError, with `name` in it, for an architecture that has no closed form, or none without weights.
+    Raises ModelError, with `name` in it, for an architecture without a closed form, or one that needs `counted`.
     """
     text = text_config(config)
     kind = text.get("model_type", "")
@@ -90,14 +91,14 @@ def shape(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int,
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
     except (KeyError, TypeError) as error:
-        raise ModelError(f"{name}: a {kind!r} model of such a configuration ({error}) {_NEEDS}") from None
+        raise ModelError(f"{name}: a {kind!r} model with such a configuration ({error}) {_NEEDS}") from None
     if counted and text is config:
         layers, other = _counted(layers, counted)
     return Shape(**found, layers=tuple(layers), other_parameters=other)
 
 
 def _layers(config: Mapping[str, Any], found: dict[str, Any], family: _Family) -> tuple[list[LayerSpec], int]:
-    """The decoder layers, and the parameters outside them; completes the fields `found`."""
+    """The decoder layers, and the number of parameters outside them; completes the fields `found`."""
     hidden, heads, kv_heads, head = (found[key] for key in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"))
     if family.latent:
         rank, rope, nope, value, queries = (
@@ -112,7 +113,7 @@ def _layers(config: Mapping[str, Any], found: dict[str, Any], family: _Family) -
         attention = 2 * hidden * (heads + kv_heads) * head
         attention += (heads + 2 * kv_heads) * head if config.get("attention_bias", family.qkv_bias) else 0
         if config.get("attention_bias") and config["model_type"] == "llama":
-            attention += hidden  # of the matrix behind it, too
+            attention += hidden  # the output projection has a bias, too
         attention += 2 * head if config.get("use_qk_norm", family.head_norm) else 0
         width, products = 2 * kv_heads * head, heads * head
     experts, dense = found["num_experts"], 3 * hidden * found["ffn_size"]
@@ -147,7 +148,7 @@ def _layers(config: Mapping[str, Any], found: dict[str, Any], family: _Family) -
 
 
 def _counted(layers: list[LayerSpec], weights: Mapping[str, tuple[int, ...]]) -> tuple[list[LayerSpec], int]:
-    """The layers with the weights that a checkpoint has of each, and what it has outside them."""
+    """The layers with the sizes of a checkpoint's tensors, and the number of its parameters outside them."""
     sizes, other, experts = [0] * len(layers), 0, [0] * len(layers)
     for tensor, dims in weights.items():
         match = LAYER_INDEX.search(tensor)

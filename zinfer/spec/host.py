@@ -1,4 +1,5 @@
-"""What this machine is, read and not measured: GPUs from NVML, processor and memory from the kernel; without torch."""
+"""Hardware of this machine, read and not measured, without torch: GPUs from NVML, processor and memory from the
+kernel."""
 
 import contextlib
 import os
@@ -11,24 +12,24 @@ from typing import Any, NamedTuple
 
 from zinfer.spec.units import parse_bytes
 
-GROWN = 0.9  # of a control group's limit: a host with less memory than that has not brought in all of it yet
+GROWN = 0.9  # share of a control group's limit: a host with less memory than that adds memory as it is used
 
 
 def slug() -> str:
-    """A name for this machine that says what it is and not whose: ``nvidia-h100-80gb-hbm3`` (``-x4`` for four of them)
+    """Name for this machine that says its hardware and not its owner: ``nvidia-h100-80gb-hbm3`` (``-x4`` for four GPUs)
     or ``cpu-amd-epyc-2-cores``. Measures nothing and does not import torch."""
     return name_of(gpus())
 
 
 def gpus() -> list[dict[str, Any]]:
     """The GPUs that this process may use, as NVML describes them: name, memory, driver, PCIe, NVLink, power."""
-    if metadata_version("torch").endswith("+cpu"):  # a driver is of no use to a torch without CUDA
+    if metadata_version("torch").endswith("+cpu"):  # torch without CUDA cannot use a driver
         return []
     try:
         import pynvml as nvml
 
         nvml.nvmlInit()
-    except Exception:  # no driver, or none that NVML can talk to; torch has the last word
+    except Exception:  # no driver, or one that NVML cannot talk to: ask torch
         return _gpus_of_torch() if Path("/dev/nvidiactl").exists() else []
     try:
         return [_gpu_facts(nvml, handle) for handle in _visible(nvml)]
@@ -37,7 +38,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def _visible(nvml: Any) -> list[Any]:
-    """NVML handles of what CUDA_VISIBLE_DEVICES leaves; as in CUDA, the list ends at the first entry that is none."""
+    """NVML handles of the GPUs in CUDA_VISIBLE_DEVICES; as in CUDA, the list ends at the first invalid entry."""
     count = nvml.nvmlDeviceGetCount()
     handles = []
     for entry in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(","):
@@ -89,7 +90,7 @@ def _gpus_of_torch() -> list[dict[str, Any]]:
 
 
 def metadata_version(package: str) -> str:
-    """The installed version of a distribution, without importing it; empty where it is not installed."""
+    """The installed version of a distribution, without importing it; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -107,25 +108,25 @@ def name_of(devices: list[dict[str, Any]]) -> str:
 
 
 def cpu_model() -> str:
-    """The CPU's name, or its architecture where the kernel gives no name (as on Arm)."""
+    """The CPU's name, or its architecture if the kernel gives no name (as on Arm)."""
     match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return match[1].strip() if match else platform.machine()
 
 
 def memory_total() -> int:
-    """MemTotal, in bytes."""
+    """Memory of this host (MemTotal), in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The least memory limit of this process's control group and of those above it, in bytes; None if there is none."""
+    """The smallest memory limit of this process's control group and its ancestors, in bytes; None if there is none."""
     return min((limit for limit, _ in _memory_groups(groups, root)), default=None)
 
 
 def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
-    """Limit and use, in bytes, of this process's control group and of those above it, where there is a limit.
+    """Limit and use, in bytes, of this process's control group and of each ancestor that has a limit.
 
-    Version 2 says ``max`` for no limit, version 1 a number near 2^63.
+    Version 2 writes ``max`` for no limit, version 1 a number near 2^63.
     """
     found = []
     for line in groups.read_text().splitlines() if groups.exists() else ():
@@ -143,10 +144,11 @@ def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
 
 
 def _in_use(group: Path) -> int:
-    """Bytes that a control group holds and cannot give back, as it can its page cache; 0 where it is not told."""
+    """Bytes that a control group holds and cannot give back, which excludes its page cache; 0 if the kernel does not
+    report them."""
     with contextlib.suppress(OSError, ValueError):
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        total = "total_" if "total_cache" in stat else ""  # version 1: with the groups below
+        total = "total_" if "total_cache" in stat else ""  # version 1: sums that include the child groups
         reclaimable = sum(
             int(stat.get(f"{total}{kind}", 0)) for kind in ("active_file", "inactive_file", "slab_reclaimable")
         )
@@ -155,9 +157,9 @@ def _in_use(group: Path) -> int:
 
 
 def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory that a process can still get: page cache and swap count, what others hold does not.
+    """Host memory that a process can still get, in bytes: page cache and swap count, memory that others hold does not.
 
-    Under a limit above all the memory there is, the limit alone counts: some hosts bring memory in as it is used.
+    If a control group's limit exceeds all memory there is, the limit alone counts: some hosts add memory as it is used.
     """
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     texts = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"]), fields.get("SwapFree", "0")
@@ -170,8 +172,8 @@ def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgrou
 
 
 def host_bytes() -> int:
-    """Memory that a process may use: all there is, or the control group's limit where that is lower, and where it is so
-    much higher that the host must be one that brings memory in as it is used."""
+    """Memory that a process may use, in bytes: all of it, or the control group's limit if that is lower, or so much
+    higher (see GROWN) that the host must be one that adds memory as it is used."""
     total, limit = memory_total(), memory_limit()
     if limit is None or total < limit <= total / GROWN:
         return total
@@ -179,15 +181,15 @@ def host_bytes() -> int:
 
 
 class NumaNode(NamedTuple):
-    """A NUMA node and those of its CPUs that this process may use."""
+    """NUMA node with the CPUs of it that this process may use."""
 
     number: int
     cpus: frozenset[int]
 
 
 def numa_node(pci: str, root: Path = Path("/sys")) -> NumaNode | None:
-    """The NUMA node that the device at a PCI address (``0000:3b:00.0``) is on; None where there is only one, where the
-    kernel does not know, and where this process may use none of its CPUs."""
+    """NUMA node of the device at a PCI address (``0000:3b:00.0``). None if the machine has only one, if the kernel does
+    not know, or if this process may use none of the node's CPUs."""
     nodes = root / "devices/system/node"
     try:
         number = int((root / "bus/pci/devices" / pci / "numa_node").read_text())  # -1: unknown, and no such folder
@@ -198,13 +200,13 @@ def numa_node(pci: str, root: Path = Path("/sys")) -> NumaNode | None:
 
 
 def _cpus(text: str) -> frozenset[int]:
-    """The numbers in a list of the kernel's: ``0-3,8``."""
+    """CPU numbers of a list as the kernel writes it: ``0-3,8``."""
     ranges = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
     return frozenset(cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1))
 
 
 def cache_bytes(root: Path = Path("/sys")) -> int:
-    """Of the processors' last caches together; 0 where the kernel does not tell."""
+    """Last-level caches of all processors together, in bytes; 0 if the kernel does not report them."""
     found: dict[tuple[int, str], int] = {}
     for cache in (root / "devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
@@ -217,7 +219,8 @@ def cache_bytes(root: Path = Path("/sys")) -> int:
 
 
 def host_facts() -> dict[str, Any]:
-    """Processor, cores this process may use, caches, NUMA nodes and memory, for a machine's details."""
+    """Processor, cores that this process may use, caches (bytes), NUMA nodes and memory (bytes), for a machine's
+    details."""
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub: their shape from `config.json` alone, their weights only when they are asked for.
+"""Hugging Face hub: the shape of a model from its `config.json` alone; weights are downloaded only on request.
 
-Nothing a repository holds is ever run: no pickled weights, no remote code. The hub library's own cache and switches
-(HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN) hold here as everywhere.
+Nothing that a repository holds is ever run: no pickled weights, no remote code. The hub library's own cache and
+switches (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN) apply.
 """
 
 import json
@@ -20,32 +20,30 @@ _WITHOUT = "use --load-format dummy with a catalogue model, or pass a local fold
 
 @contextmanager
 def _explained(hub_id: str) -> Iterator[None]:
-    """Turn what goes wrong with the hub into one line that says what to do."""
+    """Turn any failure of the hub into a one-line ModelError that says what to do."""
     try:
         from huggingface_hub import errors
     except ImportError:
-        raise ModelError(f"{hub_id}: the hub needs huggingface_hub: pip install 'zinfer[engines]'") from None
+        raise ModelError(f"{hub_id}: models of the hub need huggingface_hub: pip install 'zinfer[engines]'") from None
     try:
         yield
     except errors.GatedRepoError:
         message = "its access is restricted: accept its terms on the hub, then `hf auth login`"
     except errors.RevisionNotFoundError:
-        message = "there is no such revision"
+        message = "the hub has no such revision"
     except errors.RepositoryNotFoundError:
-        message = "there is no such model on the hub, or it is private: check the name, or `hf auth login`"
+        message = "the hub has no such model, or it is private: check the name, or `hf auth login`"
     except errors.OfflineModeIsEnabled:
         message = f"HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}"
     except errors.LocalEntryNotFoundError:
         message = f"it is not in the local cache and the hub cannot be reached; {_WITHOUT}"
     except errors.EntryNotFoundError:
-        message = "the repository has no config.json, so it holds no transformers model"
+        message = "the repository has no config.json: it holds no transformers model"
     except errors.HFValidationError as error:
         message = " ".join(str(error).split())
     except ModelError:
         raise
-    except (
-        Exception
-    ) as error:  # a network failure (each HTTP client that the hub library has used has its own), 5xx, disk
+    except Exception as error:  # network failures (each of the library's HTTP clients has its own), 5xx, disk
         message = f"the hub cannot be used ({' '.join(str(error).split())[:200]}); {_WITHOUT}"
     else:
         return
@@ -53,19 +51,18 @@ def _explained(hub_id: str) -> Iterator[None]:
 
 
 def spec_from_hub(hub_id: str) -> ModelSpec:
-    """The spec of the hub's model `hub_id` (``owner/name``): its config.json is fetched, and the
-    `transformers` model that it describes is asked for the rest.
+    """The spec of the hub's model `hub_id` (``owner/name``), from its config.json and the `transformers` model it
+    describes.
 
-    Raises ModelError, in one line, when the configuration cannot be had or transformers does not know the model.
+    Raises ModelError, in one line, if the configuration cannot be fetched or transformers does not know the model.
     """
     with _explained(hub_id):
         from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
         path = try_to_load_from_cache(hub_id, "config.json")
         if not isinstance(path, str):
-            HfApi().model_info(
-                hub_id, timeout=TIMEOUT_S
-            )  # without a network the download itself retries for half a minute
+            # Fails fast: without a network the download itself retries for half a minute.
+            HfApi().model_info(hub_id, timeout=TIMEOUT_S)
             path = hf_hub_download(hub_id, "config.json")
         text = Path(path).read_text()
     try:
@@ -73,17 +70,17 @@ def spec_from_hub(hub_id: str) -> ModelSpec:
     except ValueError as error:
         raise ModelError(f"{hub_id}: its config.json cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise ModelError(f"{hub_id}: its config.json is no object")
+        raise ModelError(f"{hub_id}: its config.json is not a JSON object")
     dtype = dtype_of(config)
     known = next((name for name in get_args(Dtype) if name == dtype), "bfloat16")
     return from_config(hub_id, config, dtype=known, hub_id=hub_id)
 
 
 def download(hub_id: str, revision: str | None = None) -> Path:
-    """The folder of a complete local snapshot, of safetensors, tokenizer and configuration, fetched where missing.
-    A copy that is complete is used as it is, and the network is not asked for a newer one.
+    """Folder of a complete local snapshot (safetensors, tokenizer, configuration); missing files are downloaded. A
+    snapshot that is complete is used as it is, and the network is not asked for a newer one.
 
-    Raises ModelError, in one line, when they cannot be had, or when the repository holds no safetensors.
+    Raises ModelError, in one line, if files cannot be fetched, or if the repository holds no safetensors.
     """
     folder = cached(hub_id, revision)
     if folder is not None:
@@ -99,7 +96,7 @@ def download(hub_id: str, revision: str | None = None) -> Path:
 
 
 def cached(hub_id: str, revision: str | None = None) -> Path | None:
-    """The folder of a complete local snapshot (configuration, every shard), if there is one; never uses the network."""
+    """Folder of a complete local snapshot (configuration, every shard), or None; never uses the network."""
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:

@@ -1,4 +1,4 @@
-"""This machine: its name, where its results go, and what a probe found of it."""
+"""This machine: its name, the folder of its results, and its probed description."""
 
 import subprocess
 import sys
@@ -9,32 +9,34 @@ from zinfer.spec.host import host_bytes, host_facts, slug
 from zinfer.spec.machine import Machine, MachineError
 
 RESULTS = Path("sweeps/results")
-ALIKE = 0.1  # hosts whose memory differs by no more than this share may be the same
+ALIKE = 0.1  # largest relative difference in memory of hosts that are taken for the same one
 
 
 def name() -> str:
-    """This machine's: its slug, ``nvidia-h200``; with cores and memory, ``nvidia-h200-16-cores-126-gib``, where the
-    figures under that name are another host's."""
+    """Name of this machine: its slug, ``nvidia-h200``; with cores and memory, ``nvidia-h200-16-cores-126-gib``, if
+    another host's figures are stored under the slug."""
     own = slug()
     try:
         known = machine.load(RESULTS / own)
     except MachineError:
         return own
-    there, cores, memory = known.details.get("host"), host_facts()["cores"], host_bytes()
-    if not there or (there.get("cores") == cores and abs((known.host_bytes or 0) / memory - 1) <= ALIKE):
+    recorded, cores, memory = known.details.get("host"), host_facts()["cores"], host_bytes()
+    if not recorded or (recorded.get("cores") == cores and abs((known.host_bytes or 0) / memory - 1) <= ALIKE):
         return own
     return f"{own}-{cores}-cores-{memory >> 30}-gib"
 
 
 def results_folder() -> Path:
-    """Where this machine's records lie: ``sweeps/results/<machine>``."""
+    """Folder of this machine's records: ``sweeps/results/<machine>``."""
     return RESULTS / name()
 
 
 def this_machine() -> Machine:
-    """What `zinfer probe` wrote about this machine; it is run now, in a process of its own, if it never was.
+    """The description that `zinfer probe` wrote of this machine. If there is none, the probe runs now, in its own
+    process.
 
-    (A probe in this process would leave a CUDA context behind that takes GPU memory from whatever is measured.)
+    (A probe in this process would leave a CUDA context behind that takes GPU memory from whatever is measured.) Raises
+    MachineError if the probe fails.
     """
     path = results_folder() / "machine.json"
     if not path.is_file():

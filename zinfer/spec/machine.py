@@ -1,8 +1,8 @@
-"""What a machine offers: memory by tier and the bandwidth of the links between the tiers.
+"""Machines: memory of each tier, and bandwidth of the links between tiers.
 
-Weight streaming lives and dies by one number, host-to-device bandwidth. A datasheet's value is 10-15% above what a copy
-reaches, so a measured machine (`zinfer probe`) always stands before a catalogue entry, every figure of the catalogue
-says where it is from, and `override` asks "what if the link were ..."::
+Host-to-device bandwidth decides the speed of weight streaming. A datasheet's value is 10-15% above what a copy reaches,
+so a measured machine (`zinfer probe`) takes precedence over a catalogue entry, every figure of the catalogue states its
+source, and `override` answers "what if the link were ..."::
 
     override(load("h100-80gb"), "h2d_bandwidth=200GB/s").told("h2d_bandwidth")
 """
@@ -28,11 +28,12 @@ class MachineError(ZinferError):
     """A machine reference that cannot be used; the message says what to do next."""
 
 
-SHARING = 8  # query heads a key head, of `grouped_attention_bandwidth`: what most models of today have
+SHARING = 8  # query heads a key head that `grouped_attention_bandwidth` is measured with: as in most current models
 
 
 class Machine(Frozen):
-    """One host with zero or more equal GPUs. Bytes; bandwidths in bytes per second; None is unknown, never zero.
+    """One host with zero or more equal GPUs. Sizes in bytes, bandwidths in bytes per second; None is unknown, never
+    zero.
 
     Without a GPU the CPU is the device: device memory is host memory and the "link" is a copy within it.
     """
@@ -42,45 +43,44 @@ class Machine(Frozen):
     gpu_name: str | None = None
     gpu_count: int = 0
     gpu_bytes: int = 0  # usable memory of one GPU
-    host_bytes: int | None = None  # what a process may use: the cgroup limit where there is one
+    host_bytes: int | None = None  # memory that a process may use: the cgroup's limit, if it has one
     nvme_bytes: int | None = None  # free space at the offload path
-    hbm_bandwidth: float | None = None  # device-to-device copy, read plus written
+    hbm_bandwidth: float | None = None  # device-to-device copy, bytes read plus written
     h2d_bandwidth: float | None = None  # pinned host memory to the device
     d2h_bandwidth: float | None = None
-    duplex_bandwidth: float | None = None  # each way, both directions at once
-    pageable_bandwidth: float | None = None  # host to device from ordinary memory
-    host_bandwidth: float | None = None  # memcpy, read plus written; link and CPU at once if that is more
-    attention_bandwidth: float | None = None  # bf16 keys and values that the CPU attends to, a token a sequence
-    grouped_attention_bandwidth: float | None = None  # the same where SHARING query heads share each key
+    duplex_bandwidth: float | None = None  # in each direction, while both copy
+    pageable_bandwidth: float | None = None  # pageable host memory to the device
+    host_bandwidth: float | None = None  # memcpy, bytes read plus written; link and CPU together if that is more
+    attention_bandwidth: float | None = None  # bf16 keys and values that CPU attention reads in decode
+    grouped_attention_bandwidth: float | None = None  # the same with SHARING query heads for each key head
     shared_attention_bandwidth: float | None = None  # the same while the link copies to the device
-    shared_h2d_bandwidth: float | None = None  # and what the link has left then
+    shared_h2d_bandwidth: float | None = None  # the link's bandwidth meanwhile
     nvme_bandwidth: float | None = None  # direct-I/O read
     matmul_flops: float | None = None  # dense bf16
     coherent: bool = False  # the link is cache-coherent (NVLink-C2C)
-    note: str = ""  # what kind of machine, or what `probe` could not find out
+    note: str = ""  # kind of machine, or figures that `probe` could not find out
     sources: dict[str, str] = Field(default_factory=dict)  # figure -> source: "measured ..", "datasheet ..", "set .."
-    details: dict[str, Any] = Field(
-        default_factory=dict
-    )  # what `probe` saw besides: driver, PCIe, NUMA, every block size
+    details: dict[str, Any] = Field(default_factory=dict)  # further facts: driver, PCIe, NUMA, every block size
 
     def attention_rate(self, sharing: int) -> float | None:
-        """`attention_bandwidth` where `sharing` query heads share each key: as many products are due for its bytes."""
+        """`attention_bandwidth` for `sharing` query heads a key head, in bytes per second: the products for each byte
+        grow with `sharing`, and limit it."""
         if self.attention_bandwidth is None or self.grouped_attention_bandwidth is None:
             return self.attention_bandwidth
         return min(self.attention_bandwidth, self.grouped_attention_bandwidth * SHARING / sharing)
 
     @property
     def device_bytes(self) -> int:
-        """Memory the weights in use, the KV cache and the activations have to fit into."""
+        """Memory that weights in use, KV cache and activations have to fit into, in bytes."""
         return self.gpu_bytes if self.gpu_count else (self.host_bytes or 0)
 
     @property
     def overridden(self) -> tuple[str, ...]:
-        """The figures that `override` changed."""
+        """Names of the figures that `override` changed."""
         return tuple(field for field, source in self.sources.items() if source.startswith("set"))
 
     def told(self, field: str) -> str:
-        """One of `FIGURES` with its unit and where it is from: ``25.2 GB/s (measured by others, PCIe4 x16)``."""
+        """One of `FIGURES` with its unit and its source: ``25.2 GB/s (measured by others, PCIe4 x16)``."""
         value = getattr(self, field)
         return "unknown" if not value else f"{_text(field, value)} ({self.sources.get(field, self.source)})"
 
@@ -95,15 +95,15 @@ def _text(field: str, value: float) -> str:
 
 
 def override(machine: Machine, setting: str) -> Machine:
-    """`machine` with one figure replaced, as ``h2d_bandwidth=200GB/s``, ``host_bytes=1TiB`` or
+    """A copy of `machine` with one figure replaced, as ``h2d_bandwidth=200GB/s``, ``host_bytes=1TiB`` or
     ``matmul_flops=400TFLOP/s``; its source then says so.
 
-    Raises MachineError for a field that is none of `FIGURES` and for what is no positive quantity of its unit.
+    Raises MachineError for a field that is not in `FIGURES`, and for a value that is no positive quantity of its unit.
     """
     field, _, text = (part.strip() for part in setting.partition("="))
     if field not in FIGURES:
         raise MachineError(
-            f"{setting!r} sets no figure of a machine: write FIELD=VALUE with one of {', '.join(FIGURES)}"
+            f"{setting!r} is not a setting of a machine: write FIELD=VALUE with FIELD one of {', '.join(FIGURES)}"
         )
     try:
         value = _flops(text) if field.endswith("_flops") else parse_bytes(text)
@@ -111,9 +111,9 @@ def override(machine: Machine, setting: str) -> Machine:
         value = 0
     if value <= 0 or ("/s" in text and field.endswith("_bytes")):
         unit = {"_bytes": "80GB or 24GiB", "_flops": "400TFLOP/s"}.get(field[field.rindex("_") :], "200GB/s")
-        raise MachineError(f"{setting!r}: {text!r} is no value for {field}: write it as {unit}")
-    known = getattr(machine, field)
-    source = f"set by hand, in place of {machine.told(field)}" if known else "set by hand"
+        raise MachineError(f"{setting!r}: {text!r} is not a value for {field}: write it as {unit}")
+    before = getattr(machine, field)
+    source = f"set by hand, in place of {machine.told(field)}" if before else "set by hand"
     alone = field in ("host_bandwidth", "h2d_bandwidth", "attention_bandwidth")
     stale = {"shared_h2d_bandwidth": None, "shared_attention_bandwidth": None} if alone else {}
     if field == "attention_bandwidth":
@@ -122,7 +122,7 @@ def override(machine: Machine, setting: str) -> Machine:
 
 
 def _flops(text: str) -> int:
-    """FLOP/s of ``400TFLOP/s``, ``400 TFLOPS`` or ``4e14``; the prefixes are those of bytes."""
+    """FLOP/s of ``400TFLOP/s``, ``400 TFLOPS`` or ``4e14``; prefixes are the decimal ones. Raises ValueError."""
     bare = re.sub(r"FLOP(S|/s)?$", "B", text.strip(), flags=re.IGNORECASE)
     if bare == text.strip() and not re.fullmatch(r"[\d.e]+", bare, re.IGNORECASE):
         raise ValueError(f"{text!r} is not a rate of operations")
@@ -136,12 +136,12 @@ def _catalogue() -> dict[str, Any]:
 
 
 def catalogue_names() -> tuple[str, ...]:
-    """Machines that `--machine` knows without a probe."""
+    """Names of machines that `--machine` takes without a probe."""
     return tuple(_catalogue())
 
 
 def load(reference: str | Path) -> Machine:
-    """The machine a user means: a catalogue name, or the path of a `machine.json` that `zinfer probe` wrote.
+    """The machine of a catalogue name, or of the path of a `machine.json` (or its folder) that `zinfer probe` wrote.
 
     Raises MachineError, in one line, for anything else.
     """

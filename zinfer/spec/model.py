@@ -1,9 +1,9 @@
-"""What a model costs: parameters, bytes and FLOPs from its shape alone.
+"""Models: parameters, bytes and FLOPs of a decoder-only model, from its shape alone.
 
 A decoder-only model is a stack of layers, equal or not, between an embedding and a head. Decode reads every weight once
-a step, so bytes are the currency here, and they are exact: they come from the `transformers` model itself, built
-without memory (`zinfer.spec.architecture`). The catalogue holds what that says (a test compares them); where torch is
-not installed, the closed forms of `zinfer.spec.formula` stand in.
+a step, so time is counted in bytes here, and they are exact: they come from the `transformers` model itself, built
+without memory (`zinfer.spec.architecture`). The catalogue holds these counts (a test compares them); on machines
+without torch, the closed forms of `zinfer.spec.formula` replace it.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from zinfer.spec.value import Frozen
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
-# One name for one thing here; the published configurations have several.
+# Our name of a quantity -> the names that published configurations use.
 CONFIG_KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"),
     "hidden_size": ("hidden_size", "n_embed", "n_embd", "d_model"),
@@ -43,12 +43,12 @@ CONFIG_KEYS = {
     "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
 }
 LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-# Families whose configuration, if it says nothing, ties the head to the embedding; checkpoints may hold both even so.
+# Families that tie the head to the embedding by default; their checkpoints may hold both even so.
 _TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2"})
 _HEADS = ("lm_head.weight", "embed_out.weight")
 # Causal masks and rotary frequencies: older checkpoints hold them, the model computes them.
 _BUFFER = re.compile(r"(?:^|\.)(?:attention|attn)\.(?:masked_)?bias$|rotary_emb\.inv_freq$")
-_TEXT = ("text_config",)  # the part of a configuration that describes the text model
+_TEXT = ("text_config",)  # key of the part of a configuration that describes the text model
 _SHARING = ("num_kv_shared_layers",)
 _TENSOR_DTYPES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -58,22 +58,22 @@ class ModelError(ZinferError):
 
 
 class LayerSpec(Frozen):
-    """One decoder layer: its parameters, and how many values it caches."""
+    """One decoder layer: its parameters, and the number of values that it caches."""
 
     parameters: int
-    expert_parameters: int = 0  # those of routed experts, of which a token passes through a few
+    expert_parameters: int = 0  # of these, parameters of routed experts; a token passes through a few experts
     kv_width: int = 0  # values cached a token, keys and values together
-    window: int | None = None  # tokens cached at most
-    state: int = 0  # values cached a sequence whatever its length
-    attention: int = 0  # query heads, times the mean width of a key and a value; 0 where nothing attends
+    window: int | None = None  # sliding window: most tokens cached
+    state: int = 0  # values cached a sequence, independent of its length
+    attention: int = 0  # query heads, times the mean width of a key and a value; 0 without attention
 
     def tokens(self, length: int) -> int:
-        """Of `length` tokens, those that are cached and attended to."""
+        """Number of tokens of `length` that are cached and attended to."""
         return length if self.window is None else min(length, self.window)
 
 
 class _Same:
-    """A stack of layers as a key: equal to itself only, which is quicker to say than whether its layers are equal."""
+    """Stack of layers as a cache key that compares by identity, which is faster than comparing layers."""
 
     def __init__(self, layers: tuple[LayerSpec, ...]) -> None:
         self.layers = layers
@@ -87,16 +87,16 @@ class _Same:
 
 @lru_cache(maxsize=256)
 def _kinds(same: _Same) -> tuple[tuple[LayerSpec, int], ...]:
-    """The different layers of a stack, and how many of each: a plan asks thousands of times what they need."""
+    """The different layers of a stack with their counts; cached, since a plan asks thousands of times."""
     return tuple(Counter(same.layers).items())
 
 
 class Shape(Frozen):
-    """What the architecture and its configuration make of a model, without a name, a type or weights.
+    """Shape of a model: its counts and widths, without a name, a dtype or weights.
 
     `other_parameters` counts all that is not in one decoder layer alone: embeddings, head, final norm, and weights that
-    several layers share. Heads and widths are those of the layer that caches most; `ffn_size` is that of one expert
-    where there are experts.
+    several layers share. Heads and widths are those of the layer that caches most; `ffn_size` is that of one expert in
+    a model with experts.
     """
 
     num_layers: int
@@ -114,19 +114,19 @@ class Shape(Frozen):
 
 
 class ModelSpec(Shape):
-    """A decoder-only model, whole or the first `num_layers` of `total_layers`."""
+    """Decoder-only model, whole or the first `num_layers` of `total_layers` layers."""
 
     name: str
     architecture: str
     total_layers: int
     dtype: Dtype = "bfloat16"
-    config: dict[str, Any]  # the Hugging Face configuration the model is built from
-    directory: str | None = None  # a local checkpoint
+    config: dict[str, Any]  # Hugging Face configuration that the model is built from
+    directory: str | None = None  # folder of a local checkpoint
     hub_id: str | None = None
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
-        """Weights of each decoder layer, in depth order."""
+        """Parameters of each decoder layer, in depth order."""
         return tuple(layer.parameters for layer in self.layers)
 
     @property
@@ -135,22 +135,22 @@ class ModelSpec(Shape):
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of the routed experts of one layer, of the layer with most."""
+        """Parameters of the routed experts of one layer, the layer with most."""
         return max(layer.expert_parameters for layer, _ in _kinds(_Same(self.layers)))
 
     @property
     def parameters(self) -> int:
-        """All weights of the layers at hand, and those outside the layers."""
+        """Parameters of this model: those of its `num_layers` layers and those outside layers."""
         return self._in_layers + self.other_parameters
 
     @property
     def active_parameters(self) -> int:
-        """Weights one token passes through: with experts, only `experts_per_token` of each layer's."""
+        """Parameters that one token passes through: only `experts_per_token` experts of each layer."""
         return self.parameters - round(self._routed * (1 - self.experts_per_token / max(1, self.num_experts)))
 
     def parameters_read(self, batch_size: int) -> float:
-        """Weights that a decode step of `batch_size` tokens reads: of experts only those that some token is sent to,
-        (1 - (1 - k/E)^B) of them if tokens choose independently."""
+        """Expected number of parameters that a decode step of `batch_size` tokens reads. Experts count if some token is
+        sent to them: (1 - (1 - k/E)^B) of them if tokens choose independently."""
         return self.parameters - self._routed * (1 - self.experts_per_token / max(1, self.num_experts)) ** batch_size
 
     @property
@@ -159,7 +159,7 @@ class ModelSpec(Shape):
 
     @property
     def ffn_matrices(self) -> int:
-        """Matrices of a feed-forward network: two, three with a gate."""
+        """Matrices of a feed-forward network: two, or three with a gate."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
         one = self.layer_bytes // self.dtype_bytes - attention
         if self.num_experts:
@@ -168,20 +168,22 @@ class ModelSpec(Shape):
 
     @property
     def dtype_bytes(self) -> int:
+        """Bytes of one parameter."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
         return self.parameters * self.dtype_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the largest decoder layer: what one slot of a ring has to hold."""
+        """Bytes of the largest decoder layer: the size of one slot of a ring."""
         return max(layer.parameters for layer, _ in _kinds(_Same(self.layers))) * self.dtype_bytes
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of all decoder layers: what full offload moves over the link a step."""
+        """Bytes of all decoder layers: full offload moves them over the link each step."""
         return self._in_layers * self.dtype_bytes
 
     @property
@@ -191,32 +193,32 @@ class ModelSpec(Shape):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers at hand, while no window is full."""
+        """Bytes of one token's keys and values in all layers, before any window is full."""
         return sum(layer.kv_width for layer in self.layers) * self.dtype_bytes
 
     def kv_layer_bytes(self, batch_size: int, length: int) -> tuple[int, ...]:
-        """What each layer caches of `batch_size` sequences of `length` tokens: keys and values of those in its window,
-        and its constant state."""
+        """Bytes that each layer caches for `batch_size` sequences of `length` tokens: keys and values of the tokens in
+        its window, and its constant state."""
         return tuple(
             batch_size * (layer.tokens(length) * layer.kv_width + layer.state) * self.dtype_bytes
             for layer in self.layers
         )
 
     def largest_kv_layer_bytes(self, batch_size: int, length: int) -> int:
-        """`kv_layer_bytes` of the layer that caches most."""
+        """Bytes that the layer which caches most caches; see `kv_layer_bytes`."""
         kinds = _kinds(_Same(self.layers))
         values = max(layer.tokens(length) * layer.kv_width + layer.state for layer, _ in kinds)
         return batch_size * values * self.dtype_bytes
 
     def kv_bytes(self, batch_size: int, length: int) -> int:
-        """KV cache of `batch_size` sequences of `length` tokens, of all layers at hand."""
+        """KV cache of all layers for `batch_size` sequences of `length` tokens, in bytes."""
         values = sum(
             times * (layer.tokens(length) * layer.kv_width + layer.state) for layer, times in _kinds(_Same(self.layers))
         )
         return batch_size * values * self.dtype_bytes
 
     def decode_flops(self, batch_size: int, context_len: int) -> int:
-        """One decode step: two FLOPs a weight and token, and attention over `context_len` cached tokens.
+        """FLOPs of one decode step: two for each weight and token, and attention over `context_len` cached tokens.
 
         Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1: 2N + 2 · n_layer · n_ctx · d_attn forward, the
         second term once for the scores and once for the weighted sum of values.
@@ -226,8 +228,8 @@ class ModelSpec(Shape):
         return batch_size * (2 * self._matmul_parameters + attention)
 
     def prefill_flops(self, batch_size: int, input_len: int) -> int:
-        """Prefill of `input_len` tokens: as `decode_flops` for every position (causal: half the context on average,
-        until a window is full); the head runs for the last position only."""
+        """FLOPs of a prefill of `input_len` tokens: as `decode_flops` for every position (causal: half the context on
+        average, until a window is full); the head runs for the last position only."""
         head = 2 * self.vocab_size * self.hidden_size
         attention = 0
         for layer, times in _kinds(_Same(self.layers)):
@@ -237,12 +239,12 @@ class ModelSpec(Shape):
 
     @property
     def _matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: the layers and the head, not the embedding it is looked up in."""
+        """Weights that a token is multiplied with: those of the layers and the head. The embedding is a look-up."""
         layers = self.active_parameters - self.other_parameters
         return layers + self.vocab_size * self.hidden_size
 
     def slice(self, layers: int) -> "ModelSpec":
-        """The same model with its first `layers` decoder layers only.
+        """A copy of this model with its first `layers` decoder layers only.
 
         Raises ModelError unless 1 <= layers <= num_layers.
         """
@@ -256,17 +258,17 @@ class ModelSpec(Shape):
 
 
 def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
-    """`config` of a model of `depth` decoder layers with its first `layers` only: the depth itself, whatever its key,
-    and each list or string with an item a layer; in the configuration of the text model where that lies within."""
+    """Shorten `config`, of a model with `depth` decoder layers, to its first `layers`: the depth itself, whatever its
+    key, and each list or string with an item a layer; in the text model's configuration if that is nested."""
 
     def first(key: str, value: Any) -> Any:
         if key in CONFIG_KEYS["num_layers"] and value == depth:
             return layers
-        if key in _SHARING and isinstance(value, int):  # so many layers at the end take the cache of earlier ones
+        if key in _SHARING and isinstance(value, int):  # the last so many layers use the cache of earlier ones
             return max(0, layers - (depth - value))
         if isinstance(value, dict):
             return {name: first(name, inner) for name, inner in value.items()} if key in _TEXT else value
-        if key == "attention_types" and isinstance(value, list):  # kinds, and how often they repeat
+        if key == "attention_types" and isinstance(value, list):  # pairs of kinds and repetitions
             kinds = [kind for some, times in value for kind in [*some] * times]
             return [[kinds[:layers], 1]] if len(kinds) == depth else value
         items = isinstance(value, list) or (isinstance(value, str) and key.endswith("pattern"))
@@ -276,22 +278,22 @@ def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the text model: a part of `config` where there is more than text, else all of it."""
+    """The configuration of the text model: a part of `config` if the model has other modalities, else all of it."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
 
 def refuse_quantised(config: Mapping[str, Any]) -> None:
-    """Raise ModelError where the weights are not numbers of one of the types that are read."""
+    """Raise ModelError if the weights are quantised."""
     if config.get("quantization_config") or text_config(config).get("quantization_config"):
         raise ModelError("the weights are quantised, which zinfer does not read: use the unquantised checkpoint")
 
 
 def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
-    """The shape of the model that `config` describes: the model's own, where torch and transformers are installed to
-    ask it; else by the closed forms of `zinfer.spec.formula`, with the weights `counted` (names and shapes), if any.
+    """The shape of the model that `config` describes: measured on the model if torch and transformers are installed;
+    else by the closed forms of `zinfer.spec.formula`, with the weights `counted` (names and shapes), if given.
 
-    Raises ModelError, with `name` in it, when `config` is none of a decoder-only model with plain weights.
+    Raises ModelError, with `name` in it, if `config` is not that of a decoder-only model with unquantised weights.
     """
     try:
         refuse_quantised(config)
@@ -307,14 +309,14 @@ def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[i
     from zinfer.spec.architecture import measure
 
     shape = measure(name, config)
-    with suppress(OSError):  # it is measured again next time
+    with suppress(OSError):  # without the file it is measured again next time
         atomic.write(file, shape.model_dump_json())
     return shape
 
 
 def _measured_file(config: Mapping[str, Any]) -> Path:
-    """Where the shape of the model of `config` is kept, which takes seconds to measure, in the user's cache folder. The
-    name tells apart what it depends on: the configuration, the installed transformers, and how zinfer measures."""
+    """File in the user's cache folder that holds the shape of `config`, which takes seconds to measure. Its name
+    depends on all that the shape depends on: the configuration, the installed transformers, and the measuring code."""
     made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     made_of.update(version("transformers").encode())
     made_of.update((files("zinfer.spec") / "architecture.py").read_bytes())
@@ -335,7 +337,7 @@ def catalogue_names() -> tuple[str, ...]:
 
 
 def from_catalogue(name: str) -> ModelSpec:
-    """The catalogue's entry `name`. Raises KeyError when there is none."""
+    """The catalogue's entry `name`. Raises KeyError if there is none."""
     from zinfer.spec.formula import fields
 
     entry = _catalogue()[name]
@@ -375,7 +377,7 @@ def from_config(
 
 
 def dtype_of(config: Mapping[str, Any], default: str = "bfloat16") -> str:
-    """The type of the weights, as the configuration names it."""
+    """Dtype of the weights, as the configuration names it."""
     for part in (config, text_config(config)):
         for key in ("dtype", "torch_dtype"):
             if part.get(key):
@@ -384,10 +386,10 @@ def dtype_of(config: Mapping[str, Any], default: str = "bfloat16") -> str:
 
 
 def from_directory(path: Path) -> ModelSpec:
-    """The spec of a local checkpoint, or of a folder with no more than a `config.json`, or of such a file; no weight is
-    read.
+    """The spec of a local checkpoint folder, of a folder with a `config.json` alone, or of such a file; reads no
+    weights.
 
-    Raises ModelError when there is no usable `config.json`, or the weights are not safetensors.
+    Raises ModelError if there is no usable `config.json`, or if the weights are not safetensors.
     """
     from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config
 
@@ -410,10 +412,10 @@ def from_directory(path: Path) -> ModelSpec:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     dtype = dtype_of(config, _TENSOR_DTYPES.get(largest.dtype, largest.dtype))
     spec = from_config(str(path), config, shapes, directory=str(path))
-    there = {int(match[1]) for name in shapes if (match := LAYER_INDEX.search(name))}
-    lacking = sorted(set(range(spec.num_layers)) - there) if there else []
-    if lacking:
-        raise ModelError(f"{path}: no weights of decoder layer {lacking[0]} of {spec.num_layers}")
+    present = {int(match[1]) for name in shapes if (match := LAYER_INDEX.search(name))}
+    missing = sorted(set(range(spec.num_layers)) - present) if present else []
+    if missing:
+        raise ModelError(f"{path}: no weights of decoder layer {missing[0]} of {spec.num_layers}")
     return spec.with_dtype(_supported(str(path), dtype))
 
 
@@ -425,7 +427,7 @@ def _supported(name: str, dtype: str) -> Dtype:
 
 
 def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = None) -> ModelSpec:
-    """The model a user means: a catalogue name, a checkpoint directory, or a Hugging Face hub id.
+    """The model of a reference: a catalogue name, a checkpoint folder, a config.json, or a Hugging Face hub id.
 
     Raises ModelError, in one line, for anything else.
     """
@@ -452,8 +454,8 @@ def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = Non
 
 
 def check_positions(spec: ModelSpec, input_len: int, output_len: int, prompt: str = "") -> None:
-    """Raise ModelError where a prompt (by default called by its option) and its answer are longer than the positions
-    that the model knows: a table that it learned, or the angles that it was trained with."""
+    """Raise ModelError if a prompt and its answer are longer than the model's positions (its learned table, or the
+    angles it was trained with). `prompt` names the prompt in the message; by default its option."""
     if spec.max_position is not None and input_len + output_len > spec.max_position:
         raise ModelError(
             f"{prompt or f'--input-len {input_len}'} and --output-len {output_len} exceed the {spec.max_position} "

@@ -1,7 +1,7 @@
-"""Where a model's weights come from: a local checkpoint, the hub, or a random generator.
+"""Sources of weights: a local checkpoint, the hub, or a random generator.
 
-Speed does not depend on the values of the weights, so a sweep takes real ones only when they are at hand; generating
-text without them is pointless, so `zinfer run` fetches them.
+Speed does not depend on the values of the weights, so a sweep uses real ones only if they are on this machine; text
+generated without them is pointless, so `zinfer run` downloads them.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ Asked = Literal["auto", "safetensors", "dummy"]
 
 @dataclass(frozen=True)
 class Source:
-    """A model, the format its weights are loaded from, and a fingerprint of both."""
+    """A model, the format that its weights are loaded from, and a fingerprint of both."""
 
     spec: ModelSpec
     load_format: LoadFormat
@@ -26,8 +26,8 @@ class Source:
 
 
 def find(reference: str, dtype: Dtype | None, layers: int | None, load_format: Asked, fetch: bool = False) -> Source:
-    """The model of `reference` and its weights. With ``auto`` the weights are real where they are on this machine, and
-    dummy elsewhere, unless `fetch` allows a download.
+    """Find the model of `reference` and its weights. With ``auto`` the weights are real if they are on this machine,
+    and dummy otherwise, unless `fetch` allows a download.
 
     Raises ModelError or CheckpointError, in one line.
     """
@@ -43,7 +43,7 @@ def find(reference: str, dtype: Dtype | None, layers: int | None, load_format: A
 
 
 def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:
-    """What tells two models of one name apart: the checkpoint's fingerprint; the configuration's for dummy weights."""
+    """Fingerprint that tells two models of one name apart: the checkpoint's; for dummy weights the configuration's."""
     if load_format == "dummy":
         return "dummy-" + hashlib.sha256(config_text(spec).encode()).hexdigest()[:10]
     return Checkpoint.open(Path(spec.directory)).revision if spec.directory else ""

@@ -1,9 +1,9 @@
-"""The base of every value that zinfer passes around, writes down and reads back."""
+"""Base class of the values that zinfer passes around, stores and reads back."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Frozen(BaseModel):
-    """An immutable value: equal by content, strict about unknown keys, and safe to use as part of a record's key."""
+    """Immutable value: equal by content, strict about unknown keys, usable as part of a record's key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

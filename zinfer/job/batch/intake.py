@@ -1,4 +1,4 @@
-"""From requests to rows: how long each is, how many tokens it may get, and which cannot be served at all."""
+"""Intake: rows from requests, with their lengths and limits, and faults for requests that cannot be served."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,23 +9,24 @@ from zinfer.job.batch.packing import RowDemand, order
 
 @dataclass(eq=False)
 class Row:
-    """A request on its way: its prompt's tokens, how many it may get, and those it has."""
+    """A request under way: the length of its prompt, the limit of its answer, and the tokens made, all in tokens."""
 
     key: int
     request: Request
     length: int
     limit: int
     made: list[int] = field(default_factory=list)
-    saved: int = 0  # of `made`, on disk
-    tries: int = 0  # batches with it that failed
+    saved: int = 0  # tokens of `made` that are on disk
+    tries: int = 0  # failed batches that contained it
 
     @property
     def need(self) -> RowDemand:
+        """Demand of the row from its present state on."""
         return RowDemand(self.length + len(self.made), self.limit - len(self.made))
 
 
 def row_order(row: Row) -> tuple[int, int, int]:
-    """The order in which rows are packed."""
+    """Sort key of rows for packing."""
     return order(row.need)
 
 
@@ -40,10 +41,11 @@ def rows_of(
     output_len: int,
     made: Mapping[str, list[int]],
 ) -> tuple[list[Row], list[Fault]]:
-    """The requests as rows, and those that cannot be served.
+    """The rows of requests, and faults for those that cannot be served.
 
-    `lengths` are the prompts' tokens, or why they could not be read; `positions` those of the model; `output_len` what
-    a request gets that does not say, as far as there are positions for it; `made` what requests have by id.
+    `lengths` holds each prompt's number of tokens, or the reason why it could not be read; `positions` is the model's
+    limit; `output_len` applies to requests without a limit of their own, as far as positions allow; `made` holds the
+    tokens made so far, by request id.
     """
     rows: list[Row] = []
     faults: list[Fault] = []
@@ -59,13 +61,13 @@ def rows_of(
             message = f"the prompt's {length} tokens and {limit} of the answer exceed the model's {positions} positions"
             faults.append(_fault(request, "context_length_exceeded", message))
             continue
-        known = made.get(request.id, [])[: limit - 1]
-        rows.append(Row(len(rows), request, length, limit, list(known), saved=len(known)))
+        before = made.get(request.id, [])[: limit - 1]
+        rows.append(Row(len(rows), request, length, limit, list(before), saved=len(before)))
     return rows, faults
 
 
 def split(rows: Sequence[Row], fits: Sequence[bool], where: str) -> tuple[list[Row], list[Fault]]:
-    """The rows that fit, and faults for the others, which need too much memory `where`."""
+    """The rows that fit, and faults for the others, which need more memory than `where` has."""
     faults = [
         _fault(
             row.request,

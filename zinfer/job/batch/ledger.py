@@ -1,9 +1,9 @@
-"""What a batch job has on disk: the answers, and beside them what the job is and how far unfinished rows are.
+"""Ledger of a batch job: its files on disk, which hold the answers, the job's settings and unfinished rows.
 
 ``out.jsonl`` holds output objects of the OpenAI format and nothing else, appended and synced as rows end.
-``out.jsonl.job`` tells what the job was started with, so that another one does not write into the same file, and while
-the job runs, every minute or so, the tokens that unfinished rows have: a row of thousands of tokens may take hours. It
-stays, with its first line only, when the job is done: the same command again has nothing to do then.
+``out.jsonl.job`` holds the settings that the job was started with, so that another job does not write into the same
+file. While the job runs it also gets the tokens of unfinished rows, every minute or so, since a row of thousands of
+tokens may take hours. When the job is done its first line remains: the same command again then has nothing to do.
 """
 
 import json
@@ -17,24 +17,25 @@ from zinfer.record.jsonl import Closing, Garbled, Lines, StoreError, read_lines
 from zinfer.spec.atomic import sync_folder
 from zinfer.spec.errors import ZinferError
 
-FORMAT = 1  # of the .job file
+FORMAT = 1  # version of the .job file
 
 
 class JobChanged(ZinferError):
-    """The output file belongs to another job; the message tells the difference."""
+    """The output file belongs to another job; the message lists the differences."""
 
     exit_code = 6
 
 
 def job_path(output: Path) -> Path:
-    """The file beside `output` that tells which job it belongs to."""
+    """Path of the .job file beside `output`."""
     return output.with_name(output.name + ".job")
 
 
 class Ledger(Closing):
-    """The files of one job, open for this process alone. Make one with `Ledger.open`.
+    """Files of one job, open for this process alone. Make one with `Ledger.open`.
 
-    `done` is what is in the output by id, `made` the tokens of unfinished rows by id, `created` the job's first start.
+    `done` holds the answers in the output by id, `made` the tokens of unfinished rows by id, `created` the time of the
+    job's first start, in seconds since 1970.
     """
 
     def __init__(self, output: Lines) -> None:
@@ -47,10 +48,10 @@ class Ledger(Closing):
 
     @classmethod
     def open(cls, output: Path, settings: Mapping[str, Any], created: int, force: bool = False) -> Self:
-        """Start or continue the job of `settings` in `output`; its `created` is that of its first start.
+        """Start or continue the job of `settings` in `output`; `created` is used if this is its first start.
 
-        With `force` the answers of another job stay, and this one adds those that are missing. Raises JobChanged when
-        `output` is another job's, StoreError when it is no batch output, somebody else writes it, or it cannot be
+        With `force` the answers of another job stay, and this one adds those that are missing. Raises JobChanged if
+        `output` is another job's, StoreError if it is no batch output, another process writes it, or it cannot be
         written; nothing is changed then.
         """
         ledger = cls(Lines.open(output))
@@ -71,18 +72,18 @@ class Ledger(Closing):
         if changes and (self.done or made) and not force:
             if before is None:
                 raise JobChanged(
-                    f"{self._output.path} has answers, and no {path.name} tells what of: name another file with "
-                    "--output, or --force to add the answers that are missing"
+                    f"{self._output.path} has answers, and no {path.name} says of which job: name another file with "
+                    "--output, or use --force to add the answers that are missing"
                 )
-            told = "\n".join(f"  {line}" for line in changes.values())
+            lines = "\n".join(f"  {line}" for line in changes.values())
             raise JobChanged(
-                f"{self._output.path} belongs to another job; --force adds the answers that are missing.\n{told}"
+                f"{self._output.path} belongs to another job; --force adds the answers that are missing.\n{lines}"
             )
         self.damaged = self._output.mend(decode, "batch output")
-        known = before if before is not None else {}
-        self.created = known["created"] if isinstance(known.get("created"), int) and not changes else created
+        started = (before or {}).get("created")
+        self.created = started if isinstance(started, int) and not changes else created
         self._header = {**settings, "zinfer_batch": FORMAT, "created": self.created}
-        self.made = made if changes.keys() <= {"prompts"} else {}  # another model would go on with other tokens
+        self.made = made if changes.keys() <= {"prompts"} else {}  # another model cannot continue these tokens
         if changes:
             self._begin(path)
         self._job = Lines.open(path)
@@ -91,7 +92,7 @@ class Ledger(Closing):
             self.save((identity, 0, tokens) for identity, tokens in self.made.items())
 
     def _begin(self, path: Path) -> None:
-        """Make the .job file anew, with its first line only: whole, or not at all."""
+        """Replace the .job file by its first line alone, atomically."""
         draft = path.with_name(path.name + ".new")
         with Lines.open(draft) as lines:
             lines.cut()
@@ -103,21 +104,21 @@ class Ledger(Closing):
         sync_folder(path.parent)
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
-        """Append output objects, and wait for the disk."""
+        """Append output objects and wait for the disk. Raises StoreError."""
         lines = [encode(record) for record in records]
         if lines:
             self._output.append(*lines)
             self.done |= {done.id: done for done in map(decode, lines)}
 
     def save(self, rows: Iterable[tuple[str, int, list[int]]]) -> None:
-        """Append what unfinished rows have made: the id, the tokens that were saved before, and those since."""
+        """Append tokens of unfinished rows: the id, the number of tokens saved before, and the tokens since."""
         assert self._job is not None
         lines = [encode({"id": identity, "at": at, "tokens": tokens}) for identity, at, tokens in rows if tokens]
         if lines:
             self._job.append(*lines)
 
     def finish(self) -> None:
-        """The job is done: nothing is unfinished any more."""
+        """Mark the job as done: no row is unfinished."""
         if self._job is not None:
             self._job.close()
         self._begin(job_path(self._output.path))
@@ -140,7 +141,7 @@ def _answers(path: Path) -> list[Done]:
 
 
 def _progress(line: bytes) -> dict[str, Any]:
-    """A line of a .job file: the first one, or one about a row. Raises Garbled."""
+    """Parse a line of a .job file: the first one, or one about a row. Raises Garbled."""
     try:
         fields: dict[str, Any] = json.loads(line)
         about_a_row = (type(fields.get(key)) for key in ("id", "at", "tokens"))
@@ -152,7 +153,7 @@ def _progress(line: bytes) -> dict[str, Any]:
 
 
 def _read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
-    """The first line of a .job file, None where there is none, and the tokens of unfinished rows by id."""
+    """The first line of a .job file (None if there is none), and the tokens of unfinished rows by id."""
     made: dict[str, list[int]] = {}
     header: dict[str, Any] | None = None
     for line in read_lines(path) if path.exists() else ():
@@ -168,7 +169,7 @@ def _read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
 
 
 def _changes(before: dict[str, Any] | None, settings: Mapping[str, Any]) -> dict[str, str]:
-    """What differs between a .job file's first line and the settings of now: a line of text by key."""
+    """Differences between a .job file's first line and the current settings: a line of text by key."""
     after = {**settings, "zinfer_batch": FORMAT}
     known = before or {}
     keys = sorted((after.keys() | known.keys()) - {"created"})

@@ -1,12 +1,12 @@
-"""The OpenAI batch format: requests in, a JSON object a line; answers and errors out, likewise.
+"""OpenAI batch format: requests in and answers out, each a JSON object a line.
 
-A request says what to continue and how::
+A request gives the text to continue and its parameters::
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon", "max_tokens": 64}}
 
 Its answer has the same `custom_id`, a completion as that endpoint returns it, and ids that depend on nothing but the
-line, so that a job that is run twice says the same twice. A request that cannot be served is answered with status 400
-and an `error`, one that the machine failed on with an `error` and no response. Sources: "The request input object" and
+line, so that a job that is run twice writes the same ids. A request that cannot be served is answered with status 400
+and an `error`; one that the machine failed on with an `error` and no response. Sources: "The request input object" and
 "The request output object" of OpenAI's API reference; `BatchRequestOutput` in its openapi.yaml.
 """
 
@@ -20,13 +20,13 @@ from zinfer.record.jsonl import Garbled
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-# Parameters that change nothing about the answer.
+# Parameters that do not affect the answer.
 _IGNORED = frozenset(
     {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
      "parallel_tool_calls", "stream_options"}
 )  # fmt: skip
 _USED = frozenset({"max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed"})
-# Parameters that are understood with these values only, which ask for nothing; null asks for nothing anywhere.
+# Parameters that are accepted with these values only, which have no effect; null has none in any parameter.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],),
@@ -36,12 +36,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Request(NamedTuple):
-    """A line that can be understood. Temperature 0 is greedy; `seed` is the line's own where it names none."""
+    """A line that can be served. Temperature 0 is greedy; `seed` is derived from the line if it names none."""
 
     id: str
     custom_id: str
     chat: bool
-    prompt: Any  # the text, or for a chat its messages, each a role and a text
+    prompt: Any  # a text, or a chat's messages, each a dict of role and content
     output_len: int | None
     temperature: float
     top_p: float
@@ -50,7 +50,7 @@ class Request(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A line that cannot be served, and why."""
+    """A line that cannot be served, and the reason."""
 
     id: str
     custom_id: str | None
@@ -60,7 +60,7 @@ class Fault(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What an earlier run wrote about a request."""
+    """An answer that an earlier run wrote: its id, whether it is no error, and its number of tokens."""
 
     id: str
     ok: bool
@@ -74,10 +74,11 @@ class _Refused(ValueError):
 
 
 def read_requests(content: bytes) -> list[Request | Fault]:
-    """The requests of a file, in its order; blank lines are skipped. Never raises."""
+    """Requests of a file, in its order; blank lines are skipped, lines that cannot be served are Faults. Never
+    raises."""
     found: list[Request | Fault] = []
     seen: Counter[bytes] = Counter()
-    first: dict[str, int] = {}  # custom_id -> its line
+    first: dict[str, int] = {}  # custom_id -> number of its line
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         line = line.strip()
         if not line:
@@ -116,7 +117,9 @@ def _no_constant(name: str) -> NoReturn:
 def _custom_id(fields: dict[str, Any], number: int) -> str:
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        raise _Refused("missing_required_parameter", f"line {number} has no custom_id, a text", "custom_id")
+        raise _Refused(
+            "missing_required_parameter", f"line {number} has no custom_id, or it is not a text", "custom_id"
+        )
     return custom_id
 
 
@@ -127,7 +130,7 @@ def _request(digest: str, custom_id: str, fields: dict[str, Any]) -> Request:
     if url not in (COMPLETIONS, CHAT):
         raise _Refused("invalid_url", f"url must be {COMPLETIONS} or {CHAT}", "url")
     if not isinstance(body, dict):
-        raise _Refused("missing_required_parameter", "there is no body, an object", "body")
+        raise _Refused("missing_required_parameter", "the line has no body, or it is not an object", "body")
     given = {key: value for key, value in body.items() if value is not None}
     subject = "messages" if url == CHAT else "prompt"
     _refuse_unsupported(given, subject)
@@ -177,20 +180,20 @@ def _number(body: dict[str, Any], key: str, default: float, most: float) -> floa
 
 def _text(prompt: Any) -> str:
     if not isinstance(prompt, str):
-        raise _Refused("invalid_type", "prompt must be one text; write a line for each prompt", "prompt")
+        raise _Refused("invalid_type", "prompt must be a single text; write one line for each prompt", "prompt")
     return prompt
 
 
 def _stop(stop: Any) -> tuple[str, ...]:
     texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise _Refused("invalid_value", "stop must be a text, or a list of texts, none of them empty", "stop")
+        raise _Refused("invalid_value", "stop must be a text or a list of texts, none of them empty", "stop")
     return tuple(texts)
 
 
 def _messages(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
-        raise _Refused("invalid_type", "messages must be a list that is not empty", "messages")
+        raise _Refused("invalid_type", "messages must be a non-empty list", "messages")
     return [_message(message) for message in messages]
 
 
@@ -214,8 +217,8 @@ def _message(message: Any) -> dict[str, str]:
 def answer(
     request: Request, text: str, finish_reason: str, tokens: tuple[int, int], model: str, created: int
 ) -> dict[str, Any]:
-    """The output object of a request that was continued; `tokens` are the prompt's and the answer's, `finish_reason` is
-    ``stop`` or ``length``."""
+    """Output object of a request that was continued. `tokens` counts the prompt's and the answer's tokens;
+    `finish_reason` is ``stop`` or ``length``."""
     key = request.id.removeprefix("batch_req_")
     choice: dict[str, Any] = {"index": 0}
     choice |= {"message": {"role": "assistant", "content": text}} if request.chat else {"text": text}
@@ -231,8 +234,8 @@ def answer(
 
 
 def refusal(fault: Fault) -> dict[str, Any]:
-    """The output object of a request that cannot be served: OpenAI's 400, and the same once more as the `error`, where
-    other programs look for it."""
+    """Output object of a request that cannot be served: OpenAI's status 400, and the same as `error`, where other
+    programs look for it."""
     error = {"message": fault.message, "type": "invalid_request_error", "param": fault.param, "code": fault.code}
     key = fault.id.removeprefix("batch_req_")
     response = {"status_code": 400, "request_id": f"req_{key}", "body": {"error": error}}
@@ -240,7 +243,7 @@ def refusal(fault: Fault) -> dict[str, Any]:
 
 
 def failure(request: Request, code: str, message: str) -> dict[str, Any]:
-    """The output object of a request that the machine failed on."""
+    """Output object of a request that the machine failed on."""
     return _output(request.id, request.custom_id, None, {"code": code, "message": message})
 
 
@@ -249,12 +252,12 @@ def _output(identity: str, custom_id: str | None, response: Any, error: Any) -> 
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """The line of an output object or of any other, in ASCII, without its newline."""
+    """The line of an output object, or of any other, in ASCII, without its newline."""
     return json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
 
 
 def decode(line: bytes) -> Done:
-    """What an output line says. Raises Garbled for a line that is no output object."""
+    """Read an output line. Raises Garbled for a line that is no output object."""
     try:
         record = json.loads(line)
         response, error = record["response"], record["error"]

@@ -1,11 +1,11 @@
-"""Which prompts share a batch, for how many tokens, and when it is packed anew: lengths and the plan's seconds in,
-decisions out.
+"""Packing: choose the prompts that share a batch, for how many tokens, and when to pack a new one.
 
-A batch is a rectangle of KV cache: rows x (the longest prompt + the tokens that each gets room for). A row that has
-ended goes on costing its share of every step, and room for tokens that are far off is room that other rows could have.
-So a batch runs for a block of tokens only; then what is unfinished is read again, together with prompts that take the
-places of finished rows. A short block packs more rows and loses fewer steps, a long one reads less again: behind a slow
-link, where reading a batch again costs little more than a step, blocks are short.
+Pure functions of lengths and of the plan's predicted seconds. A batch is a rectangle of KV cache: rows x (the longest
+prompt + the tokens reserved for each row). A row that has ended still costs its share of every step, and room for
+distant tokens is room that other rows could have. So a batch runs for a block of tokens only; then unfinished rows are
+prefilled again, together with prompts that take the places of finished rows. A short block packs more rows and loses
+fewer steps, a long one prefills less again: behind a slow link, where another prefill costs little more than a step,
+blocks are short.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,20 +21,20 @@ from zinfer.spec.case import Case, Workload
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
 
-GRAIN = 16  # tokens to which lengths are rounded up when the plan is asked for room
-MOST_ROWS = 4096  # that are looked at for one batch
-GAIN = 1.2  # what packing anew in mid-block has to promise: predictions are not better than that
+GRAIN = 16  # lengths are rounded up to multiples of this when the plan computes room, in tokens
+MOST_ROWS = 4096  # rows considered for one batch
+GAIN = 1.2  # least predicted speed-up for packing in mid-block: predictions are not more precise than that
 
 
 class RowDemand(NamedTuple):
-    """What a row needs of a batch: tokens that prefill has to read, and tokens still to come at most."""
+    """Demand of a row: tokens that prefill has to read, and the most tokens still to come."""
 
     length: int
     left: int
 
 
 class Shape(NamedTuple):
-    """A batch: its rows, the length they are padded to, and the tokens that each gets room for."""
+    """Shape of a batch: its rows, the length that they are padded to, and the tokens reserved for each row."""
 
     rows: int
     length: int
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A batch to run until its reserve is used up: the tokens it should yield, and the seconds they should take."""
+    """A batch to run until its reserve is used up, with the tokens it should yield and the seconds they should take."""
 
     shape: Shape
     tokens: float
@@ -55,6 +55,7 @@ class Block(NamedTuple):
 
     @property
     def rate(self) -> float:
+        """Expected throughput, in tok/s."""
         return self.tokens / self.seconds
 
 
@@ -67,34 +68,34 @@ class Progress(NamedTuple):
 
     @property
     def nearly_full(self) -> bool:
-        """Whether so few rows have ended that nothing can be gained by packing anew."""
+        """True if so few rows have ended that packing anew cannot gain anything."""
         return len(self.alive) * GAIN > self.shape.rows
 
 
-Room = Callable[[int, int], int]  # the rows that fit, of a length and a reserve
+Room = Callable[[int, int], int]  # (length, reserve) -> number of rows that fit
 
 
 def order(need: RowDemand) -> tuple[int, int, int]:
-    """The key that sorts needs for packing: most tokens to come first, by powers of two; of those the longest first.
+    """Sort key for packing: most tokens to come first, by powers of two; of equal ones the longest prompt first.
 
-    Rows side by side then end at about the same time and need little padding; and the batches that take most memory and
-    time come first, where a failure costs least and the time left is not found out too late.
+    Adjacent rows then end at about the same time and need little padding; and the batches that take most memory and
+    time come first, where a failure costs least and the time left is learnt early.
     """
     return -need.left.bit_length(), -need.length, -need.left
 
 
 def needed(shape: Shape, needs: Iterable[RowDemand]) -> int:
-    """Of the tokens that a batch has room for, `Shape.padded`, those that its rows need; the others are waste."""
+    """Tokens of `Shape.padded` that the rows need; the others are waste."""
     return sum(need.length + min(need.left, shape.reserve) for need in needs)
 
 
 def fits_alone(case: Case, need: RowDemand, model: ModelSpec, machine: Machine) -> bool:
-    """Whether the plan finds room for a row by itself, all of its tokens included."""
+    """True if the plan finds room for the row by itself, all of its tokens included."""
     return largest_batch(shaped(case, Shape(1, need.length, need.left)), model, machine) > 0
 
 
 def fitting(case: Case, needs: Sequence[RowDemand], model: ModelSpec, machine: Machine) -> list[bool]:
-    """Whether each of `needs` fits alone."""
+    """For each of `needs`, whether it fits alone."""
     if not needs or fits_alone(case, _envelope(needs), model, machine):
         return [True] * len(needs)
     known: dict[RowDemand, bool] = {}
@@ -105,7 +106,7 @@ def fitting(case: Case, needs: Sequence[RowDemand], model: ModelSpec, machine: M
 
 
 def _envelope(needs: Iterable[RowDemand]) -> RowDemand:
-    """The least need that holds all of `needs`."""
+    """The smallest demand that covers all of `needs`."""
     lengths, left = zip(*needs, strict=True)
     return RowDemand(max(lengths), max(left))
 
@@ -113,8 +114,8 @@ def _envelope(needs: Iterable[RowDemand]) -> RowDemand:
 def best_plan(
     cases: Iterable[Case], needs: Sequence[RowDemand], model: ModelSpec, machine: Machine, nvme_path: str | None = None
 ) -> Plan:
-    """Of the loads that can run, the plan of the one that has room for most of `needs`, and of those the fastest at its
-    best batch; where none can run, the last one's plan, which says why not. Its workload is the longest row's."""
+    """The plan of the best load: the one that has room for most of `needs`, then the fastest at its best batch. If no
+    load can run, the last one's plan, which says why not. The workload is that of the longest row."""
     mean = RowDemand(*(max(1, sum(column) // len(needs)) for column in zip(*needs, strict=True)))
     ranked: list[tuple[tuple[bool, int, float], Plan]] = []
     for case in cases:
@@ -130,8 +131,9 @@ def best_plan(
 
 
 def room_of(case: Case, model: ModelSpec, machine: Machine) -> Room:
-    """How many rows of a shape the plan finds room for; with a KV cache in host memory, where more rows may be slower,
-    how many are the fastest. Lengths are rounded up a little, so that few are planned."""
+    """Function from a row's length and reserve to the rows that the plan has room for. With a KV cache in host memory,
+    where more rows may be slower, it returns the fastest number. Lengths are rounded up a little, so that few plans are
+    made."""
     more_is_better = dict(case.options).get("kv_offload", "none") == "none"
 
     @cache
@@ -146,15 +148,15 @@ def room_of(case: Case, model: ModelSpec, machine: Machine) -> Room:
 
 
 def shaped(case: Case, shape: Shape) -> Case:
-    """`case` with a batch as its workload."""
+    """`case` with the workload of a batch."""
     workload = Workload(batch_size=shape.rows, input_len=shape.length, output_len=shape.reserve)
     return case.model_copy(update={"workload": workload})
 
 
 class StepTimeModel:
-    """Seconds of a prefill and of a decode step: the plan's, corrected by the last ones that were measured.
+    """Time of a prefill and of a decode step, in seconds: the plan's, scaled by the last measured ones.
 
-    Where the plan knows no times, a prefill goes by its tokens and steps are all the same.
+    If the plan knows no times, a prefill's is proportional to its tokens and all steps are equal.
     """
 
     def __init__(self, case: Case, model: ModelSpec, machine: Machine) -> None:
@@ -162,22 +164,22 @@ class StepTimeModel:
         self._prefill_scale = self._step_scale = 1.0
 
     def prefill(self, shape: Shape) -> float:
-        """Seconds that the prefill of `shape` takes."""
+        """Predicted seconds of the prefill of `shape`."""
         times = cost.prefill(self._setup(shape), self._model, self._machine, shape.rows, shape.length)
         return self._prefill_scale * (times.seconds or float(shape.rows * shape.length))
 
     def step(self, shape: Shape, made: int) -> float:
-        """Seconds of a decode step of `shape` after `made` tokens."""
+        """Predicted seconds of a decode step of `shape` after `made` tokens."""
         context = shape.length + made
         times = cost.step(self._setup(shape), self._model, self._machine, shape.rows, context)
         return self._step_scale * (times.seconds or 1.0)
 
     def saw_prefill(self, shape: Shape, seconds: float) -> None:
-        """Take note of a prefill."""
+        """Correct the model by a measured prefill."""
         self._prefill_scale *= max(seconds, 1e-6) / self.prefill(shape)
 
     def saw_step(self, shape: Shape, made: int, seconds: float) -> None:
-        """Take note of a decode step after `made` tokens."""
+        """Correct the model by a measured decode step after `made` tokens."""
         self._step_scale *= max(seconds, 1e-6) / self.step(shape, made)
 
     def _setup(self, shape: Shape) -> cost.Placement:
@@ -189,11 +191,11 @@ class StepTimeModel:
 def pack(
     needs: Iterable[RowDemand], room: Room, pace: StepTimeModel, positions: int | None = None, ending: float = 0.0
 ) -> Block:
-    """The next block: of the first of `needs` (in `order`, at least one) as many as fit, for as many tokens as yield
-    most tokens a second, reading again what is unfinished then included.
+    """Pack the next block: as many of the first of `needs` (in `order`, at least one) as fit, with the reserve that
+    yields most tokens a second, the repeated prefill of unfinished rows included.
 
-    `ending` is the chance that a row ends at a token though it may have more. No row gets beyond `positions`, for some
-    models have no place for more tokens, be they of use or not. One row is taken even where there is no room for it.
+    `ending` is the chance that a row ends at a token before its limit. No row gets beyond `positions`, since some
+    models cannot compute further tokens, useful or not. One row is taken even if the plan has no room for it.
     """
     first = tuple(islice(needs, MOST_ROWS))
     most = max(need.left for need in first)
@@ -211,8 +213,8 @@ def pack(
 def _block(
     needs: Sequence[RowDemand], reserve: int, room: Room, pace: StepTimeModel, positions: int | None, ending: float
 ) -> Block | None:
-    """The block of `reserve` tokens; None where not even its first row can have them. (One token it can always have:
-    somebody has to find out that there is no room for it.)"""
+    """The block with a reserve of `reserve` tokens; None if not even its first row fits. (A reserve of one token always
+    makes a block: the machine has to show that there is no room.)"""
     length = rows = limit = 0
     for need in needs:
         longer = max(length, need.length)
@@ -234,21 +236,20 @@ def _block(
 
 
 def expected(tokens: int, ending: float) -> float:
-    """Of `tokens` that a row may have, how many it has on average if it ends at each with chance `ending`."""
+    """Mean number of tokens that a row makes of `tokens`, if it ends at each with chance `ending`."""
     return -expm1(tokens * log1p(-ending)) / ending if ending > 0 else float(tokens)
 
 
 def worth_packing_anew(
     now: Progress, following: Block, fresh: Sequence[RowDemand], pace: StepTimeModel, finishing: float
 ) -> bool:
-    """Whether to break off `now` for the block `following`, in which prompts that were not yet begun, `fresh`, take the
-    places of finished rows.
+    """True if `now` should be left for the block `following`, in which prompts not yet begun, `fresh`, replace finished
+    rows.
 
-    A batch is left when the rate at which it still makes tokens falls below that of a new one from its beginning on:
-    the marginal value theorem (Charnov 1976, doi:10.1016/0040-5809(76)90040-X). The price of a beginning is reading
-    the unfinished rows again; `fresh` has to be read some time anyway, if not with so much padding. A row that finishes
-    where it is need not be read again, which `finishing`, the chance that it does so at a token, puts to the credit of
-    staying.
+    A batch is left when the rate at which it still makes tokens falls below that of a new one, its start included: the
+    marginal value theorem (Charnov 1976, doi:10.1016/0040-5809(76)90040-X). The price of a start is the repeated
+    prefill of the unfinished rows; `fresh` needs a prefill at some time anyway, though with less padding. A row that
+    finishes where it is needs no repeated prefill; `finishing`, the chance of that at a token, credits this to staying.
     """
     if now.nearly_full:
         return False

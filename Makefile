@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11+ and make; everything else is installed into .venv.
+# `make demo` and `make test` need Python 3.11+ and make; all else is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -7,9 +7,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 setup: .venv/installed .venv/installed-dev
 
-# torch first and without build isolation: DeepSpeed's set-up imports it, and an isolated build would fetch another one.
+# Install torch first and DeepSpeed without build isolation: its set-up imports torch, an isolated build gets another one.
 .venv/installed: setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("zinfer needs Python 3.11 or newer; PYTHON=python3.12 make ..") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -c 'import sys; sys.exit("zinfer needs Python 3.11 or newer: run `make PYTHON=python3.12 ..`") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv .venv
 	$(PIP) 'setuptools>=77' wheel ninja torch
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -e '.[engines]'
@@ -26,7 +26,7 @@ demo: .venv/installed
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Every causal language model of the installed transformers, small and random, in every way, beside `generate`.
+# Compare small random models of every causal type of the installed transformers, in every way, with `generate`.
 conformance: setup
 	$(BIN)/python -m tests.conformance
 	$(BIN)/python -m tests.conformance --table
@@ -36,11 +36,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The codec on weights that training shaped: a small model is trained first, which wants a GPU, two are fetched.
+# Measure the codec on trained weights: of a small model that is trained first (better on a GPU), and of two downloads.
 codec: .venv/installed .scratch/trained/model.safetensors .scratch/published/resemblyzer.safetensors
 	$(BIN)/zinfer codec --dtype bf16 .scratch/trained .scratch/published/*.safetensors
 
-# What an 8-bit KV cache costs that model, on source that its training has not seen.
+# Measure the accuracy that an 8-bit KV cache costs that model, on source code outside its training data.
 accuracy: .venv/installed .scratch/trained/model.safetensors
 	$(BIN)/zinfer accuracy --model .scratch/trained --offload cpu --kv-cache-dtype int8,fp8 \
 	  --prompt-file .scratch/trained/held-out.txt --input-len 384 --output-len 128 --samples 64 --batch-size 64

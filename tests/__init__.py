@@ -1,3 +1,3 @@
-"""The tests. None of their waits is a measurement."""
+"""Tests of zinfer. Their waits are not measurements."""
 
-PATIENCE_S = 600  # until what does not come is a failure: a machine under load may take minutes to start a process
+PATIENCE_S = 600  # time-out of a wait, after which the test fails: a busy machine may take minutes to start a process

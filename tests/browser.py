@@ -1,6 +1,6 @@
-"""A headless Chromium driven over a pipe, with nothing but the standard library.
+"""Headless Chromium, driven over a pipe with the standard library alone.
 
-The DevTools protocol is JSON with a zero byte after each message; Chromium reads descriptor 3 and writes to 4.
+The DevTools protocol is JSON with a zero byte after each message; Chromium reads from descriptor 3 and writes to 4.
 """
 
 import base64
@@ -23,31 +23,31 @@ PATIENCE_S = 60.0
 
 
 class Seen(NamedTuple):
-    """What a page did while it loaded, and the page itself, to ask further."""
+    """Events of a page while it loaded, and the page itself for further questions."""
 
     errors: tuple[str, ...]
     requests: tuple[str, ...]
     browser: "Browser"
 
     def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.browser.send("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def picture(self, path: Path) -> None:
-        """The whole page as PNG."""
+        """Save the whole page as PNG."""
         shot = self.browser.send("Page.captureScreenshot", captureBeyondViewport=True, format="png")
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def printed(self) -> bytes:
-        """The page as PDF, on A4."""
+        """Return the page as PDF, on A4."""
         paper = self.browser.send("Page.printToPDF", printBackground=True, paperWidth=8.27, paperHeight=11.69)
         return base64.b64decode(paper["data"])
 
 
 class Browser:
-    """One tab."""
+    """Connection to one tab."""
 
     def __init__(self, writing: int, reading: int) -> None:
         self._writing, self._reading = writing, reading
@@ -67,7 +67,7 @@ class Browser:
         self.send("Page.navigate", url=path.resolve().as_uri())
         while not self._happened("Page.loadEventFired"):
             self._receive()
-        self.send("Runtime.evaluate", expression="0")  # what the load still had to say has come before its answer
+        self.send("Runtime.evaluate", expression="0")  # its answer comes after all events of the load
         errors = [str(event["params"]["entry"]["text"]) for event in self._happened("Log.entryAdded")]
         errors += [str(event["params"]) for event in self._happened("Runtime.exceptionThrown")]
         errors += [str(event["params"]) for event in self._happened("Runtime.consoleAPICalled")]
@@ -105,7 +105,7 @@ class Browser:
 
 @contextmanager
 def browsing(profile: Path) -> Iterator[Browser]:
-    """A Chromium with its profile in the folder `profile`, ended on leaving."""
+    """Run Chromium with its profile in the folder `profile`; end it on leaving the ``with`` block."""
     assert CHROMIUM is not None
     theirs_in, ours_out = _pipe()
     ours_in, theirs_out = _pipe()
@@ -114,7 +114,7 @@ def browsing(profile: Path) -> Iterator[Browser]:
         "--hide-scrollbars", "--disable-background-networking", f"--user-data-dir={profile}", "--remote-debugging-pipe",
         "about:blank",
     ]  # fmt: skip
-    # bash moves the pipes' ends to the two descriptors; numbers above 9 are beyond a plain sh
+    # bash moves the pipes' ends to the two descriptors; a plain sh does not know numbers above 9
     moving = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
     process = subprocess.Popen(
         ["bash", "-c", moving, "bash", *command], pass_fds=(theirs_in, theirs_out),
@@ -136,7 +136,7 @@ def browsing(profile: Path) -> Iterator[Browser]:
 
 
 def _pipe() -> tuple[int, int]:
-    """A pipe whose ends are numbered from 10, so that neither is 3 or 4."""
+    """Return a pipe whose ends are numbered from 10, so that neither is 3 or 4."""
     ends = os.pipe()
     high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
     for end in ends:

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in float32, saved as their makers would save them: sharded safetensors and a tokenizer.
+"""Tiny random checkpoints in float32, in the form in which models are published: sharded safetensors and a tokenizer.
 
 Weights are drawn twenty times wider than a fresh model's, so that greedy tokens vary and depend on the prompt.
 """
@@ -28,7 +28,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
 
 
 def save_checkpoint(architecture: str, directory: Path, hidden_size: int = 64) -> Path:
-    """Make the checkpoint of one of `ARCHITECTURES` in `directory`; the same weights every time."""
+    """Save a checkpoint of one of `ARCHITECTURES` in `directory`; the same weights every time."""
     settings = ARCHITECTURES[architecture] | {"vocab_size": VOCAB_SIZE, "hidden_size": hidden_size}
     if architecture == "opt":
         settings["word_embed_proj_dim"] = hidden_size
@@ -36,7 +36,7 @@ def save_checkpoint(architecture: str, directory: Path, hidden_size: int = 64) -
     config = AutoConfig.for_model(architecture.removesuffix("-old"), **settings, **ids, initializer_range=0.4)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # a token must not be its own successor, as tied embeddings would have it
+    with torch.no_grad():  # with tied embeddings a token would be its own successor
         model.get_input_embeddings().weight.mul_(0.1)
     model.save_pretrained(directory, max_shard_size=model.num_parameters() * 4 // 3)
     _tokenizer().save_pretrained(directory)
@@ -44,7 +44,7 @@ def save_checkpoint(architecture: str, directory: Path, hidden_size: int = 64) -
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: the special ones, printable ASCII, and names for the ids that remain."""
+    """Return a tokenizer with one token per character: special ones, printable ASCII, and names for the other ids."""
     words = [*_SPECIAL, *(chr(code) for code in range(32, 127))]
     words += [f"<{index}>" for index in range(len(words), VOCAB_SIZE)]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
@@ -57,8 +57,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_config(directory: Path, architecture: str, **settings: object) -> Path:
-    """Make the checkpoint of a tiny model of any architecture in `directory`: 6 layers unless `settings` say otherwise,
-    persistent buffers drawn like weights, each layer's its own."""
+    """Save a checkpoint of a tiny model of any architecture in `directory`: 6 layers unless `settings` say otherwise,
+    persistent buffers drawn like weights and different in each layer."""
     shape = _SHAPE | {"num_hidden_layers": 6, "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(architecture, **{**shape, **ids, "initializer_range": 0.4, **settings})

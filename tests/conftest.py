@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as zinfer.worker.process has it, and before torch is imported
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs this in the background ignores it for us
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in zinfer.worker.process, and before torch is imported
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs the tests in the background ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-os.environ["COLUMNS"] = "80"  # what is printed for people is as wide as where there is no terminal
+os.environ["COLUMNS"] = "80"  # printed tables are as wide as without a terminal
 for name in ("FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)
-if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # caches of ours, Triton's and others'
+if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # caches of zinfer, Triton and others
     HOME = TemporaryDirectory(prefix="zinfer-tests-")
     os.environ["HOME"] = HOME.name
 settings.register_profile("zinfer", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # whatever the load
@@ -40,8 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _engines_are_closed() -> Iterator[None]:
-    """Closes the engines that a test left open, as one that fails does: it shall not fail the next ones too."""
-    base: Any = sys.modules.get("zinfer.engine.base")  # imported, with torch, only by the files that want it
+    """Close the engines that a failed test left open, so that they do not make the next tests fail too."""
+    base: Any = sys.modules.get("zinfer.engine.base")  # imported, with torch, only by the files that need it
     if base is None:
         yield
         return
@@ -61,7 +61,8 @@ def _engines_are_closed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes one of `tests.checkpoints.ARCHITECTURES` once a session; returns its folder, which nobody may change."""
+    """Return a function that makes a checkpoint of `tests.checkpoints.ARCHITECTURES` once a session and returns its
+    folder; tests must not change the folder."""
 
     @cache
     def make(architecture: str, hidden_size: int = 64) -> Path:

@@ -1,4 +1,4 @@
-"""An engine without a model, which fails on demand, and a worker without a process: for tests of what stands around."""
+"""Engine without a model, which fails on demand, and worker without a process."""
 
 import os
 import signal
@@ -14,12 +14,12 @@ from zinfer.engine.base import Progress, Work, silent
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 
-VOCAB = 64  # as tests.inline.SPEC has it
+VOCAB = 64  # as in tests.inline.SPEC
 TARGET = "tests.fakes:FakeEngine"
 
 
 class FakeEngine(StepEngine):
-    """Answers with random logits. Option `fail` names an accident; it happens from batch `at_batch` on, in `stage`."""
+    """Engine with random logits. Option `fail` names an error, which occurs from batch `at_batch` on, in `stage`."""
 
     DEFAULTS: ClassVar[dict[str, object]] = {"fail": "", "at_batch": 1, "stage": "decode", "step_ms": 0.0}
 

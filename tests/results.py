@@ -1,4 +1,4 @@
-"""Fabricated measurements: the arithmetic of a link-bound model with plausible noise, and no machine."""
+"""Fabricated measurements: the arithmetic of a link-bound model with plausible noise."""
 
 import random
 from typing import Any
@@ -18,7 +18,8 @@ def case(batch_size: int = 1, engine: str = "stream", offload: Any = "cpu", **fi
 
 
 def point(asked: Case, step_s: float = 1.3, repeats: int = 3, **fields: Any) -> Measurement:
-    """A usable point whose decode steps take about `step_s`; with a `status` other than ok, one without samples."""
+    """Return a usable point whose decode steps take about `step_s`; with a `status` other than ok, one without
+    samples."""
     noise = random.Random(str(asked))
     workload = asked.workload
     samples: dict[str, Any] = {}
@@ -44,7 +45,8 @@ def point(asked: Case, step_s: float = 1.3, repeats: int = 3, **fields: Any) -> 
 
 
 def sweep(**fields: Any) -> list[Measurement]:
-    """Three engines on one machine: without offload only small batches fit, with it the step hardly grows."""
+    """Return points of three engines on one machine: without offload only small batches fit, with offload the step
+    hardly grows."""
     found = []
     for size in (1, 2, 4, 8, 16, 32, 64, 128):
         if size <= 8:
@@ -76,7 +78,8 @@ def traced(
     running: bool = False,
     launch_ms: float = 0.6,
 ) -> tuple[Span, ...]:
-    """A step through a ring of `depth` slots: a copy waits until its slot is free, a layer until its copy is there.
+    """Return the timeline of a step through a ring of `depth` slots: a copy waits until its slot is free, a layer until
+    its copy has arrived.
 
     It begins with full slots and an idle link, as after a wait for the device, or with `running` in the middle of a
     copy. With `decode_ms` layers are unpacked, and a slot is free as soon as that is done.

@@ -1,4 +1,5 @@
-"""What a setting costs: nothing where nothing changes, more the more is rounded, and much where it is broken."""
+"""Accuracy studies: the error is zero for an equal setting, grows with the rounding, and is large for broken
+quantisation."""
 
 import io
 import json
@@ -40,7 +41,7 @@ INPUT, OUTPUT, SAMPLES = 12, 10, 6
 
 
 class Inline(Worker):
-    """Both ends of a worker in this process: what goes through the pipe, goes through JSON."""
+    """Both ends of a worker in this process; requests and answers pass through JSON, as through the pipe."""
 
     def __init__(self, target: str = "zinfer.engine.stream:Stream", **_settings: Any) -> None:
         self._target, self._server, self._loaded = target, Server(io.StringIO()), lambda _size, _seconds: None
@@ -90,7 +91,7 @@ def by_setting(found: Found) -> dict[tuple[str, str], Deviation]:
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
-def test_less_is_the_same_the_more_is_rounded(architecture: str, checkpoint: Checkpoints) -> None:
+def test_the_error_grows_with_the_rounding(architecture: str, checkpoint: Checkpoints) -> None:
     run = comparison(checkpoint(architecture), "auto", "int8", "fp8")
     found = run.run()
     assert (found.tokens, found.logits_dtype, found.failed) == (len(TEXT), "float32", ())
@@ -178,7 +179,7 @@ def test_broken_quantisation_shows(broken: str, checkpoint: Checkpoints, monkeyp
         assert found.identical == 0
 
 
-def test_a_setting_that_fails_is_told_and_the_others_go_on(checkpoint: Checkpoints) -> None:
+def test_a_failed_setting_is_reported_and_the_others_run(checkpoint: Checkpoints) -> None:
     found = comparison(checkpoint("llama"), "int9", "auto").run()
     assert [(dict(one.case.options), one.status) for one in found.failed] == [
         ({"kv_cache_dtype": "int9"}, "unsupported")
@@ -188,7 +189,7 @@ def test_a_setting_that_fails_is_told_and_the_others_go_on(checkpoint: Checkpoin
 
 
 @pytest.mark.parametrize("dies_at", [1, 2])
-def test_a_worker_may_die(dies_at: int, checkpoint: Checkpoints) -> None:
+def test_the_death_of_a_worker_is_reported(dies_at: int, checkpoint: Checkpoints) -> None:
     workers = []
 
     class Mortal(Inline):
@@ -211,7 +212,7 @@ def test_a_worker_may_die(dies_at: int, checkpoint: Checkpoints) -> None:
     assert ("auto", "own") in by_setting(found)
 
 
-def test_output_that_is_no_number_is_a_failure(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+def test_nan_output_is_a_failure(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     update = QuantizedLayer.update
 
     def breaks(self: QuantizedLayer, *states: torch.Tensor, **rest: Any) -> Any:
@@ -237,7 +238,7 @@ def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_p
     worker.close()
 
 
-def test_what_a_position_says() -> None:
+def test_the_comparison_of_one_position() -> None:
     reference, logits = torch.tensor([[0.0, math.log(3)]] * 2), torch.tensor([[0.0, 0.0], [1.0, math.log(3) + 1]])
     first, second = (
         Position(*row) for row in teacher_forcing.deviation(reference, logits, torch.tensor([0, 1])).tolist()
@@ -246,12 +247,14 @@ def test_what_a_position_says() -> None:
     assert first.kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
     assert (first.same, second.same) == (0, 1)
     assert (first.reference_nats, first.nats) == pytest.approx((math.log(4), math.log(2)))
-    assert second.kl == pytest.approx(0, abs=1e-12)  # what is added to all logits changes no probability
+    assert second.kl == pytest.approx(0, abs=1e-12)  # a constant added to all logits changes no probability
     assert second.error == pytest.approx(2 / math.log(3))
     assert second.nats == pytest.approx(second.reference_nats)
 
 
-def test_pieces_are_spread_and_begin_as_the_tokenizer_has_it(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+def test_pieces_of_a_text_are_spread_and_begin_with_the_tokenizers_prefix(
+    checkpoint: Checkpoints, monkeypatch: Patch
+) -> None:
     spec = plan(checkpoint("llama")).model
     found = teacher_forcing.windows(None, spec, "abcdefghijk", 3, 3)
     letters = [[chr(token + 28) for token in piece] for piece in found["pieces"]]
@@ -290,7 +293,7 @@ def record(**fields: Any) -> AccuracyRecord:
     return AccuracyRecord.model_validate(given | fields)
 
 
-def test_cells_say_what_was_counted() -> None:
+def test_the_cells_of_the_table() -> None:
     found = record()
     assert found.cells() == [
         ("batch 2", "own", "3", "2%", "2%", "0.002", "0.002", "100.00%", "", "100% of 1", "all 3"),
@@ -305,7 +308,7 @@ def test_cells_say_what_was_counted() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"machine": "m"}'])
-def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_damaged_record_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "accuracy.json"
     path.write_text(text)
     with pytest.raises(AccuracyError, match=r"accuracy.json is no record of `zinfer accuracy`"):

@@ -1,4 +1,4 @@
-"""Decisions on fabricated points whose answers are known by arithmetic."""
+"""Decisions on fabricated points whose answers follow by arithmetic."""
 
 import shlex
 
@@ -22,7 +22,8 @@ from zinfer.record.measurement import Measurement
 def exact(
     batch_size: int, step_s: float, engine: str = "stream", offload: str = "cpu", **fields: object
 ) -> Measurement:
-    """A point whose prefill and every step take exactly `step_s`, so that its throughput is batch_size / step_s."""
+    """Return a point whose prefill and every step take exactly `step_s`, so that its throughput is batch_size /
+    step_s."""
     asked = case(batch_size, engine, offload, output_len=4, **fields)
     return point(asked).model_copy(update={"ttft_ms": (step_s * 1e3,), "step_ms": ((step_s * 1e3,) * 3,)})
 
@@ -50,7 +51,7 @@ def test_the_best_point_is_the_fastest_usable_one() -> None:
     assert best([]) is None
 
 
-def test_of_equals_the_smaller_batch_is_better() -> None:
+def test_the_smaller_of_equally_fast_batches_is_better() -> None:
     found = best([exact(16, 2.0), exact(8, 1.0), exact(32, 4.0)])
     assert found is not None
     assert found.case.workload.batch_size == 8
@@ -101,7 +102,7 @@ def test_offload_is_judged_at_each_sides_best_and_at_equal_batch() -> None:
         ),
     ],
 )
-def test_a_verdict_has_words_for_a_side_that_is_missing(points: list[Measurement], words: str) -> None:
+def test_a_verdict_names_a_missing_side(points: list[Measurement], words: str) -> None:
     (verdict,) = offload_verdicts(points)
     assert verdict.words == words
     assert (verdict.comparison.gain is None) == (" gives " not in words)
@@ -177,7 +178,7 @@ def test_groups_never_mix_what_cannot_be_compared() -> None:
     assert len({group.stem("all", alone=False) for group in found}) == len(points)
 
 
-def test_of_a_repeated_case_the_last_counts() -> None:
+def test_the_last_point_of_a_repeated_case_counts() -> None:
     ((_, own),) = groups([failed(8), exact(16, 1.0), exact(8, 1.0)]).items()
     assert [(point.case.workload.batch_size, point.status) for point in own] == [(8, "ok"), (16, "ok")]
 

@@ -1,4 +1,4 @@
-"""What the model itself says of its layers: parameters, experts, and what is cached."""
+"""Properties of a model that are read from the model itself: parameters, experts, and the size of its cache."""
 
 import json
 from pathlib import Path
@@ -80,7 +80,8 @@ def test_a_model_is_counted_as_it_is_built(kind: str) -> None:
 
 
 def cached(spec: ModelSpec, length: int) -> tuple[int, ...]:
-    """Values that a real forward pass of one sequence leaves in each part of transformers' own cache."""
+    """Return the number of values that a forward pass of one sequence leaves in each part of transformers' own
+    cache."""
     model = empty_model(spec).to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         torch.nn.init.zeros_(tensor)
@@ -119,7 +120,7 @@ def test_a_slice_is_the_model_of_its_cut_configuration(kind: str) -> None:
 
 
 def test_compressed_keys_and_first_dense_layers_of_deepseek_v3() -> None:
-    """The published configuration: 671 B parameters, 37 B of them active; transformers caches the compressed keys."""
+    """Published configuration: 671 B parameters, 37 B of them active; transformers caches the compressed keys."""
     published = {
         "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
         "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
@@ -175,7 +176,7 @@ def test_attention_reads_no_more_than_the_window() -> None:
     assert prefilled == pytest.approx(by_token, rel=1e-3)
 
 
-def test_of_a_wrapper_only_the_text_model_counts() -> None:
+def test_only_the_text_model_of_a_wrapper_counts() -> None:
     wrapper, text = spec_of("gemma3"), spec_of("gemma3_text")
     assert (wrapper.layers, wrapper.architecture) == (text.layers, "gemma3")
     assert not any("vision" in name for name, _ in empty_model(wrapper).named_parameters())
@@ -200,7 +201,7 @@ MLLAMA = {
         ({"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "fp8"}}}, "quantised"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(config: dict[str, Any], says: str) -> None:
+def test_unsupported_models_are_refused_in_one_line(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=f"^it: .*{says}") as error:
         from_config("it", config)
     assert "\n" not in str(error.value)

@@ -1,4 +1,5 @@
-"""The arena: exact, on the GPU's node, refused before it is touched when there is no room, gone with its process."""
+"""Pinned arena: exact size, on the GPU's NUMA node, refused before it is touched when memory is short, freed with its
+process."""
 
 import os
 import signal
@@ -31,7 +32,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("name", ["bloom-176b", "llama-3.1-405b", "mixtral-8x22b"])
-def test_what_is_locked_is_what_is_stored(name: str) -> None:
+def test_the_locked_bytes_are_the_stored_bytes(name: str) -> None:
     layers = decoder_layers(empty_model(model.from_catalogue(name)))[1]
     stored = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
     size = sum(lay_out(layer.named_parameters())[1] for layer in layers)
@@ -61,7 +62,7 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
 
 
 def _mapping(proc: Path, address: int) -> list[str]:
-    """The lines of smaps on the mapping that `address` is in."""
+    """Return the lines of smaps on the mapping that contains `address`."""
     lines = (proc / "smaps").read_text().splitlines()
     heads = [index for index, line in enumerate(lines) if "-" in line.split()[0]]
     for start, end in zip(heads, [*heads[1:], len(lines)], strict=True):
@@ -107,7 +108,7 @@ def test_the_gpus_address_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_room_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "available_bytes", lambda: 3_000_000)
     monkeypatch.setattr(PinnedArena, "_touch", lambda *_: pytest.fail("touched"))
-    with pytest.raises(MemoryError, match=r"5\.0 MB of host memory are needed and 3\.0 MB are free") as error:
+    with pytest.raises(MemoryError, match=r"5\.0 MB of host memory are needed, 3\.0 MB are free") as error:
         PinnedArena(5_000_000, pin=False)
     assert all(way in str(error.value) for way in ("--layers", "-O weight_codec=lossless", "--offload nvme"))
     assert status_of(error.value) == "oom_host"
@@ -125,7 +126,7 @@ def test_an_arena_may_be_larger_than_the_memory_at_hand() -> None:
     limit.close()
 
 
-def test_what_cannot_be_mapped_is_a_shortage() -> None:
+def test_a_failed_mapping_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match=r"refused to map .* vm.overcommit_memory"):
         PinnedArena(1 << 60, pin=False, grow=True)
 

@@ -1,4 +1,4 @@
-"""Atomic writes: whole or not at all, and nothing left beside."""
+"""Atomic writes: whole or not at all, without temporary files left behind."""
 
 import os
 import stat
@@ -26,7 +26,7 @@ def test_a_private_file_is_its_owners(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o600
 
 
-def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     atomic.write(tmp_path / "pipe", "text")

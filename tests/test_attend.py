@@ -1,4 +1,4 @@
-"""Products of a few rows with a long matrix in host memory: what torch says, whatever the shapes."""
+"""CPU kernels of attention: products of a few rows with a long matrix equal torch's, for all shapes."""
 
 import platform
 import shutil
@@ -28,8 +28,8 @@ LESSER = ("x86-64-v3", "x86-64")  # without AVX-512, and without AVX2
 
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Skips a test of what a C compiler makes where there is none that takes our flags; what torch computes in its
-    place is tested everywhere. A fault in `attend.c` itself is no reason to skip."""
+    """Skip a test of compiled code if no C compiler takes our flags; torch's substitute is tested everywhere. An error
+    in `attend.c` itself does not skip the test."""
     trial = tmp_path_factory.mktemp("compiler") / "trial.c"
     trial.write_text("#include <stdint.h>\n#include <string.h>\nint trial(void) { return 0; }\n")
     for name in filter(None, map(shutil.which, cpu_kernel.COMPILERS)):
@@ -41,7 +41,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def lesser(request: pytest.FixtureRequest, compiler: None, monkeypatch: Patch, tmp_path: Path) -> Any:
-    """`attend.c` for a processor that has less than this one."""
+    """Compile `attend.c` for a processor with fewer instructions than this one."""
     if platform.machine() != "x86_64":
         pytest.skip("for x86 only")
     flags = tuple(f"-march={request.param}" if flag == "-march=native" else flag for flag in cpu_kernel.FLAGS)
@@ -111,7 +111,7 @@ def test_rows_in_8_bits_are_as_good_as_their_bits(rows: int, tokens: int, width:
     assert not cpu_kernel.suits(queries, matrix.contiguous())  # the scales are lost
 
 
-def test_what_it_was_not_made_for_is_left_to_torch() -> None:
+def test_unsuitable_shapes_are_left_to_torch() -> None:
     keys = noise(2, 3, 40, 16)
     assert not cpu_kernel.suits(noise(2, 3, 129, 16), keys)  # many rows
     assert not cpu_kernel.suits(noise(2, 3, 1, 40), keys.transpose(-1, -2))  # no row of it is whole
@@ -138,7 +138,7 @@ def test_every_half_is_read_right() -> None:
 
 @pytest.mark.parametrize("lesser", LESSER, indirect=True)
 def test_every_processor_computes_the_same(lesser: None) -> None:
-    """Whatever its registers hold: as many rows and elements as fill them, fewer, and more."""
+    """Rows and elements that fill the registers, fewer, and more, for each width of registers."""
     shapes = [(1, 300, 128), (2, 129, 80), (3, 7, 33), (4, 128, 64), (5, 130, 300), (9, 3, 1)]
     for dtype, (rows, tokens, width) in product((*DTYPES, torch.int8), shapes):
         matrix = noise(2, 3, tokens, width, dtype=torch.float32 if dtype == torch.int8 else dtype)
@@ -193,7 +193,7 @@ def test_products_of_a_model_that_computes_attention_itself() -> None:
 
 @pytest.fixture
 def in_8_bits() -> tuple[Coded, Tensor]:
-    """Keys as a model sees them, and what they stand for: 2 sequences, 3 heads, 40 tokens, 16 values."""
+    """Return 8-bit keys as a model sees them, and their exact values: 2 sequences, 3 heads, 40 tokens, 16 values."""
     content = cpu_kernel.coded(noise(2, 3, 50, 16)).view(torch.int8)[:, :, :40, :16]
     return code(content, CPU, torch.bfloat16), cpu_kernel.widened(content, torch.bfloat16)
 
@@ -214,7 +214,7 @@ def in_8_bits() -> tuple[Coded, Tensor]:
         lambda keys: torch.empty_like(keys).copy_(keys),
     ],
 )
-def test_what_is_of_8_bits_passes_for_the_models_type(use: Any, in_8_bits: tuple[Coded, Tensor]) -> None:
+def test_8_bit_tensors_report_the_models_type(use: Any, in_8_bits: tuple[Coded, Tensor]) -> None:
     keys, exact = in_8_bits
     found, expected = use(keys), use(exact)
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
@@ -223,7 +223,7 @@ def test_what_is_of_8_bits_passes_for_the_models_type(use: Any, in_8_bits: tuple
     assert (keys.dtype, keys.shape, keys.size(1), len(keys)) == (torch.bfloat16, (2, 3, 40, 16), 3, 2)
 
 
-def test_attentions_products_read_8_bits_as_they_are(in_8_bits: tuple[Coded, Tensor], monkeypatch: Patch) -> None:
+def test_products_of_attention_read_8_bits_directly(in_8_bits: tuple[Coded, Tensor], monkeypatch: Patch) -> None:
     keys, exact = in_8_bits
     query, bias = noise(6, 1, 16), noise(6, 1, 40)
     monkeypatch.setattr(Coded, "widened", lambda _: pytest.fail("a copy was made"))
@@ -242,12 +242,12 @@ def test_attentions_products_read_8_bits_as_they_are(in_8_bits: tuple[Coded, Ten
     )
 
 
-def test_what_lost_its_scales_is_no_matrix() -> None:
-    with pytest.raises(ValueError, match="lost their scales"):
+def test_an_int8_matrix_without_scales_is_refused() -> None:
+    with pytest.raises(ValueError, match="without the scales"):
         cpu_kernel.widened(torch.zeros(3, 4, dtype=torch.int8), torch.float32)
 
 
-def test_a_product_that_does_not_fit_is_torchs_to_refuse() -> None:
+def test_products_of_wrong_shapes_raise_torchs_error() -> None:
     keys = host(noise(3, 40, 16), CPU)
     for rows in (noise(3, 1, 8), noise(2, 1, 16)):
         with pytest.raises(RuntimeError):
@@ -287,7 +287,7 @@ def test_without_a_compiler_torch_computes_the_same() -> None:
     assert torch.allclose(found.float(), scaled_dot_product_attention(queries, keys, keys).float(), atol=0.02)
 
 
-def test_a_compiler_that_fails_is_no_accident(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failing_compiler_is_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu_kernel.shutil, "which", lambda name: f"/usr/bin/{name}")
 
@@ -303,7 +303,7 @@ def test_a_compiler_that_fails_is_no_accident(monkeypatch: pytest.MonkeyPatch, t
         cpu_kernel.library.cache_clear()
 
 
-def test_a_user_without_a_home_is_no_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_folder_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -361,7 +361,7 @@ print(returned, faults())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
-def test_what_attention_writes_in_between_stays_with_the_process() -> None:
+def test_intermediate_results_of_attention_stay_with_the_process() -> None:
     returned, kept = map(int, subprocess.check_output([sys.executable, "-c", FAULTS]).split())
     assert returned > 50
     assert kept < returned / 5

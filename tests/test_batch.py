@@ -1,4 +1,5 @@
-"""The OpenAI batch format: what is understood, what is refused and how, and that ids depend on the lines alone."""
+"""OpenAI batch format: requests that are understood, requests that are refused and how, and ids that depend on the
+lines alone."""
 
 import json
 from typing import Any
@@ -165,12 +166,12 @@ def test_no_line_raises(content: bytes) -> None:
     "content",
     [b"", b"{", b"[]", b"{}", b'{"id":1}', b'{"id":"x","custom_id":"a","response":null}', b'"x"', b"[" * 9999],
 )
-def test_what_is_no_output_is_garbled(content: bytes) -> None:
+def test_a_damaged_output_is_recognised(content: bytes) -> None:
     with pytest.raises(Garbled):
         decode(content)
 
 
-def test_rows_get_what_they_may_have() -> None:
+def test_rows_get_the_tokens_that_they_may_have() -> None:
     lines = [line({"prompt": "x"} | more, custom_id=str(key)) for key, more in enumerate(
         ({}, {"max_tokens": 10}, {}, {"max_tokens": 11}, {"max_tokens": 5}, {}, {"max_tokens": 4})
     )]  # fmt: skip

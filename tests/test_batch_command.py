@@ -1,4 +1,4 @@
-"""`zinfer batch` as a user meets it: a file in, a file out, one line about it, and an exit code."""
+"""Command `zinfer batch`: one file in, one file out, one summary line, and an exit code."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`zinfer best` names the configuration, in a table and as JSON."""
+"""Command `zinfer best`: names the best configuration, in a table and as JSON."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The KV cache of every kind of layer: greedy tokens are those of `transformers.generate`, wherever the cache is."""
+"""KV cache of every kind of layer: greedy tokens equal those of `transformers.generate`, wherever the cache is."""
 
 from collections.abc import Callable
 from functools import cache
@@ -69,7 +69,7 @@ Kinds = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
-    """Makes the checkpoint of one of `KINDS`, once."""
+    """Make the checkpoint of one of `KINDS`, once."""
 
     @cache
     def make(name: str) -> Path:
@@ -85,7 +85,7 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
 
 @cache
 def expected(directory: Path, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
-    """What `transformers.generate` continues a batch with, ``[B, OUTPUT_LEN]``."""
+    """Return the tokens that `transformers.generate` adds to a batch, ``[B, OUTPUT_LEN]``."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     token_ids, mask = prompts(lengths)
@@ -152,8 +152,8 @@ def test_8_bits_are_what_the_record_says(
     exact.close()
 
 
-def test_of_a_sliding_window_a_step_reads_and_keeps_the_window(kind: Kinds, tmp_path: Path) -> None:
-    """The prompt has 40 tokens, the window 8: 7 are stored, and what comes is 7 before each token."""
+def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds, tmp_path: Path) -> None:
+    """The prompt has 40 tokens, the window 8: the cache stores 7, and a step adds to the 7 tokens before it."""
     over_link, by_cpu, here = (
         load("stream", kind("mistral"), "cpu", tmp_path, **WAYS[way][1])
         for way in ("kv over the link", "kv by the cpu", "cpu")
@@ -182,7 +182,8 @@ def _saved(directory: Path, name: str, settings: dict[str, Any]) -> Path:
 
 
 def test_longrope_stays_on_one_side_of_its_switch(tmp_path: Path) -> None:
-    """Both sides are right; what crosses the switch is refused, as the cache has keys turned by the other angles."""
+    """Both sides are right; a batch that crosses the switch is refused, as its cached keys were rotated by the other
+    angles."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24, **factors}
     directory = _saved(
@@ -206,8 +207,8 @@ def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [{"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}])
-def test_what_is_more_than_keys_and_values_stays_as_it_is_or_is_refused(option: dict[str, Any], tmp_path: Path) -> None:
-    """A sparse attention's index has no 8 bits, and no place in host memory."""
+def test_other_states_than_keys_and_values_are_kept_or_refused(option: dict[str, Any], tmp_path: Path) -> None:
+    """The index of a sparse attention has no 8-bit form and no place in host memory."""
     settings = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16}
     settings |= {"qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 8, "n_routed_experts": 4, "n_group": 1}
     settings |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "index_topk": 8}
@@ -253,10 +254,8 @@ def test_a_model_that_adds_tokens_of_its_own_is_refused(reserve: int, tmp_path: 
     counts=st.lists(st.sampled_from([1, 1, 1, 2, 5, 30, 70]), min_size=1, max_size=40),
     storage=st.sampled_from([None, torch.int8]),
 )
-def test_a_window_sees_what_that_of_transformers_sees(
-    window: int, counts: list[int], storage: torch.dtype | None
-) -> None:
-    """After any numbers of tokens at a time, of the first two rows and then of the third."""
+def test_a_window_equals_that_of_transformers(window: int, counts: list[int], storage: torch.dtype | None) -> None:
+    """Any numbers of tokens at a time, for the first two rows and then for the third."""
     generator, capacity = torch.Generator().manual_seed(window), sum(counts)
     layer = FixedLayer(3, capacity, window) if storage is None else QuantizedLayer(3, capacity, storage, window)
     theirs = DynamicSlidingWindowLayer(sliding_window=window)

@@ -1,4 +1,4 @@
-"""Predictions against the committed records, each predicted without itself, and what a fit makes of known factors."""
+"""Predictions against the committed records, each point predicted without itself, and fits of known factors."""
 
 from pathlib import Path
 from statistics import median
@@ -27,8 +27,8 @@ def rows() -> tuple[Row, ...]:
 
 
 def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Row, ...]) -> None:
-    """Of ours all. The peers' misses are known: DeepSpeed's prefill at its edge, where its allocator is short
-    of memory, and Accelerate's pageable copies, whose rate differs from host to host."""
+    """Holds for all points of `stream`. The misses of the peers are known: DeepSpeed's prefill at its edge, where its
+    allocator is short of memory, and Accelerate's pageable copies, whose rate differs between hosts."""
     errors = {row.case: row.tok_s_error for row in rows if row.tok_s_error is not None}
     assert len(errors) == sum(row.measured_tok_s is not None for row in rows) > 10
     assert median(map(abs, errors.values())) <= 0.05
@@ -38,9 +38,12 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Row, 
     assert max(map(abs, errors.values())) <= 0.25
 
 
-def test_what_plans_call_the_best_was_nearly_the_fastest(rows: tuple[Row, ...]) -> None:
-    """Among all that was measured of a model and a pair of lengths on a machine: engines, batches, where the KV cache
-    is and in which type. What is lost by going by plans that did not know the point is a twentieth at most."""
+def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[Row, ...]) -> None:
+    """A choice by predictions, which do not know the point, loses a twentieth at most.
+
+    The candidates are all that was measured of a model and a pair of lengths on a machine: engines, batches, place and
+    type of the KV cache.
+    """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if row.predicted_tok_s is not None and row.measured_tok_s is not None:
@@ -55,7 +58,7 @@ def test_what_plans_call_the_best_was_nearly_the_fastest(rows: tuple[Row, ...]) 
 
 
 def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
-    """Of a KV cache in host memory, wherever both ways were measured: over the link, and on the CPU."""
+    """Records in which a KV cache in host memory was used both over the link and on the CPU."""
     machines = load_machines(RESULTS)
     seconds: dict[tuple[str, Case], dict[str, float]] = {}
     for one in load_points(RESULTS):
@@ -73,7 +76,7 @@ def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
 
 
 def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tuple[Row, ...]) -> None:
-    """DeepSpeed holds a layer of BLOOM at a time and two of smaller models, by the same settings."""
+    """DeepSpeed holds one layer of BLOOM at a time and two of smaller models, with the same settings."""
     errors = {row.case: row.gpu_error for row in rows if row.gpu_error is not None}
     assert len(errors) == len({row.case for row in rows})
     assert median(map(abs, errors.values())) <= 0.05
@@ -82,7 +85,7 @@ def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tu
 
 
 def test_the_largest_batch_is_predicted() -> None:
-    """Within an eighth: the allocator's gaps and what a step needs for a moment are not in the plan."""
+    """The tolerance is an eighth: the plan leaves out gaps of the allocator and short-lived tensors of a step."""
     machines, points = load_machines(RESULTS), load_points(RESULTS)
     factors = fit(points, machines)
     for name, layers, offload in (("bloom-176b", 14, "cpu"), ("opt-30b", None, "none"), ("opt-30b", None, "cpu")):
@@ -96,7 +99,7 @@ def test_the_largest_batch_is_predicted() -> None:
 
 
 def fabricated(told: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option) -> Measurement:
-    """A point of OPT-30B on a machine whose engine has exactly the factors `told`."""
+    """Return a point of OPT-30B on a machine whose engine has exactly the factors `told`."""
     chosen = tuple(sorted({"weight_codec": "none", **options}.items()))
     asked = case(size, model="opt-30b", layers=None, offload=offload, options=chosen)
     spec = model.resolve("opt-30b", None, None)
@@ -120,7 +123,7 @@ def fabricated(told: Efficiency, size: int, offload: str, place: Machine = H100,
 
 
 def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
-    """What `stream` tells of the KV cache."""
+    """Return the settings in which `stream` reports its KV cache."""
     if "kv_offload" not in dict(asked.options):
         return {}
     setup = placement_of(asked, plan.model, plan.machine, factors=Efficiency())
@@ -146,7 +149,7 @@ def test_a_fit_finds_the_factors_that_made_the_records() -> None:
     assert errors == pytest.approx([0.0] * 6, abs=1e-3)
 
 
-def test_a_cache_on_the_host_tells_of_the_link_where_it_is_what_one_waits_for() -> None:
+def test_a_cache_in_host_memory_shows_the_link_rate_if_the_link_limits() -> None:
     told = Efficiency(link_share=0.83)
     for options in ({"kv_attention": "gpu"}, {"kv_attention": "cpu"}):
         (one,) = calibrate._seen([fabricated(told, 64, "cpu", kv_offload="cpu", **options)], {"h100": H100})
@@ -158,7 +161,7 @@ def test_a_cache_on_the_host_tells_of_the_link_where_it_is_what_one_waits_for() 
 
 @pytest.mark.parametrize("threads", ["auto", 64, 32])
 @pytest.mark.parametrize("quantized", ["bf16", "int8"])
-def test_what_the_link_loses_to_the_cpu_is_not_the_engines_doing(quantized: str, threads: Option) -> None:
+def test_bandwidth_that_the_link_loses_to_the_cpu_is_not_the_engines_factor(quantized: str, threads: Option) -> None:
     told = Efficiency(link_share=0.83)
     figures = {"attention_bandwidth": 100e9, "host_bandwidth": 120e9, "details": {"host": {"cores": 64}}}
     tight = H100.model_copy(update=figures)
@@ -180,7 +183,7 @@ def test_a_point_is_never_predicted_from_itself() -> None:
     assert (fit(odd, {"h100": H100})["stream"].error or 0) > 0.3
 
 
-def test_what_cannot_be_used_is_left_out() -> None:
+def test_unusable_points_are_left_out() -> None:
     good = fabricated(Efficiency(), 8, "cpu")
     others = [
         good.model_copy(update={"machine": "unknown"}),

@@ -1,4 +1,5 @@
-"""`zinfer run --chat`: the tokens of a model that computes every turn anew, on a terminal and in a pipe."""
+"""Command `zinfer run --chat`: the same tokens as a model that computes every turn anew, on a terminal and in a
+pipe."""
 
 import io
 import json
@@ -33,7 +34,7 @@ Checkpoints = Callable[..., Path]
 
 
 class Inline:
-    """The worker's end without a process."""
+    """Worker's end without a process."""
 
     def __init__(self, engine: Engine) -> None:
         self._server = Server(io.StringIO())
@@ -64,7 +65,7 @@ def settings(output_len: int = 10, **fields: Any) -> dict[str, Any]:
 def talk(
     worker: Any, capsys: pytest.CaptureFixture[str], turns: list[str] | None = None, **fields: Any
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """What each of `TURNS` gave, as JSON, and what was said besides."""
+    """Return the answers to `TURNS` as JSON, and the other output."""
     said: list[str] = []
     terminal.talk(worker, turns or TURNS, settings(**fields), said.append, as_json=True)
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()], said
@@ -150,7 +151,7 @@ def test_a_conversation_ends_where_positions_do(
     engine.close()
 
 
-def test_an_engine_that_keeps_nothing_says_so_and_answers(
+def test_an_engine_without_reuse_says_so_and_answers(
     engine: Engine, checkpoint: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu")

@@ -1,4 +1,4 @@
-"""The commands as a user meets them: each mistake is one message and an exit code, never a traceback."""
+"""Commands from the user's side: each mistake gives one message and an exit code, never a traceback."""
 
 import json
 import os
@@ -26,7 +26,7 @@ TINY = ["-m", "bloom-tiny", "--engine", "stream", "--input-len", "8", "--output-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An empty folder of a user whose machine was probed already."""
+    """Provide an empty folder of a user whose machine was probed already."""
     machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
     path = tmp_path / "sweeps" / "results" / slug() / "machine.json"
     path.parent.mkdir(parents=True)
@@ -105,7 +105,7 @@ def test_debug_shows_the_traceback(folder: Path) -> None:
 
 
 def test_sweep_to_best_and_back(folder: Path) -> None:
-    """Measure, refuse to overwrite, resume for nothing, show the change, draw and decide."""
+    """Measure, refuse to overwrite, resume without new points, show the change, draw and decide."""
     words = ["sweep", *TINY, "--offload", "none,cpu", "--batch-size", "1,2"]
     first = zinfer(folder, *words)
     assert first.returncode == 0, first.stderr
@@ -150,7 +150,7 @@ def test_the_best_command_runs(folder: Path) -> None:
     assert [len(text["output_ids"]) for text in texts] == [4, 4]
 
 
-def test_a_file_from_before_a_setting_existed_is_one_with_its_default() -> None:
+def test_an_old_file_without_a_setting_has_its_default() -> None:
     from zinfer.commands.sweep import _changes
     from zinfer.job.recipe import Sweep
     from zinfer.record.store import Header

@@ -1,7 +1,7 @@
-"""The lossless codec: every bit comes back, from the plain decoder and from the kernel, and the sizes are as promised.
+"""Lossless codec: every bit returns, from the plain decoder and from the kernel, and the sizes are as promised.
 
-The kernel runs in Triton's interpreter. It has to be chosen before triton is imported, which other tests may have done,
-so all cases go through one process of their own: this file, run as a script.
+The kernel runs in Triton's interpreter. This must be chosen before triton is imported, which other tests may have done,
+so all cases run in one process of their own: this file, run as a script.
 """
 
 import mmap
@@ -29,13 +29,13 @@ def gaussian(numel: int, scale: float = 0.02, seed: int = 0) -> Tensor:
 
 
 def noise(numel: int, seed: int = 0) -> Tensor:
-    """Any bits: NaN, infinities, denormals and both zeros among them."""
+    """Return random bits: NaN, infinities, denormals and both zeros among them."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(1 << 15), 1 << 15, (numel,), generator=generator, dtype=torch.int16).view(torch.bfloat16)
 
 
 def exponents(weights: dict[int, int], numel: int = BLOCK) -> Tensor:
-    """Values whose exponents are drawn by weight, the rest of them random."""
+    """Return values whose exponents are drawn by weight, with random other bits."""
     generator = torch.Generator().manual_seed(len(weights))
     drawn = torch.multinomial(torch.tensor([*weights.values()]).float(), numel, True, generator=generator)
     bits = torch.tensor([*weights])[drawn].to(torch.int16) << 7
@@ -43,7 +43,7 @@ def exponents(weights: dict[int, int], numel: int = BLOCK) -> Tensor:
 
 
 def every_pattern() -> Tensor:
-    """All 65,536 of them, spread over common values."""
+    """Return all 65,536 bit patterns, spread over common values."""
     values = gaussian(12 * BLOCK)
     places = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))[: 1 << 16]
     values[places] = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.bfloat16)
@@ -89,7 +89,7 @@ def encoded(values: Tensor) -> Encoded:
 
 
 def decoded(source: Encoded) -> Tensor:
-    """By the plain decoder, into a place with neighbours that stay as they are."""
+    """Decode with the plain decoder into memory with neighbours, which must not change."""
     memory = torch.full((source.layout.numel + 32,), -7.0, dtype=torch.bfloat16)
     decode(source.data, source.layout, memory[16:-16].view(source.shape))
     assert (memory[:16] == -7).all()
@@ -112,7 +112,7 @@ BLOCKS = st.one_of(
 
 @given(blocks=st.lists(BLOCKS, min_size=1, max_size=4), tail=st.integers(0, 40), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
-def test_whatever_comes_is_kept_or_goes_raw(blocks: list[Tensor], tail: int, seed: int) -> None:
+def test_any_data_is_coded_without_loss_or_stays_raw(blocks: list[Tensor], tail: int, seed: int) -> None:
     values = torch.cat([*blocks, noise(tail, seed)])
     result = encode(values)
     if result is not None:
@@ -133,7 +133,7 @@ def test_whatever_comes_is_kept_or_goes_raw(blocks: list[Tensor], tail: int, see
     ],
     ids=["empty", "less than a block", "noise", "fp16", "fp32", "int8", "more noise than weights"],
 )
-def test_what_does_not_shrink_goes_raw(values: Tensor) -> None:
+def test_data_that_does_not_shrink_stays_raw(values: Tensor) -> None:
     assert encode(values) is None
 
 
@@ -145,10 +145,10 @@ def test_small_tensors_and_other_types_are_not_worth_it() -> None:
     assert encode(gaussian(BLOCK)) is not None
 
 
-def test_a_block_that_the_sample_misjudges_goes_raw() -> None:
+def test_a_block_that_the_sample_misjudges_stays_raw() -> None:
     values = gaussian(8 * BLOCK)
     bits = values[:BLOCK].view(torch.int16)
-    # The three that seem commonest, of those that are counted, are nowhere else: hardly a value is no escape.
+    # The three commonest exponents of the counted values are nowhere else: nearly all values are escapes.
     wrong = torch.randint(40, 256, (BLOCK,), dtype=torch.int16)
     wrong[:: codec._STRIDE] = torch.arange(BLOCK)[:: codec._STRIDE].div(codec._STRIDE).remainder(256).short()
     bits.copy_(bits & -0x7F81 | wrong << 7)
@@ -185,7 +185,7 @@ def test_chunks_leave_no_seams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def entropy(values: Tensor) -> float:
-    """The share of the size that no code for exponents gets below: 8 bits a value, and their entropy."""
+    """Return the lower bound on the size of any code for exponents: 8 bits a value plus their entropy, as a share."""
     frequency = ((values.view(torch.int16) >> 7).to(torch.uint8).bincount() / values.numel()).double()
     frequency = frequency[frequency > 0]
     return (8 - float(frequency @ frequency.log2())) / 16
@@ -230,13 +230,14 @@ def unsound() -> list[Any]:
 
 
 @pytest.mark.parametrize(("data", "layout", "out"), unsound())
-def test_what_does_not_belong_together_is_refused(data: Tensor, layout: Layout, out: Tensor) -> None:
+def test_data_layout_and_output_that_do_not_fit_are_refused(data: Tensor, layout: Layout, out: Tensor) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         decode(data, layout, out)
 
 
 def damaged(kind: str) -> Encoded:
-    """Two blocks of noise, whose records promise more than there is room for. The streams are long enough to try."""
+    """Return two blocks of noise whose records promise more data than there is room for; the streams are long enough to
+    try."""
     head = Layout(2 * BLOCK, ()).records + 3 * 8 * codec.LEVELS // 16
     layout = Layout(2 * BLOCK, (head, *range(head + 4096, head + 5 * 4096, 4096), head + 4 * 4096))
     data = noise(layout.size // 2).view(torch.uint8)
@@ -260,10 +261,10 @@ def need_triton() -> None:
 
 @pytest.fixture(scope="session")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """What the kernel makes of `CASES`, of some of them with other numbers of warps, and of damaged data."""
+    """Return the results of the kernel on `CASES`, on some of them with other numbers of warps, and on damaged data."""
     need_triton()
     folder = tmp_path_factory.mktemp("kernel")
-    # The interpreter takes its time for every tile: most cases have larger ones than a GPU gets.
+    # The interpreter is slow for each tile: most cases have larger tiles than on a GPU.
     jobs = [(name, encoded(values()), None if name in AS_ON_A_GPU else 8) for name, values in CASES.items()]
     jobs += [(f"{warps} warps", encoded(CASES["heavy tails"]()), warps) for warps in (1, 4)]
     jobs += [(kind, damaged(kind), 8) for kind in DAMAGE]
@@ -281,7 +282,7 @@ def test_the_kernel_returns_every_bit(name: str, by_kernel: dict[str, Tensor]) -
     values = CASES[name]()
     whole = values.numel() // BLOCK * BLOCK
     assert same(by_kernel[name][:whole], values[:whole])
-    assert by_kernel[name][whole:].isnan().all()  # the tail is not the kernel's
+    assert by_kernel[name][whole:].isnan().all()  # the kernel leaves the tail
 
 
 @pytest.mark.parametrize("warps", [1, 4])
@@ -318,7 +319,7 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def guarded(size: int) -> Tensor:
-    """`size` bytes; whoever goes on reading or writing behind them ends the process."""
+    """Return `size` bytes of memory; to read or write behind them ends the process."""
     room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, room + mmap.PAGESIZE)
     guard = addressof(c_char.from_buffer(memory)) + room
@@ -328,7 +329,7 @@ def guarded(size: int) -> Tensor:
 
 
 def main(folder: Path) -> None:
-    """Decode what is in `folder` with the kernel."""
+    """Decode the data in `folder` with the kernel."""
     from zinfer.engine.stream import decode as kernel
 
     usual, results = kernel.WARPS, {}

@@ -1,4 +1,4 @@
-"""Comparisons whose outcome is known by arithmetic, and the gate that exits 7."""
+"""Comparisons whose outcome follows by arithmetic, and the regression check that exits with 7."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Files = Callable[..., list[Path]]  # writes a.jsonl and b.jsonl
 
 
 def timed(step_ms: tuple[float, ...], batch_size: int = 1, engine: str = "stream", **fields: object) -> Measurement:
-    """A point whose repeats each take one of `step_ms` a step and for prefill, for 4 tokens."""
+    """Return a point whose repeats each take one of `step_ms` for a step and for prefill, for 4 tokens."""
     asked = case(batch_size, engine, output_len=4, **fields)
     samples = {"ttft_ms": step_ms, "step_ms": tuple((step,) * 3 for step in step_ms)}
     return point(asked).model_copy(update=samples)
@@ -132,7 +132,7 @@ def test_points_are_matched_by_case_and_the_rest_is_listed() -> None:
     assert [one.case.workload.batch_size for one in found.only_after] == [8, 64]
 
 
-def test_machines_and_versions_that_differ_are_told() -> None:
+def test_different_machines_and_versions_are_reported() -> None:
     newer = timed(STEADY).model_copy(
         update={"machine": "h200", "versions": {"zinfer": "0.1.0", "torch": "2.13.0", "cuda": "13"}}
     )
@@ -195,7 +195,7 @@ def test_versions_stand_in_the_header(files: Files) -> None:
         (timed(SLOWER), "16%", 7),
         (timed(SLOWER), "17%", 0),  # 120 ms in place of 100 is a sixth fewer tokens a second
         (timed(NEARLY), "0%", 0),
-        (timed((102.0,)), "1%", 7),  # of one repeat the noise counts as none
+        (timed((102.0,)), "1%", 7),  # the noise of one repeat counts as zero
         (timed((102.0,)), "2.5%", 0),
         (failed(), "100%", 7),
         (timed((50.0,)), "0%", 0),

@@ -1,4 +1,4 @@
-"""The record of conformance is what `docs/models.md` says, and, when asked for, true of what is installed."""
+"""Conformance record: agrees with `docs/models.md`, and, if asked for, with the installed transformers."""
 
 import os
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_persistent_buffers_are_random_and_unlike_from_layer_to_layer() -> None:
     assert len({tuple(buffer.tolist()) for buffer in buffers if buffer is not None}) == len(buffers)
 
 
-def test_what_comes_of_a_way_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Outcome] = {}
     expected: list[torch.Tensor] = []
     reference = compare.reference

@@ -1,4 +1,4 @@
-"""The arithmetic of a pass: golden figures, and what must hold whatever the shapes."""
+"""Cost model of a pass: golden figures, and properties that hold for all shapes."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def linked(bandwidth: float, place: Machine = H100) -> Machine:
 
 
 def rows_on_host(case: Case, place: Machine, factors: Efficiency | None = None) -> int:
-    """Of the sequences of a case of BLOOM, those whose KV cache is in host memory."""
+    """Return the number of sequences of a case of BLOOM whose KV cache is in host memory."""
     return round(placement_of(case, BLOOM, place, factors=factors).kv_host_share * case.workload.batch_size)
 
 
@@ -120,8 +120,10 @@ def test_with_the_batch_free_the_cache_is_worth_more_than_resident_weights() -> 
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])
 def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
-    """Where a slow CPU attends, the best batch is neither a power of two nor the largest. (The rows that the GPU holds
-    are whole ones, which makes throughput uneven by some thousandths.)"""
+    """With slow attention on the CPU, the best batch is neither a power of two nor the largest.
+
+    (The GPU holds whole rows, which makes throughput uneven by some thousandths.)
+    """
     place, slice_ = linked(55e9), BLOOM.slice(14)
     place = place.model_copy(update={"attention_bandwidth": 24e9, "host_bytes": 128 << 30})
     options = (("kv_attention", "cpu"), ("kv_offload", "auto"), ("weight_codec", codec))
@@ -139,8 +141,8 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
 
 
 def test_cpu_and_link_share_the_hosts_memory() -> None:
-    """Where the memory gives less than both could take, the CPU has its part of it and the link a twentieth less. Fewer
-    cores take nothing from the link, and have the whole time of a layer."""
+    """If the memory gives less than both could take, the CPU gets its share and the link a twentieth less. Fewer cores
+    take nothing from the link, and have the whole time of a layer."""
     place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bytes": 800 << 30})
     place = place.model_copy(update={"details": {"host": {"cores": 32}}})
     tight = place.model_copy(update={"host_bandwidth": 120e9})
@@ -156,12 +158,12 @@ def test_cpu_and_link_share_the_hosts_memory() -> None:
     assert placement_of(fewer, BLOOM, tight).kv_cpu_share == 0.625  # 63 of 120 GB/s beside the link's 50
     assert make_plan(fewer, BLOOM, tight).step_s == alone
     assert placement_of(fewer, BLOOM, place).kv_cpu_share == 1
-    many = asked(batch_size=260, options=all_cores[:2])  # for whom fewer would be late
+    many = asked(batch_size=260, options=all_cores[:2])  # fewer cores would finish late
     assert placement_of(many, BLOOM, tight).kv_cpu_share == 1
 
 
 def test_link_and_cpu_slow_each_other_as_measured() -> None:
-    """Until one is done: then the other has all of its own rate again."""
+    """Once one is done, the other has its full rate again."""
     place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bandwidth": 120e9})
     there = Placement(tier="host", kv_host_share=1.0, kv_on_cpu=True)
     assert contended_rates(there, place, 100e9, round(40e9), 1.0) == pytest.approx((0.5, 1.025))  # 80 GB/s beside 47.5
@@ -171,7 +173,7 @@ def test_link_and_cpu_slow_each_other_as_measured() -> None:
     half = there.model_copy(update={"kv_cpu_share": 0.5})
     assert contended_rates(half, seen, 100e9, round(50e9), 2.0) == pytest.approx(
         (1.0, 2.0)
-    )  # 50 of 110 GB/s: nobody loses
+    )  # 50 of 110 GB/s: neither is slower
     most = there.model_copy(update={"kv_cpu_share": 0.8})
     assert contended_rates(most, seen, 100e9, round(60e9), 2.0) == pytest.approx(
         (1.0, 2.0)
@@ -182,7 +184,7 @@ def test_link_and_cpu_slow_each_other_as_measured() -> None:
 
 
 def test_heads_that_share_a_key_keep_the_cpu_longer_at_it() -> None:
-    """As many products are due for its bytes; where few share it, memory alone sets the time."""
+    """The bytes of a shared key take as many products; if few heads share it, memory alone sets the time."""
     place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9})
     assert [place.attention_rate(sharing) for sharing in (1, 8)] == [100e9, 100e9]
     told = place.model_copy(update={"grouped_attention_bandwidth": 40e9, "host_bytes": 800 << 30})
@@ -204,8 +206,8 @@ def test_a_rate_set_by_hand_voids_those_measured_together() -> None:
     assert machine.override(seen, "shared_h2d_bandwidth=30GB/s").shared_attention_bandwidth == 60e9
 
 
-def test_a_prefill_also_waits_for_what_lies_between_its_products() -> None:
-    """An attention that keeps its scores, as BLOOM's, reads and writes memory with the square of the length."""
+def test_a_prefill_also_waits_for_its_intermediate_results() -> None:
+    """Attention that stores its scores, like BLOOM's, reads and writes memory with the square of the length."""
     flops = {length: BLOOM.prefill_flops(1, length) / (0.6 * (H100.matmul_flops or 1)) for length in (1024, 4096)}
     fast = H100.model_copy(update={"h2d_bandwidth": 1e15, "host_bandwidth": None})
     limits = {length: prefill(Placement(), BLOOM, fast, 1, length).limits["compute"] for length in flops}
@@ -251,9 +253,7 @@ def test_attention_on_the_cpu_reads_the_cache_beside_the_link() -> None:
 
 
 @pytest.mark.parametrize(("cpu_reads", "bound", "read_over"), [(120e9, "link", 0), (20e9, "link", 1)])
-def test_of_the_two_ways_to_a_cache_on_the_host_the_faster_is_taken(
-    cpu_reads: float, bound: str, read_over: int
-) -> None:
+def test_the_faster_way_to_a_cache_in_host_memory_is_taken(cpu_reads: float, bound: str, read_over: int) -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": cpu_reads, "host_bytes": 800 << 30})
     found = make_plan(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, place)
     kv = BLOOM.kv_bytes(100, 528)
@@ -261,7 +261,7 @@ def test_of_the_two_ways_to_a_cache_on_the_host_the_faster_is_taken(
     assert (found.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + read_over * kv) / 55e9)
 
 
-def test_what_the_cpu_attends_to_waits_for_the_gpu_and_the_other_way_round() -> None:
+def test_attention_on_the_cpu_and_the_gpu_wait_for_each_other() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": 50e9, "host_bytes": 800 << 30})
     there = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
     found = make_plan(asked(batch_size=200, options=there), BLOOM, place)
@@ -271,7 +271,7 @@ def test_what_the_cpu_attends_to_waits_for_the_gpu_and_the_other_way_round() -> 
     assert (found.step_s or 0) < BLOOM.kv_bytes(200, 528) / 50e9 + (at_rest.step_s or 0)
 
 
-def test_auto_leaves_the_host_only_what_the_gpu_has_no_room_for() -> None:
+def test_auto_puts_only_rows_that_do_not_fit_the_gpu_into_host_memory() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
     split = (("kv_offload", "auto"),)
     most = largest_batch(asked(), BLOOM, place, CAUTIOUS)
@@ -279,12 +279,12 @@ def test_auto_leaves_the_host_only_what_the_gpu_has_no_room_for() -> None:
     assert small.host.kv_cache == 0
     assert small.gpu == make_plan(asked(batch_size=most), BLOOM, place).gpu
     rows = rows_on_host(large.case, place)
-    assert most <= rows <= most + 2  # what waits for the others takes room too
+    assert most <= rows <= most + 2  # rows that wait for the others take room, too
     assert placement_of(large.case, BLOOM, place).kv_on_cpu
     assert large.host.kv_cache == pytest.approx(BLOOM.kv_bytes(rows, 544), rel=1e-6)
     cautious = make_plan(large.case, BLOOM, place, factors=CAUTIOUS)
     assert cautious.gpu.total <= place.gpu_bytes < cautious.gpu.total + 2 * BLOOM.kv_bytes(1, 544)
-    assert cautious.host == large.host  # whoever asks
+    assert cautious.host == large.host  # for any caller
     assert large.max_batch_size > 3 * most
     assert large.step_s == small.step_s
 
@@ -316,7 +316,7 @@ def cost_of(setup: Placement, case: Case, place: Machine) -> int:
     return tiers(setup, BLOOM, place, load.batch_size, load.input_len, load.output_len)[0].total
 
 
-def test_while_the_cpu_attends_the_ring_has_room_for_what_comes() -> None:
+def test_the_ring_holds_a_layer_while_the_cpu_attends() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
     split = (("kv_offload", "auto"), ("ring_depth", "auto"))
     for size, deep in ((8, False), (100, True)):
@@ -341,8 +341,8 @@ def test_a_host_whose_memory_is_not_known_gets_no_cache() -> None:
 
 
 @pytest.mark.parametrize("attention_bandwidth", [None, 120e9])
-def test_where_all_fit_none_is_on_the_host(attention_bandwidth: float | None) -> None:
-    """Also where all but one would not fit, for the buffers that one on its way needs."""
+def test_no_row_is_in_host_memory_if_all_fit_the_gpu(attention_bandwidth: float | None) -> None:
+    """Holds also where all but one would not fit, because of the buffers that one row in transit needs."""
     place = linked(55e9).model_copy(update={"attention_bandwidth": attention_bandwidth, "host_bytes": 800 << 30})
 
     def short(size: int, *options: tuple[str, str]) -> Case:
@@ -364,7 +364,7 @@ def test_the_cache_comes_before_resident_layers_and_a_deep_ring(attention: str, 
     case = Case(
         model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options, gpu_weights="auto"
     )
-    rows = rows_on_host(case, place, CAUTIOUS)  # as the engine has it
+    rows = rows_on_host(case, place, CAUTIOUS)  # as in the engine
     assert rows > 0
     assert make_plan(case, BLOOM, place, factors=factors).host.kv_cache == BLOOM.kv_bytes(rows, 544)
 
@@ -385,7 +385,7 @@ def test_every_gpu_brings_its_own_link() -> None:
     assert (capped.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 100e9)
 
 
-def test_of_experts_a_small_batch_reads_few_and_the_link_carries_all() -> None:
+def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
     mixtral = model.resolve("mixtral-8x22b", None, None)
     one, many = (step(Placement(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))
     read = one.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(1, 512)
@@ -400,7 +400,7 @@ def test_a_prefill_streams_the_weights_once_a_pass() -> None:
     assert four == pytest.approx(4 * one) == pytest.approx(4 * BLOOM.streamed_bytes / 25e9)
 
 
-def test_what_is_not_overlapped_adds_up() -> None:
+def test_times_without_overlap_add_up() -> None:
     together, apart = (
         step(Placement(tier="host", overlapped=o), BLOOM, linked(55e9), 512, 512, PHYSICS) for o in (True, False)
     )

@@ -1,4 +1,4 @@
-"""Money, energy, service levels and sizing: the arithmetic, what cannot be told, and the words for it."""
+"""Money, energy, service levels and sizing: the arithmetic, the unknown, and the wording."""
 
 import json
 import re
@@ -31,7 +31,7 @@ from zinfer.record.store import Store
 
 
 def timed(batch: int = 32, step_s: float = 2.0, first_s: float = 8.0, repeats: int = 2, **fields: Any) -> Measurement:
-    """A point of 10 output tokens with exact times: `first_s` and nine steps of `step_s`, `repeats` times."""
+    """Return a point of 10 output tokens with exact times: `first_s` and nine steps of `step_s`, `repeats` times."""
     asked = case(batch, output_len=10)
     samples = {"ttft_ms": [first_s * 1e3] * repeats, "step_ms": [[step_s * 1e3] * 9] * repeats}
     return point(asked, **(samples | fields))
@@ -51,7 +51,7 @@ def test_a_token_costs_the_hours_it_takes_and_the_energy() -> None:
     assert shared.usd_per_mtok == pytest.approx(hours * 3.15)
 
 
-def test_without_a_counter_the_readings_stand_in_and_without_those_nothing() -> None:
+def test_energy_comes_from_the_counter_else_from_power_readings() -> None:
     assert energy(timed(gpu={"power_w_mean": 400.0, "timed_s": 52.0})) == (pytest.approx(400 * 52 / 640), READINGS)
     bare = timed(gpu={})
     assert energy(bare) is None
@@ -134,7 +134,7 @@ def test_percentiles_go_by_rank_from_the_good_end() -> None:
     assert statistic([7.0], "p99") == 7.0
 
 
-def test_levels_are_checked_over_every_sample_and_few_samples_are_told() -> None:
+def test_levels_are_checked_over_every_sample_and_few_samples_are_reported() -> None:
     one = timed(step_ms=[[100.0] * 8 + [900.0]] * 2, ttft_ms=[1000.0, 3000.0])
     kept = check(one, [parse(text) for text in (
         "ttft:p99:<=:2s", "ttft:mean:<=:2s", "tpot:p50:<=:100ms", "tpot:max:<=:1s", "output_tok_s:mean:>=:10tok/s",

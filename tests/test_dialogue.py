@@ -1,4 +1,4 @@
-"""Conversations as tokens: each turn goes on from the one before wherever that is what the text says."""
+"""Conversations as tokens: each turn continues the tokens of the one before if the text allows it."""
 
 import random
 from collections.abc import Callable
@@ -23,14 +23,14 @@ FORGETFUL = EXTENDING.replace("{{ m.content }}", "{{ m.content if m.role == 'use
 
 
 def characters(checkpoint: Callable[..., Path], template: str | None = None) -> Any:
-    """A tokenizer with a token a character, and special ones."""
+    """Return a tokenizer with one token per character, and special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint("llama"))
     tokenizer.chat_template = template
     return tokenizer
 
 
 def sentencepiece() -> Any:
-    """One that writes a space before whatever it is given, and bytes of what it does not know, as Llama 2's does."""
+    """Return a tokenizer that writes a space before its input and bytes for unknown characters, as Llama 2's does."""
     words = ["<unk>", "▁", *(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127))]
     model = models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
     tokenizer = Tokenizer(model)
@@ -60,7 +60,7 @@ def test_a_template_that_extends_has_every_token_used_again(checkpoint: Callable
 
 
 @pytest.mark.parametrize("template", [TRIMMING, FORGETFUL])
-def test_where_a_template_does_not_extend_the_common_beginning_is_left(
+def test_a_template_that_does_not_extend_leaves_the_common_prefix(
     template: str, checkpoint: Callable[..., Path]
 ) -> None:
     tokenizer = characters(checkpoint, template)
@@ -126,7 +126,7 @@ def test_text_comes_in_whole_characters(make: Callable[[], Any]) -> None:
         assert max(map(len, pieces)) == 1
 
 
-def test_what_is_no_text_is_told_in_the_end() -> None:
+def test_incomplete_characters_are_returned_at_the_end() -> None:
     tokenizer = byte_tokenizer()
     broken = tokenizer("é").input_ids[:1]
     spelling = Detokenizer(tokenizer)

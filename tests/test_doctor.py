@@ -1,4 +1,4 @@
-"""The doctor says what is missing and what to do, and its exit code says whether anything can run."""
+"""Command `zinfer doctor`: names what is missing and the remedy; its exit code tells whether any engine can run."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def test_machine_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA" in rows["memlock limit"]
 
 
-def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _name: None)
     (row,) = (row for row in doctor.machine_rows() if row.name == "C compiler")
     assert row.found == "none"

@@ -1,4 +1,4 @@
-"""Accelerate as an engine, beyond the parity that test_parity.py checks."""
+"""Engine accelerate, beyond the parity that test_parity.py checks."""
 
 from collections.abc import Callable
 from pathlib import Path

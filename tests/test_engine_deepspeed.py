@@ -1,4 +1,5 @@
-"""DeepSpeed as an engine, beyond the parity that test_parity.py checks: what it fetches, and what it leaves behind."""
+"""Engine deepspeed, beyond the parity that test_parity.py checks: the parameters that it fetches, and the state that it
+leaves behind."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -96,7 +97,7 @@ def test_nothing_is_left_behind(
 
 @pytest.fixture
 def computes_float16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """What DeepSpeed's accelerator answers, whatever this machine's processor or GPU could do."""
+    """Set and return the answer of DeepSpeed's accelerator, whatever this machine's processor or GPU supports."""
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: request.param)
@@ -118,7 +119,7 @@ def test_a_type_that_deepspeed_does_not_compute_in_is_refused_before_anything_is
 
 @pytest.mark.parametrize("computes_float16", [True], indirect=True)
 @pytest.mark.usefixtures("computes_float16")
-def test_a_type_that_deepspeed_computes_in_is_its_to_run(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_type_that_deepspeed_supports_is_accepted(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     directory = checkpoint("llama")
     loaded: Any = load("deepspeed", directory, "cpu", tmp_path, dtype="float16")
     exact = load("deepspeed", directory, "cpu", tmp_path)
@@ -129,7 +130,7 @@ def test_a_type_that_deepspeed_computes_in_is_its_to_run(checkpoint: Callable[..
 
 
 @pytest.mark.parametrize("error", [AssertionError, NotImplementedError, ValueError])
-def test_what_deepspeed_refuses_is_an_engine_error(
+def test_a_refusal_of_deepspeed_is_an_engine_error(
     error: type[Exception], checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import deepspeed
@@ -199,7 +200,7 @@ def test_two_engines_of_one_process_do_not_disturb_each_other(
     assert dict(os.environ) == before
 
 
-def test_all_is_given_back_though_closing_fails_half_way(
+def test_everything_is_released_though_closing_fails_half_way(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = dict(os.environ)

@@ -1,4 +1,4 @@
-"""The flat table: every point a row, every field a column, unknown empty, and nothing that runs in a spreadsheet."""
+"""Export: one row per point, one column per field, empty cells for the unknown, and no formulas for spreadsheets."""
 
 import csv
 import importlib.util
@@ -108,7 +108,7 @@ def test_rates_of_an_unusable_point_are_left_out() -> None:
     assert (row["status"], row["output_tok_s"], row["ttft_ms"], row["repeats"]) == (idle.status, None, None, 3)
 
 
-def test_of_equal_cases_the_last_one_counts() -> None:
+def test_the_last_point_of_equal_cases_counts() -> None:
     once, again = point(case(8), status="crashed"), point(case(8))
     table = Table.of([("a", once), ("a", again), ("b", once)])
     assert [(row[0], row[list(table.columns).index("status")]) for row in table.rows] == [("a", "ok"), ("b", "crashed")]

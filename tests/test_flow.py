@@ -1,4 +1,4 @@
-"""The one direction of imports, and what the command line may cost to start."""
+"""Order of imports, and the cost of starting the command line."""
 
 import ast
 import subprocess
@@ -40,7 +40,7 @@ def room(module: str) -> str:
 
 
 def may_import(one: str, other: str) -> bool:
-    """Whether a module of room `one` may import from room `other`."""
+    """Tell whether a module of room `one` may import from room `other`."""
     if one == other or other == "zinfer":
         return True
     if {one, other} == {"zinfer.cli", "zinfer.commands"}:
@@ -51,7 +51,7 @@ def may_import(one: str, other: str) -> bool:
 
 
 def imports(path: Path) -> set[str]:
-    """Modules of ours that `path` imports, wherever the import stands, and packages of others, for their names."""
+    """Return our modules that `path` imports, wherever the import stands, and the names of other packages."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Text, end to end: the same as `transformers` gives, ended where it has to end."""
+"""Text generation, end to end: equal to that of `transformers`, and ended at the right token."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_texts_are_those_of_transformers_in_any_batch(checkpoint: Callable[..., 
 
 
 def test_rows_end_at_their_own_end_token(checkpoint: Callable[..., Path]) -> None:
-    """Whatever token a row yields third is declared its end: the row stops there, the others go on."""
+    """The third token of a row is declared its end: the row stops there, the others continue."""
     engine, spec = engine_for(checkpoint("opt"))
     free = generate(engine, spec, PROMPTS, Sampling(output_len=8, ignore_eos=True), 3, silent)
     end = free[0]["output_ids"][2]

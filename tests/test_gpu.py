@@ -1,5 +1,8 @@
-"""What has a path of its own on a GPU: the tokens of `transformers`, wherever weights and KV cache are. Not run by
-default (`pytest -m gpu`); the same on the CPU is in `test_parity`, `test_stream` and `test_kv`."""
+"""Code paths that only a GPU has: the tokens equal those of `transformers`, wherever weights and KV cache are.
+
+These tests do not run by default (`pytest -m gpu`); `test_parity`, `test_stream` and `test_kv` check the same on the
+CPU.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +32,7 @@ TURNS = 4  # copies that come too late show at some time
 
 
 def tokens(engine: Engine, lengths: tuple[int, ...]) -> Tensor:
-    """Greedy tokens of one batch, ``[B, OUTPUT_LEN]``, on the CPU."""
+    """Return the greedy tokens of one batch, ``[B, OUTPUT_LEN]``, on the CPU."""
     token_ids, mask = prompts(lengths)
     chosen = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
     while len(chosen) < OUTPUT_LEN:
@@ -38,7 +41,7 @@ def tokens(engine: Engine, lengths: tuple[int, ...]) -> Tensor:
 
 
 def follow(engine: Engine, given: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-    """Logits of one batch along given tokens, on the CPU."""
+    """Return the logits of one batch that is fed given tokens (teacher forcing), on the CPU."""
     token_ids, mask = prompts(lengths)
     found = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN)]
     found += [decode(engine, token.to(engine.device)) for token in given.unbind(1)[:-1]]
@@ -157,7 +160,7 @@ def no_room(*_: object) -> None:
 def test_without_a_compiler_coded_weights_are_refused(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """And what else would be lifted is copied."""
+    """Other tensors for the GPU are copied without a kernel then."""
     assert trouble() is None
     for place in ("zinfer.engine.stream.trouble", "zinfer.engine.stream.cpu_attention.trouble"):
         monkeypatch.setattr(place, lambda: "no compiler")

@@ -1,4 +1,4 @@
-"""What the kernel tells of memory and NUMA nodes, read from files that stand for it."""
+"""Memory and NUMA nodes as the kernel reports them, read from fabricated files."""
 
 import os
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_one_node_is_none(tmp_path: Path) -> None:
 
 
 def test_the_last_caches_of_all_processors_are_one_sum(tmp_path: Path) -> None:
-    """Each once, however many cores share it; what the kernel leaves out counts for nothing."""
+    """Each cache counts once, however many cores share it; a cache without a size counts as zero."""
     assert host.cache_bytes(tmp_path) == 0
     for core, shared in enumerate(("0-1", "0-1", "2-3", "2-3")):
         cache = {"index2/level": "2", "index2/shared_cpu_list": str(core), "index2/size": "2048K"}
@@ -66,7 +66,7 @@ V1_STAT = "total_cache 9\nactive_file 1\ninactive_file 1\ntotal_active_file 5000
     [
         ("0::/", {"memory.max": "max"}, (8000, 5000, 100), 5100 * 1024),
         ("0::/", {}, (8000, 5000, 0), 5000 * 1024),
-        # the page cache of the group can be had, what else it holds cannot
+        # the group's page cache can be freed, its other memory cannot
         ("0::/", V2 | {"memory.stat": V2_STAT}, (8000, 5000, 0), 6_000_000 - 5_000_000 + 2_100_000),
         ("4:memory:/job\n0::/", V1 | {"memory/job/memory.stat": V1_STAT}, (8000, 5000, 0), 3_000_000),
         # a group below with little room
@@ -77,7 +77,7 @@ V1_STAT = "total_cache 9\nactive_file 1\ninactive_file 1\ntotal_active_file 5000
             20,
         ),
         ("0::/a", V2 | {"a/memory.max": "90", "a/memory.current": "99", "a/memory.stat": "anon 1"}, (8000, 5000, 0), 0),
-        # a limit whose use is not told counts whole, and the machine's free memory beside it
+        # a limit without a use counts whole, and so does the machine's free memory
         ("0::/", {"memory.max": "6000000"}, (8000, 5000, 0), 5000 * 1024),
         # less memory than the limit: more comes as it is used
         ("0::/", V2 | {"memory.stat": V2_STAT}, (1000, 300, 0), 3_100_000),

@@ -1,4 +1,4 @@
-"""The hub, as a server on the loopback device plays it, and as it is without a network."""
+"""Hugging Face hub: downloads from a fake server on the loopback device, and behaviour without a network."""
 
 import json
 import os
@@ -47,7 +47,7 @@ REPOSITORIES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's interface as a download needs."""
+    """Part of the hub's interface that a download needs."""
 
     asked: list[str]
 
@@ -96,8 +96,8 @@ def hub() -> Iterator[str]:
 
 
 def ask(home: Path, *calls: str, **env: str) -> list[str]:
-    """What each call of a function of zinfer.spec.hub gives, as text, in a fresh process (the hub library reads its
-    settings once, when it is imported)."""
+    """Return the result of each call of a function of zinfer.spec.hub, as text, in a fresh process (the hub library
+    reads its settings once, when it is imported)."""
     code = """
 import json, sys
 from tests import PATIENCE_S
@@ -142,7 +142,7 @@ def test_hub_out_of_reach(tmp_path: Path) -> None:
     assert folder == "None"
 
 
-def test_what_cannot_be_had_is_one_line(tmp_path: Path, hub: str) -> None:
+def test_a_failed_download_is_one_line(tmp_path: Path, hub: str) -> None:
     wrong = {
         "spec_from_hub('owner/missing')": "no such model, or it is private",
         "spec_from_hub('owner/gated')": "its access is restricted: accept its terms",

@@ -1,4 +1,4 @@
-"""The job's loop: what fails is tried smaller, what is killed goes on, what a signal interrupts is kept."""
+"""Loop of a batch job: smaller batches after a failure, continuation after a kill, and saved tokens after a signal."""
 
 import json
 import os
@@ -31,7 +31,7 @@ LINES = [line(prompt) for prompt in PROMPTS]
 
 
 def texts(path: Path) -> dict[str, str | None]:
-    """What is in the output by custom_id: the text, or the error's code."""
+    """Return the output by custom_id: the text, or the error's code."""
     found = {}
     for record in map(json.loads, path.read_text().splitlines()):
         assert record["custom_id"] not in found
@@ -109,7 +109,7 @@ def test_a_batch_that_fails_is_halved_and_the_job_goes_on(tmp_path: Path, dies: 
 
 
 def test_rows_that_fail_again_and_again_get_an_error(tmp_path: Path) -> None:
-    """The first row cannot be run at all, the others can."""
+    """The first row cannot run at all, the others can."""
     path, worker = tmp_path / "out.jsonl", InlineRows()
     poisoned = max(LINES, key=lambda one: worker._natural({"prompt": json.loads(one)["custom_id"]}))
     poison = json.loads(poisoned)["custom_id"]
@@ -217,7 +217,7 @@ def test_tokens_are_saved_while_the_job_runs(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_hundred_and_twenty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
-    """SIGKILL at random moments of a job that goes on each time; what was reported as answered must be there once."""
+    """SIGKILL at random moments of a job that continues each time; an answer that was reported must be on disk once."""
     seed = str(random.Random(7).randrange(1 << 30))
     command = [sys.executable, "-m", "tests.inline_batch", str(tmp_path), "120", seed]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -229,7 +229,7 @@ def test_a_hundred_and_twenty_kills_lose_and_double_nothing(tmp_path: Path) -> N
 
 
 def test_more_rows_are_begun_only_within_bounds(tmp_path: Path) -> None:
-    """Else a file of long answers would all be half-way before the first one is there."""
+    """Without bounds all rows of a file of long answers would be half done before the first answer."""
     lines = [line(f"a20/400/{key}", 400) for key in range(100)]
     worker = InlineRows(steps=20)
     seen: set[int] = set()
@@ -274,7 +274,7 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     assert all(one["response"]["body"]["usage"]["completion_tokens"] == 4 for one in records)
 
 
-def test_what_is_left_is_told_by_what_finished_rows_used() -> None:
+def test_the_remaining_time_is_estimated_from_finished_rows() -> None:
     standing = Standing(rows=10, tokens=100, seconds=50.0, left=400)
     assert standing.rate == 2.0
     assert standing.seconds_left == 200.0

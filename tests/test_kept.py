@@ -1,4 +1,4 @@
-"""Keys and values that were kept: a prefill that takes them up gives exactly what computing everything gives."""
+"""KV snapshots: a prefill that continues from one gives exactly the tokens of computing everything."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.running import decode, prefill, snapshot
 from tests.test_parity import OUTPUT_LEN, load, prompts
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
-from zinfer.engine.kv_file import read, told, write
+from zinfer.engine.kv_file import read, read_label, write
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.spec.checkpoint import CheckpointError
 
@@ -23,7 +23,7 @@ ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "q
 
 
 def go_on(engine: Engine, token_ids: Tensor, mask: Tensor, past: tuple[KVSnapshot, ...] = ()) -> Tensor:
-    """Greedy tokens, ``[B, OUTPUT_LEN]``."""
+    """Return greedy tokens, ``[B, OUTPUT_LEN]``."""
     tokens = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN, past=past).argmax(-1)]
     while len(tokens) < OUTPUT_LEN:
         tokens.append(decode(engine, tokens[-1]).argmax(-1))
@@ -31,7 +31,7 @@ def go_on(engine: Engine, token_ids: Tensor, mask: Tensor, past: tuple[KVSnapsho
 
 
 def second_turn(token_ids: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
-    """A first turn with its answer and six tokens more, and a mask without padding."""
+    """Return a first turn with its answer and six more tokens, and a mask without padding."""
     new = torch.randint(4, 128, (len(token_ids), 6), generator=torch.Generator().manual_seed(5))
     whole = torch.cat([token_ids, answer, new], dim=1)
     return whole, torch.ones_like(whole)
@@ -94,7 +94,7 @@ def test_padded_rows_go_on_together_and_in_blocks(
     engine.close()
 
 
-def test_what_cannot_be_kept_or_taken_up_is_told(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
     directory = checkpoint("llama")
     engine = load("stream", directory, "cpu", tmp_path)
     with pytest.raises(EngineError, match="positions 0 to 3 have not been computed"):
@@ -130,7 +130,7 @@ def test_a_file_gives_the_same_bits(checkpoint: Checkpoints, tmp_path: Path) -> 
     size = write(kept, path, {"model": "m"})
     assert [file.name for file in path.parent.iterdir()] == ["one.safetensors"]
     assert size == path.stat().st_size
-    assert told(path) == {"model": "m"}
+    assert read_label(path) == {"model": "m"}
     again = read(path, 0, pin=False)
     assert torch.equal(again.memory, kept.memory)
     assert again.length == 9
@@ -161,8 +161,8 @@ def test_a_file_that_is_not_whole_is_refused(checkpoint: Checkpoints, tmp_path: 
             read(path, 0, pin=False)
     header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
-    with pytest.raises(CheckpointError, match="no kept conversation"):
-        told(path)
+    with pytest.raises(CheckpointError, match="not a kept conversation"):
+        read_label(path)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""A KV cache in host memory: the same tokens, read once a step, beside the weights."""
+"""KV cache in host memory: the same tokens, and one read of the cache per step, beside the weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_tokens_are_those_of_transformers(
 @pytest.mark.parametrize("here", [0, 1, 2, 3])
 @pytest.mark.parametrize("attention", ["gpu", "cpu"])
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
-def test_some_sequences_here_and_some_there(
+def test_sequences_split_between_gpu_and_host_memory(
     architecture: str,
     attention: str,
     here: int,
@@ -118,7 +118,7 @@ def test_a_case_that_is_no_choice_is_refused(checkpoint: Callable[..., Path], tm
 def test_as_many_threads_attend_as_are_asked_for(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And as before once the batch is done with."""
+    """The number is restored when the batch is done."""
     directory, seen, before = checkpoint("llama"), set(), torch.get_num_threads()
     run = cpu_kernel._run
     monkeypatch.setattr(cpu_kernel, "_run", lambda *args: (seen.add(torch.get_num_threads()), run(*args))[1])
@@ -137,7 +137,7 @@ def test_as_many_threads_attend_as_are_asked_for(
 CPU = torch.device("cpu")
 
 
-def test_what_is_computed_with_a_hosted_tensor_stays_there_until_it_meets_a_parameter() -> None:
+def test_operations_with_a_hosted_tensor_run_on_the_cpu_until_one_has_a_parameter() -> None:
     values = torch.randn(2, 3, 4)
     there = host(values, CPU)
     scores = torch.cat([there.transpose(1, 2).reshape(2, 12), torch.ones(2, 1)], dim=1) * 2 + 1
@@ -197,7 +197,7 @@ def test_a_quantised_cache_is_half_as_large_and_nearly_as_good(
 
 
 @pytest.mark.parametrize(("storage", "most"), [(torch.int8, 0.004), (torch.float8_e4m3fn, 0.0625)])
-def test_what_is_quantised_comes_back_nearly(storage: torch.dtype, most: float) -> None:
+def test_the_error_of_quantisation_is_bounded(storage: torch.dtype, most: float) -> None:
     layer = QuantizedLayer(2, 12, storage)
     prompt, later = (torch.randn(2, 2, 3, length, 16) * torch.logspace(-2, 2, 3)[:, None, None] for length in (9, 1))
     assert torch.equal(layer.update(prompt[0], prompt[1])[0], prompt[0])
@@ -214,7 +214,7 @@ def test_what_is_quantised_comes_back_nearly(storage: torch.dtype, most: float) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("storage", "most"), [(torch.int8, 0.0065), (torch.float8_e4m3fn, 0.04)])
 def test_heads_of_any_size_are_quantised_alike(storage: torch.dtype, most: float, dtype: torch.dtype) -> None:
-    """Relative to the largest value of its head: half a step, and what the model's own type rounds off."""
+    """The error is relative to the largest value of the head: half a step, and the rounding of the model's own type."""
     states = torch.randn(1, 1, 6, 64)
     scales = [1.0, 0.0, 1e-4, 1e3, 1.0, 1.0] if dtype == torch.float16 else [1.0, 0.0, 1e-14, 1e30, 1e-35, 1e-22]
     states = (states / states.abs().amax(-1, keepdim=True) * torch.tensor(scales)[:, None]).to(dtype)
@@ -256,7 +256,7 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     split.close()
 
 
-def test_of_a_quantised_cache_in_host_memory_only_the_cpu_knows(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_a_quantised_cache_in_host_memory_needs_attention_on_the_cpu(checkpoint: Checkpoints, tmp_path: Path) -> None:
     for other in ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8", "kv_attention": "gpu"}):
         with pytest.raises(EngineError, match="8 bits are int8 and attended to by the CPU"):
             load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", **other)

@@ -1,4 +1,4 @@
-"""The files of a batch job: whose they are, what a torn line costs, and what an interrupted row had."""
+"""Files of a batch job: their owner, the cost of a torn line, and the tokens of interrupted rows."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_another_job_is_refused_with_the_difference_and_changes_nothing(
         Ledger.open(output, SETTINGS, 99)
 
 
-def test_answers_of_nobody_are_refused(output: Path) -> None:
+def test_answers_without_a_job_are_refused(output: Path) -> None:
     job_path(output).unlink()
     with pytest.raises(JobChanged, match=r"no out\.jsonl\.job"):
         Ledger.open(output, SETTINGS, 99)
@@ -65,7 +65,7 @@ def test_answers_of_nobody_are_refused(output: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["my\nnotes\n", "{}\n", '{"custom_id":"a","body":{}}\n', "{\n}", "\n"])
-def test_what_is_no_output_is_not_touched(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_an_output_is_not_touched(tmp_path: Path, content: str) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text(content)
     with pytest.raises(StoreError, match="not a batch output"):

@@ -1,6 +1,6 @@
-"""The kernel by which small results overtake the weights: what it copies, in Triton's interpreter and as compiled.
+"""Zero-copy kernel, by which small tensors overtake the weights: in Triton's interpreter and compiled.
 
-The interpreter has to be chosen before triton is imported, which other tests may have done: hence a process of its own.
+The interpreter must be chosen before triton is imported, which other tests may have done: hence a process of its own.
 """
 
 import os
@@ -45,7 +45,7 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.Mon
     assert "st.global.v4.b32" in code["ptx"]
 
 
-def test_without_a_gpu_no_kernel_runs_and_it_is_told_why() -> None:
+def test_without_a_gpu_no_kernel_runs_and_the_reason_is_given() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     from zinfer.engine.stream.triton_check import trouble
@@ -54,7 +54,7 @@ def test_without_a_gpu_no_kernel_runs_and_it_is_told_why() -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_lifted_arrives_whole_while_copies_wait() -> None:
+def test_a_zero_copy_transfer_overtakes_waiting_copies() -> None:
     if not torch.cuda.is_available():
         pytest.skip("only a GPU's copies wait in line")
     from zinfer.engine.stream.zero_copy import lift
@@ -81,7 +81,7 @@ def test_what_is_lifted_arrives_whole_while_copies_wait() -> None:
 
 
 def main(path: Path) -> None:
-    """The kernel on bytes of `SIZES`, with room behind them that it must not touch."""
+    """Run the kernel on bytes of `SIZES`, with memory behind them that it must not touch."""
     from zinfer.engine.stream.zero_copy import copy
 
     found = []

@@ -1,4 +1,5 @@
-"""What `zinfer codec` measures, on whatever runs the tests: shares, the bound, and bits that return or do not."""
+"""Command `zinfer codec` on the machine that runs the tests: coded sizes, the lower bound, and the check of every
+bit."""
 
 import json
 import re
@@ -28,7 +29,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def swift(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Buffers so small and samples so few that it takes no time, far from the results of this machine."""
+    """Use small buffers and few samples, so that it takes no time, in a folder apart from this machine's results."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(codec, "SIZE", {"cpu": 2 * MIB})
     monkeypatch.setattr(probe, "BUDGET_S", 0.01)
@@ -38,7 +39,7 @@ def swift(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A checkpoint of one file: a layer with two matrices and a norm, an embedding, and something in float32."""
+    """Write a checkpoint of one file: a layer with two matrices and a norm, an embedding, and a float32 tensor."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "model.embed.weight": torch.ones(64, 64).bfloat16(),
@@ -155,7 +156,7 @@ def test_the_matrices_of_layers_are_taken(file: Path) -> None:
     assert codec.read(with_casts, with_casts.bytes)[1].endswith("3 matrices, stored as bf16/f32")
 
 
-def test_of_a_large_checkpoint_a_part_of_each_matrix_is_taken(file: Path) -> None:
+def test_a_part_of_each_matrix_of_a_large_checkpoint_is_taken(file: Path) -> None:
     found = codec.find(file)
     values, told = codec.read(found, found.bytes // 4)
     assert values.nbytes == found.bytes // 4
@@ -183,8 +184,8 @@ def test_a_folder_is_a_checkpoint(file: Path, tmp_path: Path) -> None:
         (["weights.bin"], "weights.bin is neither"),
         (["empty"], "config.json is missing"),
         (["cut.safetensors"], "is cut off"),
-        (["tiny.safetensors"], "has 64 bf16 weights to code, 1048576 is the least"),
-        (["wide.safetensors"], "--dtype bf16 measures its floats as bf16"),
+        (["tiny.safetensors"], "has 64 bf16 weights to code, at least 1048576 are needed"),
+        (["wide.safetensors"], "--dtype bf16 casts its other floats to bf16"),
         (["--dtype", "fp16"], "only bfloat16 is coded"),
     ],
 )
@@ -251,7 +252,7 @@ def test_cells_are_text_with_units() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"machine": "m"}'])
-def test_what_is_no_record_is_refused(text: str) -> None:
+def test_a_damaged_record_is_refused(text: str) -> None:
     Path("codec.json").write_text(text)
     with pytest.raises(CodecError, match=r"codec.json is no record of `zinfer codec`"):
         lossless.load(Path("codec.json"))

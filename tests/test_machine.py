@@ -1,4 +1,4 @@
-"""The machine catalogue holds together, and what is no machine is refused in one line."""
+"""Machine catalogue: it is consistent, and a damaged description is refused in one line."""
 
 import json
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_a_probed_machine_is_read_back_as_it_was(tmp_path: Path) -> None:
         (json.dumps({"name": "x", "source": "measured", "speed": 1}), "is not a machine description"),
     ],
 )
-def test_what_is_no_machine_is_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+def test_a_damaged_machine_file_is_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(text)
     with pytest.raises(MachineError, match=says) as error:
@@ -149,7 +149,7 @@ def test_a_replaced_figure_keeps_what_stood_there() -> None:
         ("matmul_flops=nan", "write it as 400TFLOP/s"),
     ],
 )
-def test_what_is_no_figure_is_refused_in_one_line(setting: str, says: str) -> None:
+def test_a_wrong_figure_is_refused_in_one_line(setting: str, says: str) -> None:
     with pytest.raises(MachineError, match=says) as error:
         override(load("h200"), setting)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""The clock, with an engine whose steps take a known time."""
+"""Measurement loop, with an engine whose steps take a known time."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ CASE = Case(model="fake", engine="stream", offload="none", workload=WORKLOAD)
 
 
 class Metronome(StepEngine):
-    """Prefill takes 20 ms, a decode step 5; counts what it is asked for."""
+    """Engine whose prefill takes 20 ms and a decode step 5 ms; counts its calls."""
 
     def __init__(self) -> None:
         super().__init__(make_plan(CASE, SPEC, MACHINE))
@@ -62,7 +62,7 @@ def test_warm_up_is_not_timed_and_every_step_is() -> None:
         assert min(steps) >= 5
 
 
-def test_no_repeats_only_try_whether_it_fits() -> None:
+def test_zero_repeats_only_try_the_batch() -> None:
     engine, samples = Metronome(), Samples()
     measure(engine, WORKLOAD, 64, samples, repeats=0)
     assert (samples.status, samples.ttft_ms, samples.timeline) == ("ok", [], ())
@@ -70,7 +70,7 @@ def test_no_repeats_only_try_whether_it_fits() -> None:
 
 
 @pytest.mark.parametrize(("raise_at", "stage", "kept"), [(1, "warm-up", 0), (4, "prefill", 0), (9, "decode", 1)])
-def test_what_was_measured_before_an_error_stays(raise_at: int, stage: str, kept: int) -> None:
+def test_samples_before_an_error_stay(raise_at: int, stage: str, kept: int) -> None:
     engine, samples = Metronome(), Samples()
     engine.raise_at = raise_at
     with pytest.raises(torch.OutOfMemoryError):
@@ -95,7 +95,7 @@ def test_a_trace_that_fails_is_left_out_and_everything_else_stays() -> None:
     assert (samples.status, len(samples.ttft_ms), samples.timeline, engine.batches) == ("ok", 1, (), [])
 
 
-def test_what_is_no_timeline_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_timeline_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, samples = Metronome(), Samples()
     for nonsense in (None, [("copy", 0, 0.0, float("nan"))], [("copy", 0, 2.0, 1.0)], [("head", 0, 0.0, 1.0)]):
         monkeypatch.setattr(engine, "timeline", lambda _tokens, nonsense=nonsense: nonsense)

@@ -1,4 +1,4 @@
-"""Model costs: every catalogue entry against the real transformers model, and checkpoints against what was saved."""
+"""Model specs: every catalogue entry against the real transformers model, and checkpoints against the saved model."""
 
 import copy
 
@@ -12,14 +12,15 @@ from zinfer.spec.model import ModelError, ModelSpec, resolve
 
 
 def build(spec: ModelSpec) -> torch.nn.Module:
-    """The transformers model of `spec`, without memory."""
+    """Return the transformers model of `spec`, without memory."""
     config = AutoConfig.for_model(**copy.deepcopy(spec.config))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype))
 
 
 def cached_bytes_per_token(spec: ModelSpec, tokens: int = 3) -> int:
-    """KV bytes that transformers itself keeps for one token, from the shapes of its cache after a forward pass."""
+    """Return the KV bytes that transformers itself keeps for one token, from the shapes of its cache after a forward
+    pass."""
     with torch.device("meta"):
         ids = torch.zeros(1, tokens, dtype=torch.long)
         cache = build(spec)(input_ids=ids, use_cache=True).past_key_values
@@ -130,7 +131,7 @@ def test_shape_has_one_name_for_each_thing(config: dict[str, object]) -> None:
     assert expected.items() <= shape.items()
 
 
-def test_shape_of_what_is_no_decoder_is_an_error() -> None:
+def test_shape_of_a_model_without_a_decoder_is_an_error() -> None:
     with pytest.raises(ModelError, match="decoder-only"):
         fields({"model_type": "clip", "text_config": {}})
     with pytest.raises(ModelError, match="quantised"):
@@ -157,7 +158,7 @@ TINY = {
 
 @pytest.fixture
 def saved(request: pytest.FixtureRequest, tmp_path):
-    """A tiny random model saved as transformers saves it: (kind, the model, its folder)."""
+    """Provide a tiny random model saved by transformers: (kind, the model, its folder)."""
     kind = request.param
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind.split("-")[0], **TINY[kind]), dtype=torch.bfloat16

@@ -1,4 +1,4 @@
-"""Packed layers on disk: the same weights come back, and nothing damaged, foreign or unfinished is ever used."""
+"""Packed layers on disk: the same weights return, and damaged, foreign or unfinished files are never used."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(spec: ModelSpec, where: float) ->
         tokens(str(spec.directory), weight_codec="lossless")
 
 
-def test_what_is_cut_off_or_unfinished_is_refused(spec: ModelSpec) -> None:
+def test_cut_off_or_unfinished_files_are_refused(spec: ModelSpec) -> None:
     folder = write(spec)
     size = (folder / packed.DATA).stat().st_size
     os.truncate(folder / packed.DATA, size - 1)

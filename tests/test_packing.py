@@ -1,4 +1,4 @@
-"""What shares a batch and for how long: shapes, the block's length, and when to pack anew, all from the plan alone."""
+"""Packing of batches: rows that share a batch, the length of a block, and when to pack anew, from the plan alone."""
 
 import random
 from itertools import pairwise
@@ -37,7 +37,7 @@ STREAMED = CASE.model_copy(update={"model": "bloom-176b"})
 
 
 class Ruler(StepTimeModel):
-    """Seconds by a ruler: `again` a token of prefill, and one second a step."""
+    """Step times by a ruler: `again` seconds a token of prefill, and one second a step."""
 
     def __init__(self, again: float = 0.0, base: float = 1.0) -> None:
         self.again, self.base = again, base
@@ -79,7 +79,7 @@ def test_rows_of_like_lengths_lie_side_by_side() -> None:
     rows = [RowDemand(dice.randint(1, 900), dice.choice((10, 100, 1000))) for _ in range(400)]
 
     def waste(sequence: list[RowDemand]) -> float:
-        """Of batches that are run to their end, tokens that they have room for over those that rows need."""
+        """Return the ratio of tokens that batches have room for, if they run to their end, to tokens that rows need."""
         padded = real = 0
         while sequence:
             length = left = count = 0
@@ -102,7 +102,7 @@ def test_rows_of_like_lengths_lie_side_by_side() -> None:
     assert first.length > 800
 
 
-def test_where_reading_again_is_free_blocks_are_short_and_batches_large() -> None:
+def test_blocks_are_short_and_batches_large_if_a_new_prefill_is_free() -> None:
     rows = [RowDemand(100, 1000)] * 100
     free, dear = (pack(rows, room(20_000), Ruler(again)).shape for again in (0.0, 1.0))
     assert free.reserve < 300 < dear.reserve
@@ -152,7 +152,7 @@ def test_room_is_the_plans_with_caution() -> None:
 
 
 def test_no_more_rows_share_a_batch_than_make_it_fast() -> None:
-    """Rows whose KV cache a slow CPU attends to fit, and hold up the others."""
+    """Rows with slow attention on the CPU would fit, but slow down the others."""
     slow = H100.model_copy(update={"attention_bandwidth": 24e9, "host_bandwidth": 80e9})
     options = (("kv_attention", "cpu"), ("kv_offload", "auto"))
     case = STREAMED.model_copy(update={"options": options})
@@ -201,7 +201,7 @@ def test_the_faster_of_the_loads_that_fit_is_chosen() -> None:
 
 
 def test_refilling_is_faster_than_batches_that_run_to_their_end(tmp_path: Path) -> None:
-    """BLOOM-176B on an H100, by the plan's seconds: 120 prompts that end before they have the 400 tokens they may."""
+    """BLOOM-176B on an H100, by the plan's seconds: 120 prompts that end before their limit of 400 tokens."""
     dice = random.Random(2)
     prompts = [line(f"a{dice.randint(20, 600)}/{dice.randint(5, 300)}/{key}", 400) for key in range(120)]
     plan = make_plan(shaped(STREAMED, Shape(1, 600, 400)), BLOOM, H100)

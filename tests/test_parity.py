@@ -1,4 +1,4 @@
-"""Every engine gives exactly the greedy tokens of `transformers.generate`, wherever the weights are."""
+"""Parity: every engine gives exactly the greedy tokens of `transformers.generate`, wherever the weights are."""
 
 from collections.abc import Callable
 from functools import cache
@@ -34,7 +34,7 @@ COMPARED: tuple[tuple[str, Offload], ...] = (
 
 
 def prompts(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Random prompts of these lengths, left-padded: token ids and mask, ``[B, max length]`` each."""
+    """Return random prompts of these lengths, left-padded: token ids and mask, ``[B, max length]`` each."""
     generator = torch.Generator().manual_seed(sum(lengths))
     token_ids = torch.randint(4, VOCAB_SIZE, (len(lengths), max(lengths)), generator=generator)
     mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - length for length in lengths]).long()
@@ -43,7 +43,7 @@ def prompts(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 @cache
 def reference(directory: Path) -> list[Tensor]:
-    """What `transformers.generate` continues each batch with, ``[B, OUTPUT_LEN]``."""
+    """Return the tokens that `transformers.generate` adds to each batch, ``[B, OUTPUT_LEN]``."""
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     outputs = []
     for token_ids, mask in map(prompts, BATCHES):
@@ -56,7 +56,7 @@ def reference(directory: Path) -> list[Tensor]:
 def load(
     name: str, directory: Path, offload: Offload, nvme_path: Path, dtype: Dtype = "float32", **options: Option
 ) -> Engine:
-    """The engine `name`, ready, with the checkpoint in `directory`."""
+    """Load the checkpoint in `directory` into the engine `name`."""
     case = Case(
         model=str(directory),
         engine=name,
@@ -71,7 +71,7 @@ def load(
 
 
 def greedy(loaded: Engine, lengths: tuple[int, ...]) -> Tensor:
-    """Greedy tokens of one batch, ``[B, OUTPUT_LEN]``."""
+    """Return the greedy tokens of one batch, ``[B, OUTPUT_LEN]``."""
     token_ids, mask = prompts(lengths)
     tokens = [prefill(loaded, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
     while len(tokens) < OUTPUT_LEN:
@@ -80,7 +80,8 @@ def greedy(loaded: Engine, lengths: tuple[int, ...]) -> Tensor:
 
 
 def check(loaded: Engine, directory: Path, offload: Offload) -> None:
-    """Two batches give the reference's tokens, and what was streamed is what `offload` promises."""
+    """Check that two batches give the reference's tokens and that the engine streams the bytes that `offload`
+    promises."""
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(loaded, lengths), expected)
         loaded.clear()

@@ -1,4 +1,4 @@
-"""The arithmetic of a plan, against figures known from elsewhere."""
+"""Arithmetic of a plan, against published figures."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`zinfer plan`: axes, calibration, what-ifs and figures, without torch and without running anything."""
+"""Command `zinfer plan`: axes, calibration, replaced figures and plots, without torch and without running anything."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:
     assert "link, KV capacity" in plan(*words)
 
 
-def test_what_is_set_by_hand_shows() -> None:
+def test_replaced_figures_are_shown() -> None:
     words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "8")
     (before,), (after,) = rows(*words), rows(*words, "--set", "h2d_bandwidth=109.8GB/s")
     assert before["step_s"] == pytest.approx(2 * after["step_s"])
@@ -82,7 +82,7 @@ def test_what_is_set_by_hand_shows() -> None:
     assert "109.8 GB/s (set by hand, in place of 54.9 GB/s" in text
 
 
-def test_the_seed_question_is_answered_by_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     text = plan("bloom-176b-machines", "--calibrate", "sweeps/results")
     assert text.count("predicted, nothing was run") == 3
@@ -101,7 +101,7 @@ def test_the_figure_is_dashed_and_the_same_every_time(tmp_path: Path) -> None:
     assert b"stroke-dasharray" in (tmp_path / "a.svg").read_bytes()
 
 
-def test_what_does_not_fit_is_said_once_with_a_way_out() -> None:
+def test_a_model_that_does_not_fit_is_reported_once_with_a_remedy() -> None:
     result = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "h100-80gb"])
     assert result.exit_code == 0
     assert "does not fit" in result.stdout

@@ -1,4 +1,4 @@
-"""Figures hold every point, nothing that is unknown, no overlaps, and the same bytes every time."""
+"""Figures: every point is drawn, nothing unknown is drawn, nothing overlaps, and the bytes are the same every time."""
 
 import hashlib
 import os
@@ -53,7 +53,7 @@ def drawn(points: Sequence[Measurement]) -> dict[str, Figure]:
 
 
 def measured(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
-    """The solid lines by label."""
+    """Return the solid lines by label."""
     return {
         str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))
         for line in axes.lines
@@ -89,7 +89,7 @@ def test_out_of_memory_is_a_cross_at_the_batch_that_failed() -> None:
     assert crosses(drawn(TWELVE)["throughput"]) == set()
 
 
-def test_what_is_not_known_is_not_drawn() -> None:
+def test_unknown_values_are_not_drawn() -> None:
     """A failed point, one without link bandwidth and one without decode steps leave no mark, not even at zero."""
     points = [
         point(case(1)),
@@ -303,7 +303,7 @@ def test_without_results_there_is_one_message(tmp_path: Path, name: str) -> None
     assert not (tmp_path / "plots").exists()
 
 
-def test_damage_is_told_and_the_rest_is_drawn(results: Path, tmp_path: Path) -> None:
+def test_damaged_lines_are_reported_and_the_rest_is_drawn(results: Path, tmp_path: Path) -> None:
     file = results / "h100" / "bloom.jsonl"
     file.write_bytes(file.read_bytes()[:-20])
     done = CliRunner().invoke(cli, ["plot", str(file), "-o", str(tmp_path / "plots"), "--format", "png"])

@@ -1,11 +1,11 @@
-"""The tree finds what a search through all sequences finds."""
+"""Radix tree: finds the same prefix as a search through all sequences."""
 
 import random
 
 from zinfer.generation.radix_tree import RadixTree, common, digest
 
 
-def test_the_longest_known_beginning_is_found() -> None:
+def test_the_longest_known_prefix_is_found() -> None:
     dice = random.Random(4)
     tree, known = RadixTree("model"), list[tuple[int, ...]]()
     for _ in range(200):

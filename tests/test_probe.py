@@ -1,4 +1,4 @@
-"""The probe on whatever machine runs the tests: figures are sane, nothing is left behind."""
+"""Probe of the machine that runs the tests: the figures are plausible and nothing is left behind."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def swift(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    """The probe with blocks so small that it takes no time."""
+    """Use blocks so small that the probe takes no time."""
     monkeypatch.setattr(probe, "_host_copy", lambda size, repeats: [4e9, 5e9, 6e9])
     monkeypatch.setattr(probe, "_matmul", lambda device, dtype, size, repeats: [3e9 if dtype == "bfloat16" else 2e9])
 
@@ -65,7 +65,7 @@ def test_the_cpu_attends_to_more_than_its_caches_hold(swift: None, monkeypatch: 
 
 
 def test_a_disturbed_copy_is_not_the_links_rate() -> None:
-    """Whole medians of an H100's link, the last of them taken while others used it."""
+    """Medians of an H100's link; others used the link during the last one."""
     blocks = {"1 MiB": {"median": 37e9}, "256 MiB": {"median": 53e9}, "1024 MiB": {"median": 47e9}}
     assert probe._pinned_rate(blocks) == 53e9
 
@@ -134,7 +134,7 @@ def test_slug_needs_no_torch() -> None:
 
 
 class FakeNvml(SimpleNamespace):
-    """Three GPUs of which only the name can be asked."""
+    """NVML with three GPUs that answer only for their names."""
 
     class NVMLError(Exception):
         pass
@@ -229,13 +229,13 @@ def test_writing_where_one_may_not_is_one_line(tmp_path: Path) -> None:
         ({"details": {"host": {"cores": 1000}}}, False),
         ({"host_bytes": 1 << 50}, False),
         ({"host_bytes": None}, False),
-        ({"host_bytes": 1 << 50, "details": {}}, True),  # written by hand: nobody knows
+        ({"host_bytes": 1 << 50, "details": {}}, True),  # written by hand: unknown
     ],
 )
 def test_figures_of_another_host_are_left_to_it(
     changes: dict[str, object], same: bool, swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same GPU, that is: what is under its name came with the repository, say."""
+    """Both hosts have the same GPU; the figures under its name came with the repository, for example."""
     monkeypatch.chdir(tmp_path)
     assert local.name() == host.slug()
     facts = {"host": host.host_facts()}

@@ -1,4 +1,5 @@
-"""Every recipe in the repository is loaded as a command would load it, and every folder holds what its README says."""
+"""Recipes: every one in the repository loads as a command would load it, and every folder holds what its README
+says."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The report answers first, keeps failures, says what is missing, and lets nothing of a record pass for markup."""
+"""Report: it answers first, keeps failures, names missing data, and escapes all markup in records."""
 
 import json
 import re
@@ -215,14 +215,14 @@ def test_a_baseline_is_compared_with(described: Path, tmp_path: Path) -> None:
     assert "could not be compared" in written(described, "--baseline", tmp_path / "two.jsonl")
 
 
-def test_validity_tells_repeats_spread_weights_and_slices(described: Path) -> None:
+def test_validity_reports_repeats_spread_weights_and_slices(described: Path) -> None:
     text = section(written(described), "Validity")
     assert "Dummy weights" in text
     assert "A slice: 14 of 70 layers" in text
     assert re.search(r"\| stream none \| 4 \| 3 \| ± \d\.\d% \| 372 \|", text)
 
 
-def test_validity_tells_throttling_and_single_repeats(tmp_path: Path) -> None:
+def test_validity_reports_throttling_and_single_repeats(tmp_path: Path) -> None:
     gpu = {
         "throttle_reasons": ["SwPowerCap"],
         "sm_clock_mhz_min": 1350,
@@ -274,7 +274,7 @@ def test_a_traced_step_has_its_figure_and_its_table(results: Path) -> None:
     assert "one step" in page(results)
 
 
-def test_accuracy_and_kept_conversations_are_told_where_they_were_measured(results: Path) -> None:
+def test_accuracy_and_prefix_reuse_are_reported_if_measured(results: Path) -> None:
     assert "Accuracy of settings" not in written(results)
     folder = results / "h100"
     (folder / accuracy.FILE).write_text(measured_accuracy().model_dump_json())
@@ -386,7 +386,7 @@ def test_contrast_is_that_of_the_guideline() -> None:
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
 
 
-def test_figures_are_drawn_of_little() -> None:
+def test_figures_are_drawn_from_few_points() -> None:
     alone = Line("a", "#0072B2", "o", False, ((8, 21.5, None),), ((16, "×"),))
     assert 'points="' in curves([alone._replace(marker="*")], 344, "x")
     assert "<circle" in curves([alone], 920, "x")
@@ -432,7 +432,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the recipes, and the records and figures of machines with a GPU, as they are in the repository."""
+    """Provide a folder with the recipes, and the records and figures of machines with a GPU, from the repository."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "sweeps", "sweeps", ignore=shutil.ignore_patterns("cpu-*"))
     shutil.copytree(ROOT / "plots", "plots", ignore=shutil.ignore_patterns("cpu-*", "report.*"))

@@ -1,4 +1,5 @@
-"""The page as a browser shows it: quiet, alone, no wider than the window, legible in light, in dark and on paper."""
+"""HTML report in a browser: no errors, no other files, no wider than the window, legible in light, in dark and on
+paper."""
 
 import os
 import re
@@ -72,7 +73,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def hostile() -> list[Measurement]:
-    """Records whose texts are markup, and words that no line holds."""
+    """Provide records whose texts are markup, and words longer than a line."""
     long = "x" * 400
     return [
         point(case(1, model=HOSTILE), machine=HOSTILE, versions={HOSTILE: long}),

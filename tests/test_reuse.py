@@ -1,4 +1,4 @@
-"""`zinfer reuse`: what it measures on a real engine, the break-even it finds, its record and its figure."""
+"""Command `zinfer reuse`: measurement on a real engine, break-even, record and figure."""
 
 import io
 import json
@@ -141,7 +141,7 @@ def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 class Inline:
-    """A worker without a process, which dies at `dies` tokens."""
+    """Worker without a process, which dies at `dies` tokens."""
 
     dies = 0
 
@@ -168,7 +168,7 @@ class Inline:
 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Any, Run]]:
-    """`zinfer reuse` in this process: how it ended, and what it recorded."""
+    """Run `zinfer reuse` in this process; return its outcome and its record."""
     machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: machine)
@@ -183,7 +183,7 @@ def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
     return invoke
 
 
-def test_what_was_measured_before_an_accident_stays(inline: Callable[..., tuple[Any, Run]]) -> None:
+def test_samples_before_a_crash_stay(inline: Callable[..., tuple[Any, Run]]) -> None:
     result, found = inline("--context", "16,32,64", "--new-tokens", "8", dies=32)
     assert result.exit_code == 0, result.output
     assert [one.skipped for one in found.points] == [None, *["oom_host: the kernel killed the worker"] * 2]

@@ -1,4 +1,5 @@
-"""Rows in a batch continue as they would alone: the tokens of `transformers`, whatever stops and joins beside them."""
+"""Rows of a batch: each continues as it would alone, with the tokens of `transformers`, whatever stops and joins beside
+it."""
 
 import json
 import random
@@ -39,7 +40,7 @@ def request(name: str, body: dict[str, Any], chat: bool = False) -> Request:
 
 
 class InProcess:
-    """A worker that is no process: its engine and its rows live here."""
+    """Worker without a process: its engine and its rows live in this one."""
 
     def __init__(self, directory: Path) -> None:
         self.spec = from_directory(directory)
@@ -71,7 +72,7 @@ def plan_for(worker: InProcess, directory: Path, rows: list[Wanted]) -> Plan:
 def answers(
     directory: Path, output: Path, requests: list[Request], **settings: Any
 ) -> tuple[dict[str, Any], InProcess]:
-    """The completions by custom_id, and the worker that gave them."""
+    """Return the completions by custom_id, and the worker that gave them."""
     worker = InProcess(directory)
     prompts = [(one.chat, one.prompt) for one in requests]
     lengths = worker.serve("rows", "lengths", prompts=prompts)["lengths"]
@@ -87,7 +88,7 @@ def answers(
 def test_greedy_answers_are_those_of_each_prompt_alone(
     architecture: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of all lengths, three at a time, packed anew again and again, up to the last position that there is."""
+    """Rows of all lengths, three at a time, packed anew again and again, up to the last position of the model."""
     dice = random.Random(4)
     monkeypatch.setattr(worker_side, "ANSWER_S", 0.0)
     monkeypatch.setattr(jobs, "CHECK_S", 0.0)

@@ -1,4 +1,4 @@
-"""What is kept of conversations, and found again: with a real engine, within budgets, and past a restart."""
+"""Prefix cache: conversations are kept and found again, with a real engine, within budgets, and after a restart."""
 
 import json
 import shutil
@@ -33,13 +33,13 @@ def told() -> list[str]:
 
 
 def shelf(engine: Engine, told: list[str], positions: int = 1000, **fields: Any) -> PrefixCache:
-    """One with memory for so many positions."""
+    """Return a prefix cache with memory for a number of positions."""
     size = engine.plan.model.kv_bytes(1, positions)
     return PrefixCache(**({"identity": MODEL, "size": size, "folder_size": 1 << 30, "say": told.append} | fields))
 
 
 def run(engine: Engine, tokens: list[int], own: PrefixCache | None = None) -> tuple[torch.Tensor, int]:
-    """The logits after `tokens`, and how many of these were found in the shelf, where they are kept then."""
+    """Return the logits after `tokens`, which are kept then, and the number of them that were found in the cache."""
     parts = own.find(tokens) if own else []
     ids = torch.tensor([tokens])
     logits = prefill(engine, ids, torch.ones_like(ids), past=parts)
@@ -85,7 +85,7 @@ def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning(eng
     assert sum(part.length for part in own.find(other)) == 0
     assert told == []
     run(engine, [8, *TOKENS, 5], own)
-    assert "more of the conversation are not kept: its memory is limited" in told[0]
+    assert "more of the conversation are not kept: memory for it is limited" in told[0]
     own.close()
 
 
@@ -142,7 +142,7 @@ def test_a_damaged_file_costs_a_line_and_is_written_again(
     again.close()
     if message is not None:
         assert len(told) == 1
-        assert told[0].startswith("left out: ")
+        assert told[0].startswith("skipped: ")
         assert any(words in told[0] for words in message.split("|"))
     third = shelf(engine, told, folder=tmp_path)
     check(engine, third, TOKENS[:21], 20)
@@ -156,14 +156,14 @@ def test_files_of_others_are_left_alone(engine: Engine, told: list[str], tmp_pat
     other = shelf(engine, told, folder=tmp_path, identity=MODEL | {"revision": "r2"})
     check(engine, other, TOKENS[:20], 0)
     other.close()
-    assert told == [f"left out: 1 files in {tmp_path} are of other models or versions"]
+    assert told == [f"skipped: 1 files in {tmp_path} are of other models or versions"]
     assert len(list(tmp_path.iterdir())) == 2
     told.clear()
     (tmp_path / "0.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     own = shelf(engine, told, folder=tmp_path)
     check(engine, own, TOKENS[:21], 20)
     own.close()
-    assert told[0].endswith("0.safetensors is no kept conversation")
+    assert told[0].endswith("0.safetensors is not a kept conversation")
 
 
 def test_the_disk_has_a_budget_and_may_fail(engine: Engine, told: list[str], tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_the_disk_has_a_budget_and_may_fail(engine: Engine, told: list[str], tmp
     blocked = tmp_path / "file"
     blocked.write_text("")
     run(engine, TOKENS, shelf(engine, told, folder=blocked))
-    assert told == [f"{blocked} keeps nothing: File exists"]
+    assert told == [f"{blocked} cannot be written: File exists"]
 
 
 def test_files_that_vanish_are_missed_without_harm(engine: Engine, told: list[str], tmp_path: Path) -> None:
@@ -197,19 +197,19 @@ def test_files_that_vanish_are_missed_without_harm(engine: Engine, told: list[st
     again = shelf(engine, told, folder=tmp_path)
     shutil.rmtree(tmp_path)
     check(engine, again, TOKENS[:21], 0)
-    assert told[0].startswith("left out: ")
+    assert told[0].startswith("skipped: ")
     again.close()
 
 
 @pytest.mark.parametrize(
     "header", ["[1,2]", "12", '{"a":' * 5000 + "1" + "}" * 5000, '{"a": {"data_offsets": [0, 1.5]}}']
 )
-def test_a_file_that_is_nothing_costs_a_line(engine: Engine, told: list[str], tmp_path: Path, header: str) -> None:
+def test_a_file_with_a_wrong_header_costs_a_line(engine: Engine, told: list[str], tmp_path: Path, header: str) -> None:
     text = header.encode()
     (tmp_path / "bad.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     own = shelf(engine, told, folder=tmp_path)
     assert len(told) == 1
-    assert "left out: " in told[0]
+    assert "skipped: " in told[0]
     check(engine, own, TOKENS[:10], 0)
 
 
@@ -223,7 +223,7 @@ def test_a_file_takes_no_more_memory_than_it_has(tmp_path: Path) -> None:
         kv_file.read(path, 0, pin=False)
 
 
-def test_what_was_said_is_private(engine: Engine, told: list[str], tmp_path: Path) -> None:
+def test_files_of_conversations_are_private(engine: Engine, told: list[str], tmp_path: Path) -> None:
     check(engine, shelf(engine, told, folder=tmp_path), TOKENS[:10], 0)
     (path,) = tmp_path.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600

@@ -1,4 +1,5 @@
-"""Weights from a checkpoint, refused when it is damaged, and random ones that behave like weights."""
+"""Model state: weights from a checkpoint, refused when it is damaged, and random weights that behave like trained
+ones."""
 
 import json
 import shutil
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def copy(checkpoint: Callable[..., Path], tmp_path: Path) -> ModelSpec:
-    """A llama checkpoint of several shards that a test may damage; the spec is that of the undamaged one."""
+    """Copy a llama checkpoint of several shards, which a test may damage; the spec is that of the undamaged one."""
     return model.from_directory(Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama")))
 
 
@@ -44,7 +45,7 @@ def index(spec: ModelSpec) -> Path:
 
 
 def read(spec: ModelSpec) -> dict[str, Tensor]:
-    """All weights, as an engine reads them."""
+    """Return all weights, read as an engine reads them."""
     return {name: tensor.clone() for name, tensor in ModelState(spec, "safetensors").load(CPU)}
 
 
@@ -152,7 +153,7 @@ GLM: dict[str, object] = {
 
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts with a persistent buffer in 5 of its 6 layers, each with values of its own."""
+    """Make a mixture of experts with a persistent buffer in 5 of its 6 layers, with different values in each."""
     return save_config(tmp_path_factory.mktemp("glm"), "glm4_moe", **GLM)
 
 
@@ -161,7 +162,7 @@ def stored(directory: Path) -> dict[str, Tensor]:
 
 
 def store(directory: Path, tensors: dict[str, Tensor]) -> ModelSpec:
-    """Put `tensors` in the place of the checkpoint's; its spec."""
+    """Replace the checkpoint's tensors by `tensors`; return its spec."""
     for file in (*directory.glob("*.safetensors"), directory / "model.safetensors.index.json"):
         file.unlink(missing_ok=True)
     save_file(tensors, directory / "model.safetensors")
@@ -316,7 +317,7 @@ def test_a_reader_that_skips_a_layer_gets_the_next(glm: Path) -> None:
 
 
 def test_float32_entries_of_shared_modules_stay_their_own(glm: Path) -> None:
-    """A module that is met twice is cast once, and no entry takes another one's place."""
+    """A module that occurs twice is cast once, and no entry replaces another one."""
     empty = empty_model(model.from_directory(glm).with_dtype("bfloat16"))
     for name in ("again", "and_again"):  # the same modules under further names
         empty.model.add_module(name, empty.model.layers)

@@ -1,4 +1,4 @@
-"""What must survive: kills, full disks, flipped bits, a second writer, and files of another version."""
+"""Result files: they survive kills, full disks, flipped bits, a second writer, and lines of another version."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def reason(line: bytes) -> str:
 
 
 def resealed(**changes: object) -> bytes:
-    """A point's line with other fields and a right checksum, as a zinfer of another version would write it."""
+    """Return a point's line with other fields and a right checksum, as zinfer of another version would write it."""
     from zinfer.record import store
 
     fields = json.loads(encode(POINTS[0])) | changes
@@ -241,7 +241,7 @@ def test_empty_and_header_only_files(tmp_path: Path) -> None:
         read(tmp_path / "nowhere")
 
 
-def test_only_failures_are_nothing_usable(tmp_path: Path) -> None:
+def test_a_file_of_failures_has_nothing_usable(tmp_path: Path) -> None:
     with Store.open(tmp_path / "a.jsonl") as store:
         store.append(point(case(1), status="oom_gpu"))
     with pytest.raises(StoreError, match=r"none of the 1 points .* succeeded \(oom_gpu\)"):

@@ -1,4 +1,4 @@
-"""Layers as they cross the link: every bit arrives, through arena, ring and slot; the tokens stay the same."""
+"""Streamed layers: every bit arrives, through arena, ring and slot, and the tokens stay the same."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -30,7 +30,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def layer_tensors(seed: int) -> dict[str, Tensor]:
-    """Two matrices that shrink, a bias and an odd one that do not."""
+    """Return two matrices that shrink, a bias, and an odd tensor that does not."""
     return {
         "a_weight": normal(256, 256 + seed),
         "a_bias": normal(256),
@@ -45,7 +45,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors are coded too, and pieces are small: a matrix of a test has several."""
+    """Code small tensors, too, and make chunks small, so that a matrix of a test has several."""
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
     monkeypatch.setattr(packed_layer, "PIECE", 3 * codec.BLOCK * 2)
 
@@ -101,7 +101,7 @@ def test_an_arena_that_grows_keeps_what_it_holds_and_has_an_end() -> None:
 
 
 class Layer(nn.Module):
-    """Holds parameters and tells them, as they are when it is called."""
+    """Module with parameters, which returns them with their values at the time of the call."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch:
         assert ring.depth == 2
 
 
-def test_passes_side_by_side_share_a_stay_and_go_layer_by_layer() -> None:
+def test_interleaved_passes_share_a_layers_weights() -> None:
     ring, layers, tensors, arena = ring_of(packed, 3)
     order: list[tuple[int, int]] = []
 
@@ -279,7 +279,7 @@ def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
     plain.close()
 
 
-def test_what_stays_changes_with_the_batch(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_resident_layers_change_with_the_batch(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     engine = load("stream", checkpoint("llama", hidden_size=256), "cpu", tmp_path)
     case = engine.plan.case.model_copy(update={"gpu_weights": "auto"})
     for machine_bytes, most in ((3 << 30, 3), (2 << 30, 0)):
@@ -301,7 +301,7 @@ def test_a_prefill_in_blocks_streams_the_weights_once(
     engine = load("stream", directory, "cpu", tmp_path)
     whole = tokens(engine)
     monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 1)  # a pass for each row
+    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 1)  # one pass per row
     for ours, theirs in zip(tokens(engine), whole, strict=True):
         assert torch.equal(ours, theirs)
     ring = engine._ring  # type: ignore[attr-defined]
@@ -327,7 +327,7 @@ def test_an_unknown_codec_is_refused(checkpoint: Callable[..., Path], tmp_path: 
         load("stream", checkpoint("llama"), "cpu", tmp_path, weight_codec="zip")
 
 
-def test_a_step_can_be_watched(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     engine = load("stream", checkpoint("llama", hidden_size=256), "cpu", tmp_path, "bfloat16", weight_codec="lossless")
     token_ids = torch.full((2, 5), 9)
     prefill(engine, token_ids, torch.ones_like(token_ids), reserve=3)

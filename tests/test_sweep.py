@@ -1,4 +1,4 @@
-"""The sweep's logic: which batches, what is measured again, what survives a kill."""
+"""Logic of a sweep: the batches to try, the points to measure again, and survival of kills."""
 
 import os
 import random
@@ -21,7 +21,7 @@ from zinfer.record.store import Store, read
 
 
 def drive(batches: Batches, edge: int, failure: Status = "oom_gpu") -> list[Try]:
-    """The batches tried on a machine where `edge` is the largest that runs."""
+    """Return the batches that are tried on a machine where `edge` is the largest that runs."""
     tried, status = [], None
     while True:
         try:
@@ -135,7 +135,7 @@ def test_auto_reports_the_edge(tmp_path: Path) -> None:
 
 
 def test_an_edge_that_the_engine_sets_is_found_like_one_of_memory(tmp_path: Path) -> None:
-    """A TensorRT plan has a largest batch of its own, beyond which it says `unsupported`."""
+    """A TensorRT plan has a largest batch of its own, beyond which it answers `unsupported`."""
     auto = Sweep(model=("fake",), offload=("cpu",))
     refused: dict[int, Status] = dict.fromkeys(range(6, 200), "unsupported")
     points = run_inline(tmp_path / "r.jsonl", auto, InlineWorker(edge=999, fails=refused))
@@ -160,7 +160,7 @@ def test_resume_measures_only_what_is_missing(tmp_path: Path) -> None:
     assert (third.loads, third.measured) == (0, [])
 
 
-def test_a_load_that_fails_is_told_once_and_the_next_goes_on(tmp_path: Path) -> None:
+def test_a_failed_load_is_reported_once_and_the_next_runs(tmp_path: Path) -> None:
     sweep = Sweep(model=("fake",), offload=("none", "cpu"), batch_size=(1, 2))
     points = run_inline(tmp_path / "r.jsonl", sweep, InlineWorker(edge=9, refuse_offload="none"))
     assert [(p.case.offload, p.status, p.stage) for p in points] == [
@@ -173,7 +173,8 @@ def test_a_load_that_fails_is_told_once_and_the_next_goes_on(tmp_path: Path) -> 
 
 
 def test_two_hundred_kills_lose_and_double_nothing(tmp_path: Path) -> None:
-    """SIGKILL at random moments of a sweep that is resumed each time; what was reported as stored must be there."""
+    """SIGKILL at random moments of a sweep that is resumed each time; a point that was reported as stored must be on
+    disk."""
     command = [sys.executable, "-m", "tests.inline", str(tmp_path), "200", str(random.Random(7).randrange(1 << 30))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

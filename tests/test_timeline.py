@@ -1,4 +1,4 @@
-"""Where a step's time goes, from spans whose sums are known."""
+"""Timeline of a step: busy and idle times, from spans with known sums."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def spans(*rows: tuple[str, int | None, float, float]) -> tuple[Span, ...]:
     return tuple(Span.model_validate(row) for row in rows)
 
 
-# the link: 10 idle, 30 busy, 5 idle, 20 busy in two overlapping copies, 5 idle; meanwhile layers compute
+# link: 10 idle, 30 busy, 5 idle, 20 busy in two overlapping copies, 5 idle; meanwhile layers compute
 STEP = spans(
     ("compute", None, 1, 2),
     ("compute", 0, 4, 12),
@@ -34,7 +34,7 @@ def test_busy_and_idle_fill_the_step() -> None:
     assert share(STEP, "compute") == pytest.approx(22 / 70)
 
 
-def test_waits_are_told_by_place_and_by_what_goes_on_meanwhile() -> None:
+def test_waits_are_listed_by_place_and_by_what_runs_meanwhile() -> None:
     assert waits(STEP) == Waits(before_ms=10, between_ms=5, after_ms=5, working_ms=1 + 6 + 3 + 5)
     assert waits(STEP).total_ms == 20
 
@@ -67,7 +67,7 @@ def test_the_focus_is_where_the_link_waits_longest() -> None:
     assert focus(STEP, layers=100) == (0, 70)
 
 
-def test_nothing_traced_is_nothing() -> None:
+def test_an_empty_trace_has_no_timeline() -> None:
     assert length_ms(()) == share((), "copy") == waits(()).total_ms == 0
     assert busy((), "copy") == idle(()) == ()
     alone = spans(("compute", 0, 0, 8))

@@ -1,4 +1,4 @@
-"""Quantities as people write and read them."""
+"""Quantities and their units, read and written."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Real worker processes with an engine that has accidents: each becomes its status, and the next point goes on."""
+"""Real worker processes with an engine that fails: each failure becomes its status, and the next point runs."""
 
 import gc
 import io
@@ -108,7 +108,7 @@ def test_a_trace_that_fails_costs_no_sample(fail: str) -> None:
         ("50%", 50, 50, "the library took more", "the library took more"),
     ],
 )
-def test_effective_placement_is_held_against_what_was_asked(
+def test_effective_placement_is_compared_with_the_request(
     gpu_weights: str | None, resident: int, streamed: int, shortfall: str | None, words: str | None
 ) -> None:
     asked = case().model_copy(update={"offload": "cpu", "gpu_weights": gpu_weights})
@@ -180,7 +180,7 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
 
 
 def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
-    """Else the next batch of a bisection would run out of memory too early."""
+    """Leftovers would make the next batch of a bisection run out of memory too early."""
     held: list[weakref.ref[torch.Tensor]] = []
 
     class Hungry(FakeEngine):

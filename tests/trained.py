@@ -1,13 +1,15 @@
-"""A small language model, trained here and now: a checkpoint that training shaped, where none is at hand.
+"""Small language model, trained on the spot: a trained checkpoint for machines without one.
 
 `python -m tests.trained FOLDER` trains a Llama of 25 million weights to predict the bytes of Python's own standard
-library, and writes a whole checkpoint: the weights as bf16, with how they came about; a tokenizer, a token a byte; and
-`held-out.txt`, source that was not trained on. Half a minute on a GPU; on a CPU take fewer `--steps` of a smaller
-`--batch`. It is no published model: much smaller, and trained on far less, than those. How much of the weights is
-training's and not what they began with, it says, too: little of it, and they are still Gaussian. Its heads are as large
-as those of published models (64), but errors add up through few layers; and how far the largest channel of its keys
-stands out, it says, because large models have some that do (Liu et al. 2024, arXiv:2402.02750), which are what makes a
-KV cache hard to quantise.
+library, and writes a whole checkpoint: the weights as bf16, with a description of their training; a tokenizer with one
+token per byte; and `held-out.txt`, source that was not trained on. This takes half a minute on a GPU; on a CPU use
+fewer `--steps` and a smaller `--batch`.
+
+Published models are much larger and trained on far more. The description states how much of the weights comes from
+training and not from their initial values: little, and they are still Gaussian. Heads are as large as those of
+published models (64), but errors add up over few layers. It also states how far the largest channel of the keys stands
+out, because some large models have such channels (Liu et al. 2024, arXiv:2402.02750), which make a KV cache hard to
+quantise.
 """
 
 import argparse
@@ -24,12 +26,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-LENGTH = 512  # bytes of a sample
-HELD_OUT = 25  # one file of so many
+LENGTH = 512  # bytes in a sample
+HELD_OUT = 25  # one file in this many is held out
 
 
 def texts() -> tuple[bytes, bytes]:
-    """The source of the standard library: what to train on, and the files that are held out."""
+    """Return the source of the standard library: text to train on, and the held-out files."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in folder.rglob("*.py") if not {"site-packages", "dist-packages"} & {*path.parts})
     parts: tuple[list[bytes], list[bytes]] = [], []
@@ -39,7 +41,7 @@ def texts() -> tuple[bytes, bytes]:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, of the byte's number."""
+    """Return a tokenizer with one token per byte, whose id is the byte."""
     vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     built.pre_tokenizer, built.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -47,13 +49,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def layers_of(model: LlamaForCausalLM) -> Tensor:
-    """The matrices of its layers, end to end, on the CPU."""
+    """Return the matrices of the model's layers, end to end, on the CPU."""
     return torch.cat([p.detach().flatten().cpu() for p in model.model.layers.parameters() if p.dim() == 2])
 
 
 @torch.inference_mode()
 def prominence(model: LlamaForCausalLM, tokens: Tensor) -> float:
-    """How many times as large the largest channel of a head's keys is as its median one, the mean over all heads."""
+    """Return the ratio of the largest channel of a head's keys to its median channel, as the mean over all heads."""
     keys = torch.stack([layer.keys for layer in model(input_ids=tokens, use_cache=True).past_key_values.layers])
     channels = keys.float().square().mean((1, 3)).sqrt()  # [layers, heads, head_dim]
     return float((channels.amax(-1) / channels.median(-1).values).mean())
@@ -62,7 +64,7 @@ def prominence(model: LlamaForCausalLM, tokens: Tensor) -> float:
 def train(
     folder: Path, steps: int, batch: int, hidden_size: int = 512, layers: int = 6, learning_rate: float = 1e-3
 ) -> str:
-    """Train, write the checkpoint to `folder`, and return what it says of itself."""
+    """Train, write the checkpoint to `folder`, and return its description."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = LlamaConfig(
         vocab_size=256, hidden_size=hidden_size, intermediate_size=4 * hidden_size, num_hidden_layers=layers,

@@ -1,7 +1,7 @@
-"""A TensorRT network definition, read back from the library and evaluated with torch, layer by layer.
+"""Evaluation of a TensorRT network with torch: the definition is read back from the library, layer by layer.
 
-Where an engine cannot run (no GPU), this is what can be known of it: what the library was told to compute. Whatever is
-not written down here raises; so does an operand whose type is not the one that strong typing demands.
+Without a GPU no engine can run; this shows what the library was asked to compute. An unknown layer raises an error, and
+so does an operand whose type is not the one that strong typing demands.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 def evaluate(trt: Any, network: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The network's outputs by name, for `inputs` by name: all of them, with the types and shapes declared."""
+    """Return the network's outputs by name for `inputs` by name, which must be complete, with the declared types and
+    shapes."""
     return _Walker(trt).run(network, inputs)
 
 
@@ -33,7 +34,7 @@ class _Walker:
             self.values[node.name] = inputs[node.name]
         for index in range(network.num_layers):
             layer = network.get_layer(index)
-            kind = self.trt.ILayer.type.__get__(layer).name  # not layer.type: an activation has one of its own
+            kind = self.trt.ILayer.type.__get__(layer).name  # not layer.type: an activation has a `type` of its own
             evaluate_layer: Callable[..., Tensor] | None = getattr(self, f"_{kind.lower()}", None)
             if evaluate_layer is None:
                 raise NotImplementedError(f"the walker does not know the layer {kind}")
@@ -53,7 +54,7 @@ class _Walker:
             assert declared in (-1, actual), f"{node.name}: {tuple(value.shape)}, declared {shape}"
 
     def _typed(self, layer: Any, kind: str) -> Any:
-        """`layer` as its own class: the library hands out the base class."""
+        """Cast `layer` to its own class: the library returns the base class."""
         names = {
             "CONSTANT": "IConstantLayer", "SHUFFLE": "IShuffleLayer", "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
             "ELEMENTWISE": "IElementWiseLayer", "UNARY": "IUnaryLayer", "ACTIVATION": "IActivationLayer",

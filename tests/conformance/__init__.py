@@ -1,6 +1,6 @@
-"""Conformance: every causal language model that the installed transformers knows, small and random, against `generate`.
+"""Conformance tests: every causal language model of the installed transformers, small and random, against `generate`.
 
-`python -m tests.conformance` (or ``make conformance``) builds a checkpoint of each type, runs it in every way that
-`tests.conformance.compare.WAYS` names, and writes what came of it to ``sweeps/results/conformance.json``, from which
+`python -m tests.conformance` (or ``make conformance``) makes a checkpoint of each type, runs it in all ways of
+`tests.conformance.compare.WAYS`, and writes the outcomes to ``sweeps/results/conformance.json``, from which
 ``docs/models.md`` is made.
 """

@@ -1,4 +1,5 @@
-"""`python -m tests.conformance [TYPE ...] [--jobs N] [--output FILE]`: compare, print a table, write the record.
+"""Command line: `python -m tests.conformance [TYPE ...] [--jobs N] [--output FILE]` compares, prints a table and writes
+the record.
 
 `python -m tests.conformance --table` makes the tables of ``docs/models.md`` anew from the record.
 """
@@ -18,7 +19,7 @@ from tests.conformance import record
 if TYPE_CHECKING:
     from tests.conformance.run import Row
 
-# What every child needs, imported in the parent (`save_pretrained` imports DeepSpeed where there is one).
+# Modules that every child needs, imported in the parent (`save_pretrained` imports DeepSpeed if it is installed).
 PRELOADED = ("transformers.models.llama.modeling_llama", "zinfer.commands.watch", "zinfer.engine.stream", "deepspeed")
 SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": "CRASH"}
 
@@ -29,13 +30,13 @@ SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": 
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help=f"Where the record goes; of some types, into the one there is.  [default: {record.RECORD} of all types]",
+    help=f"File of the record; with TYPE, its entries are replaced.  [default: {record.RECORD} if all types run]",
 )
 @click.option("--table", is_flag=True, help=f"Only make {record.PAGE} anew from the record.")
 def main(types: tuple[str, ...], jobs: int, output: Path | None, table: bool) -> None:
-    """Compare zinfer with transformers on a small random checkpoint of each TYPE, by default of all of them.
+    """Compare zinfer with transformers on a small random checkpoint of each TYPE, by default of all types.
 
-    A type's name followed by +wrapper is the multimodal model that the language model lies in.
+    TYPE+wrapper names the multimodal model that contains the language model.
     """
     if table:
         record.PAGE.write_text(record.replace_table(record.PAGE.read_text(), record.read(output or record.RECORD)))
@@ -50,8 +51,8 @@ def main(types: tuple[str, ...], jobs: int, output: Path | None, table: bool) ->
 
 
 def conformance(types: tuple[str, ...], jobs: int) -> dict[str, Any]:
-    """Run `types`, or all; print a line each with its reasons, and the counts; return the record."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # records of all machines are of the CPU
+    """Run `types`, or all; print one line each with its reasons, and the counts; return the record."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every machine's record is of the CPU
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import transformers

@@ -1,4 +1,4 @@
-"""One type in every way: zinfer's greedy tokens beside those of `transformers.generate`, token for token."""
+"""Comparison of one type in every way: zinfer's greedy tokens against those of `transformers.generate`."""
 
 import shutil
 import traceback
@@ -26,9 +26,9 @@ from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelError
 from zinfer.spec.source import find
 
-LENGTHS, OUTPUT_LEN = (9, 5, 7), 12  # of the left-padded rows; together longer than two sliding windows
+LENGTHS, OUTPUT_LEN = (9, 5, 7), 12  # tokens in the left-padded rows, and added; together more than two sliding windows
 SEEDS = 8  # prompts that are tried until no token is a close call
-MARGIN = 1e-3  # of the logits' spread, by which the largest leads: another order of summation chooses no other token
+MARGIN = 1e-3  # lead of the largest logit over their spread; another order of summation then gives the same token
 MACHINE = Machine(name="conformance", source="measured", host_bytes=8 << 30, nvme_bytes=8 << 30)
 
 REFUSALS = (ModelError, CheckpointError, EngineError, click.ClickException)
@@ -36,7 +36,7 @@ Verdict = Literal["right", "refused", "differs", "crash", "cannot be built", "ca
 
 
 class Way(NamedTuple):
-    """How the checkpoint is run."""
+    """One way to run the checkpoint."""
 
     says: str
     offload: Offload = "cpu"
@@ -60,7 +60,7 @@ WAYS: dict[str, Way] = {
 
 
 class Outcome(NamedTuple):
-    """What came of one way, or of a whole type."""
+    """Outcome of one way, or of a whole type."""
 
     verdict: Verdict
     why: str = ""
@@ -70,18 +70,18 @@ Tell = Callable[[str, Outcome], None]
 
 
 class CannotCompare(ValueError):
-    """A model whose own `generate` is no reference."""
+    """Raised for a model whose own `generate` is no reference."""
 
 
 class Monotonous(CannotCompare):
-    """A model that hardly minds its prompt: other weights may."""
+    """Raised for a model that hardly depends on its prompt; other weights may help."""
 
 
 def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
-    """Build `subject` in the empty folder `scratch`, run it in all `WAYS`, and `tell` what came of each.
+    """Build `subject` in the empty folder `scratch`, run it in all `WAYS`, and `tell` the outcome of each.
 
-    A type that cannot be built or compared is told once, as that of the way ``all``. Besides, its family is told as
-    that of ``family``, and that there is something to compare with as that of ``reference``.
+    A type that cannot be built or compared has one outcome, named ``all``. Otherwise `tell` also gets the type's family
+    under the name ``family``, and an outcome ``reference`` once the reference exists.
     """
     directory = scratch / subject.type
     try:
@@ -98,7 +98,7 @@ def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
 
 
 def _saved(subject: Subject, directory: Path, tell: Tell) -> tuple[Tensor, Tensor, Tensor]:
-    """The first of the models that is worth comparing with, saved in `directory`, and its `reference`."""
+    """Save the first model that is worth comparing in `directory`; return its `reference`."""
     for gain in GAINS:
         shutil.rmtree(directory, ignore_errors=True)
         model = small_model(subject, gain)
@@ -126,7 +126,7 @@ def _outcome(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, expecte
 
 
 def _clean(error: BaseException, scratch: Path) -> str:
-    """The message of an error in one line, without this machine's paths."""
+    """Return the message of an error in one line, without this machine's paths."""
     text = error.message if isinstance(error, click.ClickException) else str(error)
     own = isinstance(error, (*REFUSALS, CannotBuild, CannotCompare))
     line = " ".join(text.split()).replace(f"{scratch}/", "")[:400]
@@ -134,7 +134,7 @@ def _clean(error: BaseException, scratch: Path) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where an error comes from: the last lines of packages that its traceback goes through."""
+    """Return the place of an error: the last lines in known packages that its traceback passes through."""
     frames = traceback.extract_tb(error.__traceback__)
     packages = ("zinfer/", "transformers/", "torch/", "tests/")
     told = [
@@ -148,7 +148,7 @@ def _place(error: BaseException) -> str:
 
 
 def prompts(seed: int) -> tuple[Tensor, Tensor]:
-    """Random prompts, left-padded: token ids and mask, ``[B, max length]`` each."""
+    """Return random prompts, left-padded: token ids and mask, ``[B, max length]`` each."""
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.randint(FIRST_TOKEN, VOCAB_SIZE, (len(LENGTHS), max(LENGTHS)), generator=generator)
     mask = torch.stack([torch.arange(max(LENGTHS)) >= max(LENGTHS) - length for length in LENGTHS]).long()
@@ -156,9 +156,9 @@ def prompts(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def reference(model_class: type[PreTrainedModel], directory: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Prompts, their mask, and what `transformers.generate` continues them with, ``[B, OUTPUT_LEN]``.
+    """Return prompts, their mask, and the tokens that `transformers.generate` adds, ``[B, OUTPUT_LEN]``.
 
-    Raises CannotCompare where that is nothing to compare with.
+    Raises CannotCompare if these are no usable reference.
     """
     model, info = model_class.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:
@@ -188,7 +188,7 @@ def reference(model_class: type[PreTrainedModel], directory: Path) -> tuple[Tens
 
 @contextmanager
 def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
-    """The stream engine with the checkpoint in `directory`, ready, as `way` has it."""
+    """Load the checkpoint in `directory` into the stream engine, in the given `way`."""
     options = dict(way.options)
     if way.packed:
         folder = scratch / "packed"
@@ -214,7 +214,7 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
 
 
 def run(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, scratch: Path) -> Tensor:
-    """zinfer's greedy tokens, ``[B, OUTPUT_LEN]``."""
+    """Return zinfer's greedy tokens, ``[B, OUTPUT_LEN]``."""
     tokens_at_once = mock.patch("zinfer.plan.cost.PREFILL_TOKENS", way.prefill_tokens)
     with tokens_at_once if way.prefill_tokens else mock.MagicMock(), loaded(way, directory, scratch) as running:
         tokens = [prefill(running, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]

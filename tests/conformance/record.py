@@ -1,4 +1,4 @@
-"""The record of a run as JSON, and the tables in ``docs/models.md`` that are made from it."""
+"""Record of a conformance run as JSON, and the tables in ``docs/models.md`` that are made from it."""
 
 import json
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ BEGIN, END = "<!-- made by `python -m tests.conformance --table`: begin -->", "<
 WRAPPER = "+wrapper"
 REASON = 200  # characters of a reason that the page shows
 FAMILIES = ("Dense", "Mixtures of experts", "Recurrent and hybrid")
-LEFT = {  # verdicts besides "right", and what they are called
+LEFT = {  # verdicts besides "right" -> their title on the page
     "refused": "Refused",
     "differs": "Wrong",
     "crash": "Crash",
@@ -26,7 +26,7 @@ LEFT = {  # verdicts besides "right", and what they are called
 
 
 def to_json(rows: Iterable["Row"], ways: dict[str, str]) -> dict[str, Any]:
-    """The record: versions, ways, and for each type its family, verdict, and what came of each way."""
+    """Return the record: versions, ways, and for each type its family, verdict, and the outcome of each way."""
     from zinfer import __version__
 
     told = {
@@ -53,24 +53,24 @@ def read(path: Path = RECORD) -> dict[str, Any]:
 
 
 def counts(record: dict[str, Any], wrapper: bool = False) -> Counter[str]:
-    """How many types, or wrappers, have each verdict."""
+    """Return the number of types, or of wrappers, with each verdict."""
     return Counter(entry["verdict"] for name, entry in record["types"].items() if name.endswith(WRAPPER) is wrapper)
 
 
 def summary(record: dict[str, Any]) -> str:
-    """One sentence with the counts."""
+    """Return one sentence with the counts."""
     types, wrappers = counts(record), counts(record, wrapper=True)
     versions = record["versions"]
     return (
-        f"Of the {types.total()} types of causal language models that transformers {versions['transformers']} knows, "
-        f"{types['right']} give exactly the tokens of `generate` ({types['refused']} are refused in one line, "
-        f"{types['differs'] + types['crash']} are wrong or crash); so do {wrappers['right']} of {wrappers.total()} "
-        "multimodal models that have one inside."
+        f"{types['right']} of the {types.total()} types of causal language models that transformers "
+        f"{versions['transformers']} knows give exactly the tokens of `generate`; {types['refused']} are refused in "
+        f"one line, {types['differs'] + types['crash']} are wrong or crash. {wrappers['right']} of {wrappers.total()} "
+        "multimodal models that contain such a type give the tokens of `generate`, too."
     )
 
 
 def table(record: dict[str, Any]) -> str:
-    """The generated part of ``docs/models.md``."""
+    """Return the generated part of ``docs/models.md``."""
     right: dict[str, list[str]] = defaultdict(list)
     left: dict[str, list[tuple[str, str]]] = defaultdict(list)
     partly: dict[str, list[str]] = defaultdict(list)
@@ -88,7 +88,7 @@ def table(record: dict[str, Any]) -> str:
     families = [family for family in (*FAMILIES, "Inside multimodal models") if right[family]]
     lines += [f"| {family} ({len(right[family])}) | {', '.join(right[family])} |" for family in families]
     if partly:
-        lines += ["", "Right, but refused in these ways:", "", "| refused | types |", "|---|---|"]
+        lines += ["", "These types are right, but refused in some ways:", "", "| refused | types |", "|---|---|"]
         lines += [f"| {ways} | {', '.join(names)} |" for ways, names in sorted(partly.items())]
     for verdict, title in LEFT.items():
         if left[verdict]:
@@ -102,15 +102,15 @@ def _shown(name: str) -> str:
 
 
 def _cell(why: str) -> str:
-    """A reason as a cell of a table, cut where it is long."""
+    """Return a reason as a table cell, cut if it is long."""
     short = why if len(why) <= REASON else why[: why.rfind(" ", 0, REASON)] + " .."
     return short.replace("|", "/").replace("<", "&lt;")
 
 
 def replace_table(page: str, record: dict[str, Any]) -> str:
-    """`page` with its generated part made anew. Raises ValueError for a page without the markers."""
+    """Replace the generated part of `page`. Raises ValueError for a page without the markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"{PAGE} has lost its markers {BEGIN} and {END}")
+        raise ValueError(f"{PAGE} lacks the markers {BEGIN} and {END}")
     return before + table(record) + after

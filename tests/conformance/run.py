@@ -1,4 +1,4 @@
-"""All types, each in a process of its own, so that a crash or a hang costs one row."""
+"""Runs of all types, each in a process of its own, so that a crash or a hang costs one row."""
 
 import multiprocessing
 import os
@@ -16,11 +16,11 @@ import torch
 from tests.conformance.compare import WAYS, Outcome, Verdict, compare
 from tests.conformance.small import Subject
 
-LIMIT_S = 150.0  # for one type
+LIMIT_S = 150.0  # time limit of one type
 
 
 class Row(NamedTuple):
-    """What came of a type: one outcome a way, or one for all where it never came to that."""
+    """Result of a type: one outcome for each way, or one for all if the type could not be run."""
 
     subject: Subject
     outcomes: dict[str, Outcome]
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of the ways; a refused one does not spoil a model that is right with its weights streamed."""
+        """Worst verdict of the ways; a refused way does not count if the model is right with its weights streamed."""
         verdicts = [outcome.verdict for outcome in self.outcomes.values()]
         if "all" in self.outcomes:
             return self.outcomes["all"].verdict
@@ -40,7 +40,8 @@ class Row(NamedTuple):
 
 
 def run_all(subjects: Sequence[Subject], jobs: int, done: Callable[[Row], None]) -> list[Row]:
-    """Compare all `subjects`, `jobs` at a time, telling each row as it is done; rows in the order of `subjects`."""
+    """Compare all `subjects`, `jobs` at a time; call `done` with each row; return the rows in the order of
+    `subjects`."""
     context = multiprocessing.get_context("fork")  # transformers is imported once
     waiting = list(enumerate(subjects))
     running: dict[Connection, _Child] = {}
@@ -62,7 +63,7 @@ def run_all(subjects: Sequence[Subject], jobs: int, done: Callable[[Row], None])
 
 
 class _Child:
-    """A process that compares one subject, and what it has told so far."""
+    """Process that compares one subject, and the outcomes so far."""
 
     def __init__(self, index: int, subject: Subject, context: ForkContext, scratch: Path) -> None:
         self.index, self.subject, self.scratch = index, subject, scratch
@@ -97,7 +98,8 @@ class _Child:
         return not self.open
 
     def _fill(self, why: str) -> None:
-        """The next way that was due has crashed, and none that follow were tried; or transformers has, before any."""
+        """Record a crash for the way that was due and for those after it, which were not tried; or for transformers, if
+        there is no reference yet."""
         if not self.compared:
             self.outcomes.setdefault("all", Outcome("cannot be compared", f"transformers: {why}"))
         if "all" not in self.outcomes:
@@ -110,7 +112,7 @@ class _Child:
 
 
 def _work(subject: Subject, scratch: Path, end: Connection) -> None:
-    """The child: quiet, and gone without ceremony."""
+    """Compare in the child process, without output; exit without cleaning up the interpreter."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

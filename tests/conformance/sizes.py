@@ -1,15 +1,15 @@
-"""Small sizes for configurations: by the names of their fields, and the few types that need something besides."""
+"""Small sizes for configurations: by the names of their fields, with exceptions for a few types."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 VOCAB_SIZE = 128
-FIRST_TOKEN = 24  # prompts have no token below: configurations give those a meaning (padding, images, ..)
-DEPTH, SIDE_DEPTH = 6, 2  # layers of a language model at least; of a vision or audio tower
-WINDOW = 8  # shorter than the prompts and what is generated
+FIRST_TOKEN = 24  # prompts have no token below: configurations give these a meaning (padding, images, ..)
+DEPTH, SIDE_DEPTH = 6, 2  # least layers of a language model; layers of a vision or audio tower
+WINDOW = 8  # shorter than prompts and generated tokens
 
 # The first pattern that matches a whole field name gives its size, unless the default is smaller. ``depth`` is the
-# number of layers asked for.
+# requested number of layers.
 SIZES: tuple[tuple[str, int | str], ...] = (
     (r"num_hidden_layers|n_layers?|num_layers|depth|(num_)?(en|de)coder_layers|num_blocks|layers", "depth"),
     (r"type_vocab_size", 2),
@@ -49,28 +49,28 @@ SIZES: tuple[tuple[str, int | str], ...] = (
     (r"num_mel_bins|feature_size", 16),
 )
 
-# Settings besides sizes, wherever a configuration has such a field and no adjustment says otherwise.
+# Settings besides sizes, for configurations that have such a field and no adjustment of it.
 SETTINGS: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "is_decoder": True,  # BERT and its like are causal only so
+    "is_decoder": True,  # makes BERT and similar types causal
     "use_cache": True,
 }
 
-# Sizes that some configurations leave open, though the model cannot do without.
+# Sizes that some configurations leave unset, though the model needs them.
 UNSET: dict[str, int] = {"head_dim": 16, "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 2}
 
 
 class Adjustment(NamedTuple):
-    """Settings of one type that its sizes by name cannot have, and why."""
+    """Settings of one type that its sizes by name cannot have, and the reason."""
 
     why: str
     settings: dict[str, Any]
 
 
 def _repeat(*kinds: object) -> Callable[[int], list[object]]:
-    """A list with an item a layer: `kinds` over and over."""
+    """Return a function of the depth that gives a list with one item per layer, repeating `kinds`."""
     return lambda depth: [kinds[index % len(kinds)] for index in range(depth)]
 
 

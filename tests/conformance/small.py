@@ -18,21 +18,27 @@ from transformers.models.auto.modeling_auto import (
 from tests.conformance.sizes import ADJUSTMENTS, DEPTH, FIRST_TOKEN, SETTINGS, SIDE_DEPTH, SIZES, UNSET
 
 MAX_DEPTH = 16
-RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # in the names of kinds of layers
+RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # words in the names of kinds of layers
 MAX_PARAMETERS = 20_000_000
-KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "layers_num_experts", "indexer_types")  # of layers
-TEXT = ("text", "decoder", "language", "llm", "global")  # in the names of configurations within one
-# A matrix makes values so many times as wide: more where a model's own norms would have all tokens come out alike.
+KINDS = (
+    "layer_types",
+    "layers_block_type",
+    "mlp_layer_types",
+    "layers_num_experts",
+    "indexer_types",
+)  # lists per layer
+TEXT = ("text", "decoder", "language", "llm", "global")  # words in the names of nested configurations
+# Factor by which a matrix widens values; models whose own norms would make all tokens alike need a larger one.
 GAINS = (2.0, 3.5, 7.0)
-WORD_STD, EMBEDDING_STD, NOISE = 0.2, 0.05, 0.1  # deviations of words, of other embeddings, and of what is disturbed
+WORD_STD, EMBEDDING_STD, NOISE = 0.2, 0.05, 0.1  # standard deviations: word and other embeddings, disturbed weights
 
 
 class CannotBuild(ValueError):
-    """A type of which no small model can be made here; the message says why."""
+    """Raised, with the reason, for a type without a small model."""
 
 
 class Subject(NamedTuple):
-    """What a row of the record is about: a type, as a causal language model or as a wrapper around one."""
+    """Subject of a row of the record: a type, as a causal language model or as a wrapper around one."""
 
     type: str
     wrapper: bool = False
@@ -43,8 +49,8 @@ class Subject(NamedTuple):
 
 
 def subjects() -> list[Subject]:
-    """Every type of transformers' AutoModelForCausalLM, and every wrapper of AutoModelForImageTextToText whose
-    configuration has a language model's in it."""
+    """Return every type of transformers' AutoModelForCausalLM, and every wrapper of AutoModelForImageTextToText whose
+    configuration contains a language model's."""
     wrappers = [
         name
         for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -56,7 +62,7 @@ def subjects() -> list[Subject]:
 
 
 def small_config(kind: str) -> PreTrainedConfig:
-    """The configuration of type `kind`, small: as deep as all kinds of layers of its default need to occur."""
+    """Return a small configuration of type `kind`, deep enough for all kinds of layers of its default."""
     config_class = CONFIG_MAPPING[kind]
     wanted = _kinds(_default(config_class).get_text_config(decoder=True))
     for depth in range(DEPTH, MAX_DEPTH + 1):
@@ -77,7 +83,7 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def _kinds(config: PreTrainedConfig) -> set[str]:
-    """The kinds of layers that a configuration tells of."""
+    """Return the kinds of layers that a configuration names."""
     told = ((name, getattr(config, name, None)) for name in KINDS)
     return {f"{name} {item}" for name, items in told if isinstance(items, list | tuple) for item in items
             if isinstance(item, str)}  # fmt: skip
@@ -124,7 +130,7 @@ def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
-    """A field of a configuration; the common value of one that layers may have of their own."""
+    """Return a field of a configuration; for a field that differs between layers, the common value."""
     try:
         return object.__getattribute__(config, config.attribute_map.get(name, name))
     except AttributeError:
@@ -134,7 +140,7 @@ def _value(config: PreTrainedConfig, name: str) -> Any:
 def _per_layer(
     default: PreTrainedConfig, overrides: dict[str, dict[str, Any]], settings: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """What layers have of their own, for the small layers of the same kinds, in proportion to what is common."""
+    """Return the settings of single layers for the small layers of the same kinds, in proportion to the common ones."""
     kinds = _value(default, "layer_types")
     of_kind = {kinds[int(index)]: values for index, values in overrides.items()}
 
@@ -150,7 +156,7 @@ def _per_layer(
 
 
 def _resolved(value: Any, depth: int) -> Any:
-    """A value of an adjustment: a function of the depth, or itself."""
+    """Return the value of an adjustment, which may be a function of the depth."""
     return value(depth) if callable(value) else value
 
 
@@ -160,14 +166,15 @@ def _size(name: str, depth: int) -> int | None:
 
 
 def cut(values: Sequence[Any], depth: int) -> list[Any]:
-    """The first `depth` of `values`, a list with an item a layer; kinds that come later take the last places."""
+    """Return the first `depth` of `values`, a list with one item per layer; kinds that first occur later take the last
+    places."""
     kept = [values[index % len(values)] for index in range(depth)]
     late = [value for index, value in enumerate(values) if value not in values[:index] and value not in kept]
     return kept[: depth - len(late)] + late if len(late) < depth else kept
 
 
 def small_model(subject: Subject, gain: float = GAINS[0]) -> PreTrainedModel:
-    """A small random model in float32, every weight and persistent buffer of it random. Raises CannotBuild."""
+    """Return a small model in float32 with random weights and persistent buffers. Raises CannotBuild."""
     auto = AutoModelForImageTextToText if subject.wrapper else AutoModelForCausalLM
     try:
         config = small_config(subject.type)
@@ -194,12 +201,15 @@ def _line(error: BaseException) -> str:
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel, gain: float) -> None:
-    """Draw matrices wide and embeddings narrow, so that greedy tokens depend on the prompt; let the mean of activations
-    come to nothing, as it would drown the rest; give the scales of norms random signs, so that a token is not its own
-    successor where embeddings are tied; disturb all else, so that nothing left out goes unseen."""
+    """Draw weights so that greedy tokens depend on the prompt and no weight goes untested.
+
+    Matrices are drawn wide and embeddings narrow. The mean of activations is set to zero, as it would drown the rest.
+    The scales of norms get random signs, so that a token is not its own successor with tied embeddings. All other
+    weights are disturbed, so that a weight left out changes the tokens.
+    """
     std: dict[int, float] = {}
     inputs: dict[int, int] = {}  # the dimension of a matrix's inputs
-    scales: set[int] = set()  # of norms: all one, or all zero where the module adds one
+    scales: set[int] = set()  # scales of norms: all one, or all zero if the module adds one
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter):
@@ -224,7 +234,7 @@ def randomise(model: PreTrainedModel, gain: float) -> None:
             if id(parameter) in scales:
                 parameter.sub_(torch.randint(0, 2, parameter.shape, generator=generator) * 2)
     head = getattr(model.get_output_embeddings(), "weight", None)
-    if head is not None:  # no token is generated that stands for an image or the like
+    if head is not None:  # never generate special tokens, for images or the like
         head[:FIRST_TOKEN] = 0
     for _, owner, leaf in persistent_buffers(model):
         buffer = owner._buffers[leaf]
@@ -233,7 +243,7 @@ def randomise(model: PreTrainedModel, gain: float) -> None:
 
 
 def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str]]:
-    """Floating-point buffers that a checkpoint holds: name, owner and name within it."""
+    """Yield the floating-point buffers that a checkpoint holds: name, owner, and name within the owner."""
     for prefix, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and leaf not in module._non_persistent_buffers_set:
@@ -241,7 +251,7 @@ def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str]]
 
 
 def family(model: PreTrainedModel) -> str:
-    """Which of `tests.conformance.record.FAMILIES` a model belongs to."""
+    """Return the family of a model, one of `tests.conformance.record.FAMILIES`."""
     kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     if model._is_stateful or any(word in kind for kind in kinds for word in RECURRENT):
         return "Recurrent and hybrid"
@@ -250,6 +260,6 @@ def family(model: PreTrainedModel) -> str:
 
 
 def save(model: PreTrainedModel, directory: Path) -> None:
-    """Save `model` as its makers would: safetensors in several shards."""
+    """Save `model` in the form in which models are published: safetensors in several shards."""
     size = sum(parameter.numel() for parameter in model.parameters()) * 4
     model.save_pretrained(directory, max_shard_size=size // 3 + 1)

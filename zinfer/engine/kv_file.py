@@ -1,6 +1,6 @@
-"""Kept keys and values on disk: a safetensors file each, with a checksum over everything in it.
+"""KV snapshots on disk: one safetensors file each, with a checksum over everything in it.
 
-A file is whole or not there, is told by its header alone, and is read by many threads straight into the memory that
+A file is either whole or absent, its header alone describes it, and many threads read it straight into the memory that
 the GPU copies from. Nothing is unpickled.
 """
 
@@ -25,10 +25,12 @@ from zinfer.spec.checkpoint import Checkpoint, CheckpointError
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write(kept: KVSnapshot, path: Path, told: Mapping[str, Any]) -> int:
-    """Write `kept` to `path`, whole or not at all, as safetensors whose metadata tell `told` (JSON) and a CRC-32 of
-    everything; the bytes of the file. Raises OSError."""
-    header: dict[str, Any] = {"__metadata__": {"told": json.dumps(dict(told))}}
+def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
+    """Write `kept` to `path`, whole or not at all, and return the size of the file in bytes.
+
+    The file is safetensors; its metadata hold `label` (JSON) and a CRC-32 of everything. Raises OSError.
+    """
+    header: dict[str, Any] = {"__metadata__": {"told": json.dumps(dict(label))}}
     for name, block in kept.blocks.items():
         place = [block.offset, block.offset + block.size]
         header[name] = {"dtype": _NAMES[block.dtype], "shape": list(block.shape), "data_offsets": place}
@@ -36,14 +38,14 @@ def write(kept: KVSnapshot, path: Path, told: Mapping[str, Any]) -> int:
     header["__metadata__"]["crc32"] = str(_checksum(header, data))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with atomic.writing(path, private=True) as stream:  # as what was said is
+    with atomic.writing(path, private=True) as stream:  # a conversation is private
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.write(data)
     return 8 + len(text) + len(data)
 
 
 def read(path: Path, first: int, pin: bool) -> KVSnapshot:
-    """What `write` wrote to `path`, of the positions from `first` on, read by many threads.
+    """Read the snapshot that `write` wrote to `path`, with many threads; its first position is `first`.
 
     Raises CheckpointError for a file that is cut off or damaged, OSError for one that cannot be read, and
     MemoryError where the host has no room for it.
@@ -58,7 +60,7 @@ def read(path: Path, first: int, pin: bool) -> KVSnapshot:
             if name != "__metadata__"
         }
         ends = [(info.start, info.end) for info in sorted(tensors.values(), key=lambda one: one.start)]
-        apart = all(end <= begin for (_, end), (begin, _) in pairwise(ends))  # so they take no more than the file has
+        apart = all(end <= begin for (_, end), (begin, _) in pairwise(ends))  # so memory is no more than the file
         if not apart or any(block.size != tensors[name].end - tensors[name].start for name, block in blocks.items()):
             raise ValueError
         kept = KVSnapshot(first, blocks, pin)
@@ -76,42 +78,44 @@ def read(path: Path, first: int, pin: bool) -> KVSnapshot:
     return kept
 
 
-def told(path: Path) -> dict[str, Any]:
-    """What `write` was told to tell of the file, its data unread. Raises CheckpointError for any other file, and
-    for one that is cut off."""
+def read_label(path: Path) -> dict[str, Any]:
+    """Return the label that `write` was given, from the header alone.
+
+    Raises CheckpointError for a file that is cut off or that `write` did not write.
+    """
     header = _header(path)
     try:
         found = json.loads(header["__metadata__"]["told"])
     except (KeyError, TypeError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is no kept conversation")
+        raise CheckpointError(f"{path} is not a kept conversation")
     return found
 
 
 def data_bytes(path: Path) -> int:
-    """Of the tensors in the file, by its header. Raises CheckpointError as `told` does."""
+    """Return the bytes of the tensors in the file, from its header. Raises CheckpointError as `read_label` does."""
     return sum(info.end - info.start for info in Checkpoint.of_file(path).tensors.values())
 
 
 def drop_from_page_cache(path: Path) -> None:
-    """Have the next read of the file come from its disk, as far as the file system goes along."""
+    """Drop the file from the page cache, so that the next read comes from disk where the file system supports that."""
     with path.open("rb") as stream, suppress(OSError):
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _header(path: Path) -> dict[str, Any]:
-    Checkpoint.of_file(path)  # says what is wrong with the file, if anything is
+    Checkpoint.of_file(path)  # raises CheckpointError where the file is damaged
     with path.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     if not isinstance(header.get("__metadata__"), dict):
-        raise CheckpointError(f"{path} is no kept conversation")
+        raise CheckpointError(f"{path} is not a kept conversation")
     return dict(header)
 
 
 def _checksum(header: Mapping[str, Any], data: memoryview) -> int:
-    """CRC-32 of the CRC-32s of the data's chunks, which all cores work on, and of everything that the header says, but
-    for the checksum itself."""
+    """Return the CRC-32 of the CRC-32s of the data's chunks, which all cores compute, and of the header without the
+    checksum itself."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         chunks = list(pool.map(zlib.crc32, (data[begin : begin + CHUNK] for begin in range(0, len(data), CHUNK))))
     metadata = {key: value for key, value in header["__metadata__"].items() if key != "crc32"}

@@ -1,7 +1,8 @@
-"""What was computed of a conversation, kept in host memory: keys and values that a later prefill takes up as its past.
+"""KV snapshots: keys and values of a conversation, kept in host memory, from which a later prefill continues.
 
-A position costs a prefill the whole model's work, and a copy only its keys and values. They lie layer by layer in one
-block of exactly their size, in an order that no engine is named in: what one engine kept, another can go on from.
+To prefill a position takes a pass through the whole model; to copy it back takes only its keys and values. They lie
+layer by layer in one block of exactly their size. The layout does not depend on the engine: an engine can continue from
+a snapshot that another one made.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +18,8 @@ HALVES = ("keys", "values")
 
 
 class KVSnapshot:
-    """Keys and values of `length` positions, from `first` on, of a batch: for each decoder layer ``[B, kv_heads, n,
-    head_dim]`` each, in page-locked memory if `pin`, until it is closed.
-
-    `head` is a part of it that shares its memory.
-    """
+    """Keys and values of a batch for `length` positions from `first` on: ``[B, kv_heads, length, head_dim]`` each, for
+    every decoder layer, in page-locked memory if `pin`, until it is closed."""
 
     def __init__(self, first: int, blocks: Mapping[str, Block], pin: bool) -> None:
         self.first, self.blocks = first, blocks
@@ -31,7 +29,7 @@ class KVSnapshot:
 
     @classmethod
     def of(cls, layers: Sequence[FixedLayer], first: int, last: int, pin: bool) -> "KVSnapshot":
-        """A copy of what `layers` hold of the positions from `first` up to `last`; it is complete on return.
+        """Copy the positions from `first` to `last` (exclusive) out of `layers`; the copy is complete on return.
 
         Raises MemoryError where the host has no room for it.
         """
@@ -43,7 +41,7 @@ class KVSnapshot:
         kept = cls(first, _end_to_end(states), pin)
         try:
             for name, block in kept.blocks.items():
-                # Laid out on the device: of what is in one piece there, the link carries a copy at its full rate.
+                # Made contiguous on the device: the link copies one contiguous piece at its full rate.
                 block.view(kept.memory).copy_(states[name].contiguous(), non_blocking=pin)
             if pin:
                 torch.cuda.current_stream().synchronize()
@@ -54,7 +52,7 @@ class KVSnapshot:
 
     @property
     def memory(self) -> Tensor:
-        """All of it, uint8 ``[nbytes]``."""
+        """All bytes of the snapshot, uint8 ``[nbytes]``."""
         return self._arena.memory[: self.nbytes]
 
     @property
@@ -62,22 +60,24 @@ class KVSnapshot:
         return self._arena.pinned
 
     def head(self, length: int) -> "KVSnapshot":
-        """Its first `length` positions only, in the same memory."""
+        """Return a snapshot of the first `length` positions only, in the same memory."""
         part = copy(self)
         part.length = length
         return part
 
     def put(self, layers: Sequence[FixedLayer], device: torch.device) -> None:
-        """Add it to `layers`, which hold exactly the positions before it. The copies are ordered before whatever the
-        current stream computes next; it must not be closed until that has run."""
+        """Append the snapshot to `layers`, which hold exactly the positions before it.
+
+        The copies run on the current stream, before its next work; the snapshot must not be closed until they have run.
+        """
         for index, layer in enumerate(layers):
-            # Whole, as the link likes it, and cut on the device.
+            # Copied whole, which the link does at its full rate, and cut on the device.
             states = (self.blocks[f"{index}.{half}"].view(self.memory) for half in HALVES)
             keys, values = (part.to(device, non_blocking=True)[:, :, : self.length] for part in states)
             layer.update(keys, values)
 
     def fits(self, layers: int, batch_size: int) -> bool:
-        """Whether it is of `batch_size` sequences and of a model of so many layers."""
+        """Tell whether the snapshot has `batch_size` sequences and comes from a model of `layers` decoder layers."""
         return len(self.blocks) == 2 * layers and all(block.shape[0] == batch_size for block in self.blocks.values())
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class KVSnapshot:
 
 
 def _end_to_end(states: Mapping[str, Tensor]) -> dict[str, Block]:
-    """Blocks without gaps, as safetensors wants its data; every tensor is of one type, so that all are aligned."""
+    """Return blocks without gaps, as safetensors requires; all tensors have one type, so that all are aligned."""
 
     def laid_out() -> Iterator[tuple[str, Block]]:
         end = 0

@@ -1,8 +1,8 @@
-"""Host memory for weights: one mapping of exactly the size that is asked for, page-locked when a GPU reads it.
+"""Pinned memory for weights: one mapping of exactly the requested size, page-locked when a GPU reads it.
 
 torch's pinned allocator rounds every block up to a power of two (BLOOM-176B's 352 GB become about 497 GB) and pins at
-1-2 GB/s. Mapping, advising huge pages, touching with all cores and registering the finished range costs nothing extra
-and takes a fraction of the time; copies from it run at full link speed.
+1-2 GB/s. The arena maps the range, advises huge pages, touches the pages with all cores and registers the finished
+range: this needs no extra memory and takes a fraction of the time. Copies from it run at full link speed.
 """
 
 import ctypes
@@ -24,15 +24,15 @@ from zinfer.engine.base import Progress, silent
 from zinfer.spec.host import NumaNode, available_bytes, numa_node
 from zinfer.spec.units import gb
 
-ALIGNMENT = 256  # bytes; what cuBLAS wants of an operand, and a multiple of every dtype
+ALIGNMENT = 256  # bytes; the alignment that cuBLAS wants for operands, and a multiple of every dtype's size
 PAGE = 4096
-CHUNK = 64 << 20  # bytes one thread touches at a time; so few pages that torch does not split them among more threads
+CHUNK = 64 << 20  # bytes that a thread touches at a time; few enough pages that torch keeps them on one thread
 AHEAD = 8 << 30  # bytes that are touched before they are taken
-LOCK_LIMIT = 1 << 39  # bytes, of which a driver from 580 on cannot hold the table of pages (vLLM #51080)
-LESS = "End what else takes it, or load less: --layers, -O weight_codec=lossless, --engine accelerate --offload nvme."
+LOCK_LIMIT = 1 << 39  # bytes; drivers from 580 on cannot hold the page table of a larger range (vLLM #51080)
+LESS = "Stop other programs, or load less: --layers, -O weight_codec=lossless, --engine accelerate --offload nvme."
 
-# Settings of torch's own pinned allocator for an engine that cannot use an arena: memory is touched by several threads
-# and then registered, without rounding. The best first; a torch that does not know a key refuses the line.
+# Settings of torch's own pinned allocator for an engine that cannot use an arena: several threads touch the memory,
+# which is then registered without rounding. Best settings first; a torch that does not know a key refuses the line.
 PINNED_ALLOCATOR = (
     "pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_max_round_threshold_mb:1",
     "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
@@ -41,9 +41,9 @@ PINNED_ALLOCATOR = (
 
 @dataclass(frozen=True)
 class Block:
-    """Where one tensor lies in a range of bytes."""
+    """Place of one tensor in a range of bytes."""
 
-    offset: int
+    offset: int  # bytes
     shape: torch.Size
     dtype: torch.dtype
 
@@ -52,14 +52,16 @@ class Block:
         return prod(self.shape) * self.dtype.itemsize
 
     def view(self, memory: Tensor, base: int = 0) -> Tensor:
-        """The tensor in `memory` (uint8 ``[n]``), whose range begins at `base`. No copy."""
+        """Return the tensor as a view of `memory` (uint8 ``[n]``), in which the range begins at byte `base`."""
         start = base + self.offset
         return memory[start : start + self.size].view(self.dtype).view(self.shape)
 
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Block], int]:
-    """Blocks for named tensors (shape and dtype count, they may be on the meta device), aligned and in order; and the
-    bytes they take together."""
+    """Return aligned blocks for named tensors, in order, and the bytes that they take together.
+
+    Only shape and dtype count: the tensors may be on the meta device.
+    """
     blocks, end = {}, 0
     for name, tensor in tensors:
         block = Block(end, tensor.shape, tensor.dtype)
@@ -69,14 +71,15 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Block], in
 
 
 class PinnedArena:
-    """`size` bytes of host memory, all of them present, and page-locked if `pin`; on the GPU's NUMA node as far as that
-    has room, or with `spread`, for what all CPUs read, on all nodes.
+    """Host memory of `size` bytes, all pages present, and page-locked if `pin`.
 
-    With `grow`, `size` is only a limit: memory is handed out by `take`, and becomes present then or, where there is
-    plenty, a little ahead of it while what was taken is filled; `seal` ends that, and page-locks what was taken. Raises
-    MemoryError, saying how much was asked for and what there is, before it touches more than is free, and where the
-    driver refuses to lock that much. The memory is private and anonymous: it goes with the process, however that ends,
-    and is neither inherited by children nor part of a core dump.
+    The memory lies on the GPU's NUMA node as far as that has room; with `spread`, meant for data that all CPUs read, on
+    all nodes. With `grow`, `size` is only a limit: `take` hands memory out and makes it present then or, where plenty
+    is free, a little ahead, while the caller fills what it took; `seal` ends that and page-locks what was taken.
+
+    Raises MemoryError, with the bytes requested and the bytes available, before it touches more memory than is free,
+    and where the driver refuses to lock that much. The memory is private and anonymous: it goes with the process,
+    however that ends, and is neither inherited by children nor part of a core dump.
     """
 
     def __init__(
@@ -86,27 +89,27 @@ class PinnedArena:
         self.used = 0
         self._node = None if spread else _node_of_gpu()
         self._map: mmap.mmap | None = _map(max(size, PAGE))
-        with torch.inference_mode(False):  # other threads, which are not in that mode, write to it
+        with torch.inference_mode(False):  # threads that are not in that mode write to it
             self.memory: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=max(size, PAGE))
         self.pinned, self._pin = False, pin
         self._ahead = AHEAD if grow else 0
         self._threads: ThreadPoolExecutor | None = None
-        self._touching: deque[tuple[int, Future[None]]] = deque()  # chunks under way, by where they begin
-        self._asked = 0  # where the chunks end
+        self._touching: deque[tuple[int, Future[None]]] = deque()  # chunks under way: (begin, job)
+        self._asked = 0  # end of the last chunk that a thread was asked to touch
         if not grow:
             self.take(size, progress)
             self.seal()
 
     @property
     def numa_node(self) -> int | None:
-        """The number of the NUMA node whose CPUs touch the memory; None where any CPU does."""
+        """Number of the NUMA node whose CPUs touch the memory; None where CPUs of all nodes do."""
         return self._node.number if self._node is not None else None
 
     def take(self, size: int, progress: Progress = silent) -> Tensor:
-        """The next `size` bytes, present, uint8 ``[size]``."""
+        """Hand out the next `size` bytes, all pages present, as uint8 ``[size]``."""
         start, end = self.used, self.used + size
         if end > self.size:
-            raise MemoryError(f"the arena has {gb(self.size)}, and {gb(end)} were taken")
+            raise MemoryError(f"the arena has {gb(self.size)}; {gb(end)} were requested")
         if end > self._asked:
             check_free(end - self._asked)
             plenty = available_bytes() > size + 4 * self._ahead
@@ -119,7 +122,7 @@ class PinnedArena:
         return self.memory[start:end]
 
     def seal(self) -> None:
-        """Take no more: `size` is what was taken, and that is page-locked if it is to be."""
+        """Take no more: set `size` to the bytes taken, free the rest, and page-lock the memory if `pin` was given."""
         self._stop()
         self.size = self.used
         excess = self.used + -self.used % PAGE
@@ -129,7 +132,7 @@ class PinnedArena:
             self._register()
 
     def _touch(self, end: int) -> None:
-        """Have every page up to `end` made present, in parallel: some hosts hand memory out slowly at its first use."""
+        """Make every page up to `end` present, in parallel: some hosts hand memory out slowly at its first use."""
         if self._threads is None:
             cpus = self._node.cpus if self._node is not None else frozenset(os.sched_getaffinity(0))
             self._threads = ThreadPoolExecutor(len(cpus), initializer=_stay_on, initargs=(cpus,))
@@ -153,19 +156,19 @@ class PinnedArena:
         code = runtime.cudaHostRegister(self.memory.data_ptr(), max(self.size, PAGE), 0)
         if int(code) != 0:
             _forget_error()
-            most = f"many drivers lock less than {gb(LOCK_LIMIT)} at once" if self.size >= LOCK_LIMIT else ""
+            limit = f"many drivers lock less than {gb(LOCK_LIMIT)} at once" if self.size >= LOCK_LIMIT else ""
             raise MemoryError(
                 f"the GPU's driver refused to page-lock {gb(self.size)} of host memory "
-                f"({runtime.cudaGetErrorString(code)}); {most or f'{gb(available_bytes())} more are free'}. {LESS}"
+                f"({runtime.cudaGetErrorString(code)}); {limit or f'{gb(available_bytes())} more are free'}. {LESS}"
             )
         self.pinned = True
 
     def views(self, blocks: Mapping[str, Block], base: int = 0) -> dict[str, Tensor]:
-        """The tensors of a layout that begins at byte `base`."""
+        """Return the tensors of a layout that begins at byte `base`, as views."""
         return {name: block.view(self.memory, base) for name, block in blocks.items()}
 
     def close(self) -> None:
-        """Unlock and unmap. Views must not be used afterwards."""
+        """Unlock and unmap the memory. Its views must not be used afterwards."""
         self._stop()
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
@@ -175,30 +178,33 @@ class PinnedArena:
 
 
 def check_free(size: int) -> None:
-    """Raise MemoryError, which says what to do, unless `size` bytes of host memory are free."""
+    """Raise MemoryError, with advice on how to load less, unless `size` bytes of host memory are free."""
     free = available_bytes()
     if size > free:
-        raise MemoryError(f"{gb(size)} of host memory are needed and {gb(free)} are free. {LESS}")
+        raise MemoryError(f"{gb(size)} of host memory are needed, {gb(free)} are free. {LESS}")
 
 
 def _map(size: int) -> mmap.mmap:
-    """`size` bytes that are not present yet. Nothing is reserved for them (some hosts have little memory at first, and
-    more as it is used): `check_free` sees to it."""
+    """Map `size` bytes that are not present yet.
+
+    The mapping reserves nothing, since some hosts have little memory at first and more as it is used; `check_free`
+    makes sure that there is enough.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     try:
         found = mmap.mmap(-1, size, flags=flags)
     except OSError as error:
         limits = "`ulimit -v` and vm.overcommit_memory may limit it"
         raise MemoryError(f"the system refused to map {gb(size)} ({error.strerror}); {limits}. {LESS}") from None
-    # A fork of a process with page-locked memory copies that; huge pages are touched and locked faster.
+    # A fork of a process copies its page-locked memory, hence DONTFORK; huge pages are touched and locked faster.
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
-        with suppress(OSError):  # a kernel without it
+        with suppress(OSError):  # a kernel that does not know the advice
             found.madvise(advice)
     return found
 
 
 def _node_of_gpu() -> NumaNode | None:
-    """The NUMA node of the GPU that computes, if there is one."""
+    """Return the NUMA node of the current GPU; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -206,8 +212,10 @@ def _node_of_gpu() -> NumaNode | None:
 
 
 def _forget_error() -> None:
-    """Have the CUDA runtime forget the last error, which was handled: the next kernel's launch would report it as its
-    own. torch has no way to."""
+    """Clear the CUDA runtime's last error, which was handled: the next kernel launch would report it as its own.
+
+    torch has no function for it.
+    """
     with suppress(OSError, AttributeError):
         maps = Path("/proc/self/maps").read_text().splitlines()
         for library in {line.split()[-1] for line in maps if "libcudart" in line}:
@@ -215,13 +223,13 @@ def _forget_error() -> None:
 
 
 def _stay_on(cpus: frozenset[int]) -> None:
-    """Keep the calling thread, and no other, on `cpus`: the kernel takes the memory it touches from their node."""
+    """Keep the calling thread, and no other, on `cpus`: the system takes the memory it touches from their node."""
     with suppress(OSError):
         os.sched_setaffinity(0, cpus)
 
 
 def set_pinned_allocator() -> str:
-    """Make large blocks of torch's pinned allocator as cheap as this torch can; the settings then in force."""
+    """Make large blocks of torch's pinned allocator as cheap as this torch can; return the settings then in force."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if not torch.cuda.is_available():
         return settings
@@ -233,7 +241,7 @@ def set_pinned_allocator() -> str:
 
 
 def pinned_bytes() -> int:
-    """Bytes that torch's pinned allocator holds, its rounding included."""
+    """Return the bytes that torch's pinned allocator holds, its rounding included."""
     if not torch.cuda.is_available():
         return 0
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

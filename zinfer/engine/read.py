@@ -1,7 +1,7 @@
-"""Files into memory by many threads: one alone gets a fraction of what a disk or the page cache can give.
+"""Parallel file reads: many threads, since one alone gets a fraction of the rate of a disk or the page cache.
 
-A checkpoint is read a group of tensors (a decoder layer) at a time, the next one while one is used, so that a load
-takes as long as the slower of the two.
+A checkpoint is read one group of tensors (a decoder layer) at a time. The next group is read while the current one is
+used, so that a load takes as long as the slower of the two.
 """
 
 import os
@@ -19,12 +19,12 @@ from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from zinfer.spec.host import available_bytes
 
-THREADS = 16  # they wait for the disk most of the time, so that there may be more of them than cores
+THREADS = 16  # more than cores, since they wait for the disk most of the time
 CHUNK = 16 << 20  # bytes that a thread reads at a time
 
-Group = tuple[str, ...]  # names of a checkpoint's tensors that are used together
+Group = tuple[str, ...]  # names of checkpoint tensors that are used together
 
-DTYPES = {  # by their names in safetensors
+DTYPES = {  # name in safetensors -> dtype
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -34,14 +34,17 @@ DTYPES = {  # by their names in safetensors
 
 
 def groups_read(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict[str, Any]]:
-    """The tensors of each group by name, a loan until the next group is asked for: they lie in one of two buffers, and
-    the other is filled meanwhile. Where memory is too short for that, they come as from `groups_mapped`."""
+    """Yield the tensors of each group, by name, valid until the next group is requested.
+
+    They lie in one of two buffers while threads fill the other. Where free memory is less than twice both buffers, the
+    tensors come as from `groups_mapped`.
+    """
     layouts = [lay_out((name, empty_tensor(name, checkpoint.tensors[name])) for name in group) for group in groups]
     largest = max((size for _, size in layouts), default=0)
-    if 4 * largest > available_bytes():  # the page cache of a mapped file goes when memory is short; buffers do not
+    if 4 * largest > available_bytes():  # the system can drop a mapped file's pages when memory is short, not buffers
         yield from groups_mapped(checkpoint, groups)
         return
-    buffers = [PinnedArena(largest, pin=False, grow=True) for _ in range(2)]  # memory is slow when it is new
+    buffers = [PinnedArena(largest, pin=False, grow=True) for _ in range(2)]  # new memory is slow
 
     with reading() as pool:
 
@@ -63,7 +66,7 @@ def groups_read(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict[s
 
 
 def groups_mapped(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict[str, Any]]:
-    """The tensors of each group by name, as slices of mapped files: they may be kept, and are read when used."""
+    """Yield the tensors of each group, by name, as slices of mapped files: they may be kept, and are read when used."""
     for group in groups:
         with ExitStack() as stack:
             files = {checkpoint.tensors[name].file for name in group}
@@ -72,7 +75,10 @@ def groups_mapped(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict
 
 
 def empty_tensor(name: str, info: TensorInfo) -> Tensor:
-    """The tensor without its data, on the meta device. Raises CheckpointError where type and size disagree."""
+    """Return the tensor without its data, on the meta device.
+
+    Raises CheckpointError for a type that cannot be read, and where type and size disagree.
+    """
     if info.dtype not in DTYPES:
         raise CheckpointError(f"{info.file}: {name} is of type {info.dtype}, which cannot be read")
     tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
@@ -83,7 +89,7 @@ def empty_tensor(name: str, info: TensorInfo) -> Tensor:
 
 @contextmanager
 def reading() -> Iterator[ThreadPoolExecutor]:
-    """Threads for `fill`. Reads that have not begun when the block ends are given up."""
+    """Provide the threads for `fill`. Reads that have not begun when the ``with`` block ends are cancelled."""
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="zinfer-read")
     try:
         yield pool
@@ -92,9 +98,9 @@ def reading() -> Iterator[ThreadPoolExecutor]:
 
 
 def fill(pool: ThreadPoolExecutor, memory: Tensor, file: Path, start: int) -> list[Future[None]]:
-    """Begin to fill `memory` (uint8 ``[n]``) with the bytes of `file` from `start` on.
+    """Start filling `memory` (uint8 ``[n]``) with the bytes of `file` from offset `start` on.
 
-    The results raise OSError where the file cannot be read, and CheckpointError where it ends too early.
+    The futures raise OSError where the file cannot be read, and CheckpointError where it ends too early.
     """
     view = as_bytes(memory)
     return [
@@ -103,7 +109,7 @@ def fill(pool: ThreadPoolExecutor, memory: Tensor, file: Path, start: int) -> li
 
 
 def as_bytes(memory: Tensor) -> memoryview:
-    """The bytes of a uint8 tensor on the CPU. No copy."""
+    """Return a view of the bytes of a uint8 tensor on the CPU."""
     array: Any = memory.numpy()
     return memoryview(array)
 

@@ -1,12 +1,12 @@
-"""The state of a model: every parameter and persistent buffer, where it comes from, and an account of all of it.
+"""State of a model: every parameter and persistent buffer, loaded from a checkpoint and accounted for.
 
-A load is refused before a byte of a weight is read unless the checkpoint and the model agree: every entry of the
-model's state is stored exactly once (tied ones under any of their names), and every stored tensor belongs to an entry
-or is one that `transformers` itself ignores. Types are those that `transformers` would load: the model's, but float32
-where it says so (router biases, gates, sinks).
+A load is refused, before any weight is read, unless the checkpoint and the model agree: every entry of the model's
+state is stored exactly once (tied entries under any of their names), and every stored tensor belongs to an entry or is
+one that `transformers` itself ignores. Types are those that `transformers` would load: the model's dtype, but float32
+for the entries that it keeps so (router biases, gates, sinks).
 
-A checkpoint's tensors pass through `transformers`' own conversion (names differ between versions, Mixtral's experts are
-stored one by one and used fused), a decoder layer at a time. While one layer is used, many threads read the next, so
+A checkpoint's tensors pass through `transformers`' own conversion (names differ between versions; Mixtral's experts are
+stored one by one and used fused), one decoder layer at a time. While one layer is used, many threads read the next, so
 that a load takes as long as the slower of both; the peak of host memory is two layers.
 """
 
@@ -48,17 +48,17 @@ from zinfer.spec.model import ModelSpec
 logging.disable_progress_bar()
 
 Place = tuple[nn.Module, str]  # a module and the name of one of its parameters or buffers
-COMPARED_BYTES = 64 << 20  # of two stored copies of a tied weight that are compared at a time
+COMPARED_BYTES = 64 << 20  # bytes compared at a time, of two stored copies of a tied weight
 
 
 @dataclass(frozen=True)
 class Entry:
     """A parameter or persistent buffer of a model; one that several modules share is one entry."""
 
-    names: tuple[str, ...]  # in the model's state; several where it is tied
-    places: tuple[Place, ...]  # where modules hold it, in the order of `names`
+    names: tuple[str, ...]  # names in the model's state; several for a tied entry
+    places: tuple[Place, ...]  # the modules that hold it, in the order of `names`
     tensor: Tensor  # shape and type; a parameter lies on the meta device, a buffer has its initial value
-    layer: int | None  # the decoder layer that alone uses it; None: outside the layers, or shared between some
+    layer: int | None  # the decoder layer that alone uses it; None: outside the layers, or shared between layers
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Entry:
         return leaf in module._parameters
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Have every module that uses the entry hold `tensor`; returns it as they hold it."""
+        """Put `tensor` into every module that uses the entry; return it as the modules hold it."""
         held = tensor
         if self.is_parameter and not isinstance(tensor, nn.Parameter):
             held = nn.Parameter(tensor, requires_grad=False)
@@ -80,9 +80,9 @@ class Entry:
 
 
 class ModelState:
-    """The entries of the model that `spec` describes, as `load_format` gives them.
+    """Entries of the model that `spec` describes, loaded as `load_format` says.
 
-    `model` has its parameters on the meta device and its buffers on the CPU until whoever loads it puts tensors in
+    `model` has its parameters on the meta device and its buffers on the CPU until the loading engine puts tensors in
     their place. Raises ModelError where transformers cannot build the model, and CheckpointError, in one line and
     before weights are read, where the checkpoint does not account for all of its state.
     """
@@ -100,7 +100,7 @@ class ModelState:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Every entry by its first name, parameters first, in the order of the model's modules."""
+        """All entries by their first name, parameters first, in the order of the model's modules."""
         found: dict[int, list[tuple[str, Place, Tensor]]] = defaultdict(list)
         for kind in ("_parameters", "_buffers"):
             for path, module in self.model.named_modules(remove_duplicate=False):
@@ -120,25 +120,24 @@ class ModelState:
         return int(name.removeprefix(prefix).split(".", 1)[0]) if name.startswith(prefix) else None
 
     def of_layer(self, index: int) -> dict[str, Entry]:
-        """The entries that decoder layer `index` alone uses, by their names within the layer."""
+        """Return the entries that decoder layer `index` alone uses, by their names within the layer."""
         start = len(f"{self.stack}.{index}.")
         return {entry.name[start:]: entry for entry in self.entries.values() if entry.layer == index}
 
     @property
     def outside(self) -> dict[str, Entry]:
-        """The entries outside the decoder layers and those that several layers share, by name."""
+        """Entries outside the decoder layers and those that several layers share, by name."""
         return {name: entry for name, entry in self.entries.items() if entry.layer is None}
 
     def load(
         self, device: torch.device, progress: Progress = silent, mapped: bool = False, layers: bool = True
     ) -> Generator[tuple[str, Tensor]]:
-        """Every entry's tensor once, by the entry's name, those outside the layers first; with ``layers=False`` these
-        only.
+        """Yield (name, tensor) of every entry once, entries outside the layers first; with ``layers=False`` only those.
 
-        A tensor is a loan until the next one is asked for, and the model has to stay as it is until the last; who
-        stops before that closes the generator, which reads ahead. With `mapped`, tensors of a checkpoint may be kept:
-        they are views of its files, and read when they are used. Raises CheckpointError for tensors that cannot be
-        converted, and at the end unless all came.
+        A tensor is valid until the next one is requested, and the model must not change until the last one. A caller
+        that stops early has to close the generator, which reads ahead. With `mapped`, the tensors of a checkpoint may
+        be kept: they are views of its files, read when they are used. Raises CheckpointError for tensors that cannot be
+        converted, and at the end if an entry did not come.
         """
         missing = set(self.entries if layers else self.outside)
         total = sum(self.entries[name].tensor.numel() for name in missing)
@@ -156,12 +155,11 @@ class ModelState:
             raise CheckpointError(f"{self.spec.directory}: {_some(missing)} did not come")
 
     def _dummy(self, device: torch.device, layers: bool) -> Generator[tuple[str, Tensor]]:
-        """Normally distributed parameters at the scale of a fresh initialisation, made on `device`; buffers keep their
-        initial values.
+        """Yield random parameters, normally distributed at the scale of a fresh initialisation, made on `device`.
 
-        Matrices and biases have the configuration's `initializer_range` as standard deviation, norm scales the same
-        around one. Seeded by name: every engine and every run gets the same model. Never constants, which compress,
-        and multiply, unlike real weights.
+        The standard deviation is the configuration's `initializer_range`; the mean is zero, for norm scales one.
+        Buffers keep their initial values. The seed is the name: every engine and every run gets the same model.
+        Constants would compress, and multiply, unlike real weights.
         """
         std = getattr(self.model.config.get_text_config(), "initializer_range", None) or 0.02
         modules = self.model.named_modules()
@@ -181,8 +179,11 @@ class ModelState:
 def by_layer(
     state: ModelState, loaded: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[int | None, Iterator[tuple[str, Tensor]]]]:
-    """Group the tensors of `loaded` by decoder layer: its number, and its tensors by their names within it; None and
-    whole names for what lies outside the layers. Tensors are loans until the next one, in either iterator."""
+    """Group the tensors of `loaded` by decoder layer: yield its number, and its tensors by their names within it.
+
+    Entries outside the layers come with None as number and with their whole names. A tensor is valid until the next one
+    is requested, from either iterator.
+    """
     ahead = next(loaded, None)
 
     def group(layer: int | None) -> Iterator[tuple[str, Tensor]]:
@@ -197,17 +198,17 @@ def by_layer(
         layer = state.entries[ahead[0]].layer
         tensors = group(layer)
         yield layer, tensors
-        for _ in tensors:  # what was not wanted
+        for _ in tensors:  # skip the tensors that the caller did not take
             pass
 
 
 def _keep_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give the meta parameters and the buffers of `model` that `transformers` keeps in float32 that type."""
+    """Cast the meta parameters and the buffers of `model` that `transformers` keeps in float32."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
     pattern, group_to_glob, _ = build_glob_alternation(list(plan))
-    # Tied ones stay tied. What is replaced is kept as well: its identity must not pass to a new tensor meanwhile.
+    # Tied tensors stay tied. Replaced tensors are kept until the end: a new tensor must not get the id of an old one.
     changed: dict[int, tuple[Tensor, Tensor]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for held in (module._parameters, module._buffers):
@@ -225,7 +226,7 @@ def _keep_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 class _Stored:
-    """A checkpoint held against a model's state, and the way of its tensors into that."""
+    """A checkpoint checked against a model's state, and the conversion of its tensors into that state."""
 
     def __init__(self, checkpoint: Checkpoint, state: ModelState) -> None:
         self._checkpoint, self._state = checkpoint, state
@@ -235,7 +236,7 @@ class _Stored:
         if self._around is not None:
             self._mapping = [*self._around.renamings, *self._mapping]
         for rule in self._mapping:
-            if getattr(rule, "force_cpu", False):  # that is where all are converted, unless they have no data
+            if getattr(rule, "force_cpu", False):  # all are converted on the CPU, or without data on the meta device
                 rule.force_cpu = False
         sources = self._sources()
         self._untie(sources)
@@ -253,16 +254,17 @@ class _Stored:
         self._account()
 
     def _sources(self) -> dict[str, list[str]]:
-        """The stored tensors that make each entry, by the (first) name of the model's state that transformers gives
-        them. Raises CheckpointError for tensors that belong nowhere, twice to one entry, or to one of another kind."""
+        """Return the stored tensors that make each entry, by the name of the model's state that transformers gives
+        them. Raises CheckpointError for a tensor that belongs to no entry, is the second one of an entry, or has a type
+        of another kind than its entry."""
         model, spec = self._state.model, self._state.spec
         wanted = {name: entry for entry in self._state.entries.values() for name in entry.names}
         meta = {name: entry.tensor for name, entry in wanted.items()}
         renamings = [rule for rule in self._mapping if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in self._mapping if isinstance(rule, WeightConverter)]
         sources: dict[str, list[str]] = defaultdict(list)
-        whole: dict[str, str] = {}  # stored without conversion: by the target's name
-        unknown: dict[str, str] = {}  # stored name, by what transformers makes of it
+        whole: dict[str, str] = {}  # target name -> stored name, of tensors that need no conversion
+        unknown: dict[str, str] = {}  # target name that transformers gives -> stored name
         for name, info in self._checkpoint.tensors.items():
             prefix = model.base_model_prefix
             target, converter = rename_source_key(name, renamings, converters, prefix, meta)
@@ -292,8 +294,8 @@ class _Stored:
         return match is not None and self._state.spec.num_layers <= int(match[1]) < self._state.spec.total_layers
 
     def _not_ignorable(self, unknown: Mapping[str, str]) -> list[str]:
-        """The stored names of those `unknown` targets that transformers does not ignore, that are no buffer which the
-        model computes itself, and no part of a larger model around it (a vision tower, say)."""
+        """Return the stored names of the `unknown` targets that cannot be ignored: transformers does not ignore them,
+        they are no buffers that the model computes itself, and no part of a larger model around it (a vision tower)."""
         model = self._state.model
         found = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unknown))
         model._adjust_missing_and_unexpected_keys(found)
@@ -305,8 +307,8 @@ class _Stored:
         return sorted(unknown[target] for target in left)
 
     def _untie(self, sources: Mapping[str, list[str]]) -> None:
-        """Give names that the configuration ties, but under which the checkpoint stores different values, an entry
-        each, as transformers does."""
+        """Untie names that the configuration ties but the checkpoint stores with different values: each gets an entry
+        of its own, as in transformers."""
         for entry in list(self._state.entries.values()):
             stored = [name for name in entry.names if name in sources]
             if len(stored) < 2:
@@ -322,8 +324,8 @@ class _Stored:
         self._state.__dict__.pop("entries", None)
 
     def _account(self) -> None:
-        """Convert the checkpoint without its data. Raises CheckpointError where shapes do not fit, conversions fail, or
-        entries are missing."""
+        """Convert the checkpoint without its data, to check it. Raises CheckpointError where shapes do not fit, a
+        conversion fails, or entries are missing."""
         missing = set(self._state.entries)
         for _, group in self._groups:
             content = {name: empty_tensor(name, self._checkpoint.tensors[name]) for name in group}
@@ -338,7 +340,8 @@ class _Stored:
             raise CheckpointError(f"{self._directory} lacks {_some(missing)}")
 
     def read(self, mapped: bool, layers: bool) -> Generator[tuple[str, Tensor]]:
-        """The entries' tensors, on the CPU, in the types of the entries; those outside the layers first."""
+        """Yield (name, tensor) of the entries, on the CPU, in the types of the entries; entries outside the layers
+        come first."""
         for name in self._initial:
             if layers or self._state.entries[name].layer is None:
                 yield name, self._state.entries[name].tensor
@@ -348,8 +351,10 @@ class _Stored:
                 yield from self._converted(content, torch.device("cpu"))
 
     def _converted(self, content: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Convert stored tensors as transformers does: the tensors of entries, by the entries' names; of a tied entry
-        the first. The model is left as it was. Raises CheckpointError for shapes and conversions that fail."""
+        """Convert stored tensors as transformers does: yield (name, tensor) of the entries, once for a tied entry.
+
+        The model is left as it was. Raises CheckpointError for shapes that do not fit and conversions that fail.
+        """
         model, spec = self._state.model, self._state.spec
         load_config = LoadStateDictConfig(
             dtype=getattr(torch, spec.dtype), device_map={"": device}, weight_mapping=self._mapping
@@ -377,17 +382,17 @@ class _Stored:
 
 
 class _Around:
-    """The multimodal model that a checkpoint is of, of which only the text model is used."""
+    """Multimodal model of a checkpoint of which only the text model is used."""
 
     def __init__(self, model: PreTrainedModel, path: str, own: str) -> None:
         self._model, self._inside = model, f"{path}."
         self._rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-        # Names that the whole model gives to tensors of the text model, and then those which this has for them alone.
+        # First the whole model's names of the text model's tensors, then the names that the text model gives them.
         self.renamings = [*self._rules, WeightRenaming(f"^{re.escape(self._inside)}", own)]
 
     @classmethod
     def of(cls, config: Mapping[str, Any], text: PreTrainedModel) -> "_Around | None":
-        """The model that the `architectures` of a checkpoint's `config` name, if `text` is only a part of it."""
+        """Return the model named in `architectures` of a checkpoint's `config` if `text` is a part of it, else None."""
         parts = {type(module): f"{path}." if path else "" for path, module in text.named_modules()}
         wanted = [type(text), *([type(text.get_decoder())] if hasattr(text, "get_decoder") else [])]
         for name in config.get("architectures") or ():
@@ -397,7 +402,7 @@ class _Around:
             try:
                 with init_empty_weights(include_buffers=True):
                     model = make(make.config_class.from_dict(dict(config)))
-            except Exception:  # whatever its constructor raises, it tells nothing of these tensors
+            except Exception:  # any error of its constructor: this model says nothing about these tensors
                 continue
             for kind in wanted:  # the text model with its head, or without
                 paths = [path for path, module in model.named_modules() if path and type(module) is kind]
@@ -406,7 +411,7 @@ class _Around:
         return None
 
     def elsewhere(self, unknown: Mapping[str, str]) -> set[str]:
-        """Those `unknown` targets, with their stored names, that are entries of the other parts of the model."""
+        """Return the `unknown` targets (target -> stored name) that are entries of the other parts of the model."""
         entries = self._model.state_dict(keep_vars=True)
         converters = [rule for rule in get_model_conversion_mapping(self._model) if isinstance(rule, WeightConverter)]
         found = set()
@@ -418,7 +423,7 @@ class _Around:
 
 
 def _table(module: nn.Module, leaf: str) -> dict[str, Any]:
-    """The module's own table, of parameters or of buffers, that holds `leaf`."""
+    """Return the module's table, of parameters or of buffers, that holds `leaf`."""
     return module._parameters if leaf in module._parameters else module._buffers
 
 
@@ -429,8 +434,8 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _same_kind(directory: str | None, name: str, info: TensorInfo, target: str, tensor: Tensor) -> None:
-    """Raise CheckpointError for stored numbers that mean something else than those of the model: 8-bit codes without
-    their scales, say."""
+    """Raise CheckpointError where stored numbers are of another kind than the model's: 8-bit codes without their
+    scales, for example."""
     if info.dtype in DTYPES and _kind(DTYPES[info.dtype]) == _kind(tensor.dtype):
         return
     raise CheckpointError(
@@ -440,7 +445,7 @@ def _same_kind(directory: str | None, name: str, info: TensorInfo, target: str, 
 
 
 def _equal_bytes(one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two stored tensors are the same to the bit."""
+    """Tell whether two stored tensors are the same to the bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     size = one.end - one.start
@@ -455,7 +460,7 @@ def _equal_bytes(one: TensorInfo, other: TensorInfo) -> bool:
 
 
 def _some(names: Iterable[str]) -> str:
-    """A few of `names`, in a line."""
+    """Return up to three of `names` and the number of the others, in one line."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more

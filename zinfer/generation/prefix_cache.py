@@ -1,8 +1,8 @@
-"""Conversations that were computed, kept for their next turn: in host memory and, if there is a folder, on its disk.
+"""Prefix cache: keys and values of conversations, kept for their next turn in host memory and optionally on disk.
 
-A turn finds the longest beginning that any kept conversation shares with it, so that edited turns, and conversations
-with one system prompt, find their part as well. A turn that goes on from what is kept adds only what is new in it.
-Memory and disk have a budget each; what was used least recently goes first, ends before beginnings.
+A turn reuses the longest prefix that it shares with any kept conversation, so that edited turns, and conversations with
+the same system prompt, are served too. A turn that continues a kept conversation adds only its new tokens. Memory and
+disk have a budget each; the least recently used nodes are dropped first, ends before beginnings.
 """
 
 import os
@@ -26,23 +26,26 @@ from zinfer.spec.value import Frozen
 
 FORMAT = 1
 OURS = re.compile(r"[0-9a-f]{32}\.safetensors")
-ABANDONED_S = 3600  # after which a file that is still being written has no writer any more
+ABANDONED_S = 3600  # age at which an unfinished file is taken to have no writer any more
 
 
 class Label(Frozen):
-    """What a file says of itself: whose keys and values it holds, and of which tokens after which others."""
+    """Label of a file: the model that its keys and values come from, and their tokens."""
 
     format: int
-    identity: Mapping[str, str]  # of the model
-    parent: str
-    first: int
+    identity: Mapping[str, str]  # identity of the model
+    parent: str  # digest of the tokens before
+    first: int  # position of the first token
     tokens: tuple[int, ...]
     bytes: int
 
 
 class PrefixCache:
-    """Keeps up to `size` bytes in memory and `folder_size` bytes in `folder`, of one model, which `identity` tells from
-    all others. `say` hears in a line what could not be kept or read; nothing of that is an error."""
+    """Cache of up to `size` bytes in memory and `folder_size` bytes in `folder`, for the one model that `identity`
+    describes.
+
+    `say` gets a line of text for everything that cannot be kept or read; this raises no error.
+    """
 
     def __init__(
         self,
@@ -62,8 +65,11 @@ class PrefixCache:
             self._list(folder)
 
     def find(self, tokens: Sequence[int]) -> list[KVSnapshot]:
-        """What is kept of the longest known beginning of `tokens`, part after part, all of it in memory now; at least
-        the last token is left to be computed. The parts stay until the next call of `find` or `keep`."""
+        """Return the snapshots of the longest kept prefix of `tokens`, in order, loaded into memory.
+
+        The prefix leaves out at least the last token, which has to be computed. The snapshots are valid until the next
+        call of `find` or `keep`.
+        """
         path = self._tree.match(tokens[:-1])
         spare = {node for node, _ in path}
         self._touch(node for node, _ in path)
@@ -75,8 +81,8 @@ class PrefixCache:
         return parts
 
     def keep(self, tokens: Sequence[int], engine: Engine, batch: MicroBatch) -> None:
-        """Keep what `engine` has computed of `tokens`, which are the first ones of its `batch` of one row, as far
-        as it is not kept yet."""
+        """Keep the keys and values of `tokens` that are not kept yet; `tokens` are the first ones of `batch`, a
+        micro-batch of one row on `engine`."""
         path = self._tree.match(tokens)
         whole = [node for node, length in path if length == len(node.tokens)]
         self._touch(whole)
@@ -85,11 +91,11 @@ class PrefixCache:
         parent = whole[-1] if whole else self._tree.root
         size = engine.plan.model.kv_bytes(1, len(tokens) - parent.last)
         if not self._room(size, set(whole)):
-            self._say(f"{gb(size)} more of the conversation are not kept: its memory is limited to {gb(self._size)}")
+            self._say(f"{gb(size)} more of the conversation are not kept: memory for it is limited to {gb(self._size)}")
             return
         try:
             kept = engine.snapshot(batch, parent.last, len(tokens))
-        except (MemoryError, EngineError, torch.OutOfMemoryError) as error:  # the GPU lays out what leaves it
+        except (MemoryError, EngineError, torch.OutOfMemoryError) as error:  # the GPU needs memory for the copy, too
             self._say(f"{gb(size)} of the conversation are not kept: {error}")
             return
         node = self._tree.add(parent, tuple(tokens[parent.last :]))
@@ -100,20 +106,20 @@ class PrefixCache:
             self._write([*whole, node], self._folder)
 
     def close(self) -> None:
-        """Free the memory; the files stay."""
+        """Free the memory; files stay."""
         for node in list(self._tree):
             self._free(node)
 
     def _touch(self, path: Iterable[Node]) -> None:
-        """These were used now: an end before what it follows, so that it goes first."""
+        """Mark the nodes of `path` as used now, ends before beginnings, so that an end is dropped first."""
         for node in reversed(list(path)):
             node.used = next(self._clock)
             if node.path is not None:
                 with suppress(OSError):
-                    os.utime(node.path, ns=(time.time_ns(),) * 2)  # finer than what the kernel would set
+                    os.utime(node.path, ns=(time.time_ns(),) * 2)  # finer than the time that the kernel sets
 
     def _room(self, size: int, spare: set[Node]) -> bool:
-        """Make room for `size` bytes in memory, without `spare`; whether there is."""
+        """Make room for `size` bytes in memory without dropping `spare`; return True if there is room."""
         while self.held + size > self._size:
             held = [node for node in self._tree if node.kept is not None and node not in spare]
             if not held:
@@ -131,12 +137,12 @@ class PrefixCache:
             self.held -= node.size
 
     def _forget(self, node: Node) -> None:
-        """`node` is nowhere any more: what follows it is of no use."""
+        """Remove `node`, which is neither in memory nor on disk, and the nodes below it, which are useless now."""
         for one in self._tree.remove(node):
             self._free(one)
 
     def _load(self, node: Node, spare: set[Node]) -> bool:
-        """Have `node` in memory, from its file; whether that went well."""
+        """Load `node` into memory from its file; return True if that succeeded."""
         assert node.path is not None
         if not self._room(node.size, spare):
             return False
@@ -149,18 +155,18 @@ class PrefixCache:
             self._say(f"{node.path} is not read: {error}")
             return False
         except (CheckpointError, OSError) as error:
-            self._say(f"left out: {error}")
+            self._say(f"skipped: {error}")
             self._forget(node)
             return False
         return True
 
     def _list(self, folder: Path) -> None:
-        """Know what lies in `folder`; nothing is read but the files' headers."""
+        """Add the files of `folder` to the tree, from their headers alone."""
         labels: dict[str, tuple[Label, Path]] = {}
         others = 0
         for path in sorted(folder.glob("*.safetensors")):
             try:
-                label = Label.model_validate(kv_file.told(path))
+                label = Label.model_validate(kv_file.read_label(path))
                 name = digest(label.parent, label.tokens)
                 if label.format != FORMAT or dict(label.identity) != self._identity:
                     others += 1
@@ -169,11 +175,11 @@ class PrefixCache:
                 else:
                     labels[name] = label, path
             except ValidationError:
-                self._say(f"left out: {path} is no kept conversation")
+                self._say(f"skipped: {path} is not a kept conversation")
             except (CheckpointError, OSError) as error:
-                self._say(f"left out: {error}")
+                self._say(f"skipped: {error}")
         if others:
-            self._say(f"left out: {others} files in {folder} are of other models or versions")
+            self._say(f"skipped: {others} files in {folder} are of other models or versions")
         for _name, (label, path) in sorted(labels.items(), key=lambda item: item[1][0].first):  # parents first
             parent = self._tree.get(label.parent)
             if parent is not None and parent.last == label.first:
@@ -185,7 +191,7 @@ class PrefixCache:
                     path.unlink()
 
     def _write(self, path: Sequence[Node], folder: Path) -> None:
-        """Have all of `path` on disk, as far as its budget goes."""
+        """Write the nodes of `path` that are not on disk yet, as far as the disk's budget allows."""
         for node in path:
             file = folder / f"{node.digest}.safetensors"
             if node.path is not None and file.exists():
@@ -202,16 +208,17 @@ class PrefixCache:
                 kv_file.write(node.kept, file, label.model_dump())
                 node.path = file
             except OSError as error:
-                self._say(f"{folder} keeps nothing: {error.strerror}")
+                self._say(f"{folder} cannot be written: {error.strerror}")
                 return
         self._touch(path)
 
     def _room_on_disk(self, size: int, spare: Sequence[Node], folder: Path) -> bool:
-        """Make room for `size` bytes in `folder`, whatever model they are of, without `spare`; whether there is."""
+        """Make room for `size` bytes in `folder` without deleting `spare`, but files of any model; return True if there
+        is room."""
         names = {f"{node.digest}.safetensors" for node in spare}
         files = []
         for path in folder.glob("*.safetensors"):
-            with suppress(FileNotFoundError):  # another process makes room, too
+            with suppress(FileNotFoundError):  # another process may make room, too
                 files += [(path, path.stat())] if OURS.fullmatch(path.name) else []
         total = sum(status.st_size for _, status in files)
         for path, status in sorted(files, key=lambda one: one[1].st_mtime_ns):

@@ -1,7 +1,7 @@
-"""A tree of token sequences, in which the longest known beginning of another one is found.
+"""Radix tree of token sequences: finds the longest prefix of a sequence that the tree holds.
 
-A node is a stretch of tokens that follows its parent's. Conversations with a common beginning share the nodes of it;
-a node's digest tells all tokens from the beginning up to its end, and names it on disk.
+A node is a run of tokens that follows its parent's. Conversations with a common prefix share its nodes. A node's digest
+identifies all tokens from the first one to the node's last one, and is its file's name on disk.
 """
 
 import json
@@ -13,32 +13,32 @@ from typing import Any
 
 
 def digest(before: str, tokens: Sequence[int] = ()) -> str:
-    """What tells `tokens` after `before`, which is a digest itself or a seed, from everything else: 32 hex digits."""
+    """Return the digest, 32 hex digits, of `tokens` after `before`, which is a digest itself or a seed."""
     return sha256(f"{before}\n{json.dumps(list(tokens))}".encode()).hexdigest()[:32]
 
 
 @dataclass(eq=False)
 class Node:
-    """`tokens` from position `first` on. `kept` is what memory holds of it, `path` its file; `size` is in bytes."""
+    """Node of the tree: `tokens` from position `first` on."""
 
     tokens: Sequence[int]
     first: int
     digest: str
-    size: int = 0
+    size: int = 0  # bytes
     parent: "Node | None" = None
     children: list["Node"] = field(default_factory=list)
-    kept: Any = None
-    path: Path | None = None
-    used: int = 0  # when, by a count that whoever uses it keeps
+    kept: Any = None  # its snapshot in memory
+    path: Path | None = None  # its file
+    used: int = 0  # time of the last use, by the user's own count
 
     @property
     def last(self) -> int:
-        """The position after its last one."""
+        """Position after the last token."""
         return self.first + len(self.tokens)
 
 
 class RadixTree:
-    """Nodes below a root without tokens, whose digest comes from `seed`."""
+    """Tree of nodes below a root without tokens, whose digest comes from `seed`."""
 
     def __init__(self, seed: str) -> None:
         self.root = Node((), 0, digest(seed))
@@ -48,12 +48,12 @@ class RadixTree:
         return iter(self._nodes.values())
 
     def get(self, name: str) -> Node | None:
-        """The node of a digest, the root among them."""
+        """Return the node (or the root) whose digest is `name`; None if there is none."""
         return self.root if name == self.root.digest else self._nodes.get(name)
 
     def match(self, tokens: Sequence[int]) -> list[tuple[Node, int]]:
-        """The longest known beginning of `tokens`: nodes one after the other, and how many tokens of each it has. Only
-        of the last one these may be fewer than all."""
+        """Return the longest prefix of `tokens` in the tree: its nodes in order, each with the number of its matching
+        tokens. Only the last node may match in part."""
         found: list[tuple[Node, int]] = []
         node, position = self.root, 0
         while node.children:
@@ -70,7 +70,7 @@ class RadixTree:
         return found
 
     def add(self, parent: Node, tokens: Sequence[int]) -> Node:
-        """The node of `tokens` after `parent`, a new one unless it is there."""
+        """Return the node of `tokens` after `parent`; make it if it does not exist."""
         name = digest(parent.digest, tokens)
         if name not in self._nodes:
             self._nodes[name] = node = Node(tokens, parent.last, name, parent=parent)
@@ -78,7 +78,7 @@ class RadixTree:
         return self._nodes[name]
 
     def remove(self, node: Node) -> list[Node]:
-        """Forget `node` and all that follows it; these nodes."""
+        """Remove `node` and all nodes below it; return them."""
         if node.parent is not None:
             node.parent.children.remove(node)
         gone = [node]
@@ -89,9 +89,9 @@ class RadixTree:
 
 
 def common(first: Sequence[int], second: Sequence[int], start: int = 0) -> int:
-    """How many tokens of `first` those of `second` from `start` on begin with."""
+    """Return the length of the common prefix of `first` and of `second` from `start` on."""
     length = min(len(first), len(second) - start)
-    if length and first[0] != second[start]:  # as most are: nothing is copied to see it
+    if length and first[0] != second[start]:  # the common case, found without a copy
         return 0
     if list(first[:length]) == list(second[start : start + length]):
         return length

@@ -1,7 +1,7 @@
-"""Measures the lossless codec alone: on weights of known distributions, and on those of checkpoints.
+"""Measurement of the lossless codec alone, on weights of known distributions and on those of checkpoints.
 
-Weights are laid end to end and coded as one tensor, so that the codec is timed and not the launches of small tensors. A
-pass decodes at least `SIZE` bytes, from and to other memory with each copy: far more than a cache holds.
+Weights are laid end to end and coded as one tensor, so that the time is the codec's and not that of many launches. A
+pass decodes at least `SIZE` bytes, each copy from and to memory of its own: far more than a cache holds.
 """
 
 import math
@@ -22,7 +22,7 @@ from zinfer.worker import probe
 if TYPE_CHECKING:
     import torch
 
-SIZE = {"cuda": 1 << 30, "cpu": 64 << 20}  # bytes of drawn weights, of a checkpoint's at most, and of a timed pass
+SIZE = {"cuda": 1 << 30, "cpu": 64 << 20}  # bytes of drawn weights and of a timed pass; limit for a checkpoint's
 REPEATS = 20
 SCALE, WIDTH = 0.02, 8192
 DRAWN = {
@@ -35,20 +35,21 @@ _FLOATS = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True)
 class Stored:
-    """The matrices of a checkpoint's layers (of all of it, where no name tells a layer), and what they are."""
+    """Matrices of a checkpoint's layers (of the whole checkpoint if no name has a layer's number)."""
 
     name: str
-    told: str
+    model_type: str  # from config.json; "" if unknown
     matrices: Mapping[str, TensorInfo]
 
     @property
     def bytes(self) -> int:
-        """As bf16."""
+        """Size of the matrices as bf16, in bytes."""
         return sum(2 * math.prod(info.shape) for info in self.matrices.values())
 
 
 def find(path: Path, cast: bool = False) -> Stored:
-    """What of `path`, a checkpoint's folder or one safetensors file, is coded: bf16, with `cast` any floats, as bf16.
+    """Find the matrices to code in `path`, a checkpoint's folder or one safetensors file: those in bf16, or with `cast`
+    in any float type, cast to bf16.
 
     Raises CodecError or CheckpointError where there is nothing to code.
     """
@@ -63,23 +64,23 @@ def find(path: Path, cast: bool = False) -> Stored:
     name = path.resolve().name.removesuffix(".safetensors")
     found = Stored(name, checkpoint.config.get("model_type", ""), matrices)
     if found.bytes < 2 * MIN_NUMEL:
-        hint = "; --dtype bf16 measures its floats as bf16" if len(usable) < len(floats) else ""
-        raise CodecError(f"{path} has {found.bytes // 2} bf16 weights to code, {MIN_NUMEL} is the least{hint}")
+        hint = "; --dtype bf16 casts its other floats to bf16" if len(usable) < len(floats) else ""
+        raise CodecError(f"{path} has {found.bytes // 2} bf16 weights to code, at least {MIN_NUMEL} are needed{hint}")
     return found
 
 
 def measure(
     checkpoints: Sequence[Path] = (), cast: bool = False, progress: Callable[[str], object] = str
 ) -> CodecRecord:
-    """The codec on drawn weights and on those of `checkpoints` (see `find`), on the GPU if there is one; `progress`
-    hears what is measured.
+    """Measure the codec on drawn weights and on those of `checkpoints` (see `find`), on the GPU if there is one;
+    `progress` gets the name of each measurement.
 
-    Raises CodecError where torch is missing, and what `find` raises, before anything is measured.
+    Raises CodecError where torch is missing, and the errors of `find`, before anything is measured.
     """
     try:
         import torch
     except ImportError:
-        raise CodecError("measuring needs torch: pip install 'zinfer[engines]'") from None
+        raise CodecError("the measurement needs torch: pip install 'zinfer[engines]'") from None
     stored = [find(path, cast) for path in checkpoints]
     started = datetime.now(UTC).isoformat(timespec="seconds")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -111,7 +112,8 @@ def measure(
 
 
 def draw(name: str, size: int, device: "torch.device") -> "torch.Tensor":
-    """`size` bytes of one of `DRAWN`, the same every time: bf16 ``[size // 2]``, rounded from float32."""
+    """Draw `size` bytes of the distribution `name` (see `DRAWN`), the same every time: bf16 ``[size // 2]``, rounded
+    from float32."""
     import torch
 
     generator = torch.Generator(device).manual_seed(0)
@@ -130,13 +132,15 @@ def draw(name: str, size: int, device: "torch.device") -> "torch.Tensor":
 
 
 def read(stored: Stored, size: int) -> "tuple[torch.Tensor, str]":
-    """The matrices end to end, as bf16 on the CPU, and what they are; of more than `size` bytes, the first rows of each
-    matrix, in proportion."""
+    """Read the matrices end to end, as bf16 on the CPU; return them and their description.
+
+    If they have more than `size` bytes, only the first rows of each matrix are read, in proportion.
+    """
     import torch
     from safetensors import safe_open
 
     share = min(1.0, size / stored.bytes)
-    parts, told = [], [stored.told] if stored.told else []
+    parts, told = [], [stored.model_type] if stored.model_type else []
     with ExitStack() as stack:
         files = dict.fromkeys(info.file for info in stored.matrices.values())
         readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
@@ -183,7 +187,8 @@ def _measure(name: str, told: str, total: int, values: "torch.Tensor", size: int
 
 
 def _bound(values: "torch.Tensor") -> float:
-    """What coding exponents one by one leaves of whole blocks at best: see `Coded`."""
+    """Return the lower bound on the coded size of whole blocks, as a share, if exponents are coded one by one: the
+    entropy of each block's exponents; see `Coded`."""
     import torch
 
     from zinfer.engine.stream.codec import BLOCK

@@ -1,4 +1,4 @@
-"""What an exception of loading or running stands for: a status, and one line that a user can read."""
+"""Status and one-line error message for an exception of loading or running."""
 
 import os
 from typing import Any
@@ -8,7 +8,7 @@ from zinfer.spec.errors import one_line
 
 
 def told(error: BaseException, stage: str) -> dict[str, Any]:
-    """What a record says of an exception; with --debug, stderr gets its traceback."""
+    """Return the fields of a record that describe an exception; with --debug, print its traceback to stderr."""
     if os.environ.get("ZINFER_DEBUG") == "1":
         import traceback
 
@@ -17,7 +17,7 @@ def told(error: BaseException, stage: str) -> dict[str, Any]:
 
 
 def status_of(error: BaseException) -> Status:
-    """The status that an exception of loading or measuring stands for."""
+    """Return the status for an exception of loading or measuring."""
     from zinfer.engine import EngineError
     from zinfer.spec.checkpoint import CheckpointError
     from zinfer.spec.model import ModelError

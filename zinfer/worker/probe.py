@@ -1,8 +1,8 @@
-"""What this machine really does: the only place besides `measure` that holds a clock.
+"""Measurement of a machine's bandwidths and matrix products. Only this file and `measure` hold a clock.
 
-Weight streaming runs at the speed of one copy, host to device, and that speed depends on the block size, on the memory
-being page-locked and on the other direction being busy; so all of these are measured, not looked up. CUDA work is timed
-with events, everything else by the wall clock; each figure is the median of several samples after a warm-up.
+Weight streaming runs at the speed of one copy, host to device. That speed depends on the block size, on page-locked
+memory and on traffic in the other direction, so all of these are measured, not looked up. CUDA work is timed with
+events, everything else by the wall clock; each figure is the median of several samples after a warm-up.
 
 Without a GPU the CPU is the device: `h2d_bandwidth` is then the rate of a copy within host memory.
 """
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 BLOCKS = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
-BEYOND_CACHES = 4  # times the processors' caches: what is read again was not kept there
-TOGETHER = 12  # copies of the largest block while the CPU attends to many
+BEYOND_CACHES = 4  # size of the KV cache in units of the processors' caches, so that no read comes from those
+TOGETHER = 12  # copies of the largest block in a sample, while the CPU computes attention
 NVME_THREADS, NVME_BLOCK = 8, 16 * MIB
 BUDGET_S = 2.0  # for the repeats of one figure: a slow machine gets fewer samples, not a longer probe
 
@@ -37,15 +37,15 @@ Seconds = Callable[[Callable[[], object]], float]
 
 
 def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable[[str], object] = str) -> Machine:
-    """Measure this machine; the disk too where `nvme_path`, a folder, is given.
+    """Measure this machine, and the disk of the folder `nvme_path` if that is given.
 
-    `quick` takes fewer samples of smaller blocks; `progress` hears what is being measured. At most 1 GiB is page-locked
-    at a time, and no file stays behind. Raises MachineError when torch is missing or `nvme_path` is not a folder.
+    `quick` takes fewer samples of smaller blocks; `progress` gets the name of each measurement. Page-locks 1 GiB at
+    most, and leaves no file behind. Raises MachineError when torch is missing or `nvme_path` is not a folder.
     """
     try:
         import torch
     except ImportError:
-        raise MachineError("measuring needs torch: pip install 'zinfer[engines]'") from None
+        raise MachineError("the measurement needs torch: pip install 'zinfer[engines]'") from None
     if nvme_path is not None and not nvme_path.is_dir():
         raise MachineError(f"--nvme-path {nvme_path} is not a folder")
     cuda = torch.cuda.is_available()
@@ -93,8 +93,8 @@ def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable
 
 
 def measure_link(device: "torch.device | str") -> float:
-    """Bytes a second from pinned host memory to `device`: the median of five 1 GiB copies; on the CPU, of five 256 MiB
-    copies within memory. Taken before each load, so that a record knows the link it ran on."""
+    """Return the bytes per second from pinned host memory to `device`: the median of five copies of 1 GiB; for the CPU,
+    of five copies of 256 MiB within memory. Measured before each load, so that a record has the link it ran on."""
     import torch
 
     if torch.device(device).type != "cuda":
@@ -105,7 +105,8 @@ def measure_link(device: "torch.device | str") -> float:
 
 
 def rate(work: Callable[[], object], amount: float, device: "torch.device", repeats: int) -> dict[str, Any]:
-    """Bytes a second of `work`, which takes `amount` of them, on `device`: median, spread and number of samples."""
+    """Return the bytes per second of `work`, which moves `amount` bytes on `device`: median, spread and number of
+    samples."""
     return _entry(_rates(work, amount, _cuda_seconds if device.type == "cuda" else _cpu_seconds, repeats), "bytes")
 
 
@@ -127,7 +128,8 @@ def _cuda_seconds(work: Callable[[], object]) -> float:
 
 
 def _rates(work: Callable[[], object], amount: float, seconds: Seconds, repeats: int) -> list[float]:
-    """`amount` a second of each sample of `work`, after a warm-up; fewer than `repeats` when they take too long."""
+    """Return `amount` per second for each sample of `work`, after a warm-up; fewer than `repeats` samples if they take
+    more than `BUDGET_S`."""
     seconds(work)
     rates: list[float] = []
     began = perf_counter()
@@ -137,15 +139,15 @@ def _rates(work: Callable[[], object], amount: float, seconds: Seconds, repeats:
 
 
 def _entry(rates: list[float], what: str) -> dict[str, Any]:
-    """What is kept of a figure's samples: median and relative spread (max - min over median), in `what` per second."""
+    """Return median and relative spread (max - min over median) of a figure's samples, in `what` per second."""
     middle = median(rates)
     return {"median": middle, "spread": round((max(rates) - min(rates)) / middle, 4), "samples": len(rates), "of": what}
 
 
 @contextlib.contextmanager
 def _host_buffer(size: int, pinned: bool = False) -> Iterator["torch.Tensor"]:
-    """`size` bytes of touched, page-aligned host memory; page-locked by registration, so that torch's pinned allocator
-    keeps none of it afterwards."""
+    """Provide `size` bytes of touched, page-aligned host memory; `pinned` memory is page-locked by registration, so
+    that torch's pinned allocator keeps none of it afterwards."""
     import torch
 
     buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
@@ -163,7 +165,7 @@ def _host_buffer(size: int, pinned: bool = False) -> Iterator["torch.Tensor"]:
 
 
 def _host_copy(size: int, repeats: int) -> list[float]:
-    """Bytes copied a second within host memory, by torch's threads; twice as many are read or written."""
+    """Return the bytes per second copied within host memory by torch's threads (read and written: twice as many)."""
     import torch
 
     source, target = torch.ones(size // 4), torch.empty(size // 4)
@@ -171,15 +173,15 @@ def _host_copy(size: int, repeats: int) -> list[float]:
 
 
 def _attention(size: int, repeats: int, sharing: int) -> list[float]:
-    """Bytes of a bf16 KV cache in host memory that the CPU attends to a second; `sharing` heads of queries share each
-    of its heads."""
+    """Return the bytes per second of a bf16 KV cache in host memory that attention on the CPU reads; `sharing` query
+    heads share each head of the cache."""
     work, amount = _attending(size, sharing)
     return _rates(work, amount, _cpu_seconds, repeats)
 
 
 def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
-    """Attention of 32 heads of 128 to 512 tokens of some sequences, one new token each, and the bytes that it reads,
-    about `size`."""
+    """Return a function that computes attention of one new token of each sequence to 512 tokens, with 32 heads of 128,
+    and the bytes that it reads, about `size`."""
     import torch
 
     from zinfer.engine.stream.cpu_attention import host
@@ -194,7 +196,8 @@ def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
 
 
 def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
-    """FLOPs a second of a product of two random ``[size, size]`` matrices (zeros draw less power and run faster)."""
+    """Return the FLOPs per second of a product of two random ``[size, size]`` matrices (zeros would draw less power and
+    run faster)."""
     import torch
 
     left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
@@ -205,7 +208,7 @@ def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
 def _probe_gpu(
     largest: int, cache: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Every link of the current GPU, its memory and its matrix products, as fields of a Machine."""
+    """Measure every link of the current GPU, its memory and its matrix products; return them as fields of a Machine."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
@@ -242,7 +245,7 @@ def _probe_gpu(
 
 
 def _link(target: "torch.Tensor", source: "torch.Tensor", repeats: int) -> dict[str, dict[str, Any]]:
-    """Rates of single copies of each block size that the buffers hold, smallest first."""
+    """Return the rates of single copies, for each block size that the buffers hold, smallest first."""
     entries = {}
     for block in (block for block in BLOCKS if block <= len(source)):
         copy = partial(target[:block].copy_, source[:block], non_blocking=True)
@@ -251,7 +254,8 @@ def _link(target: "torch.Tensor", source: "torch.Tensor", repeats: int) -> dict[
 
 
 def _pinned_rate(entries: dict[str, dict[str, Any]]) -> float:
-    """The link's: these rates grow with the block, so where a larger block was slower, others were on the link."""
+    """Return the link's rate, the highest one: rates grow with the block, so a slower large block had to share the
+    link."""
     return max(float(entry["median"]) for entry in entries.values())
 
 
@@ -263,7 +267,7 @@ def _device_copy(source: "torch.Tensor", repeats: int) -> list[float]:
 
 
 def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[float]:
-    """Bytes a second each way while one stream copies in and another out; the slower of the two sets the time."""
+    """Return the bytes per second each way while one stream copies in and another out; the slower one sets the time."""
     import torch
 
     half = len(host) // 2
@@ -283,7 +287,7 @@ def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[
 
 
 def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """Rates of copies to the device and of attention on the CPU while both run: they share the host's memory."""
+    """Return the rates of copies to the device and of attention on the CPU while both run and share host memory."""
     import torch
 
     attend, amount = _attending(cache)
@@ -307,8 +311,11 @@ def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats:
 
 
 def _nvme_read(folder: Path, quick: bool) -> list[float]:
-    """Bytes a second of direct reads of a nameless file in `folder`, several threads at once; gone when it is closed,
-    however the process ends. Raises OSError where direct I/O is refused or the disk is full."""
+    """Return the bytes per second of direct reads from an unnamed file in `folder`, by several threads at once.
+
+    The file disappears when it is closed, however the process ends. Raises OSError where direct I/O is refused or the
+    disk is full.
+    """
     size = min((512 if quick else 4096) * MIB, shutil.disk_usage(folder).free // 4)
     noise = os.urandom(NVME_BLOCK)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -322,7 +329,7 @@ def _nvme_read(folder: Path, quick: bool) -> list[float]:
                 raise OSError(28, "no space to measure with")
 
             def read(thread: int) -> None:
-                with mmap.mmap(-1, NVME_BLOCK) as buffer:  # page-aligned, as direct I/O wants it
+                with mmap.mmap(-1, NVME_BLOCK) as buffer:  # page-aligned, as direct I/O requires
                     for block in range(thread, blocks, NVME_THREADS):
                         os.preadv(direct, [buffer], block * NVME_BLOCK)
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed wants of the process it runs in, and how weights that come one at a time become its own."""
+"""Process state that DeepSpeed needs, and ZeRO partitioning of weights that are loaded one at a time."""
 
 import logging
 import os
@@ -16,14 +16,14 @@ from zinfer.engine import EngineError
 
 
 class World:
-    """Process state that DeepSpeed needs: a process group of one and a launcher's environment, until `close`.
+    """Process group of one process and a launcher's environment, until `close`.
 
-    Engines that are open at once share it: the first sets it up, the last one to close restores what was there. Where
-    setting it up fails, what had been changed until then is restored at once.
+    Engines that are open at once share it: the first one sets it up, the last one to close restores the old state. If
+    the set-up fails, its changes are undone at once.
     """
 
     _open: ClassVar[list["World"]] = []
-    _shared: ClassVar[ExitStack] = ExitStack()  # what the last to close takes back
+    _shared: ClassVar[ExitStack] = ExitStack()  # changes that the last one to close undoes
 
     def __init__(self, device: torch.device) -> None:
         if not self._open:
@@ -33,7 +33,7 @@ class World:
         self._open.append(self)
 
     def close(self) -> None:
-        """Leave; the last one takes everything back. Safe to call twice."""
+        """Leave; the last one undoes all changes. Safe to call twice."""
         if self in self._open:
             self._open.remove(self)
             if not self._open:
@@ -41,15 +41,15 @@ class World:
 
 
 def _prepare(device: torch.device, undo: ExitStack) -> None:
-    """Set up DeepSpeed in this process; `undo` gets a callback for each thing that was changed."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # it builds its ops with ninja
+    """Set up DeepSpeed in this process; `undo` gets a callback for each change."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # its ops are built with ninja
     wanted = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": device.type, "PATH": path}
     undo.callback(_restore, {name: os.environ.get(name) for name in wanted})
     os.environ.update(wanted)
     with redirect_stdout(sys.stderr):
         import deepspeed
 
-        if device.type == "cpu":  # all-reduce through shared memory: a minute to compile, and nobody to reduce with
+        if device.type == "cpu":  # all-reduce over shared memory takes a minute to compile; one process needs none
             vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         backend = "nccl" if device.type == "cuda" else "gloo"
         if not dist.is_initialized():
@@ -57,7 +57,7 @@ def _prepare(device: torch.device, undo: ExitStack) -> None:
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
             undo.callback(_leave_group)
         deepspeed.init_distributed(backend, auto_mpi_discovery=False)
-    for handler in logging.getLogger("DeepSpeed").handlers:  # where another package imported it before
+    for handler in logging.getLogger("DeepSpeed").handlers:  # made before, if another package imported DeepSpeed
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
             handler.setStream(sys.stderr)
 
@@ -71,7 +71,7 @@ def _restore(environment: dict[str, str | None]) -> None:
 
 
 def _leave_group() -> None:
-    """Destroy the process group, and DeepSpeed's references to it where it has taken notice of it."""
+    """Destroy the process group, and DeepSpeed's references to it if it has any."""
     if not dist.is_initialized():
         return
     import deepspeed
@@ -83,8 +83,10 @@ def _leave_group() -> None:
 
 
 def modules_under_way() -> list[nn.Module]:
-    """DeepSpeed's own list of the modules whose forward pass is under way, in all engines of the process; each engine's
-    whole model is on it from its start. Empty where DeepSpeed has not got that far."""
+    """Return DeepSpeed's own list of modules whose forward pass is under way, over all engines of the process.
+
+    Each engine's whole model is on it from its start. An empty list if DeepSpeed's ZeRO is not loaded.
+    """
     with suppress(ImportError, AttributeError):
         from deepspeed.runtime.zero import parameter_offload
 
@@ -94,14 +96,14 @@ def modules_under_way() -> list[nn.Module]:
 
 
 class Partition:
-    """`zero.Init` for weights that come one at a time, none of which may be on the device longer than it takes."""
+    """Partitioning of weights by `zero.Init` one at a time, so that none stays on the device longer than needed."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
         self._first: Any = None
 
     def __call__(self, parameter: nn.Parameter) -> None:
-        """Make `parameter` a ZeRO parameter: its data goes where the configuration says."""
+        """Make `parameter` a ZeRO parameter: its data moves to the place that the configuration names."""
         if self._first is not None:
             self._first.convert_to_zero_parameters([parameter])
             return
@@ -112,17 +114,17 @@ class Partition:
 
 
 def check_async_io() -> None:
-    """Raise EngineError unless DeepSpeed's asynchronous file I/O can be built here."""
+    """Raise EngineError unless DeepSpeed's asynchronous file I/O can be built on this machine."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise EngineError("DeepSpeed's offload nvme needs libaio: apt install libaio-dev, and a C++ compiler")
+        raise EngineError("engine deepspeed needs libaio and a C++ compiler for --offload nvme: apt install libaio-dev")
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise EngineError unless DeepSpeed says that it computes in `dtype` (float16, bfloat16, float32) here.
+    """Raise EngineError unless DeepSpeed supports `dtype` (float16, bfloat16, float32) on this machine.
 
-    Which types a CPU computes in depends on its model: its accelerator object is asked, before anything is loaded.
+    The types that a CPU supports depend on its model. DeepSpeed's accelerator object names them, before a load begins.
     """
     from deepspeed.accelerator import get_accelerator
 

@@ -1,14 +1,15 @@
-/* A few query rows against keys and values in host memory, each of which is read once.
+/* Attention of a few query rows to keys and values in host memory, each of which is read once.
 
-   Attention to one new token is two products of a few rows with a long matrix: for one row 2 FLOPs a byte of bf16, for
-   eight, which share a key where queries are grouped, 16. Libraries' products are made for many rows. Here a core keeps
-   several sums of vectors in its registers, and what it has widened serves four rows, so that it waits for memory.
+   Attention to one new token is two products of a few rows with a long matrix: 2 FLOPs for each bf16 value with one
+   row, 16 with eight rows, which share a key in grouped-query attention. The products of libraries are made for many
+   rows. Here a core keeps several sums of vectors in its registers and uses each widened vector for four rows, so that
+   memory is the only limit.
 
    int8 rows are followed, in memory, by their scale, a float32.
 
-   Matrix b of `outer * inner` begins `(b / inner) * stride_outer + (b % inner) * stride_inner` elements on; its rows,
-   one a token, are `width` elements side by side and `stride` elements apart. Rows that meet it, and results, are
-   float32 and contiguous. */
+   Matrix b of `outer * inner` begins `(b / inner) * stride_outer + (b % inner) * stride_inner` elements after the first
+   one; its rows, one per token, are `width` contiguous elements, `stride` elements apart. The query rows and the
+   results are float32 and contiguous. */
 
 #include <stdint.h>
 #include <string.h>
@@ -17,12 +18,12 @@
 #endif
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "a pair of bf16 is taken apart as little-endian processors have it"
+#error "attend.c needs a little-endian processor: it splits pairs of bf16"
 #endif
 
 #if defined(__AVX512F__)
 #define LANES 16   /* floats in a register */
-#define TOGETHER 4 /* rows that share what was widened: their sums take half of the registers */
+#define TOGETHER 4 /* rows that share a widened vector: their sums take half of the registers */
 #define QUADS(one) one(0), one(4), one(8), one(12)
 #elif defined(__AVX2__) && defined(__F16C__)
 #define LANES 8
@@ -34,14 +35,14 @@
 #define QUADS(one) one(0)
 #endif
 
-#define CHUNK (2 * LANES) /* elements that are widened at a time, into two registers */
-#define KEYS 4            /* that rows meet at a time */
-#define COLUMNS 32 /* of values that a thread sums at a time where there are few matrices: a cache line of bf16 */
-#define SPAN 256   /* and at most */
-#define TOKENS 128 /* that a thread takes at a time: what more than four rows meet again is still in its cache */
-#define AHEAD 16   /* tokens on are the values that are asked for, see mix_of */
-#define ROWS 128   /* at most */
-#define WIDTH 1024 /* of keys, at most */
+#define CHUNK (2 * LANES) /* elements widened at a time, into two registers */
+#define KEYS 4            /* keys multiplied with the rows at a time */
+#define COLUMNS 32 /* columns of values that a thread sums at a time if there are few matrices: a cache line of bf16 */
+#define SPAN 256   /* maximum of columns that a thread sums at a time */
+#define TOKENS 128 /* tokens that a thread takes at a time: still in its cache when rows 5 and on read them again */
+#define AHEAD 16   /* distance, in tokens, at which values are prefetched, see mix_of */
+#define ROWS 128   /* maximum of query rows */
+#define WIDTH 1024 /* maximum of elements in a key */
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -76,18 +77,17 @@ INLINE floats widen_float16(const char *from) {
     return (floats)_mm256_cvtph_ps((__m128i)narrow);
 #else
     pairs wide = __builtin_convertvector(narrow, pairs), magnitude = (wide & 0x7fff) << 13;
-    pairs special = (pairs)(magnitude >= 0x0f800000); /* infinite, or not a number */
+    pairs special = (pairs)(magnitude >= 0x0f800000); /* infinity or NaN */
     pairs finite = (pairs)((floats)magnitude * 0x1p112f);
     return (floats)((wide & 0x8000) << 16 | (special & (magnitude | 0x7f800000)) | (~special & finite));
 #endif
 }
 
-/* Whether the two elements of a pair lie in different registers after they were widened: they are then taken apart by
-   shifts, which every processor is quick at. */
+/* True if widening puts the two elements of a pair into different registers: shifts split the pair, which is fast on
+   every processor. */
 INLINE int parted(type kind) { return kind == bfloat16 || kind == int8; }
 
-/* A chunk, widened. Where pairs are parted `first` has the even elements and `second` the odd ones; else each has a
-   half. */
+/* Widens a chunk. With parted pairs `first` has the even elements and `second` the odd ones; else each has a half. */
 INLINE void widen(type kind, const char *from, floats *first, floats *second) {
     if (kind == bfloat16) {
         pairs both;
@@ -109,7 +109,7 @@ INLINE void widen(type kind, const char *from, floats *first, floats *second) {
     }
 }
 
-/* The same of the last `left` elements of a row: what is behind it may be another's, or no memory. */
+/* Widens the last `left` elements of a row, without reading beyond it: the memory may be another's, or not mapped. */
 INLINE void widen_some(type kind, const char *from, int64_t left, floats *first, floats *second) {
     if (left >= CHUNK) {
         widen(kind, from, first, second);
@@ -120,7 +120,7 @@ INLINE void widen_some(type kind, const char *from, int64_t left, floats *first,
     }
 }
 
-/* `size` elements of a row as chunks are widened, padded with zeros; and the other way round. */
+/* Reorders `size` elements of a row as widened chunks have them, padded with zeros; unlay restores the order. */
 INLINE void lay(type kind, const float *row, int64_t size, float *laid) {
     for (int64_t d = 0; d < size; d += CHUNK) {
         float padded[CHUNK] = {0};
@@ -139,7 +139,7 @@ INLINE void unlay(type kind, const float *laid, int64_t size, float *row) {
     }
 }
 
-/* The sum of each of four registers: lanes of two are put side by side before they are added, so none is idle. */
+/* Sums the lanes of each of four registers: lanes of two registers are interleaved before each sum, so none is idle. */
 #define EVEN(i) a[i], b[i], a[i + 2], b[i + 2]
 #define ODD(i) a[i + 1], b[i + 1], a[i + 3], b[i + 3]
 #define LOW(i) a[i], a[i + 1], b[i], b[i + 1]
@@ -156,7 +156,7 @@ INLINE void totals(const floats *sums, float *four) {
     memcpy(four, part, sizeof part[0]);
 }
 
-/* Products of `count` rows with KEYS keys; rows lie as chunks are widened, padded with zeros, WIDTH apart. */
+/* Multiplies `count` rows with KEYS keys; the rows are in the order of `lay`, WIDTH apart. */
 INLINE void dots_of(type kind, int count, const float *rows, const char *const *keys, int64_t width,
                     float products[][KEYS]) {
     floats sums[4][KEYS];
@@ -198,8 +198,8 @@ INLINE void dots(type kind, const float *rows, const char *keys, float *out, int
     }
 }
 
-/* Adds the parts of `tokens` values to `chunks` chunks of `count` rows' sums, SPAN apart. The first `ahead` bytes of
-   coming values are asked for: while many sums are computed, or columns left for later, no core sees that far. */
+/* Adds `tokens` values, weighted by `parts`, to `chunks` chunks of the sums of `count` rows, SPAN apart. Prefetches the
+   first `ahead` bytes of later values: with many sums, or with columns left for later, no core looks that far ahead. */
 INLINE void mix_of(type kind, int count, int chunks, int64_t left, int64_t ahead, float *sums, const float *parts,
                    const char *values, int64_t stride, int64_t tokens) {
     floats own[4][8];
@@ -219,7 +219,7 @@ INLINE void mix_of(type kind, int count, int chunks, int64_t left, int64_t ahead
     for (int r = 0; r < count; r++) memcpy(sums + r * SPAN, own[r], chunks * CHUNK * sizeof(float));
 }
 
-/* The same for all chunks of `columns` columns, as many at a time as there are registers for. */
+/* Runs mix_of over all chunks of `columns` columns, as many chunks at a time as there are registers for. */
 INLINE void mix_all(type kind, int count, int64_t columns, float *sums, const float *parts, const char *values,
                     int64_t stride, int64_t tokens) {
     const int chunks = count > 2 ? 2 : count > 1 ? TOGETHER : 4;
@@ -232,8 +232,8 @@ INLINE void mix_all(type kind, int count, int64_t columns, float *sums, const fl
     if (d < columns) mix_of(kind, count, 1, columns - d, 0, sums + d, parts, values + d * size, stride, tokens);
 }
 
-/* out[r][d] = sum over t of rows[r][t] * values[t][d], for the first `columns` of `width` columns. `scales` is where
-   that of the first row is, if it has one. */
+/* out[r][d] = sum over t of rows[r][t] * values[t][d], for the first `columns` of `width` columns. `scales` points to
+   the scale of the first row, if rows have one. */
 INLINE void mix(type kind, const float *rows, const char *values, const char *scales, float *out, int64_t stride,
                 int64_t count, int64_t tokens, int64_t width, int64_t columns) {
     float sums[ROWS * SPAN];

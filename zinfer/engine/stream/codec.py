@@ -1,24 +1,26 @@
-"""Fewer bits over the link: bf16 weights have few exponents, so these travel as short codes, and every bit returns.
+"""Lossless codec for bf16 weights: short codes for their exponents, so that fewer bytes cross the link.
 
-Sign and mantissa of a weight are noise; its exponent is not. For Gaussian weights it carries 2.55 of its 8 bits, so no
-code gets below 65.9% of the size. This one takes 66.4-66.7%, where Huffman codes take 66.1-66.2%, in codes of fixed
-length that a GPU unpacks side by side.
+Sign and mantissa of a weight are noise; its exponent is not. For Gaussian weights the exponent carries 2.55 bits of
+information in 8, so no code gets below 65.9% of the size. This codec takes 66.4-66.7%, Huffman codes take 66.1-66.2%;
+its codes have a fixed length, which a GPU unpacks in parallel.
 
 A block is `BLOCK` values in order. Level 1 gives each value two bits: one of the block's three commonest exponents, or
-3, the escape. The escaped values (a quarter), in order and side by side, have two bits each in level 2 for the next
-three exponents, the escaped ones of those in level 3, and so on; what is left after `LEVELS` (one in a thousand) is a
-byte with the exponent. Each level is one stream through all blocks. The parts, little-endian, multiples of 16 bytes:
+3, the escape. The escaped values (a quarter), in order and without gaps, have two bits each in level 2 for the next
+three exponents, the escaped ones of those in level 3, and so on. A value still escaped after `LEVELS` (one in a
+thousand) has a byte with its exponent. Each level is one stream through all blocks. The parts, little-endian, each a
+multiple of 16 bytes:
 
     mantissas    a byte a value: sign and mantissa; of every 4 values the middle two are swapped
     level 1      rows of 16 codes in 32 bits: value `2i + h` of a row has the bits `2i + 16h` and `2i + 16h + 1`
-    records      per block, in 32 bits each: where it starts in levels 2, 3, .. and in the bytes, and a table for every
-                 level (3 exponents, ascending, 8 bits each); a last record says where the streams end
+    records      per block, in 32 bits each: its start in levels 2, 3, .. and in the bytes, and a table for every level
+                 (3 exponents, ascending, 8 bits each); a last record holds the ends of the streams
     levels 2..   rows as in level 1; a block may start anywhere in a row
-    bytes        the exponents that no table has, then 8 bytes or more that mean nothing
-    tail         the values after the last whole block, as they are
+    bytes        exponents that are in no table, then 8 or more padding bytes
+    tail         the values after the last whole block, uncoded
 
-The order within rows and mantissas lets a decoder work on two values at a time with masks and no shuffling. Checksums
-are the container's business: damaged data decode to wrong weights or not at all, but never outside of `data` and `out`.
+The order within rows and mantissas lets a decoder work on two values at a time with masks and without shuffling. The
+container of the data keeps checksums: damaged data decode to wrong weights or not at all, but the decoder never reads
+or writes outside of `data` and `out`.
 """
 
 from dataclasses import dataclass
@@ -29,23 +31,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 16384  # values with starts and tables of their own; small enough to follow rows of differing scale
+BLOCK = 16384  # values in a block; small enough for the tables to follow rows of differing scale
 LEVELS = 4  # the fourth saves 0.2% of the size, a fifth would save 0.04%
-ROW = 16
-# The GPU unpacks levels 2.. into the block's own place in `out`, before the values: that takes some air. A block of
-# which the three commonest exponents are fewer values than this is noise.
+ROW = 16  # codes in a row of 32 bits
+# The GPU unpacks levels 2.. into the block's own place in `out`, before the values, which needs some free space there.
+# A block with more escapes than this is noise.
 MAX_ESCAPES = BLOCK - 4 * ROW
-# A decode is a launch, 10-20 us of the CPU; on a link of 55 GB/s a tensor of this size saves about as much.
+# A decode is one launch, 10-20 us of CPU time; on a link of 55 GB/s a tensor of this size saves about as much.
 MIN_NUMEL = 1 << 20
 
-_STRIDE = 7  # exponents are counted in every seventh value: ranks need no more, and few patterns have this period
-_GPU_CHUNK, _CPU_CHUNK = 4096, 32  # blocks encoded at a time: what keeps a GPU busy, what a CPU's caches hold
+_STRIDE = 7  # exponents are counted in every seventh value: enough for ranks, and few patterns have this period
+_GPU_CHUNK, _CPU_CHUNK = 4096, 32  # blocks encoded at a time: enough to keep a GPU busy, few enough for a CPU's caches
 _SHIFTS = [2 * (lane // 2) + 16 * (lane % 2) for lane in range(ROW)]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the host knows of encoded data, so that no decode waits for the device.
+    """Places of the parts of encoded data, known on the host, so that no decode waits for the device.
 
     `sections` are the offsets of levels 2 to `LEVELS`, of the bytes, of the tail and of the end, in units of 16 bytes.
     """
@@ -59,17 +61,17 @@ class Layout:
 
     @property
     def records(self) -> int:
-        """Offset of the records, in the same units."""
+        """Offset of the records, in units of 16 bytes."""
         return self.blocks * (BLOCK * 5 // 4 // 16)
 
     @property
     def size(self) -> int:
-        """Bytes of the data."""
+        """Size of the data, in bytes."""
         return self.sections[-1] * 16
 
     @property
     def sound(self) -> bool:
-        """Whether every part lies behind the one before it and has its place."""
+        """True if the parts follow each other and each has room for its data."""
         if len(self.sections) != LEVELS + 2:
             return False
         *_, rest, tail, end = self.sections
@@ -79,9 +81,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A bf16 tensor of `shape` as `data` (uint8 ``[layout.size]``, contiguous, on the tensor's device).
+    """Encoded bf16 tensor of `shape`: `data` (uint8 ``[layout.size]``, contiguous, on the tensor's device).
 
-    `data` is a view of a buffer as large as the tensor: copy it to where it belongs and let go of it.
+    `data` is a view of a buffer as large as the tensor: copy it to its final place and drop it.
     """
 
     data: Tensor
@@ -90,16 +92,15 @@ class Encoded:
 
 
 def worth_coding(tensor: Tensor) -> bool:
-    """Whether `tensor` may shrink by more than a launch costs; norms, biases and other types than bf16 do not."""
+    """Tell whether coding `tensor` can save more than its launch costs; never for norms, biases and non-bf16 types."""
     return tensor.dtype == torch.bfloat16 and tensor.numel() >= max(MIN_NUMEL, BLOCK)
 
 
 def encode(tensor: Tensor) -> Encoded | None:
-    """`tensor` in fewer bytes, or None where it has to go as it is: not bf16, under one block, or no smaller for being
-    encoded.
+    """Encode `tensor`; return None if it is not bf16, has less than one block, or does not get smaller.
 
-    Runs on the tensor's device, a chunk at a time: beside the result it takes about 1.2 GB on a GPU, 10 MB on a CPU,
-    and the streams (0.09 bytes a value) twice for a moment. A tensor that is not contiguous is copied.
+    Runs on the tensor's device, one chunk at a time: besides the result it takes about 1.2 GB on a GPU, 10 MB on a CPU,
+    and at its peak the streams (0.09 bytes a value) twice. A tensor that is not contiguous is copied.
     """
     blocks = tensor.numel() // BLOCK
     if tensor.dtype != torch.bfloat16 or not blocks:
@@ -126,7 +127,7 @@ def encode(tensor: Tensor) -> Encoded | None:
     parts = [*(stream.close() for stream in streams), bits[coded:].view(torch.uint8)]
     sections = tuple(accumulate((_units(part.numel()) for part in parts), initial=head))
     count = torch.cat(counts)
-    # Starts are 32 bits without a sign.
+    # Starts are unsigned 32-bit numbers.
     if sections[-1] >= limit or int(count.max()) > MAX_ESCAPES or int(count.sum(0).max()) >= 1 << 32:
         return None
     parts.insert(0, _records(count, torch.cat(tables)))
@@ -139,10 +140,10 @@ def encode(tensor: Tensor) -> Encoded | None:
 
 
 def decode(data: Tensor, layout: Layout, out: Tensor) -> None:
-    """Write the tensor that was encoded as `data` to `out` (bf16, contiguous, ``layout.numel`` values).
+    """Decode `data` (uint8) into `out` (bf16, contiguous, ``layout.numel`` values).
 
-    On a GPU it is a launch on the current stream, and a copy if there is a tail: nothing is allocated, nobody waits.
-    Raises ValueError where data, layout and out do not belong together or do not begin at multiples of 16 bytes.
+    On a GPU this is one launch on the current stream, and a copy if there is a tail; it allocates nothing and does not
+    wait. Raises ValueError where data, layout and out do not fit together or do not begin at multiples of 16 bytes.
     """
     if (
         not layout.sound
@@ -165,7 +166,7 @@ def decode(data: Tensor, layout: Layout, out: Tensor) -> None:
 
 
 class _Stream:
-    """The codes of a level (`packed`), or the last bytes, as they come with one chunk after another."""
+    """Stream of a level's codes (`packed`), or of the last exponent bytes, appended chunk after chunk."""
 
     def __init__(self, packed: bool) -> None:
         self._packed = packed
@@ -183,7 +184,7 @@ class _Stream:
         self.size += symbols.numel()
 
     def close(self) -> Tensor:
-        """All of it, uint8."""
+        """Append the padding and return the whole stream, uint8."""
         self.append(self._parts[0].new_zeros(ROW - 1 if self._packed else 8))
         return torch.cat(self._parts)
 
@@ -193,7 +194,7 @@ def _units(size: int) -> int:
 
 
 def _commonest(exponents: Tensor) -> Tensor:
-    """The tables of each block of `exponents` (uint8 ``[blocks * BLOCK]``): uint8 ``[blocks, LEVELS, 3]``."""
+    """Return the tables of each block of `exponents` (uint8 ``[blocks * BLOCK]``): uint8 ``[blocks, LEVELS, 3]``."""
     sample = exponents.view(-1, BLOCK)[:, ::_STRIDE].int()
     blocks = sample.shape[0]
     sample += 256 * torch.arange(blocks, dtype=torch.int32, device=sample.device)[:, None]
@@ -203,8 +204,8 @@ def _commonest(exponents: Tensor) -> Tensor:
 
 
 def _levels(exponents: Tensor, tables: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Codes of levels 1, 2, .. and the exponents left over, all uint8 and one a byte; and how many of levels 2, .. and
-    of the exponents left over are each block's (int64 ``[blocks, LEVELS]``)."""
+    """Return the codes of levels 1, 2, .. and the remaining exponents, all uint8 with one code a byte; and the number
+    of codes in levels 2, .. and of remaining exponents of each block (int64 ``[blocks, LEVELS]``)."""
     streams: list[Tensor] = []
     counts: list[Tensor] = []
     symbols = exponents.view(-1, BLOCK)
@@ -212,7 +213,7 @@ def _levels(exponents: Tensor, tables: Tensor) -> tuple[list[Tensor], Tensor]:
     for level in range(LEVELS):
         columns = tables[:, level].unbind(1)
         table = [_repeat(column, counts[-1]) if level else column[:, None] for column in columns]
-        # Ones where the symbol is another; comparing takes a CPU ten times as long.
+        # Ones where the symbol differs from the table's exponent; a comparison takes a CPU ten times as long.
         low, middle, high = ((symbols - exponent).clamp_(max=1) for exponent in table)
         escaped = _nonzero((low * middle * high).view(-1))
         streams.append((low * (1 + middle * (1 + high))).view(-1))
@@ -222,11 +223,11 @@ def _levels(exponents: Tensor, tables: Tensor) -> tuple[list[Tensor], Tensor]:
     return [*streams, symbols], torch.stack(counts, 1)
 
 
-# On a CPU numpy does these many times faster than torch.
+# On a CPU numpy runs the next two functions many times faster than torch.
 
 
 def _nonzero(flags: Tensor) -> Tensor:
-    """Indices of the ones among zeros and ones, uint8."""
+    """Return the indices of the ones in `flags` (uint8, zeros and ones)."""
     return flags.nonzero().view(-1) if flags.is_cuda else torch.from_numpy(np.flatnonzero(flags.numpy().view(np.bool_)))
 
 
@@ -237,14 +238,14 @@ def _repeat(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _records(counts: Tensor, tables: Tensor) -> Tensor:
-    """The records, uint8."""
-    starts = pad(counts.t().contiguous().cumsum(1).t(), (0, 0, 1, 0))  # a GPU scans rows, not columns, side by side
+    """Return the records, uint8."""
+    starts = pad(counts.t().contiguous().cumsum(1).t(), (0, 0, 1, 0))  # a GPU scans rows in parallel, not columns
     words = (tables.int() << torch.tensor([0, 8, 16], dtype=torch.int32, device=tables.device)).sum(-1)
     return torch.cat([starts, pad(words, (0, 0, 0, 1))], 1).to(torch.int32).view(-1).view(torch.uint8)
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Rows (uint8 ``[n * 4]``) of codes (uint8 ``[n * ROW]``)."""
+    """Pack codes (uint8 ``[n * ROW]``) into rows (uint8 ``[n * 4]``)."""
     words = codes.view(torch.int64)
     words = (words | words >> 14) & 0x00000F0F_00000F0F
     words |= words >> 28  # the even codes of 8 are the first byte now, the odd ones the second
@@ -258,7 +259,7 @@ def _unpack(rows: Tensor) -> Tensor:
 
 
 def _pack_mantissas(bits: Tensor) -> Tensor:
-    """Sign and mantissa (uint8 ``[n]``) of values (int16 ``[n]``), 4 at a time."""
+    """Return sign and mantissa (uint8 ``[n]``) of values (int16 ``[n]``), computed 4 at a time."""
     words = bits.clone().view(torch.int64)
     signs = words >> 8
     signs &= 0x0080_0080_0080_0080
@@ -269,13 +270,14 @@ def _pack_mantissas(bits: Tensor) -> Tensor:
 
 
 def _unpack_mantissas(mantissas: Tensor) -> Tensor:
-    """Sign and mantissa where they are in a value, int16 ``[n]``."""
+    """Return sign and mantissa at their places in a value, int16 ``[n]``."""
     bits = mantissas.view(-1, 2, 2).transpose(1, 2).reshape(-1).to(torch.int16)
     return (bits & 0x80) << 8 | bits & 0x7F
 
 
 def _decode_blocks(data: Tensor, layout: Layout, out: Tensor) -> None:
-    """What the kernel does, in plain torch: the deepest level first, a chunk at a time. Waits for the device."""
+    """Decode as the Triton kernel does, in plain torch: deepest level first, one chunk at a time. Waits for the
+    device."""
     blocks, coded = layout.blocks, layout.blocks * BLOCK
     words = data[layout.records * 16 :][: (blocks + 1) * 8 * LEVELS].view(torch.int32).view(-1, 2 * LEVELS)
     starts = words[:, :LEVELS].long() & 0xFFFF_FFFF

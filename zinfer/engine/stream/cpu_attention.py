@@ -1,8 +1,8 @@
-"""Tensors in host memory that a model computes with as if they were on the GPU.
+"""CPU attention: a KV cache in host memory that the model uses as if it were on the GPU.
 
-A KV cache that stays where it is cannot move to the operation, so the operation moves to it: whatever is computed with
-a `Hosted` tensor is computed on the CPU, to which the other operands (a query, a mask: small) are brought, and gives a
-`Hosted` one, until that meets a parameter: the output projection's. There it goes to the GPU. No model needs to know.
+The cache stays in host memory and the operation moves to the CPU: any operation with a `Hosted` tensor runs there. Its
+other operands (a query, a mask: small) are copied to the CPU, and its result is `Hosted` too, until an operation has a
+parameter as operand: the output projection. That one runs on the GPU. Models need no change.
 """
 
 import ctypes
@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 from zinfer.engine.stream.cpu_kernel import dots, mix, suits, widened
 from zinfer.engine.stream.triton_check import trouble
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's <malloc.h>
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's <malloc.h>
 
 
 class Hosted(Tensor):
-    """A CPU tensor (a view of it) that keeps what is computed with it on the CPU. Made by `host`."""
+    """A CPU tensor whose operations run on the CPU. Made by `host`."""
 
-    home: torch.device  # where results go in the end
+    home: torch.device  # the device that finally gets the results
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,11 +54,13 @@ class Hosted(Tensor):
 
 
 class Coded(Hosted):
-    """Rows in 8 bits, as `zinfer.engine.stream.cpu_kernel.coded` makes them, that pass for ones of type `wide`:
-    attention's products read them as they are, and whatever else a model does with them gets a copy in that type."""
+    """Tensor of 8-bit rows, made by `zinfer.engine.stream.cpu_kernel.coded`, that reports the type `wide`.
+
+    Products of attention read the rows as they are; any other operation gets a copy in the type `wide`.
+    """
 
     wide: torch.dtype
-    width: int  # of a row
+    width: int  # values in a row
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,7 +81,7 @@ class Coded(Hosted):
         return func(*args, **kwargs)
 
     def widened(self) -> Hosted:
-        """A copy in the type that this passes for."""
+        """Return a copy in the type `wide`."""
         with torch._C.DisableTorchFunctionSubclass():
             content = self.as_subclass(Tensor)
             turned = content.stride(-1) != 1
@@ -87,20 +89,20 @@ class Coded(Hosted):
             return host(wide.transpose(-1, -2) if turned else wide, self.home)
 
 
-# What a view may be made by, and what only asks how large a tensor is, or where.
+# Functions that return views, and functions that only ask for a tensor's size or place.
 VIEWS = {Tensor.reshape, Tensor.view, Tensor.transpose, torch.transpose, torch.reshape, Tensor.mT.__get__}  # type: ignore[attr-defined]
 MEASURES = {"size", "dim", "stride", "numel", "data_ptr", "is_contiguous", "__get__", "__len__"}
 
 
 def host(tensor: Tensor, home: torch.device) -> Hosted:
-    """`tensor`, on the CPU, as one that draws operations there, and whose results belong on `home`. No copy."""
+    """Return a view of the CPU tensor `tensor` whose operations run on the CPU; their results belong on `home`."""
     hosted = tensor.as_subclass(Hosted)
     hosted.home = home
     return hosted
 
 
 def code(content: Tensor, home: torch.device, wide: torch.dtype) -> Coded:
-    """`content` (int8, whole rows of it, or turned) as a `Coded` one. No copy."""
+    """Return a `Coded` view of `content` (int8, whole rows, possibly transposed)."""
     found = content.as_subclass(Coded)
     found.home, found.wide = home, wide
     found.width = content.size(-1) if content.stride(-1) == 1 else content.size(-2)
@@ -109,10 +111,10 @@ def code(content: Tensor, home: torch.device, wide: torch.dtype) -> Coded:
 
 @cache
 def keep_freed() -> None:
-    """Have memory that is freed stay with this process, up to 2 GiB of it.
+    """Make malloc keep freed memory in this process, up to 2 GiB; needs glibc.
 
-    Else what attention writes in between, tens of MB, goes back to the system at once, which hands out and clears every
-    page of it again in the next layer: that can take as long as attention itself. Only glibc knows how.
+    Otherwise attention's intermediate results, tens of MB, go back to the system at once, which hands out and clears
+    their pages again in the next layer: that can take as long as attention itself.
     """
     with suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
@@ -127,7 +129,8 @@ def _has_whole_rows(content: Tensor, width: int) -> bool:
 
 
 def _fetched(operand: Tensor) -> Tensor:
-    """`operand` on the CPU. What all layers share (a mask, a bias: nobody changes it in place) comes once."""
+    """Return `operand` on the CPU. A tensor that all layers share (a mask, a bias; never changed in place) is copied
+    once."""
     if operand.device.type == "cpu":
         return operand
     if not hasattr(operand, "_on_host"):
@@ -136,7 +139,7 @@ def _fetched(operand: Tensor) -> Tensor:
 
 
 def fetched(*tensors: Tensor) -> list[Tensor]:
-    """Copies of `tensors` in host memory, page-locked (which is several times as fast) where they come from a GPU."""
+    """Return copies of `tensors` in host memory, page-locked (several times as fast) if they come from a GPU."""
     found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     if tensors[0].is_cuda:
         torch.cuda.current_stream(tensors[0].device).synchronize()
@@ -144,7 +147,7 @@ def fetched(*tensors: Tensor) -> list[Tensor]:
 
 
 def _landed(tensor: Tensor, home: torch.device) -> Tensor:
-    """`tensor`, on the CPU, on the device `home`."""
+    """Return the CPU tensor `tensor` on the device `home`."""
     if home.type != "cuda" or trouble() is not None:
         return tensor.to(home)
     from zinfer.engine.stream.zero_copy import lift
@@ -160,8 +163,8 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`scaled_dot_product_attention` of query heads that may share key heads, ``[B, H, n, D]`` and ``[B, K, m, D]``:
-    the queries of a group are rows of one product, and a key is read once."""
+    """Compute `scaled_dot_product_attention` of query heads ``[B, H, n, D]`` that may share key heads ``[B, K, m, D]``:
+    the queries of a group are rows of one product, so that each key is read once."""
     batch, heads, length, width = query.shape
     groups = key.shape[1]
     rows = query.reshape(batch, groups, heads // groups * length, width)
@@ -182,7 +185,7 @@ def _attention(
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
-    """``rows @ matrix`` in float32, where one of the two ways to lie in memory is good for that; None otherwise."""
+    """Return ``rows @ matrix`` in float32 if the matrix, or its transpose, suits the compiled code; else None."""
     if not rows.dim() == matrix.dim() > 1 or rows.shape[-1] != matrix.shape[-2]:
         return None
     turned = matrix.transpose(-1, -2)
@@ -208,7 +211,7 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
     return torch.matmul(input, other) if found is None else found.to(input.dtype)
 
 
-# What attention to one new token is made of, wherever a model does not leave it to one operation.
+# Replacements for the operations that attention to one new token consists of: one fused operation, or products.
 OURS: dict[Any, Any] = {
     scaled_dot_product_attention: _attention,
     torch.bmm: _bmm, Tensor.bmm: _bmm, torch.baddbmm: _baddbmm, Tensor.baddbmm: _baddbmm,

@@ -1,12 +1,12 @@
-"""Products of a few rows with a long matrix in host memory, at the speed of that memory.
+"""CPU kernels of attention: products of a few rows with a long matrix, at the speed of host memory.
 
-`attend.c` is compiled for this processor when it is first wanted, and kept in the user's cache folder. Where there is
-no C compiler, torch computes the same, at a fraction of the rate.
+`attend.c` is compiled for this processor at its first use and kept in the user's cache folder. Without a C compiler,
+torch computes the same at a fraction of the rate.
 
     rows, keys: [.., n, D] and [.., m, D]         dots(rows, keys): [.., n, m]
     rows, values: [.., n, m] and [.., m, D]       mix(rows, values): [.., n, D]
 
-Matrices may be int8, if `coded` made them: each row has a scale of its own, in the four bytes behind it.
+Matrices may be int8 if `coded` made them: each row has a scale of its own, in the four bytes behind it.
 """
 
 import ctypes
@@ -30,12 +30,12 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, torch.int8)}
 SCALE_BYTES = 4
-TINIEST = 127 * torch.finfo(torch.float32).tiny  # of which the scale is still a normal number
+TINIEST = 127 * torch.finfo(torch.float32).tiny  # smallest maximum of a row whose scale is still a normal number
 MOST_ROWS, WIDEST = 128, 1024  # ROWS and WIDTH in attend.c
 
 
 def dots(rows: Tensor, keys: Tensor) -> Tensor:
-    """``rows @ keys^T`` in float32."""
+    """Return ``rows @ keys^T`` in float32: ``[.., n, m]``."""
     if suits(rows, keys):
         return _run("dots", rows, keys, keys.shape[-2])
     rows, keys = _alike(rows, keys)
@@ -43,7 +43,7 @@ def dots(rows: Tensor, keys: Tensor) -> Tensor:
 
 
 def mix(rows: Tensor, values: Tensor) -> Tensor:
-    """``rows @ values`` in float32."""
+    """Return ``rows @ values`` in float32: ``[.., n, D]``."""
     if suits(rows, values):
         return _run("mix", rows, values, values.shape[-1])
     rows, values = _alike(rows, values)
@@ -51,34 +51,37 @@ def mix(rows: Tensor, values: Tensor) -> Tensor:
 
 
 def _alike(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in one type, as torch's product wants them: the wider of the two."""
+    """Cast both to the wider of their types, as torch's product requires."""
     matrix = widened(matrix, rows.dtype)
     dtype = torch.promote_types(rows.dtype, matrix.dtype)
     return rows.to(dtype), matrix.to(dtype)
 
 
 def coded(states: Tensor) -> Tensor:
-    """Rows of `states`, ``[.., D]`` of any float type, in 8 bits each with its scale: uint8 ``[.., D + 4]``, of which
-    ``view(torch.int8)[.., :D]`` is a matrix for `dots` and `mix`. Symmetric, rounded to nearest."""
+    """Quantise the rows of `states` (``[.., D]``, any float type) to 8 bits: symmetric, rounded to nearest.
+
+    Returns uint8 ``[.., D + 4]``, each row with its scale; ``view(torch.int8)[.., :D]`` of it is a matrix for `dots`
+    and `mix`.
+    """
     scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=TINIEST) / 127
     content = (states.float() / scale).round_().to(torch.int8)
     return torch.cat([content.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
 
 
 def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """`matrix` in `dtype`: a copy if it is int8, itself otherwise."""
+    """Return a copy of an int8 `matrix` in `dtype`; any other matrix as it is. Raises ValueError for lost scales."""
     if matrix.dtype != torch.int8:
         return matrix
     if matrix.stride(-2) < matrix.shape[-1] + SCALE_BYTES:
-        raise ValueError("rows in 8 bits that lost their scales")
+        raise ValueError("an int8 matrix without the scales of its rows")
     behind = matrix.storage_offset() + matrix.shape[-1]
     scale = matrix.as_strided((*matrix.shape[:-1], SCALE_BYTES), matrix.stride(), behind).contiguous()
     return (matrix.float() * scale.view(torch.float32)).to(dtype)
 
 
 def suits(rows: Tensor, matrix: Tensor) -> bool:
-    """Whether this is compiled code's to compute: few rows, and up to two batch dimensions of a matrix whose own rows
-    are whole in memory."""
+    """Tell whether the compiled code can compute the product: few rows, and up to two batch dimensions of a matrix
+    whose rows are contiguous."""
     return (
         matrix.dtype in NAMES
         and rows.dtype in FLOATS
@@ -106,21 +109,22 @@ def _run(kind: str, rows: Tensor, matrix: Tensor, width: int) -> Tensor:
 
 @cache
 def library() -> Any:
-    """`attend.c`, compiled; None where that cannot be."""
+    """Return the library compiled from `attend.c`; None if it cannot be compiled or loaded."""
     for compiler in filter(None, map(shutil.which, COMPILERS)):
-        with suppress(OSError, RuntimeError, subprocess.CalledProcessError):  # a user without a home is no accident
+        with suppress(OSError, RuntimeError, subprocess.CalledProcessError):  # also a user without a home folder
             return ctypes.CDLL(str(_compiled(compiler)))
     return None
 
 
 def _compiled(compiler: str) -> Path:
-    """What `compiler` makes of `attend.c`, now or before. Raises OSError, and CalledProcessError where it refuses."""
+    """Return the file that `compiler` makes of `attend.c`, from the cache if it is there. Raises OSError, and
+    CalledProcessError if the compiler fails."""
     made_of = SOURCE.read_bytes() + " ".join((compiler, *FLAGS, _processor())).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zinfer"
     place = folder / f"attend-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if not place.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # another process may be at the same
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # another process may compile too
             made = Path(scratch) / place.name
             subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
             made.replace(place)
@@ -128,7 +132,7 @@ def _compiled(compiler: str) -> Path:
 
 
 def _processor() -> str:
-    """What ``-march=native`` goes by: a home folder may be shared by unlike machines."""
+    """Return what ``-march=native`` depends on: machines with different processors may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

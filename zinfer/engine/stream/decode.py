@@ -1,16 +1,16 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
-"""The codec's decoder as a Triton kernel: one program a block, which it reads once and writes once.
+"""Triton kernel that decodes the codec: one program per block, which reads and writes each byte once.
 
-At 800 GB/s of output an H100 has about 70 instructions a value to spend; this takes 19 for level 1 and 7 for the levels
-below, since a quarter of the values go that deep. A thread has a row of 16 values. What an escape stands for is found
-by counting: escapes before this row (a prefix sum over the rows) and before this value (bits of the row). Level `k + 1`
-has to be unpacked before level `k`, and its exponents, one byte each, wait in the block's own part of `out`:
+At 800 GB/s of output an H100 has about 70 instructions for each value; the kernel takes 19 for level 1 and 7 for the
+deeper levels, which only a quarter of the values reach. A thread has a row of 16 values. The exponent of an escape is
+found by counting: escapes before this row (a prefix sum over the rows) and before this value (bits of the row). Level
+`k + 1` has to be unpacked before level `k`; its exponents, one byte each, wait in the block's own part of `out`:
 
     level 4 -> end of the part, 3 -> its beginning, 2 -> its end, then the values from the beginning on
 
-As a value takes two bytes and an exponent one, the values never overtake the exponents that are still wanted, if tile
-after tile is read before it is written: hence the barriers. All that damaged data can change are starts and counts,
-which are clamped to the streams and to the block's part.
+A value takes two bytes and an exponent one, so the values never overwrite exponents that are still needed, provided
+that each tile is read before it is written: hence the barriers. Damaged data can only change starts and counts, which
+are clamped to the streams and to the block's part.
 
 Triton comes with torch for CUDA; with TRITON_INTERPRET=1 in the environment the kernel runs on a CPU.
 """
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from zinfer.engine.stream.codec import BLOCK, LEVELS, MAX_ESCAPES, Layout
 
-# A tile is a row for every thread. More warps waste more on levels 3 and 4, which seldom fill a tile (25, 26, 30
-# instructions a value for 1, 2, 4 warps); fewer leave less to hide latency with, and longer tails.
+# A tile is one row per thread. More warps waste work on levels 3 and 4, which seldom fill a tile (25, 26, 30
+# instructions a value for 1, 2, 4 warps); fewer warps hide less latency and leave longer tails.
 WARPS = 2
 
 
 def launch(data: Tensor, layout: Layout, out: Tensor) -> None:
-    """Decode the whole blocks of `data` (uint8) into `out` (bf16 ``[numel]``) on the current stream. The tail is left.
+    """Decode the whole blocks of `data` (uint8) into `out` (bf16 ``[numel]``) on the current stream, without the tail.
 
     Checks nothing: `codec.decode` does.
     """
@@ -41,11 +41,11 @@ def launch(data: Tensor, layout: Layout, out: Tensor) -> None:
         MAX_ESCAPES=MAX_ESCAPES,
         ROWS=32 * WARPS,
         num_warps=WARPS,
-        num_stages=1,  # a load that is moved ahead of a barrier would read what is not there yet
+        num_stages=1,  # a load moved ahead of a barrier would read data that is not written yet
     )
 
 
-# The offsets differ with every tensor; a kernel for every pattern of divisibility would be compiled for nothing.
+# The offsets differ for every tensor: specialisation would compile a kernel for every pattern of divisibility.
 @triton.jit(do_not_specialize=["blocks", "level_2", "level_3", "level_4", "rest", "tail"])
 def _decode(
     data,
@@ -61,7 +61,7 @@ def _decode(
     MAX_ESCAPES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One block. Positions in the block's part of `out` and of `data` are 32 bits, where these parts begin is 64."""
+    """Decode one block. Positions within the block's parts of `out` and `data` have 32 bits, the parts' offsets 64."""
     block = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, 4)[None, :]
@@ -71,7 +71,7 @@ def _decode(
     record = level_1 + tl.cast(blocks, tl.int64) * (BLOCK // 16) + block * (2 * LEVELS)
     sections = (level_2, level_3, level_4, rest, tail)
 
-    # Where the deepest escapes are: bytes of `data`.
+    # Place of the deepest escapes: bytes of `data`.
     start = tl.load(record + LEVELS - 1).to(tl.int64)
     size = tl.cast(tail - rest, tl.int64) * 4
     skipped = tl.minimum(start >> 2, size - 2)
@@ -80,8 +80,8 @@ def _decode(
     position = (start & 3).to(tl.int32)
 
     for level in tl.static_range(LEVELS - 1, 0, -1):
-        # The block's codes begin and end anywhere in a row. Codes of the block before it are made 0, which is no
-        # escape; those of the next one are read for nothing.
+        # The block's codes begin and end anywhere in a row. Codes of the previous block are set to 0, which is no
+        # escape; codes of the next block are read and ignored.
         start = tl.load(record + level - 1)
         count = tl.minimum(tl.load(record + 2 * LEVELS + level - 1) - start, MAX_ESCAPES).to(tl.int32)
         lead = (start & 15).to(tl.int32)
@@ -91,7 +91,7 @@ def _decode(
         own = (0xFFFF << (lead + 1 & ~1)) & 0xFFFF | 0xFFFF << (lead & ~1) << 16
         codes = words + tl.cast(sections[level - 1], tl.int64) * 4 + skipped
         table = tl.load(record + LEVELS + level)
-        target = BLOCK // 2 - 4 - rows * 4 if level % 2 else 0  # a window reaches a word too far
+        target = BLOCK // 2 - 4 - rows * 4 if level % 2 else 0  # a window reads one word too many
         for tile in range(0, rows, ROWS):
             index = tile + row
             code = tl.load(codes + index, mask=index < rows, other=0)
@@ -119,13 +119,13 @@ def _decode(
 
 @triton.jit
 def _exponents(codes, table, source, position, last):
-    """Exponents of rows of codes (uint32 ``[ROWS]``).
+    """Return the exponents of rows of codes (uint32 ``[ROWS]``).
 
-    The escaped ones are bytes at `source` (a pointer to words of which the second last is number `last`), `position`
-    being the first's. Returns two uint32 ``[ROWS, 4]`` and the position after all: of every four values the first two
-    and the last two, in the low bytes of half-words.
+    The exponents of escapes are bytes at `source` (a pointer to words; the last but one is number `last`), the first
+    one at `position`. Returns two uint32 ``[ROWS, 4]``, with the exponents of the first two and of the last two of
+    every four values in the low bytes of half-words, and the position after the last escape.
     """
-    # Escapes in each four values, in nibbles; then in the fours before.
+    # Number of escapes in every four values, in nibbles; then in all fours before.
     flags = codes & codes >> 1 & 0x55555555
     counts = flags + (flags >> 16)
     counts = (counts & 0x3333) + (counts >> 2 & 0x3333)
@@ -146,12 +146,12 @@ def _exponents(codes, table, source, position, last):
 
 @triton.jit
 def _pair(codes, table, window, shift):
-    """Exponents of two values, whose codes are bits 0-1 and 16-17, in the low bytes of half-words; and the `shift` to
-    the next unused byte of the `window`."""
+    """Return the exponents of two values, whose codes are bits 0-1 and 16-17, in the low bytes of half-words; and the
+    `shift` to the next unused byte of the `window`."""
     low = codes & 0x10001
     high = codes >> 1 & 0x10001
     escaped = low & high
-    # The table ascends: no half-word borrows from the other.
+    # The table ascends, so that no half-word borrows from the other.
     base = table & 0xFF
     known = base * 0x10001 + low * ((table >> 8 & 0xFF) - base) + high * ((table >> 16 & 0xFF) - base)
     first = (window >> shift).to(tl.uint32) & 0xFF

@@ -1,8 +1,8 @@
-"""Packed layers on disk, so that a load reads two thirds of the bytes and codes nothing.
+"""Packed layers on disk: a load reads two thirds of the bytes and encodes nothing.
 
-A folder holds `layers.bin`, the images of all layers as they lie in the arena, and `packed.json`, written last, with
-where everything is and a CRC-32 of every coded tensor and of each layer's rest. What lies outside the layers is small
-and still comes from the checkpoint, whose revision the folder tells: packed layers of other weights are never used.
+A folder holds `layers.bin`, all packed layers as they lie in the arena, and `packed.json`, written last, with the place
+of every tensor and a CRC-32 of every chunk. Weights outside the layers are small and still come from the checkpoint.
+`packed.json` names the revision of the weights: packed layers of other weights are never used.
 """
 
 import json
@@ -36,16 +36,17 @@ LAYERS_AHEAD = 3  # layers that are read while one is checked: a checksum takes 
 
 
 def folder_name(spec: ModelSpec, revision: str) -> str:
-    """The folder of a model's packed layers under `PACKED`: unlike that of other weights, types and slices."""
+    """Return the name of the folder of a model's packed layers under `PACKED`; it differs for other weights, types and
+    slices."""
     return f"{Path(spec.name).name}-{spec.num_layers}l-{spec.dtype}-{revision}"
 
 
 def write(spec: ModelSpec, revision: str, folder: Path, device: torch.device, progress: Progress = silent) -> int:
-    """Pack the decoder layers of `spec`'s checkpoint, weights and persistent buffers, into `folder`, coding on
-    `device`; returns the bytes written.
+    """Pack the decoder layers of `spec`'s checkpoint, weights and persistent buffers, into `folder`; return the bytes
+    written. The tensors are encoded on `device`.
 
-    Raises CheckpointError for a checkpoint that does not fit the model, EngineError where the disk is too small, and
-    leaves nothing behind when it fails.
+    Raises CheckpointError for a checkpoint that does not fit the model and EngineError where the disk is too small; no
+    files are left behind then.
     """
     state = ModelState(spec, "safetensors")
     layers = [state.of_layer(index) for index in range(len(state.layers))]
@@ -54,7 +55,7 @@ def write(spec: ModelSpec, revision: str, folder: Path, device: torch.device, pr
     free = shutil.disk_usage(folder).free
     if free < sum(sizes):
         raise EngineError(
-            f"{folder} has {gb(free)} free, and up to {gb(sum(sizes))} are needed: -o takes another folder"
+            f"{folder} has {gb(free)} free, and up to {gb(sum(sizes))} are needed: name another folder with -o"
         )
     (folder / INDEX).unlink(missing_ok=True)
     images: dict[int, dict[str, Any]] = {}
@@ -69,21 +70,21 @@ def write(spec: ModelSpec, revision: str, folder: Path, device: torch.device, pr
             arena = PinnedArena(sizes[index], pin=False, grow=True)
             image = pack(tensors, arena)
             memory = as_bytes(arena.memory[: arena.used])
-            images[index] = _told(image, memory) | {"start": end, "end": end + arena.used}
+            images[index] = _described(image, memory) | {"start": end, "end": end + arena.used}
             stream.write(memory)
             end += arena.used
             del memory
             arena.close()
-    told = {
+    content = {
         "format": FORMAT, "revision": revision, "dtype": spec.dtype, "bytes": end,
         "images": [images[index] for index in range(len(layers))],
     }  # fmt: skip
-    atomic.write(folder / INDEX, json.dumps(told))
+    atomic.write(folder / INDEX, json.dumps(content))
     return end
 
 
-def _told(image: PackedLayer, memory: memoryview) -> dict[str, Any]:
-    """An image as JSON, with the checksums of its pieces."""
+def _described(image: PackedLayer, memory: memoryview) -> dict[str, Any]:
+    """Return a packed layer as JSON, with the checksums of its chunks."""
     blocks = {name: [block.offset, list(block.shape), str(block.dtype)[6:]] for name, block in image.blocks.items()}
     pieces = [
         [piece.start, piece.end, piece.place, piece.layout and [piece.layout.numel, *piece.layout.sections]]
@@ -94,24 +95,25 @@ def _told(image: PackedLayer, memory: memoryview) -> dict[str, Any]:
 
 
 def _parts(image: PackedLayer, memory: memoryview) -> Iterator[memoryview]:
-    """The bytes of an image's pieces; `memory` begins where the image does."""
+    """Yield the bytes of a packed layer's chunks; `memory` begins where the layer does."""
     for piece in image.pieces:
         yield memory[piece.start - image.start : piece.end - image.start]
 
 
 def find(spec: ModelSpec, revision: str, where: str) -> Path | None:
-    """The folder of `spec`'s packed layers: `where`, or with ``auto`` that under `PACKED`, None where there is none.
+    """Return the folder of `spec`'s packed layers: `where`, or with ``auto`` the one under `PACKED`, None if it does
+    not exist.
 
-    Raises EngineError for a folder, given by its path, that holds other weights or is not finished.
+    Raises EngineError for a folder that holds other weights, and for a given path without finished packed layers.
     """
     folder = PACKED / folder_name(spec, revision) if where == "auto" else Path(where)
     if not (folder / INDEX).is_file():
         if where == "auto":
             return None
         raise EngineError(f"{folder} holds no packed layers: make them with `zinfer pack --model {spec.name}`")
-    told = _read(folder)
+    content = _read(folder)
     wanted = {"revision": revision, "dtype": spec.dtype, "layers": spec.num_layers, "format": FORMAT}
-    found = {"layers": len(told["images"]), **{key: told.get(key) for key in ("revision", "dtype", "format")}}
+    found = {"layers": len(content["images"]), **{key: content.get(key) for key in ("revision", "dtype", "format")}}
     if found != wanted:
         unlike = ", ".join(
             f"{key} {found[key]} instead of {wanted[key]}" for key in wanted if found[key] != wanted[key]
@@ -121,23 +123,23 @@ def find(spec: ModelSpec, revision: str, where: str) -> Path | None:
 
 
 def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress = silent) -> list[PackedLayer]:
-    """Read the packed layers of `folder`, which are those of `state`, into `arena`, with many threads, and check them.
+    """Read the packed layers of `folder`, which belong to `state`, into `arena`, with many threads, and check them.
 
     Raises EngineError unless they hold every entry of the layers with its shape and type, CheckpointError for data
-    that are cut off or damaged, naming the layer, and MemoryError, with nothing read yet, where there is too little
-    memory for them.
+    that are cut off or damaged, with the number of the layer, and MemoryError, before anything is read, where memory is
+    too small for them.
     """
-    told = _read(folder)
-    for index, entry in enumerate(told["images"]):
+    content = _read(folder)
+    for index, entry in enumerate(content["images"]):
         wanted = {name: (item.tensor.shape, item.tensor.dtype) for name, item in state.of_layer(index).items()}
         found = {name: (block.shape, block.dtype) for name, block in _image(entry, 0).blocks.items()}
         if wanted != found:
             name = min(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-            raise EngineError(f"{folder}: {name} of layer {index} is not that of the model: pack it again")
+            raise EngineError(f"{folder}: {name} of layer {index} does not fit the model: pack it again")
     path = folder / DATA
-    if not path.is_file() or path.stat().st_size != told["bytes"]:
+    if not path.is_file() or path.stat().st_size != content["bytes"]:
         raise CheckpointError(f"{path} is cut off: pack it again")
-    check_free(told["bytes"])
+    check_free(content["bytes"])
     images: list[PackedLayer] = []
     under_way: deque[Future[int]] = deque()
     with (
@@ -147,35 +149,35 @@ def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress
     ):
 
         def check(index: int, memory: memoryview, reads: list[Future[None]]) -> int:
-            entry = told["images"][index]
+            entry = content["images"][index]
             for done in reads:
                 done.result()
             if list(cores.map(zlib.crc32, _parts(images[index], memory))) != entry["crc32"]:
                 raise CheckpointError(f"{path}: layer {index} is damaged: pack it again")
             return int(entry["end"])
 
-        for index, entry in enumerate(told["images"]):
+        for index, entry in enumerate(content["images"]):
             images.append(_image(entry, arena.used))
             memory = arena.take(entry["end"] - entry["start"])
             reads = fill(readers, memory, path, entry["start"])
             under_way.append(layers.submit(check, index, as_bytes(memory), reads))
-            while len(under_way) > (LAYERS_AHEAD if index + 1 < len(told["images"]) else 0):
-                progress("loading packed layers", under_way.popleft().result() / told["bytes"])
+            while len(under_way) > (LAYERS_AHEAD if index + 1 < len(content["images"]) else 0):
+                progress("loading packed layers", under_way.popleft().result() / content["bytes"])
     return images
 
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        told: dict[str, Any] = json.loads((folder / INDEX).read_text())
-        if told["format"] == FORMAT and isinstance(told["bytes"], int) and isinstance(told["images"], list):
-            return told
+        content: dict[str, Any] = json.loads((folder / INDEX).read_text())
+        if content["format"] == FORMAT and isinstance(content["bytes"], int) and isinstance(content["images"], list):
+            return content
     except (OSError, ValueError, KeyError, TypeError):
         pass
     raise EngineError(f"{folder / INDEX} does not describe packed layers of format {FORMAT}: pack them again")
 
 
 def _image(entry: dict[str, Any], start: int) -> PackedLayer:
-    """The image of an entry, in an arena from `start` on."""
+    """Return the packed layer of an entry of the index, in an arena from `start` on."""
     blocks = {
         name: Block(offset, torch.Size(shape), getattr(torch, dtype))
         for name, (offset, shape, dtype) in entry["blocks"].items()

@@ -1,7 +1,8 @@
-"""A layer as bytes: in host memory, coded where that makes it smaller, and in the slot it computes from.
+"""Packed layer: a layer's bytes in host memory, encoded where that makes them smaller, and their places in the slot.
 
-An image is cut into pieces of at most `PIECE` bytes in the slot. A piece is what crosses the link in one copy and is
-unpacked in one go, so that the GPU memory between link and slot is a few pieces, not a few layers.
+The slot is the GPU memory that a layer computes from. A packed layer is cut into chunks of at most `PIECE` bytes in the
+slot. A chunk crosses the link in one copy and is unpacked in one step, so that the GPU memory between link and slot is
+a few chunks, not a few layers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,13 +15,13 @@ from zinfer.engine.pinned import ALIGNMENT, Block, PinnedArena, lay_out
 from zinfer.engine.stream import codec
 from zinfer.plan.cost import PIECE_BYTES
 
-# Large enough for the link's full rate, and for the launches that go with it to be cheap.
+# Large enough for the link's full rate, and for the launches of a chunk to be cheap.
 PIECE = PIECE_BYTES
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes `start` to `end` of the source, which become those from `place` on in the slot; `layout` if coded."""
+    """Bytes `start` to `end` of the source, which go to `place` in the slot; `layout` is given if they are encoded."""
 
     start: int
     end: int
@@ -29,13 +30,13 @@ class Chunk:
 
     @property
     def size(self) -> int:
-        """On the wire."""
+        """Bytes that cross the link."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A layer's pieces, in the order they are copied, and where its parameters are in a slot of `slot_bytes`."""
+    """A layer's chunks, in the order of their copies, and the places of its parameters in a slot of `slot_bytes`."""
 
     pieces: tuple[Chunk, ...]
     blocks: Mapping[str, Block]
@@ -51,20 +52,21 @@ class PackedLayer:
 
     @property
     def coded(self) -> bool:
-        """Whether the bytes at `start` are other ones than those in the slot."""
+        """True if a chunk is encoded, so that the bytes in host memory differ from those in the slot."""
         return any(piece.layout is not None for piece in self.pieces)
 
 
 def plain(tensors: Iterable[tuple[str, Tensor]], start: int) -> PackedLayer:
-    """The image from `start` on of tensors (they may be on the meta device) as they are; it is laid out as the slot."""
+    """Return the packed layer of uncoded tensors (they may be on the meta device), from `start` on, laid out like the
+    slot."""
     blocks, size = lay_out(tensors)
     return PackedLayer(tuple(_cut(start, 0, size)), blocks, size)
 
 
 def pack(tensors: Mapping[str, Tensor], arena: PinnedArena) -> PackedLayer:
-    """Put a layer's parameters into `arena`, behind what it holds, coded where they shrink; they may lie on any device.
+    """Append a layer's parameters, on any device, to `arena`, encoded where that makes them smaller.
 
-    Tensors that are coded come first in the slot; what is not coded lies together and crosses together.
+    Encoded tensors come first in the slot; the others lie together and cross the link together.
     """
     large = {name: tensor for name, tensor in tensors.items() if codec.worth_coding(tensor)}
     small = {name: tensor for name, tensor in tensors.items() if name not in large}
@@ -99,7 +101,8 @@ def _cut(start: int, place: int, size: int) -> Iterator[Chunk]:
 
 
 def unpack(piece: Chunk, wire: Tensor, slot: Tensor) -> None:
-    """Put `piece`, whose bytes are at the front of `wire`, in its place; on a GPU, on the current stream."""
+    """Put `piece`, whose bytes are at the beginning of `wire`, in its place in `slot`; a GPU does so on the current
+    stream."""
     if piece.layout is None:
         slot[piece.place : piece.place + piece.size].copy_(wire[: piece.size], non_blocking=True)
     else:

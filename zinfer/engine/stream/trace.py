@@ -1,4 +1,4 @@
-"""What a step did when: spans of copies, decodes and computing, timed where they run."""
+"""Timeline of a step: spans of copies, decodes and computation, timed on the device that runs them."""
 
 from collections.abc import Iterable
 from time import perf_counter
@@ -13,7 +13,8 @@ Mark = torch.cuda.Event | float
 
 
 def mark(cuda: bool) -> Mark:
-    """Now. On a GPU an event on the current stream, so that it says when the device came by; elsewhere the clock."""
+    """Return the current time: on a GPU an event on the current stream, which the device stamps when it gets there;
+    elsewhere the clock, in seconds."""
     if not cuda:
         return perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -22,8 +23,8 @@ def mark(cuda: bool) -> Mark:
 
 
 class Trace:
-    """Collects spans from its making on; `copies`, layers with their begins and ends, are those issued before that,
-    some of which may still be under way."""
+    """Spans collected from the creation of the trace on. `copies` (layer, begin, end) were issued before it; some may
+    still be under way."""
 
     def __init__(self, cuda: bool, copies: Iterable[tuple[int, Mark, Mark]] = ()) -> None:
         self._cuda = cuda
@@ -41,7 +42,7 @@ class Trace:
         self._spans.append((lane, layer, begin, end))
 
     def spans(self) -> tuple[Span, ...]:
-        """Of each lane, in order; spans of a layer that follow each other in a lane are one. Waits for the device."""
+        """Return the spans of each lane in order, in ms; adjacent spans of a layer are merged. Waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
         merged: dict[Lane, list[Span]] = {"copy": [], "decode": [], "compute": []}

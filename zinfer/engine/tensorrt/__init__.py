@@ -1,7 +1,8 @@
-"""The `tensorrt` engine: a plan that `zinfer build` made, its weights streamed by the library itself.
+"""The `tensorrt` engine: runs a plan made by `zinfer build`; the library itself streams the weights.
 
-The library keeps as many bytes of weights on the GPU as its budget allows and copies the rest for every pass. Offload
-`none` sets the budget to all of them, `cpu` to what ``--gpu-weights`` says, or to what the library thinks best.
+The library keeps as many bytes of weights on the GPU as its budget allows and copies the rest in every pass. Offload
+`none` sets the budget to all weights; `cpu` (weights in host memory) sets it to ``--gpu-weights``, or to the library's
+own choice.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,8 @@ class TensorRTBatch(MicroBatch):
 
 
 class TensorRT(Engine):
-    """Runs the plan that serves the case; raises EngineError, with the command that builds one, where there is none."""
+    """Engine that runs the plan which serves the case. Raises EngineError, with the command that builds such a plan,
+    where there is none."""
 
     _executor: Executor | None = None
 
@@ -54,7 +56,7 @@ class TensorRT(Engine):
     @classmethod
     def unable(cls) -> str | None:
         if not torch.cuda.is_available():
-            return "no GPU; `zinfer build` can build its plans here all the same, with TensorRT-RTX"
+            return "no GPU; `zinfer build` can still build plans here, with TensorRT-RTX"
         return find_library().why_not(torch.cuda.get_device_capability())
 
     def _find_plan(self) -> planfile.PlanFile:
@@ -67,7 +69,7 @@ class TensorRT(Engine):
 
     def _make_executor(self) -> Executor:
         if self.device.type != "cuda":
-            raise EngineError(f"engine tensorrt runs on a GPU, and there is none here to run {self.file.path}")
+            raise EngineError(f"engine tensorrt needs a GPU to run {self.file.path}, and this machine has none")
         case = self.plan.case
         return Executor(self._library, self.file, case.gpu_weights, case.offload != "none", self.progress)
 
@@ -171,7 +173,7 @@ class TensorRT(Engine):
         executor, weight_bytes = self._executor, self.file.weight_bytes
         return Effective(
             gpu_weight_bytes=weight_bytes - executor.streamable + executor.budget,
-            host_weight_bytes=executor.streamable,  # the library holds all of them there, whatever the budget
+            host_weight_bytes=executor.streamable,  # the library keeps all in host memory, whatever the budget
             streamed_bytes_per_step=executor.streamable - executor.budget,
             shortfall=shortfall(
                 executor.asked,

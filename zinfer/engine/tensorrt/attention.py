@@ -1,8 +1,8 @@
-"""Attention and the KV cache inside a network, in two ways that give the same numbers.
+"""Attention and KV cache inside a network, in two kinds that give the same numbers.
 
 `Native` uses the library's own layers: the cache is written in place, and attention can be one fused kernel. `Plain`
-does with ordinary layers, for versions without those: a step reads the past and gives its new keys and values, which
-the caller's buffers put behind the past. Positions come first there, so that "the past" is a contiguous front part.
+uses ordinary layers, for library versions without those: a step reads the past and outputs its new keys and values,
+which the caller's buffers place behind the past. Its first dimension is the position, so that the past is contiguous.
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +19,10 @@ CacheKind = Literal["native", "plain"]
 
 
 class Attention(ABC):
-    """What all layers of a network share: the mask, and the names and shapes of the cache's tensors.
+    """Attention of all layers of a network: the mask, and the names and shapes of the cache's tensors.
 
     Inputs: ``mask [B, T]`` (bool: the key is a token, not padding), ``keys [T]`` (0, 1, ..), ``ends [S]`` (the first
-    key that each new token must not see), and ``key_positions [B, T]`` where `slopes` (ALiBi, ``[heads]``) are given.
+    key that each new token must not see), and ``key_positions [B, T]`` if `slopes` (ALiBi, ``[heads]``) are given.
     """
 
     kind: CacheKind
@@ -35,7 +35,7 @@ class Attention(ABC):
         ones = (1,) * (rank - 3)
         visible = net.less(net.shuffle(keys, (*ones, 1, 1, -1)), net.shuffle(ends, (*ones, 1, -1, 1)))
         allowed = net.both(visible, net.shuffle(self.mask, (0, *ones, 1, -1)))
-        # Half of the lowest number: a row of padding attends to everything alike instead of to nothing, which is NaN.
+        # Half of the lowest number, not -inf: a row of padding attends to all keys equally; to none would give NaN.
         lowest = torch.finfo(net.dtype).min / 2
         self.bias = net.select(allowed, net.scalar(0.0, rank), net.scalar(lowest, rank))
         if slopes is not None:
@@ -45,11 +45,12 @@ class Attention(ABC):
             self.bias = net.add(net.cast(net.multiply(reshaped, slope), net.dtype), self.bias)
 
     def _rank(self) -> int:
-        """The number of dimensions of the attention scores."""
+        """Return the number of dimensions of the attention scores."""
         return 4
 
     def __call__(self, layer: int, query: Node, key: Node, value: Node) -> Node:
-        """Queries ``[B, heads, S, D]``, new keys and values ``[B, kv_heads, S, D]``; gives ``[B, S, heads · D]``."""
+        """Add attention of `layer`: queries ``[B, heads, S, D]``, new keys and values ``[B, kv_heads, S, D]``; return
+        ``[B, S, heads · D]``."""
         scale = self.net.scalar(1 / sqrt(self.spec.head_dim), 4)
         mixed = self._attend(layer, self.net.multiply(query, scale), key, value)
         width = self.spec.num_heads * self.spec.head_dim
@@ -57,12 +58,15 @@ class Attention(ABC):
 
     @abstractmethod
     def _attend(self, layer: int, query: Node, key: Node, value: Node) -> Node:
-        """Put keys and values into the cache and attend to all of it: ``[B, heads, S, D]``."""
+        """Put keys and values into the cache and attend to all of it; return ``[B, heads, S, D]``."""
 
 
 class Native(Attention):
-    """``past_{key,value}_i`` and ``{key,value}_i`` are one buffer ``[B, kv_heads, max_seq_len, D]``, written from
-    ``write_at [B]`` on."""
+    """Attention by the library's own layers.
+
+    Input ``past_{key,value}_i`` and output ``{key,value}_i`` are one buffer ``[B, kv_heads, max_seq_len, D]``, written
+    from position ``write_at [B]`` on.
+    """
 
     kind: CacheKind = "native"
 
@@ -88,17 +92,18 @@ class Native(Attention):
             attention = network.add_attention(query, *seen, softmax, False)
         attention = self.net.made(attention, "attention")
         attention.mask = self.bias
-        attention.decomposable = True  # where there is no fused kernel for the shape
+        attention.decomposable = True  # for shapes without a fused kernel
         return attention.get_output(0)
 
 
 class Plain(Attention):
-    """``past_{key,value}_i`` ``[P, B, kv_heads, D]`` go in, ``{key,value}_i`` ``[S, B, kv_heads, D]`` come out."""
+    """Attention by ordinary layers: inputs ``past_{key,value}_i`` ``[P, B, kv_heads, D]``, outputs ``{key,value}_i``
+    ``[S, B, kv_heads, D]``."""
 
     kind: CacheKind = "plain"
 
     def _rank(self) -> int:
-        return 4 if self.spec.num_heads == self.spec.num_kv_heads else 5  # grouped queries have a dimension more
+        return 4 if self.spec.num_heads == self.spec.num_kv_heads else 5  # grouped queries have one more dimension
 
     def _attend(self, layer: int, query: Node, key: Node, value: Node) -> Node:
         net, spec = self.net, self.spec

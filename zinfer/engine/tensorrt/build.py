@@ -1,9 +1,9 @@
-"""From a model's weights to a plan file.
+"""Build of a plan file from a model's weights.
 
 The library copies every weight while it builds: once for the plan, and once more where it fuses products that share an
-operand. So the peak of host memory is two copies of the weights, none of them ours: they are handed over as views of
-mapped files, which the system may drop from memory. These are the checkpoint's own shards where they hold the type that
-is asked for; else (another type, dummy weights) a scratch file beside the plan, filled one tensor at a time.
+operand. The peak of host memory is therefore two copies of the weights, both the library's: zinfer passes views of
+mapped files, which the system may drop from memory. The files are the checkpoint's own shards if they have the
+requested type; otherwise (another type, dummy weights) a scratch file beside the plan, filled one tensor at a time.
 """
 
 import mmap
@@ -33,20 +33,20 @@ from zinfer.spec.model import ModelSpec
 from zinfer.spec.source import revision_of
 from zinfer.spec.units import gb
 
-CODE_BYTES = 256 << 20  # of a plan that is not weights, generously
-COPIES = 2  # of the weights, that the library makes: 1.4 to 2.0 with TensorRT-RTX 1.7 on a CPU
+CODE_BYTES = 256 << 20  # upper bound on the bytes of a plan that are not weights
+COPIES = 2  # copies of the weights that the library makes: 1.4 to 2.0 with TensorRT-RTX 1.7 on a CPU
 WORKING_BYTES = 3 << 30  # host memory of the process and of the library, besides the weights
-STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' names
+STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # name in safetensors -> dtype
 
 
 class Cancelled(Exception):
-    """The build was given up because `cancelled` said so."""
+    """Raised when a build is cancelled."""
 
 
 def plan_key(
     library: Library, model: str, spec: ModelSpec, load_format: LoadFormat, layers: int | None, batch: int, length: int
 ) -> PlanKey:
-    """The key of the plan that `library` builds here. `model` is the user's word for it, as in a `Case`."""
+    """Return the key of the plan that `library` builds here. `model` is the name that the user gave, as in a `Case`."""
     return PlanKey(
         model=model,
         revision=revision_of(spec, load_format),
@@ -74,16 +74,16 @@ def build(
 ) -> PlanFile:
     """Build the plan of `key` and `spec` into `path`, which appears when it is whole.
 
-    Raises EngineError for a model, a type or a shape that no network can be made for, and for a disk or a host memory
-    (`host_bytes`) that is too small; MemoryError or torch's OutOfMemoryError when the library runs out on the way; and
-    Cancelled. Nothing is left behind by any of them.
+    Raises EngineError for a model, a type or a shape without a network, and where the disk or host memory
+    (`host_bytes`) is too small; MemoryError or torch's OutOfMemoryError when the library runs out of memory; and
+    Cancelled. No files are left behind after an error.
     """
     if spec.dtype == "float32" and spec.weight_bytes > CODE_BYTES:
         raise EngineError("TensorRT plans are built in bfloat16 or float16: --dtype bfloat16")
     if host_bytes is not None and peak_host_bytes(spec) > host_bytes:
         needed = gb(peak_host_bytes(spec))
         raise EngineError(
-            f"building a plan of {spec.name} takes {needed} of host memory, and there are {gb(host_bytes)}"
+            f"building a plan of {spec.name} takes {needed} of host memory; this machine has {gb(host_bytes)}"
         )
     spooled = _must_spool(spec, key.load_format)
     planfile.check_space(path.parent, spec.weight_bytes * (2 if spooled else 1) + CODE_BYTES)
@@ -96,12 +96,12 @@ def build(
     network = builder.create_network(0 if flags is None else 1 << int(flags))
     state = ModelState(spec, key.load_format)
 
-    def told(what: str, share: float) -> None:
+    def loading(what: str, share: float) -> None:
         if cancelled():
             raise Cancelled
         progress(what, share)
 
-    with _weights(state, spooled, path.parent, told) as tensors:
+    with _weights(state, spooled, path.parent, loading) as tensors:
         net = make_network(library, network, state.model, spec, tensors, key.max_seq_len, key.cache)
         config = builder.create_builder_config()
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
@@ -128,12 +128,12 @@ def build(
 
 
 def peak_host_bytes(spec: ModelSpec) -> int:
-    """Host memory that a build may take at its peak: the library's copies, and the process."""
+    """Return the peak of host memory of a build, in bytes: the library's copies and the process."""
     return COPIES * spec.weight_bytes + WORKING_BYTES
 
 
 def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKey) -> Iterator[Any]:
-    """The two optimisation profiles: prefill (no past), then decode (one new token)."""
+    """Yield the two optimisation profiles: prefill (no past), then decode (one new token)."""
     batch, length = key.max_batch_size, key.max_seq_len
     rows = prefill_rows(batch, length)
     long = max(1, length - 1)
@@ -150,7 +150,7 @@ def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKe
 
 
 def _must_spool(spec: ModelSpec, load_format: LoadFormat) -> bool:
-    """Whether the weights have to be written down before they can be mapped."""
+    """Tell whether the weights have to be written to a scratch file before they can be mapped."""
     if load_format == "dummy" or spec.directory is None:
         return True
     stored = {info.dtype for info in Checkpoint.open(Path(spec.directory)).tensors.values()}
@@ -159,7 +159,7 @@ def _must_spool(spec: ModelSpec, load_format: LoadFormat) -> bool:
 
 @contextmanager
 def _weights(state: ModelState, spooled: bool, folder: Path, progress: Progress) -> Iterator[dict[str, Tensor]]:
-    """The model's parameters and persistent buffers, as views of mapped files."""
+    """Provide the model's parameters and persistent buffers, as views of mapped files."""
     source = state.load(torch.device("cpu"), progress, mapped=not spooled)
     if not spooled:
         yield {name: tensor.contiguous() for name, tensor in source}  # no copy
@@ -176,7 +176,8 @@ def _weights(state: ModelState, spooled: bool, folder: Path, progress: Progress)
 
 
 def _writer(trt: Any, stream: Any, cancelled: Callable[[], bool]) -> Any:
-    """The library's stream writer onto `stream`; `error` holds what went wrong, as no exception gets through to us."""
+    """Return a stream writer of the library onto `stream`; its `error` holds the OSError, since exceptions do not pass
+    through the library."""
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
         error: OSError | None = None
@@ -195,7 +196,7 @@ def _writer(trt: Any, stream: Any, cancelled: Callable[[], bool]) -> Any:
 
 
 def _monitor(trt: Any, progress: Progress, cancelled: Callable[[], bool]) -> Any:
-    """The library's progress monitor, telling `progress` of the phase that began last."""
+    """Return a progress monitor of the library that reports the latest phase to `progress`."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The KV cache's memory, in the layout that each kind of network wants, and the tensors a step binds."""
+"""Memory of the KV cache, in the layout that each kind of network needs, and the tensors that a step binds."""
 
 from abc import ABC, abstractmethod
 
@@ -12,24 +12,24 @@ Tensors = dict[str, Tensor]
 
 
 class Cache(ABC):
-    """Keys and values of a batch of `batch_size` sequences of up to `capacity` tokens. Bind, run, then `keep`."""
+    """Keys and values of a batch of sequences. Order of calls in a step: `bind`, run the network, `keep`."""
 
     _buffers: Tensors  # key_0, value_0, key_1, ..
 
     @abstractmethod
     def bind(self, rows: slice, past: int, new: int) -> tuple[Tensors, Tensors]:
-        """The cache's inputs and outputs of a pass of `rows` that puts `new` tokens behind the `past` there are."""
+        """Return the inputs and outputs of a pass of `rows` that appends `new` tokens to the `past` ones."""
 
     @abstractmethod
     def keep_rows(self, rows: Tensor) -> None:
         """Keep `rows` only (indices ``[b]``, rising), and free the others' memory."""
 
-    def keep(self) -> None:  # noqa: B027 - where outputs are bound in their place, nothing is left to do
-        """Put the outputs bound last into their place."""
+    def keep(self) -> None:  # noqa: B027 - nothing is left to do if outputs were bound in their final place
+        """Move the outputs bound last to their final place."""
 
 
 class InPlace(Cache):
-    """For `Native` networks: ``[B, kv_heads, max_seq_len, D]``, read and written by the network itself."""
+    """Cache of `Native` networks: ``[B, kv_heads, max_seq_len, D]``, read and written by the network itself."""
 
     def __init__(self, spec: ModelSpec, batch_size: int, capacity: int, device: torch.device) -> None:
         shape = (batch_size, spec.num_kv_heads, capacity, spec.head_dim)
@@ -48,8 +48,8 @@ class InPlace(Cache):
 
 
 class Appended(Cache):
-    """For `Plain` networks: ``[capacity, B, kv_heads, D]``. The past is a front part, the new tokens are written right
-    behind it; of a pass over some of the rows they lie elsewhere first."""
+    """Cache of `Plain` networks: ``[capacity, B, kv_heads, D]``. The new tokens are written right behind the past; a
+    pass over some of the rows writes them to separate buffers first."""
 
     def __init__(self, spec: ModelSpec, batch_size: int, capacity: int, device: torch.device) -> None:
         shape = (capacity, batch_size, spec.num_kv_heads, spec.head_dim)
@@ -60,7 +60,7 @@ class Appended(Cache):
         inputs, outputs = {}, {}
         partial = len(range(self._batch_size)[rows]) < self._batch_size
         if partial and past:
-            raise ValueError("a plain cache is filled row by row from the start, and then goes on with all rows")
+            raise ValueError("a plain cache takes some of the rows only at position 0; later passes need all rows")
         for name, buffer in self._buffers.items():
             inputs[f"past_{name}"], place = buffer[:past, rows], buffer[past : past + new, rows]
             outputs[name] = torch.empty_like(place, memory_format=torch.contiguous_format) if partial else place
@@ -87,7 +87,7 @@ def _buffers(spec: ModelSpec, shape: tuple[int, ...], device: torch.device) -> T
 def make_cache(
     kind: CacheKind, spec: ModelSpec, batch_size: int, length: int, max_seq_len: int, device: torch.device
 ) -> Cache:
-    """The cache of a batch for `length` tokens a sequence. A native network has `max_seq_len` written into it."""
+    """Return the cache of a batch for `length` tokens a sequence. A native network fixes it at `max_seq_len` tokens."""
     if kind == "native":
         return InPlace(spec, batch_size, max_seq_len, device)
     return Appended(spec, batch_size, length, device)

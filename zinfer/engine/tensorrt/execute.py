@@ -1,4 +1,4 @@
-"""A plan on the GPU: deserialised from its file, given a weight budget, run with buffers that torch owns."""
+"""Execution of a plan on the GPU: read it from its file, set its weight budget, run it with buffers that torch owns."""
 
 from typing import Any, BinaryIO
 
@@ -12,15 +12,16 @@ from zinfer.engine.tensorrt.planfile import PlanFile
 from zinfer.plan.plan import resident_bytes
 from zinfer.spec.units import gb
 
-PREFILL, DECODE = 0, 1  # the plan's optimisation profiles
-READ_BYTES = 64 << 20  # of the plan at a time
-SLACK_BYTES = 1 << 30  # of the GPU that a library may take besides: contexts, kernels
+PREFILL, DECODE = 0, 1  # numbers of the plan's optimisation profiles
+READ_BYTES = 64 << 20  # bytes of the plan read at a time
+SLACK_BYTES = 1 << 30  # GPU memory that a library may take besides weights and scratch: contexts, kernels
 
 
 class Executor:
-    """The engine of `file`, with `gpu_weights` of its streamable weights on the GPU (None: all of them).
+    """TensorRT engine read from `file`.
 
-    Raises EngineError for a GPU that the library does not run on and for a plan it does not take.
+    With `offload`, `gpu_weights` of its streamable weights stay on the GPU (None: the library decides); else all.
+    Raises EngineError for a GPU that the library does not support and for a plan that it refuses.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Executor:
         with file.path.open("rb") as stream:
             self._engine = self._runtime.deserialize_cuda_engine(_reader(trt, stream, file.size, progress))
         if self._engine is None:
-            raise self._messages.failure(f"{library.name} does not take {file.path}")
+            raise self._messages.failure(f"{library.name} cannot load {file.path}")
         self.streamable: int = self._engine.streamable_weights_size
         automatic: int = self._engine.get_weight_streaming_automatic_budget()
         self.asked = resident_bytes(gpu_weights or "auto", self.streamable, automatic) if offload else self.streamable
@@ -45,7 +46,7 @@ class Executor:
         self._context = self._engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self._context is None:
             raise self._messages.failure(f"{library.name} cannot run {file.path}")
-        self.taken: int = before - torch.cuda.mem_get_info()[0]  # of the GPU, by the library
+        self.taken: int = before - torch.cuda.mem_get_info()[0]  # bytes of GPU memory
         self.inputs = tuple(
             name
             for name in map(self._engine.get_tensor_name, range(self._engine.num_io_tensors))
@@ -53,10 +54,14 @@ class Executor:
         )
         self._profile = -1
         self._memory = torch.empty(0, dtype=torch.uint8, device="cuda")
-        self._nowhere = torch.empty(256, dtype=torch.uint8, device="cuda")  # the address of tensors without elements
+        self._nowhere = torch.empty(256, dtype=torch.uint8, device="cuda")  # gives tensors without elements an address
 
     def run(self, profile: int, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        """One pass on the current stream; all tensors are contiguous, on the device, and of the network's types."""
+        """Run one pass, ordered with the current stream.
+
+        All tensors are contiguous, on the device, and of the network's types. Raises EngineError for a shape that the
+        plan does not allow, RuntimeError for a pass that fails.
+        """
         context, stream = self._context, self._stream
         stream.wait_stream(torch.cuda.current_stream())
         if profile != self._profile:
@@ -65,12 +70,12 @@ class Executor:
             self._profile = profile
         for name, tensor in inputs.items():
             if not context.set_input_shape(name, tuple(tensor.shape)):
-                raise self._messages.failure(f"the plan does not take {name} of shape {tuple(tensor.shape)}")
+                raise self._messages.failure(f"the plan does not allow {name} of shape {tuple(tensor.shape)}")
         for name, tensor in [*inputs.items(), *outputs.items()]:
             context.set_tensor_address(name, (tensor if tensor.numel() else self._nowhere).data_ptr())
         needed = context.update_device_memory_size_for_shapes()
         if needed > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cuda")  # not both at once
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cuda")  # free the old one first
             self._memory = torch.empty(needed, dtype=torch.uint8, device="cuda")
         context.set_device_memory(self._memory.data_ptr(), self._memory.numel())
         if not context.execute_async_v3(stream.cuda_stream):
@@ -78,24 +83,28 @@ class Executor:
         torch.cuda.current_stream().wait_stream(stream)
 
     def close(self) -> None:
-        """Free what the library holds, the context first."""
+        """Free the library's objects, the context first."""
         torch.cuda.synchronize()
         self._context = self._engine = self._runtime = None
         self._memory = self._nowhere = torch.empty(0, dtype=torch.uint8)
 
 
 def shortfall(asked: int, budget: int, streamable: int, allowed: int, taken: int) -> str | None:
-    """What the library did not do of what it was asked: None, another budget than `asked`, or more GPU memory `taken`
-    than the `allowed` bytes of weights and scratch account for, as when weights that should stream are resident."""
+    """Return how the library departed from its settings, None if it did not.
+
+    It may have set another budget than `asked`, or have `taken` more GPU memory than the `allowed` bytes of weights and
+    scratch account for, as when weights that should stream are resident.
+    """
     if budget != asked:
-        return f"a weight budget of {gb(asked)} was asked for, and the library set {gb(budget)}"
+        return f"a weight budget of {gb(asked)} was requested, and the library set {gb(budget)}"
     if budget < streamable and taken > 1.05 * allowed + SLACK_BYTES:
         return f"a weight budget of {gb(budget)} was set, and the library took {gb(taken)} of the GPU"
     return None
 
 
 def _reader(trt: Any, stream: BinaryIO, size: int, progress: Progress) -> Any:
-    """The library's stream reader over an open plan file: no copy of the plan on the host but the library's own."""
+    """Return a stream reader of the library over an open plan file; the only copy of the plan on the host is the
+    library's own."""
 
     class Reader(trt.IStreamReaderV2):  # type: ignore[misc]
         def __init__(self) -> None:

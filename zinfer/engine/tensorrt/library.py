@@ -1,7 +1,7 @@
-"""TensorRT (`tensorrt`, 10.x and 11.x) or TensorRT-RTX (`tensorrt_rtx`): one Python API, two libraries.
+"""Libraries with one Python API: TensorRT (`tensorrt`, 10.x and 11.x) and TensorRT-RTX (`tensorrt_rtx`).
 
-The first builds a plan for the GPU it stands on. The second builds without a GPU, for every GPU it supports, and leaves
-the last stage of compilation to the machine that runs the plan.
+TensorRT builds a plan for the GPU of the machine. TensorRT-RTX builds without a GPU, for every GPU that it supports,
+and leaves the last stage of compilation to the machine that runs the plan.
 """
 
 import os
@@ -17,15 +17,15 @@ from zinfer.engine import EngineError
 
 Name = Literal["tensorrt", "tensorrt-rtx"]
 LIBRARIES: dict[Name, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # distribution -> import name
-# What TensorRT-RTX 1.x runs on, by its support matrix: Ampere to Ada, and Blackwell's 12.x; not 9.0 and 10.x.
+# Compute capabilities of TensorRT-RTX 1.x, by its support matrix: Ampere to Ada, and Blackwell's 12.x; not 9.0, 10.x.
 RTX_CAPABILITIES = ((8, 0), (8, 6), (8, 9))
 RTX_FROM = (12, 0)
-RTX_TARGET = "8.0, 8.6, 8.9, 12.x"  # what a plan built with its defaults is for
+RTX_TARGET = "8.0, 8.6, 8.9, 12.x"  # targets of a plan built with the library's defaults
 
 
 @dataclass(frozen=True)
 class Library:
-    """An installed library and what tells its plans apart."""
+    """An installed library; name and version are part of a plan's key."""
 
     module: Any
     name: Name
@@ -33,26 +33,26 @@ class Library:
 
     @property
     def has_native_attention(self) -> bool:
-        """Whether networks can have KV-cache-update and attention layers (TensorRT from 10.15 on)."""
+        """True if networks can have KV-cache-update and attention layers (TensorRT 10.15 or later)."""
         network = self.module.INetworkDefinition
         return hasattr(network, "add_kv_cache_update") and hasattr(network, "add_attention")
 
     def target(self) -> str:
-        """The compute capabilities that a plan built here is for.
+        """Return the compute capabilities that a plan built here runs on.
 
-        Raises EngineError where TensorRT, which builds on the GPU itself, finds none.
+        Raises EngineError for TensorRT, which builds on the GPU itself, on a machine without a GPU.
         """
         if self.name == "tensorrt-rtx":
             return RTX_TARGET
         if not torch.cuda.is_available():
             raise EngineError(
-                "TensorRT builds a plan on the GPU that is to run it, and there is none here; "
-                "TensorRT-RTX builds without one: pip install 'zinfer[tensorrt-rtx]'"
+                "TensorRT builds a plan on the GPU that will run it, and this machine has none; "
+                "TensorRT-RTX builds without a GPU: pip install 'zinfer[tensorrt-rtx]'"
             )
         return capability_text(torch.cuda.get_device_capability())
 
     def why_not(self, capability: tuple[int, int]) -> str | None:
-        """Why this library does not run on a GPU of that compute capability; None where it does."""
+        """Return the reason why the library does not run on a GPU of `capability`; None where it does."""
         if self.name == "tensorrt-rtx" and capability not in RTX_CAPABILITIES and capability < RTX_FROM:
             return (
                 f"TensorRT-RTX {self.version} runs on compute capability {RTX_TARGET}, and this GPU has "
@@ -66,12 +66,13 @@ def capability_text(capability: tuple[int, int]) -> str:
 
 
 def find_library(name: str = "auto") -> Library:
-    """The library asked for; with ``auto`` TensorRT, or TensorRT-RTX where only that is installed.
+    """Return the library `name`; with ``auto`` TensorRT, or TensorRT-RTX where only that is installed.
 
-    Raises EngineError, with the line that installs one, where there is none.
+    Raises EngineError for an unknown name, and, with the command that installs it, for a library that is missing or
+    does not load.
     """
     if name != "auto" and name not in LIBRARIES:
-        raise EngineError(f"no TensorRT library {name!r}; there are {', '.join(LIBRARIES)}, and auto")
+        raise EngineError(f"no TensorRT library {name!r}; use {', '.join(LIBRARIES)} or auto")
     wanted: list[Name] = [known for known in LIBRARIES if name in ("auto", known)]
     for known in wanted:
         if util.find_spec(LIBRARIES[known]) is not None:
@@ -85,7 +86,7 @@ def find_library(name: str = "auto") -> Library:
 
 
 class Messages:
-    """What the library says through its logger: errors are kept for the message that a user gets."""
+    """Logger for the library: keeps its errors for the message that the user sees."""
 
     def __init__(self, module: Any) -> None:
         self.errors: list[str] = []
@@ -105,8 +106,8 @@ class Messages:
         self.logger = Logger()
 
     def failure(self, what: str, otherwise: Callable[[str], Exception] = EngineError) -> Exception:
-        """The exception for a call that failed: MemoryError or torch's OutOfMemoryError where the library spoke of
-        memory, else what `otherwise` makes of the message."""
+        """Return the exception for a failed call: MemoryError or torch's OutOfMemoryError if the library's errors
+        mention memory, else an exception of type `otherwise`."""
         said = "; ".join(self.errors[-2:]) or "the library gave no reason"
         text = f"{what}: {said}"
         lowered = said.lower()

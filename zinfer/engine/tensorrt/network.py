@@ -1,10 +1,10 @@
 """Decoders as TensorRT networks: BLOOM, OPT, and the Llama family (Llama, Mistral, Qwen2).
 
-The shape of a decoder is taken from its `transformers` model, its parameters by the names they have there, and a
-parameter that the network did not use is an error: a variant nobody has written down here is refused, not approximated.
+A decoder's shape and the names of its parameters come from its `transformers` model. A parameter that the network does
+not use is an error: an unknown variant is refused, not approximated.
 
-Besides the attention's inputs there are ``token_ids [B, S]``, ``positions [B, S]`` where the model has position
-embeddings, and ``last [1]``, the index of the last token; the output is ``logits [B, V]``.
+The inputs, besides the attention's, are ``token_ids [B, S]``, ``positions [B, S]`` for models with position embeddings,
+and ``last [1]``, the index of the last token. The output is ``logits [B, V]``.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from zinfer.engine.tensorrt.library import Library
 from zinfer.engine.tensorrt.ops import Net, Node
 from zinfer.spec.model import ModelSpec
 
-NETWORK_VERSION = 1  # of the code in this folder that decides what a network computes; part of a plan's key
+NETWORK_VERSION = 1  # part of a plan's key; raise it when the code in this folder changes what a network computes
 _ACTIVATIONS = {"gelu": "GELU_ERF", "relu": "RELU", "gelu_new": "GELU_TANH", "gelu_pytorch_tanh": "GELU_TANH"}
 
 
@@ -33,36 +33,36 @@ def make_network(
     max_seq_len: int,
     cache: CacheKind,
 ) -> Net:
-    """Fill `network` with the decoder of `model` (as `zinfer.engine.weights.empty_model` makes it), for sequences of up
+    """Fill `network` with the decoder of `model` (made by `zinfer.spec.architecture.empty_model`), for sequences of up
     to `max_seq_len` tokens. `weights` are its parameters, on the CPU, and must outlive the returned `Net`.
 
-    Raises EngineError for a model that is not, in every detail, one of those above.
+    Raises EngineError for a model that differs in any detail from the decoders above.
     """
     body = BODIES.get(spec.architecture)
     if body is None:
         raise EngineError(
             f"no TensorRT network for {spec.architecture} models; there is one for {', '.join(BODIES)}. "
-            "The engine stream runs any decoder"
+            "Use --engine stream, which runs any decoder"
         )
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and max_seq_len > limit:
-        raise EngineError(f"--max-seq-len {max_seq_len} is more than the {limit} positions that {spec.name} has")
+        raise EngineError(f"--max-seq-len {max_seq_len} is more than the {limit} positions of {spec.name}")
     net = Net(library, network, weights, getattr(torch, spec.dtype))
     hidden = body(net, model, spec, max_seq_len, ATTENTIONS[cache])
     last = net.gather(hidden, net.input("last", torch.int32, (1,)), 1)
     name = "lm_head" if net.has("lm_head.weight") else _embedding(model).removesuffix(".weight")
     width = model.get_input_embeddings().weight.shape[1]
-    net.output("logits", net.linear(net.shuffle(last, (0, width)), name))  # two dimensions, as a tied table has them
+    net.output("logits", net.linear(net.shuffle(last, (0, width)), name))  # two dimensions, like a tied embedding
     if net.unused:
         raise EngineError(
-            f"{spec.name} has parameters that the {spec.architecture} network does not know: {min(net.unused)}"
+            f"{spec.name} has parameters that the {spec.architecture} network does not use: {min(net.unused)}"
             + (f" and {len(net.unused) - 1} more" if len(net.unused) > 1 else "")
         )
     return net
 
 
 def _embedding(model: PreTrainedModel) -> str:
-    """The name of the token embedding, which is the head's too where the two are tied."""
+    """Return the name of the token embedding, which is also the head where the two are tied."""
     table = model.get_input_embeddings().weight
     return next(str(name) for name, parameter in model.named_parameters() if parameter is table)
 
@@ -73,13 +73,13 @@ def _embedded(net: Net, model: PreTrainedModel) -> Node:
 
 
 def _heads(net: Net, x: Node, heads: int, spec: ModelSpec) -> Node:
-    """``[B, S, heads · D]`` to ``[B, heads, S, D]``."""
+    """Reshape ``[B, S, heads · D]`` to ``[B, heads, S, D]``."""
     return net.shuffle(x, (0, 0, heads, spec.head_dim), after=(0, 2, 1, 3))
 
 
 def _require(holds: bool, spec: ModelSpec, what: str) -> None:
     if not holds:
-        raise EngineError(f"{spec.name}: {what} is not in the TensorRT network; the engine stream runs it")
+        raise EngineError(f"{spec.name}: the TensorRT network does not support {what}; use --engine stream")
 
 
 def _bloom(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, make: type[Attention]) -> Node:
@@ -106,7 +106,7 @@ def _bloom(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, 
 
 
 def _opt(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, make: type[Attention]) -> Node:
-    config, eps = model.config, 1e-5  # torch's default, which the model takes
+    config, eps = model.config, 1e-5  # torch's default, which the model uses
     activation = _ACTIVATIONS.get(config.activation_function)
     _require(activation is not None, spec, f"the activation {config.activation_function}")
     before = config.do_layer_norm_before
@@ -121,7 +121,7 @@ def _opt(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, ma
     hidden = net.add(hidden, net.gather(table, offset, 0))
 
     def block(x: Node, prefix: str, norm: str, inner: Callable[[Node], Node]) -> Node:
-        """A residual branch with its norm before or after it."""
+        """Add a residual branch with its norm before or after it."""
         y = net.add(x, inner(net.layer_norm(x, f"{prefix}.{norm}", eps) if before else x))
         return y if before else net.layer_norm(y, f"{prefix}.{norm}", eps)
 
@@ -149,7 +149,7 @@ def _llama(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, 
     _require(config.hidden_act in ("silu", "swish"), spec, f"the activation {config.hidden_act}")
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     _require(
-        kind in ("default", "linear", "llama3", "yarn"), spec, f"rotary embedding {kind}, which changes with length,"
+        kind in ("default", "linear", "llama3", "yarn"), spec, f"rotary embedding {kind}, which changes with length"
     )
     window = getattr(config, "sliding_window", None)
     if window is not None and "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",)):
@@ -175,7 +175,7 @@ def _llama(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, 
 
 
 def _rotary(net: Net, model: PreTrainedModel, spec: ModelSpec) -> Callable[[Node], Node]:
-    """What turns ``[B, heads, S, D]`` by the tokens' positions, with the frequencies of the model's own module."""
+    """Return the rotary embedding, a function of ``[B, heads, S, D]``, with the frequencies of the model's module."""
     module = next(part for part in model.modules() if hasattr(part, "inv_freq"))
     half = spec.head_dim // 2
     _require(module.inv_freq.numel() == half, spec, "a rotary embedding of part of the head")

@@ -1,7 +1,7 @@
-"""The few operations that decoders are made of, over a TensorRT network definition.
+"""Operations of decoders, added to a TensorRT network definition.
 
-Networks are strongly typed: an operation computes in the type of its operands, and only `cast` changes it. Weights are
-held by reference until the plan is built, so whoever gives them keeps them alive; `Net` does.
+Networks are strongly typed: an operation computes in the type of its operands, and only `cast` changes it. The library
+holds weights by reference until the plan is built; `Net` keeps them alive.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,11 @@ Node = Any  # an ITensor of the library
 
 
 class Net:
-    """A network under construction. `weights` maps the model's parameter names to tensors on the CPU, contiguous and in
-    `dtype`; a parameter counts as used once `parameter` has given it."""
+    """A network under construction.
+
+    `weights` maps the model's parameter names to tensors on the CPU, contiguous and in `dtype`. A parameter counts as
+    used once `parameter` has returned it.
+    """
 
     def __init__(self, library: Library, network: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
         self.trt, self.network, self.dtype = library.module, network, dtype
@@ -37,8 +40,8 @@ class Net:
         }
 
     def input(self, name: str, dtype: torch.dtype, shape: Sequence[int | str]) -> Node:
-        """An input; a letter is a dimension that the optimisation profiles bound: B sequences, S new tokens, P past
-        ones, T = P + S."""
+        """Add an input. A letter in `shape` is a dimension that the optimisation profiles bound: B sequences, S new
+        tokens, P past tokens, T = P + S."""
         self.inputs[name] = tuple(shape)
         sizes = tuple(size if isinstance(size, int) else -1 for size in shape)
         return self.network.add_input(name, self.types[dtype], sizes)
@@ -51,22 +54,22 @@ class Net:
         return name in self.weights
 
     def parameter(self, name: str, rank: int) -> Node:
-        """The parameter `name`, with leading dimensions of 1 up to `rank`; one constant however often it is used.
+        """Return the parameter `name`, with leading dimensions of 1 up to `rank`; one constant for all its uses.
 
-        Raises EngineError when the model has none of that name.
+        Raises EngineError when the model has no such parameter, and when it is used with two ranks.
         """
         if name not in self.weights:
-            raise EngineError(f"the model has no parameter {name}, which its TensorRT network needs")
+            raise EngineError(f"the TensorRT network needs the parameter {name}, which the model does not have")
         if name in self.unused:
             self.unused.remove(name)
             self._parameters[name] = self.constant(self.weights[name], rank, name)
         node = self._parameters[name]
-        if len(node.shape) != rank:  # a reshaped weight would be a second copy of it in the plan
-            raise EngineError(f"the parameter {name} is used with {len(node.shape)} and with {rank} dimensions")
+        if len(node.shape) != rank:  # a reshaped weight would be a second copy in the plan
+            raise EngineError(f"the TensorRT network uses {name} with {len(node.shape)} and with {rank} dimensions")
         return node
 
     def constant(self, value: Tensor | Sequence[Any], rank: int | None = None, name: str = "") -> Node:
-        """`value`, kept alive, with leading dimensions of 1 up to `rank`; a list is one of int32."""
+        """Add the constant `value`, kept alive, with leading dimensions of 1 up to `rank`; a list becomes int32."""
         tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int32)
         tensor = tensor.contiguous()
         shape = (1,) * ((rank or tensor.dim()) - tensor.dim()) + tuple(tensor.shape)
@@ -121,7 +124,7 @@ class Net:
         return self.made(self.network.add_gather(x, indices, axis), "gather").get_output(0)
 
     def pick(self, x: Node, index: int, axis: int) -> Node:
-        """``x[.., index, ..]`` along `axis`, which goes away."""
+        """Return ``x[.., index, ..]`` along `axis`, without that dimension."""
         return self.gather(x, self.constant(torch.tensor(index, dtype=torch.int32)), axis)
 
     def concat(self, nodes: Sequence[Node], axis: int) -> Node:
@@ -136,8 +139,8 @@ class Net:
         before: Sequence[int] | None = None,
         after: Sequence[int] | None = None,
     ) -> Node:
-        """Transpose by `before`, reshape to `shape` (0 keeps the dimension at its place, one -1 is inferred), transpose
-        by `after`; each where given."""
+        """Transpose by `before`, reshape to `shape` (0 keeps a dimension, one -1 is inferred), transpose by `after`;
+        each step only if given."""
         layer = self.made(self.network.add_shuffle(x), "shuffle")
         if before is not None:
             layer.first_transpose = tuple(before)
@@ -164,12 +167,13 @@ class Net:
         return self.made(self.network.add_reduce(x, self.trt.ReduceOperation.AVG, axes, True), "reduce").get_output(0)
 
     def linear(self, x: Node, name: str) -> Node:
-        """``x @ weight.T (+ bias)``, parameters ``name.weight`` ``[out, in]`` and, if there is one, ``name.bias``."""
+        """Return ``x @ weight.T (+ bias)`` with the parameters ``name.weight`` ``[out, in]`` and, if the model has it,
+        ``name.bias``."""
         y = self.matmul(x, self.parameter(f"{name}.weight", len(x.shape)), transpose_b=True)
         return self.add(y, self.parameter(f"{name}.bias", len(x.shape))) if self.has(f"{name}.bias") else y
 
     def layer_norm(self, x: Node, name: str, epsilon: float) -> Node:
-        """Over the last dimension, with the parameters ``name.weight`` and ``name.bias``."""
+        """Layer norm over the last dimension, with the parameters ``name.weight`` and ``name.bias``."""
         rank = len(x.shape)
         scale, bias = self.parameter(f"{name}.weight", rank), self.parameter(f"{name}.bias", rank)
         make = getattr(self.network, "add_normalization_v2", self.network.add_normalization)
@@ -178,7 +182,7 @@ class Net:
         return layer.get_output(0)
 
     def rms_norm(self, x: Node, name: str, epsilon: float) -> Node:
-        """``x / sqrt(mean(x^2) + epsilon)`` in float32, rounded, times ``name.weight``, as `transformers` does it."""
+        """RMS norm: ``x / sqrt(mean(x^2) + epsilon)`` in float32, rounded, times ``name.weight`` (`transformers`)."""
         rank = len(x.shape)
         wide = self.cast(x, torch.float32)
         square = self.add(self.mean(self.multiply(wide, wide)), self.scalar(epsilon, rank, torch.float32))
@@ -186,11 +190,11 @@ class Net:
         return self.multiply(self.parameter(f"{name}.weight", rank), self.cast(scaled, self.dtype))
 
     def shape(self, x: Node) -> Node:
-        """The dimensions of `x`, an int64 vector."""
+        """Return the dimensions of `x`, an int64 vector."""
         return self.made(self.network.add_shape(x), "shape").get_output(0)
 
     def head(self, x: Node, axis: int, length: Node) -> Node:
-        """``x[.., :length, ..]`` along `axis`; `length` is an int64 vector of one, a shape's part."""
+        """Return ``x[.., :length, ..]`` along `axis`; `length` is an int64 vector of one element."""
         rank = len(x.shape)
         whole = self.shape(x)
         parts = [length if i == axis else self.gather(whole, self.constant([i]), 0) for i in range(rank)]

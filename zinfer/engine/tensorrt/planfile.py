@@ -1,8 +1,8 @@
-"""Plan files: what a built engine is kept in, and what has to agree before one is loaded.
+"""Plan files: storage of built engines, and the checks before one is loaded.
 
-A plan is as large as the model and good for one model, one set of shapes, one library version and one kind of GPU. All
-of that is its key: the file's name ends in the key's digest, and the JSON file beside it tells the key in full. The
-JSON is written last, so a plan without one is not finished.
+A plan is as large as the model and valid for one model, one set of shapes, one library version and one kind of GPU.
+These are its key: the file's name ends in the key's digest, and the JSON file beside it holds the whole key. The JSON
+is written last, so a plan without it is not finished.
 """
 
 import hashlib
@@ -22,46 +22,46 @@ from zinfer.spec.units import gb
 from zinfer.spec.value import Frozen
 
 PLANS = Path("engines/plans")
-END_BYTES = 1 << 20  # at either end of a plan, that its checksum covers; all of 350 GB would take minutes to sum
+END_BYTES = 1 << 20  # bytes at either end that the checksum covers; a sum over 350 GB would take minutes
 
 
 class PlanKey(Frozen):
     """Everything that a plan depends on."""
 
     model: str
-    revision: str  # of the weights, as `zinfer.spec.source` tells it
+    revision: str  # revision of the weights, see `zinfer.spec.source`
     dtype: Dtype
     load_format: LoadFormat
-    layers: int | None  # of a slice
+    layers: int | None  # decoder layers of a slice; None for the whole model
     max_batch_size: int
     max_seq_len: int  # prompt and generated tokens together
     cache: CacheKind
     network: int  # NETWORK_VERSION
     library: Name
     version: str
-    target: str  # the compute capabilities it is for
+    target: str  # compute capabilities of the GPUs that it runs on
 
     @property
     def stem(self) -> str:
-        """The file's name without its ending: readable, and unlike that of any other key."""
+        """File name without its suffix: readable, and different for every key."""
         digest = hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
         name = Path(self.model).name + ("" if self.layers is None else f"-{self.layers}l")
         return f"{name}-{self.dtype}-b{self.max_batch_size}-s{self.max_seq_len}-{digest}"
 
 
 class PlanFile(Frozen):
-    """A finished plan, as its JSON file tells it."""
+    """A finished plan, as its JSON file describes it."""
 
     key: PlanKey
     path: Path
-    size: int
+    size: int  # bytes
     checksum: str
-    prefill_rows: int  # sequences that one prefill pass takes
+    prefill_rows: int  # sequences in one prefill pass
     weight_bytes: int
     build_s: float = 0.0
 
     def check(self) -> None:
-        """Raises EngineError unless the file is there, whole and unchanged."""
+        """Raise EngineError unless the file exists, whole and unchanged."""
         try:
             size = self.path.stat().st_size
             checksum = _checksum(self.path)
@@ -69,7 +69,7 @@ class PlanFile(Frozen):
             raise EngineError(f"{self.path}: {error.strerror}; build it again") from None
         if size != self.size:
             raise EngineError(
-                f"{self.path} has {size} bytes and should have {self.size}: it is cut off; build it again"
+                f"{self.path} is cut off: it has {size} bytes and should have {self.size}; build it again"
             )
         if checksum != self.checksum:
             raise EngineError(f"{self.path} is not the plan that its JSON file describes; build it again")
@@ -85,7 +85,7 @@ def _checksum(path: Path) -> str:
 
 
 def finish(path: Path, key: PlanKey, **facts: Any) -> PlanFile:
-    """Write the JSON file of the plan `path`, which makes it one that `find` finds."""
+    """Write the JSON file of the plan `path`, after which `find` finds the plan."""
     size, checksum = path.stat().st_size, _checksum(path)
     file = PlanFile(key=key, path=path, size=size, checksum=checksum, **facts)
     text = file.model_dump_json(indent=1, exclude={"path"})
@@ -94,46 +94,48 @@ def finish(path: Path, key: PlanKey, **facts: Any) -> PlanFile:
 
 
 def read(path: Path) -> PlanFile:
-    """The plan whose file is `path`, by the JSON file beside it; its bytes are not looked at. Raises EngineError."""
+    """Read the plan `path` from the JSON file beside it, without its bytes. Raises EngineError."""
     beside = path.with_suffix(".json")
     if not path.is_file():
-        raise EngineError(f"no plan {path}")
+        raise EngineError(f"no plan file {path}")
     try:
         return PlanFile.model_validate({**json.loads(beside.read_text()), "path": path})
     except FileNotFoundError:
-        raise EngineError(f"{path} has no {beside.name} beside it: its build was cut off; build it again") from None
+        raise EngineError(f"{path} has no {beside.name} beside it: its build was interrupted; build it again") from None
     except (ValidationError, ValueError, OSError, TypeError):
         raise EngineError(f"{beside} does not describe a plan; build it again") from None
 
 
 def disagreements(wanted: PlanKey, found: PlanKey) -> list[str]:
-    """Why `found` cannot serve where `wanted` (its maxima taken as the least that will do) is needed."""
+    """Return the reasons why `found` cannot serve in place of `wanted`, whose maxima are lower bounds."""
     names = {
         "revision": "its weights are of revision", "dtype": "its weights are",
         "load_format": "its weights are", "layers": "its layers are", "network": "its network has version",
         "library": "it was built by", "version": f"it was built by {found.library}", "target": "it is for GPUs of",
     }  # fmt: skip
-    told = []
-    for field, words in names.items():
+    reasons = []
+    for field, phrase in names.items():
         is_, should = getattr(found, field), getattr(wanted, field)
         if is_ != should:
-            told.append(f"{words} {is_}, not {should}")
+            reasons.append(f"{phrase} {is_}, not {should}")
     if found.max_batch_size < wanted.max_batch_size:
-        told.append(f"its largest batch is {found.max_batch_size}, not {wanted.max_batch_size}")
+        reasons.append(f"its largest batch is {found.max_batch_size}, not {wanted.max_batch_size}")
     if found.max_seq_len < wanted.max_seq_len:
-        told.append(f"its longest sequence is {found.max_seq_len}, not {wanted.max_seq_len}")
-    return told
+        reasons.append(f"its longest sequence is {found.max_seq_len}, not {wanted.max_seq_len}")
+    return reasons
 
 
 def find(wanted: PlanKey, where: str = "auto") -> PlanFile:
-    """The plan at the path `where`, or with ``auto`` the one in `PLANS` that serves `wanted` with the largest batch.
+    """Return the plan at the path `where`, or with ``auto`` the plan in `PLANS` that serves `wanted` with the largest
+    batch.
 
-    Raises EngineError that says what there is, why it does not serve, and the command that builds what is needed.
+    Raises EngineError where there is none, with the reason why a plan that exists does not serve, and the command that
+    builds the right one.
     """
     if where != "auto":
         file = read(Path(where))
-        if told := disagreements(wanted, file.key):
-            raise EngineError(f"{where} does not serve: {'; '.join(told)}. Build one: {build_command(wanted)}")
+        if reasons := disagreements(wanted, file.key):
+            raise EngineError(f"{where} does not fit: {'; '.join(reasons)}. Build one: {build_command(wanted)}")
         file.check()
         return file
     serving, refused = [], []
@@ -142,34 +144,34 @@ def find(wanted: PlanKey, where: str = "auto") -> PlanFile:
             file = read(path)
             if wanted.model != file.key.model and wanted.revision != file.key.revision:
                 continue
-            told = disagreements(wanted, file.key)
-            if not told:
+            reasons = disagreements(wanted, file.key)
+            if not reasons:
                 file.check()
                 serving.append(file)
         except EngineError as error:
-            told = [str(error)]
-        if told:
-            refused.append(f"{path.name} does not serve: {'; '.join(told)}")
+            reasons = [str(error)]
+        if reasons:
+            refused.append(f"{path.name} does not fit: {'; '.join(reasons)}")
     if serving:
         return max(serving, key=lambda file: (file.key.max_batch_size, -file.key.max_seq_len))
-    known = f" {refused[-1]}." if refused else ""
+    existing = f" {refused[-1]}." if refused else ""
     raise EngineError(
-        f"no TensorRT plan of {wanted.model} in {PLANS} to run.{known} Build one: {build_command(wanted)}"
+        f"no TensorRT plan in {PLANS} that runs {wanted.model}.{existing} Build one: {build_command(wanted)}"
     )
 
 
 def build_command(wanted: PlanKey) -> str:
-    """The command that builds `wanted`."""
-    words = f"zinfer build --model {wanted.model} --dtype {wanted.dtype} --load-format {wanted.load_format}"
-    words += "" if wanted.layers is None else f" --layers {wanted.layers}"
-    return f"{words} --max-batch-size {wanted.max_batch_size} --max-seq-len {wanted.max_seq_len}"
+    """Return the command that builds `wanted`."""
+    command = f"zinfer build --model {wanted.model} --dtype {wanted.dtype} --load-format {wanted.load_format}"
+    command += "" if wanted.layers is None else f" --layers {wanted.layers}"
+    return f"{command} --max-batch-size {wanted.max_batch_size} --max-seq-len {wanted.max_seq_len}"
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raises EngineError unless `folder`'s disk has `needed` bytes free."""
+    """Raise EngineError unless the disk of `folder`, which is made if missing, has `needed` bytes free."""
     import shutil
 
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise EngineError(f"{folder} has {gb(free)} free and the plan needs {gb(needed)}: -o puts it on another disk")
+        raise EngineError(f"{folder} has {gb(free)} free and the plan needs {gb(needed)}: name another disk with -o")

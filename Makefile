@@ -52,7 +52,7 @@ accuracy: .venv/installed .scratch/trained/model.safetensors
 	$(BIN)/python -m tests.published .scratch/published
 
 plots: .venv/installed
-	$(BIN)/zinfer plot
+	$(BIN)/zinfer plot --format svg
 
 report: .venv/installed
 	$(BIN)/zinfer report

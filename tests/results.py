@@ -1,9 +1,12 @@
-"""Fabricated measurements: the arithmetic of a link-bound model with plausible noise."""
+"""Fabricated measurements and studies: the arithmetic of a link-bound model with plausible noise, and no machine."""
 
 import random
 from typing import Any
 
+from zinfer.record.accuracy import AccuracyRecord, Deviation, Position
+from zinfer.record.codec import CodecRecord, Coded, Rate
 from zinfer.record.measurement import Effective, Measurement, Span
+from zinfer.record.prefix_reuse import Point, Run
 from zinfer.spec.case import Case, Workload
 
 LAYERS_BYTES = 69_057_937_408  # 14 layers of BLOOM-176B in bf16
@@ -115,3 +118,55 @@ def traced(
             copy(now)
     spans.append(Span(lane="compute", layer=None, start_ms=now, end_ms=now + compute_ms / 2))
     return tuple(spans)
+
+
+def position(error: float, same: bool, nats: float = 1.0) -> Position:
+    return Position(error, error / 10, float(same), 1.0, nats)
+
+
+def accuracy_run(**fields: Any) -> AccuracyRecord:
+    """A run of `zinfer accuracy`: the reference in another batch, and one setting along both kinds of tokens."""
+    workload = Workload(batch_size=4, input_len=256, output_len=3)
+    case = Case(model="m", engine="stream", offload="cpu", workload=workload, load_format="safetensors")
+    int8 = case.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
+    own = [[position(0.01, True), position(0.03, False)], [position(0.02, True)] * 3]
+    deviations = (
+        Deviation.of(case.with_batch(2), "own", own[1:]),
+        Deviation.of(int8, "own", own),
+        Deviation.of(int8, "text", [[position(0.5, True, 1.1)]]),
+    )
+    given = {"machine": "h100", "device": "H100", "started_at": "2026-01-01", "versions": {}, "told": "llama"}
+    given |= {"revision": "r", "reference": case, "logits_dtype": "bfloat16", "samples": 2, "deviations": deviations}
+    given |= {"prompts": {"name": "book.txt", "sha256": "0" * 64, "tokens": 1000}}
+    return AccuracyRecord.model_validate(given | fields)
+
+
+def kept_point(context: int, recompute: float, memory: float, **fields: Any) -> Point:
+    """A context of `zinfer reuse` with three samples of the recompute, whose median is `recompute` ms."""
+    return Point(
+        context=context, new_tokens=8, kept_bytes=1 << 20, recompute_ms=(recompute, recompute * 9, recompute / 9),
+        memory_ms=(memory,), same_token=True, max_difference=0.25, **fields,
+    )  # fmt: skip
+
+
+def reuse_run(*points: Point, **fields: Any) -> Run:
+    """A run of `zinfer reuse`; `fields` are those of its case."""
+    case = Case(model="m", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=1, output_len=1))
+    return Run(
+        machine="h100", device="H100", case=case.model_copy(update=fields), num_layers=4, total_layers=8,
+        started_at="2026-01-01", link=5e10,
+        versions={}, points=points,
+    )  # fmt: skip
+
+
+RATE = Rate(median=8e11, spread=0.02, samples=20, of="bytes")
+
+
+def codec_run(*names: str, **fields: Any) -> CodecRecord:
+    """A run of `zinfer codec` with a row for each name; `fields` are those of the rows."""
+    numbers = {"total_bytes": 1 << 30, "raw_bytes": 1 << 30, "coded_bytes": 1 << 29, "bound": 0.45, "status": "ok"}
+    rows = tuple(
+        Coded.model_validate({"name": name, "told": "drawn", "encode": RATE, "decode": RATE} | numbers | fields)
+        for name in names
+    )
+    return CodecRecord(machine="h100", device="H100", link=5e10, started_at="2026-01-01", versions={}, rows=rows)

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from tests.results import accuracy_run as record
 from tests.running import decode, prefill
 from tests.test_cli import folder, zinfer
 from tests.test_parity import MACHINE
@@ -27,7 +28,8 @@ from zinfer.job import accuracy as study
 from zinfer.job.accuracy import Comparison, Found, NoAnswer
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record import accuracy
-from zinfer.record.accuracy import AccuracyError, AccuracyRecord, Deviation, Position
+from zinfer.record import study as studies
+from zinfer.record.accuracy import AccuracyRecord, Deviation, Position
 from zinfer.spec.case import Case, Option, Workload
 from zinfer.spec.model import from_directory
 from zinfer.worker import teacher_forcing
@@ -273,27 +275,7 @@ def test_pieces_of_a_text_are_spread_and_begin_with_the_tokenizers_prefix(
     assert teacher_forcing.windows(None, spec, "abcd", 2, 3)["pieces"] == [[1, 97, 98], [1, 99, 100]]
 
 
-def position(error: float, same: bool, nats: float = 1.0) -> Position:
-    return Position(error, error / 10, float(same), 1.0, nats)
-
-
-def record(**fields: Any) -> AccuracyRecord:
-    workload = Workload(batch_size=4, input_len=256, output_len=3)
-    case = Case(model="m", engine="stream", offload="cpu", workload=workload, load_format="safetensors")
-    int8 = case.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
-    own = [[position(0.01, True), position(0.03, False)], [position(0.02, True)] * 3]
-    deviations = (
-        Deviation.of(case.with_batch(2), "own", own[1:]),
-        Deviation.of(int8, "own", own),
-        Deviation.of(int8, "text", [[position(0.5, True, 1.1)]]),
-    )
-    given = {"machine": "h100", "device": "H100", "started_at": "2026-01-01", "versions": {}, "told": "llama"}
-    given |= {"revision": "r", "reference": case, "logits_dtype": "bfloat16", "samples": 2, "deviations": deviations}
-    given |= {"prompts": {"name": "book.txt", "sha256": "0" * 64, "tokens": 1000}}
-    return AccuracyRecord.model_validate(given | fields)
-
-
-def test_the_cells_of_the_table() -> None:
+def test_cells_say_what_was_counted() -> None:
     found = record()
     assert found.cells() == [
         ("batch 2", "own", "3", "2%", "2%", "0.002", "0.002", "100.00%", "", "100% of 1", "all 3"),
@@ -305,16 +287,6 @@ def test_the_cells_of_the_table() -> None:
     assert [case.options for case in found.compared] == [(("kv_cache_dtype", "int8"),)]
     assert "RANDOM" not in found.title
     assert record(reference=found.reference.model_copy(update={"load_format": "dummy"})).title.startswith("RANDOM")
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"machine": "m"}'])
-def test_a_damaged_record_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "accuracy.json"
-    path.write_text(text)
-    with pytest.raises(AccuracyError, match=r"accuracy.json is no record of `zinfer accuracy`"):
-        accuracy.load(path)
-    path.write_text(record().model_dump_json())
-    assert accuracy.load(path) == record()
 
 
 def invoke(*words: object) -> Result:
@@ -360,26 +332,26 @@ def test_mistakes_are_one_line(
     assert result.exit_code != 0
     assert message in told(result)
     assert not isinstance(result.exception, SystemExit) or len(result.stderr.strip().splitlines()) <= 4
-    assert not list(Path().rglob("accuracy.json"))
+    assert not list(Path().rglob("accuracy.json*"))
 
 
 def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr("zinfer.worker.process.Worker", Inline)
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--samples", 2, "--input-len", 8, "--output-len", 4]
-    result = invoke(*words, "-O", "kv_cache_dtype=int9,fp8", "-o", "found.json")
+    result = invoke(*words, "-O", "kv_cache_dtype=int9,fp8", "-o", "found.jsonl")
     assert result.exit_code == 3
     assert "Error: kv_cache_dtype=int9: unsupported: loading failed" in result.stderr
     assert "RANDOM WEIGHTS" in result.stdout
-    found = accuracy.load(Path("found.json"))
+    found = studies.last(Path("found.jsonl"), AccuracyRecord)
     assert found.told.endswith("random weights")
     assert found.prompts.name.startswith("the manual of Python 3.")
-    nothing = invoke(*words, "-O", "kv_cache_dtype=int9", "-o", "found.json")
+    nothing = invoke(*words, "-O", "kv_cache_dtype=int9", "-o", "found.jsonl")
     assert nothing.exit_code == 4
     assert "not written" in nothing.stderr
-    assert accuracy.load(Path("found.json")) == found
+    assert studies.last(Path("found.jsonl"), AccuracyRecord) == found
     assert invoke(*words, *AXIS).exit_code == 0
-    assert not list(Path("sweeps").rglob("accuracy.json"))
+    assert not list(Path("sweeps").rglob("accuracy.json*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -407,9 +379,9 @@ def test_the_record_is_printed_and_lies_with_the_machines_results(folder: Path, 
     words = ["-m", "model", "--offload", "cpu", "--kv-cache-dtype", "int8", "--prompt-file", "text.txt"]
     result = zinfer(folder, "accuracy", *words, "--json", "--input-len", "16", "--output-len", "8", "--samples", "4")
     assert result.returncode == 0, result.stderr
-    (written,) = folder.glob("sweeps/results/*/accuracy.json")
-    found = accuracy.load(written)
-    assert json.loads(result.stdout) == json.loads(written.read_text())
+    (written,) = folder.glob("sweeps/results/*/accuracy.jsonl")
+    found = studies.last(written, AccuracyRecord)
+    assert json.loads(result.stdout) == json.loads(found.model_dump_json())
     assert written.parent.name == found.machine
     assert found.told.startswith("llama, 0 million weights, 3 layers, 4 heads of 16, 2 of keys and values")
     assert (found.prompts.tokens, found.samples, found.reference.options) == (len(TEXT), 4, ())

@@ -4,7 +4,6 @@ bit."""
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,14 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from tests import trained
-from tests.results import sweep
+from tests.results import codec_run, sweep
 from zinfer.cli import cli
 from zinfer.engine.stream import codec as coder
 from zinfer.generation.generate import load_tokenizer
 from zinfer.plan.published import codecs
 from zinfer.record import codec as lossless
-from zinfer.record.codec import CodecError, CodecRecord, Coded, Rate
+from zinfer.record import study
+from zinfer.record.codec import CodecError, CodecRecord, Rate
 from zinfer.record.store import Store
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.model import from_directory
@@ -56,17 +56,6 @@ def file(tmp_path: Path) -> Path:
 
 def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["codec", *map(str, arguments)])
-
-
-def record(**fields: Any) -> CodecRecord:
-    rate = Rate(median=8e11, spread=0.02, samples=20, of="bytes")
-    row: dict[str, Any] = {
-        "name": "gaussian", "told": "normal", "total_bytes": 1 << 30, "raw_bytes": 1 << 30, "coded_bytes": 1 << 29,
-        "bound": 0.45, "status": "ok", "encode": rate, "decode": rate,
-    }  # fmt: skip
-    return CodecRecord(
-        machine="h100", device="H100", link=5e10, started_at="2026-01-01", versions={}, rows=(Coded(**row | fields),)
-    )
 
 
 def test_drawn_weights_shrink_nearly_to_the_bound() -> None:
@@ -110,10 +99,10 @@ def test_a_decoder_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         out.view(torch.int16)[-1] ^= 1
 
     monkeypatch.setattr(coder, "decode", lies)
-    result = invoke("-o", "codec.json")
+    result = invoke("-o", "codec.jsonl")
     assert result.exit_code == 6
     assert "gaussian, row-scaled, laplace: the codec returned other bits" in result.stderr
-    found = lossless.load(Path("codec.json"))
+    found = study.last(Path("codec.jsonl"), CodecRecord)
     assert found.failed == tuple(codec.DRAWN)
     assert {(row.status, row.decode) for row in found.rows} == {("wrong_bits", None)}
     assert found.cells()[0][-1] == "FAILED"
@@ -201,7 +190,7 @@ def test_mistakes_are_one_line_before_anything_is_measured(words: list[str], mes
     assert message in text
     assert isinstance(result.exception, SystemExit | CodecError | CheckpointError)
     assert "measuring" not in result.stderr
-    assert not list(Path().rglob("codec.json"))
+    assert not list(Path().rglob("codec.json*"))
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,10 +202,10 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
 def test_the_record_lies_where_the_machines_results_are(file: Path) -> None:
     result = invoke(file, "--json")
     assert result.exit_code == 0, result.output
-    (written,) = Path("sweeps/results").glob("*/codec.json")
-    found = lossless.load(written)
+    (written,) = Path("sweeps/results").glob("*/codec.jsonl")
+    found = study.last(written, CodecRecord)
     assert written.parent.name == found.machine
-    assert json.loads(result.stdout) == json.loads(written.read_text())
+    assert json.loads(result.stdout) == json.loads(found.model_dump_json())
     assert [row.name for row in found.rows] == [*codec.DRAWN, "small-1.5"]
 
 
@@ -226,7 +215,7 @@ def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, mon
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines()]
     lines = [line for line in lines if line]
     assert [line[0] for line in lines[:4]] == [*codec.DRAWN, "small-1.5"]
-    assert lines[0][2:4] == [f"{lossless.load(next(Path().rglob('codec.json'))).rows[0].ratio:.1%}", "65.9%"]
+    assert lines[0][2:4] == [f"{study.last(Path(), CodecRecord).rows[0].ratio:.1%}", "65.9%"]
     assert "published by others, not measured here" in result.stdout
     assert {line[0] for line in lines} >= {one.codec for one in codecs()}
     assert "measuring laplace" in result.stderr
@@ -241,21 +230,16 @@ def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, mon
     ],
 )
 def test_it_pays_where_decoding_outruns_the_link(decode: float, gain: float, verdict: str) -> None:
-    found = record(decode=Rate(median=decode, spread=0.02, samples=20, of="bytes"))
+    found = codec_run("gaussian", decode=Rate(median=decode, spread=0.02, samples=20, of="bytes"))
     assert found.rows[0].gain(found.link) == pytest.approx(gain)
     assert found.rows[0].verdict(found.link) == verdict
 
 
 def test_cells_are_text_with_units() -> None:
-    assert record().cells() == [("gaussian", "1.1 GB", "50.0%", "45.0%", "800", "800 ± 1.0%", "yes, 2.00x")]
-    assert len(record().cells()[0]) == len(lossless.COLUMNS)
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"machine": "m"}'])
-def test_a_damaged_record_is_refused(text: str) -> None:
-    Path("codec.json").write_text(text)
-    with pytest.raises(CodecError, match=r"codec.json is no record of `zinfer codec`"):
-        lossless.load(Path("codec.json"))
+    assert codec_run("gaussian").cells() == [
+        ("gaussian", "1.1 GB", "50.0%", "45.0%", "800", "800 ± 1.0%", "yes, 2.00x")
+    ]
+    assert len(codec_run("gaussian").cells()[0]) == len(lossless.COLUMNS)
 
 
 def test_the_report_shows_measured_and_published_apart(tmp_path: Path) -> None:
@@ -271,13 +255,14 @@ def test_the_report_shows_measured_and_published_apart(tmp_path: Path) -> None:
         return (tmp_path / "r.md").read_text()
 
     assert "Lossless coding" not in text()
-    (folder / "codec.json").write_text(record(status="wrong_bits", decode=None).model_dump_json())
+    study.append(folder / "codec.jsonl", codec_run("gaussian"))
+    study.append(folder / "codec.jsonl", codec_run("gaussian", status="wrong_bits", decode=None))
     told = text()
     assert "Lossless coding of weights, h100" in told
     assert "FAILED" in told
     assert told.index("FAILED") < told.index("Published by others, not measured here") < told.index("DFloat11")
-    (folder / "codec.json").write_text("{")
-    assert "is no record of" in text()
+    (folder / "codec.jsonl").write_text("{")
+    assert "codec.jsonl is no record of" in text()
 
 
 def test_published_sizes_have_a_source() -> None:

@@ -2,10 +2,13 @@
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -318,3 +321,51 @@ def test_errors_of_use_are_short(results: Path, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("")
     done = CliRunner().invoke(cli, ["plot", str(results), "-o", str(tmp_path / "occupied")])
     assert (done.exit_code, "cannot write" in done.stderr) == (5, True)
+
+
+ROWS = [
+    plot.Bar("a, batch 8", (("weights", 6.5), ("KV cache", 0.0), ("buffers", 2.0)), "8.5 GiB", "predicted", 0.0, True),
+    plot.Bar("", (("weights", 6.5), ("rest", 3.5)), "10 GiB", "measured"),
+    plot.Bar("x" * 200, (("weights", 4.0),), "4 GiB and more", "predicted", 1.5, True),
+    plot.Bar("", (), "none: oom_gpu", "measured"),
+]  # fmt: skip
+COLOURS = {"weights": "#0072B2", "KV cache": "#E69F00", "buffers": "#009E73", "rest": "#888888"}
+
+
+@pytest.mark.parametrize("limit", [None, (79.0, "GPU memory"), (0.0, "none")])
+@pytest.mark.parametrize("rows", [ROWS, ROWS[3:]], ids=["four", "nothing"])
+def test_bars_are_as_long_as_their_values(rows: list[plot.Bar], limit: tuple[float, str] | None) -> None:
+    (group, _), *_ = groups(sweep()).items()
+    figure = plot.bars(group, "how much?", ("a note",), rows, COLOURS, "GiB", limit)
+    (axes,) = figure.axes
+    segments = [(patch.get_x(), patch.get_width()) for patch in axes.patches]
+    assert segments == ([(0, 6.5), (6.5, 2), (0, 6.5), (6.5, 3.5), (0, 4)] if rows is ROWS else [])
+    assert {row.text for row in rows} <= set(labels(axes))
+    assert [text.get_text() for text in axes.get_yticklabels()] == [row.tag for row in rows]
+    renderer = canvas_of(figure)
+    right = axes.get_window_extent(renderer).x1
+    assert all(text.get_window_extent(renderer).x1 <= right for text in axes.texts[-2:])
+    named = {text.get_text() for text in figure.legends[0].get_texts()} if figure.legends else set()
+    assert named == ({"weights", "buffers", "rest"} if rows is ROWS else set()) | ({limit[1]} if limit else set())
+
+
+def canvas_of(figure: Figure) -> Any:
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return canvas.get_renderer()
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_an_svg_is_small_and_its_text_is_text(name: str) -> None:
+    for figure in drawn(DATA[name]).values():
+        svg = chart.render(figure, "svg")
+        root = ElementTree.fromstring(svg)
+        found = [str(element.text) for element in root.iter("{http://www.w3.org/2000/svg}text")]
+        for text in (*figure.texts, *figure.legends[0].get_texts(), *figure.axes[0].texts):
+            assert all(line in found for line in text.get_text().split("\n"))
+        assert root.get("role") == "img"
+        assert [element.tag.split("}")[1] for element in root][:2] == ["title", "desc"]
+        assert root[0].text == chart.said(figure, "title")
+        ids = [element.attrib["id"] for element in root.iter() if "id" in element.attrib]
+        assert set(re.findall(r"""(?:href="|url\()#([^")]+)""", svg.decode())) == set(ids)
+        assert len(ids) == len(set(ids))

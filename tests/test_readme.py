@@ -14,8 +14,11 @@ import pytest
 from zinfer.analysis.calibrate import fit, load_machines, load_points
 from zinfer.cli import cli
 from zinfer.plan.plan import make_plan
-from zinfer.record import accuracy, codec, prefix_reuse
+from zinfer.record import prefix_reuse, study
+from zinfer.record.accuracy import AccuracyRecord
+from zinfer.record.codec import CodecRecord
 from zinfer.record.measurement import Measurement
+from zinfer.record.prefix_reuse import Run
 from zinfer.record.store import read
 from zinfer.spec import machine, model
 
@@ -152,7 +155,7 @@ def test_long_contexts_are_those_of_the_records(name: str) -> None:
 
 
 def test_the_table_of_accuracy_is_that_of_its_record() -> None:
-    found = [f"| {' | '.join(cells)} |" for cells in accuracy.load(WHOLE.with_name(accuracy.FILE)).cells()]
+    found = [f"| {' | '.join(cells)} |" for cells in study.last(WHOLE.parent, AccuracyRecord).cells()]
     assert [line for line in found if line not in README] == []
 
 
@@ -162,8 +165,8 @@ def test_the_gain_of_resident_layers_is_that_of_the_record() -> None:
     assert f"a step takes **{share:.2f}x** as long" in section("Resident layers")
 
 
-def test_the_gain_of_a_reload_is_that_of_the_record() -> None:
-    (run,) = (run for run in prefix_reuse.load(H100 / prefix_reuse.FILE).runs if run.case.offload == "cpu")
+def test_what_a_reload_saves_is_that_of_the_record() -> None:
+    (run,) = (run for run in study.read(H100 / "reuse.json", Run).runs if run.case.offload == "cpu")
     longest = run.measured[-1]
     text = section("Reloading a KV cache")
     assert f"from {prefix_reuse.break_even(run.points, 'memory'):,.0f} tokens on" in text
@@ -182,10 +185,7 @@ def test_every_engine_wrote_the_same_text() -> None:
 
 
 def test_the_codecs_table_is_that_of_its_record() -> None:
-    record = H100 / codec.FILE
-    if not record.exists():
-        pytest.skip("the codec was not measured on the H100")
-    found = [f"| {' | '.join(cells)} |" for cells in codec.load(record).cells()]
+    found = [f"| {' | '.join(cells)} |" for cells in study.last(H100, CodecRecord).cells()]
     assert [line for line in found if line not in README] == []
 
 

@@ -5,23 +5,21 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.results import case, point, sweep, traced
-from tests.test_accuracy import record as measured_accuracy
-from tests.test_reuse import point as kept_point
-from tests.test_reuse import run as kept_run
+from tests.results import accuracy_run, case, kept_point, point, reuse_run, sweep, traced
 from zinfer.cli import cli
-from zinfer.record import accuracy, prefix_reuse
+from zinfer.record import study
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Header, Store
 from zinfer.report.document import Table
-from zinfer.report.figure import CONTRAST, DARK, LIGHT, Bar, Line, bars, contrast, curves, readable
 from zinfer.report.markdown import cell, fenced, prose
 from zinfer.report.measured import rated
-from zinfer.report.page import shell
+from zinfer.report.page import CONTRAST, DARK, LIGHT, TEXT_CONTRAST, contrast, readable, shell
 from zinfer.report.plot.style import PALETTE
 from zinfer.spec.machine import Machine, load
 
@@ -105,6 +103,15 @@ class Outline(HTMLParser):
             self.headings[-1] += data
 
 
+def drawings(html: str) -> list[Element]:
+    """The figures of a page."""
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL)]
+
+
+def words(figure: Element, tag: str) -> list[str]:
+    return [element.text or "" for element in figure.iter(tag)]
+
+
 def section(text: str, title: str) -> str:
     return re.split(r"^## \d+\. ", text, flags=re.MULTILINE)[SECTIONS.index(title) + 1]
 
@@ -154,8 +161,16 @@ def test_memory_is_predicted_beside_what_was_measured(described: Path) -> None:
     rows = [row for row in text.splitlines() if row.startswith("| stream none | 8 |")]
     assert [row.split(" | ")[2] for row in rows] == ["GPU", "host"]
     assert "| 20.0 GiB |" in rows[0]
-    assert Outline(page(described)).elements.count(("rect", {})) == 0
-    assert 'class="guess"' in page(described)
+    (gpu, host) = (found for found in drawings(page(described)) if "memory" in words(found, "title")[0])
+    table = [row.split(" | ") for row in text.splitlines() if re.match(r"\| .* \| \d+ \| (GPU|host) \|", row)]
+    for figure, tier in ((gpu, "GPU"), (host, "host")):
+        texts, own = words(figure, "text"), [row for row in table if row[2] == tier]
+        assert len(own) == 5
+        assert [text for text in texts if ", batch " in text] == [
+            f"{name[2:]}, batch {size}".replace("\\_", "_") for name, size, *_ in own
+        ]
+        assert {row[9] for row in own} - {""} <= set(texts)
+        assert (texts.count("predicted"), texts.count("measured")) == (5, 5)
 
 
 def test_a_faster_link_helps_only_what_waits_for_it(described: Path) -> None:
@@ -277,17 +292,16 @@ def test_a_traced_step_has_its_figure_and_its_table(results: Path) -> None:
 def test_accuracy_and_prefix_reuse_are_reported_if_measured(results: Path) -> None:
     assert "Accuracy of settings" not in written(results)
     folder = results / "h100"
-    (folder / accuracy.FILE).write_text(measured_accuracy().model_dump_json())
-    one = kept_run(kept_point(64, 1, 2), kept_point(512, 8, 2))
-    kept = prefix_reuse.ReuseRecord(machine="h100", device="H100", runs=(one,))
-    (folder / prefix_reuse.FILE).write_text(kept.model_dump_json())
+    study.append(folder / "accuracy.jsonl", accuracy_run())
+    study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 1)))
+    study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 2), kept_point(512, 8, 2)))
     text = written(results)
     assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% | 0.002 | 0.003 | 80.00% |  | 50% of 2 | 1 |" in text
     assert "The model: llama." in text
     assert "| 512 | 1.0 MB | 8 ms | 2 ms | 4.00x |" in text
     assert "reload from memory wins from 128 tokens on" in text
     assert "Keeping a conversation, m, stream cpu, h100" in page(results)
-    (folder / prefix_reuse.FILE).write_text("{}")
+    (folder / "reuse.jsonl").write_text("{}")
     assert "is no record of" in written(results)
 
 
@@ -362,16 +376,62 @@ def test_nothing_of_a_record_is_markup(tmp_path: Path) -> None:
 
 def test_the_page_needs_nothing_else(described: Path) -> None:
     html = page(described)
-    assert not re.search(r"""(src|href)=["'](?!#|data:,)|url\(|@import""", html)
+    assert not re.search(r"""(src|href)=["'](?!#|data:,)|url\((?!#)|@import""", html)
     assert "default-src 'none'" in html
     assert len(html) < 400_000
 
 
 def test_figures_have_words(described: Path) -> None:
-    svgs = [attributes for tag, attributes in Outline(page(described)).elements if tag == "svg"]
-    assert any(svg.get("role") == "img" for svg in svgs)
-    for svg in svgs:
-        assert svg.get("aria-label") if svg.get("role") == "img" else svg.get("aria-hidden") == "true"
+    html = page(described)
+    found = drawings(html)
+    assert len(found) == html.count("<figure>") == 4
+    for figure in found:
+        assert figure.get("role") == "img"
+        ids = {element.get("id"): element.text for element in figure.iter()}
+        assert all(ids[name] for name in figure.attrib["aria-labelledby"].split())
+        assert [element.tag for element in figure][:2] == ["title", "desc"]
+
+
+def test_ids_are_unique_and_every_reference_leads_somewhere(described: Path) -> None:
+    html = page(described)
+    ids = [str(attributes["id"]) for _, attributes in Outline(html).elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"""(?:href="|url\()#([^")]+)""", html)) <= set(ids)
+
+
+def test_the_page_shows_the_figures_of_plot(described: Path) -> None:
+    """Equal texts and equal paths: the page draws nothing by itself."""
+    plots = described.parent / "plots"
+    assert invoke("plot", described, "-o", plots, "--format", "svg", "--figure", "throughput").exit_code == 0
+    drawn = ElementTree.parse(plots / "h100" / "bloom-throughput.svg").getroot()
+    for element in drawn.iter():
+        element.tag = element.tag.split("}")[-1]
+    (shown,) = (figure for figure in drawings(page(described)) if words(figure, "title") == words(drawn, "title"))
+    assert words(shown, "text") == words(drawn, "text") != []
+    for tag, names in (("path", ("d",)), ("use", ("x", "y")), ("text", ("x", "y", "transform"))):
+        places = [[[found.get(name) for name in names] for found in figure.iter(tag)] for figure in (shown, drawn)]
+        assert places[0] == places[1] != []
+
+
+def test_a_figure_tells_each_timed_point_to_those_who_do_not_see_it(described: Path) -> None:
+    told = {words(figure, "title")[0]: words(figure, "desc")[0] for figure in drawings(page(described))}
+    (points,) = (text for title, text in told.items() if "which engine" in title)
+    for one in sweep():
+        said = f"batch {one.case.workload.batch_size}, {rated(one.output_tok_s or 0)} tok/s"
+        assert (said in points) is one.usable
+
+
+def test_figures_follow_the_colours_of_the_page(described: Path) -> None:
+    html = page(described)
+    assert not [figure for figure in drawings(html) if re.search("#[0-9a-f]{6}", ElementTree.tostring(figure).decode())]
+    light, dark = re.findall(r":root { (--paper:.*?) }", html)
+    used = set(re.findall(r"var\((--[ct][0-9a-f]{6})\)", html))
+    for paper, values in ((LIGHT, light), (DARK, dark)):
+        given = dict(value.split(":") for value in values.strip(";").split(";"))
+        assert used == given.keys() - {"--paper"} != set()
+        for name, colour in given.items():
+            least = TEXT_CONTRAST if name.startswith("--t") else CONTRAST
+            assert name == "--paper" or contrast(colour, paper) >= least
 
 
 @pytest.mark.parametrize("paper", [LIGHT, DARK])
@@ -384,13 +444,6 @@ def test_colours_stand_out_on_their_paper(colour: str, paper: str) -> None:
 def test_contrast_is_that_of_the_guideline() -> None:
     assert contrast("#ffffff", "#000000") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
-
-
-def test_figures_are_drawn_from_few_points() -> None:
-    alone = Line("a", "#0072B2", "o", False, ((8, 21.5, None),), ((16, "×"),))
-    assert 'points="' in curves([alone._replace(marker="*")], 344, "x")
-    assert "<circle" in curves([alone], 920, "x")
-    assert "NaN" not in bars([Bar("a", ((0.0, "#0072B2"),), "0")], 344, "x", limit=(0.0, "none"))
 
 
 def test_equal_results_give_equal_bytes(described: Path) -> None:

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.results import kept_point as point
+from tests.results import reuse_run as run
 from tests.test_cli import folder, zinfer  # noqa: F401
 from tests.test_parity import load
 from zinfer import engine as engines
 from zinfer.cli import cli
 from zinfer.engine import EngineError
 from zinfer.plan.plan import Plan
-from zinfer.record import prefix_reuse
-from zinfer.record.prefix_reuse import Point, ReuseError, ReuseRecord, Run, break_even, verdict
-from zinfer.spec.case import Case, Workload
+from zinfer.record import prefix_reuse, study
+from zinfer.record.measurement import latest
+from zinfer.record.prefix_reuse import Point, Run, break_even, verdict
 from zinfer.spec.host import slug
 from zinfer.spec.machine import Machine
 from zinfer.worker.prefix_reuse import Rerun
@@ -25,21 +27,6 @@ from zinfer.worker.process import WorkerDied
 from zinfer.worker.server import Server
 
 Checkpoints = Callable[..., Path]
-
-
-def point(context: int, recompute: float, memory: float, **fields: Any) -> Point:
-    return Point(
-        context=context, new_tokens=8, kept_bytes=1 << 20, recompute_ms=(recompute, recompute * 9, recompute / 9),
-        memory_ms=(memory,), same_token=True, max_difference=0.25, **fields,
-    )  # fmt: skip
-
-
-def run(*points: Point, **fields: Any) -> Run:
-    case = Case(model="m", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=1, output_len=1))
-    return Run(
-        case=case.model_copy(update=fields), num_layers=4, total_layers=8, started_at="2026-01-01", link=5e10,
-        versions={}, points=points,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -65,18 +52,13 @@ def test_the_break_even(gains: tuple[float, ...], expected: float | None, words:
     assert words is None or str(verdict(points, "memory")).endswith(words)
 
 
-def test_a_record_keeps_the_latest_run_of_each_load(tmp_path: Path) -> None:
-    record = ReuseRecord(machine="m", device="d", runs=())
-    for one in (run(point(8, 1, 1)), run(offload="none"), run(point(16, 1, 1))):
-        record = record.with_run(one)
-    assert [(one.case.offload, len(one.points)) for one in record.runs] == [("none", 0), ("cpu", 1)]
-    path = tmp_path / prefix_reuse.FILE
-    path.write_text(record.model_dump_json())
-    assert prefix_reuse.load(path) == record
-    for text in ("", "[]", '{"machine": "m"}'):
-        path.write_text(text)
-        with pytest.raises(ReuseError, match=r"reuse.json is no record of `zinfer reuse`"):
-            prefix_reuse.load(path)
+def test_of_runs_of_one_load_the_last_counts(tmp_path: Path) -> None:
+    path = tmp_path / "reuse.jsonl"
+    for one in (run(point(8, 1, 1)), run(offload="none"), run(point(16, 1, 1), point(32, 1, 1))):
+        study.append(path, one)
+    runs = study.read(path, Run).runs
+    assert [(one.case.offload, len(one.points)) for one in runs] == [("cpu", 1), ("none", 0), ("cpu", 2)]
+    assert [(one.case.offload, len(one.points)) for one in latest(runs)] == [("cpu", 2), ("none", 0)]
 
 
 def test_cells_are_text_with_units() -> None:
@@ -116,10 +98,9 @@ def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPat
     words = ["reuse", "-m", "bloom-tiny", "--context", "16,128,1k,4k", "--new-tokens", "8", "--repeats", "2"]
     result = zinfer(folder, *words, "--kv-cache-dir", "kv", "--layers", "2")
     assert result.returncode == 0, result.stderr
-    path = folder / "sweeps" / "results" / slug() / "reuse.json"
-    record = prefix_reuse.load(path)
-    assert record.machine == slug()
-    (found,) = record.runs
+    path = folder / "sweeps" / "results" / slug() / "reuse.jsonl"
+    (found,) = study.read(path, Run).runs
+    assert found.machine == slug()
     assert [one.context for one in found.measured] == [16, 128, 1024]
     assert all(len(one.recompute_ms) == len(one.memory_ms) == len(one.disk_ms) == 2 for one in found.measured)
     assert found.points[-1].skipped == "bloom-tiny has 2,048 positions"
@@ -176,9 +157,9 @@ def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
 
     def invoke(*words: str, dies: int = 0) -> tuple[Any, Run]:
         monkeypatch.setattr(Inline, "dies", dies)
-        result = CliRunner().invoke(cli, ["reuse", "-m", "bloom-tiny", "--repeats", "1", "-o", "r.json", *words])
-        assert Path("r.json").exists(), (result.output, result.exception)
-        return result, prefix_reuse.load(Path("r.json")).runs[-1]
+        result = CliRunner().invoke(cli, ["reuse", "-m", "bloom-tiny", "--repeats", "1", "-o", "r.jsonl", *words])
+        assert Path("r.jsonl").exists(), (result.output, result.exception)
+        return result, study.last(Path("r.jsonl"), Run)
 
     return invoke
 
@@ -193,7 +174,7 @@ def test_samples_before_a_crash_stay(inline: Callable[..., tuple[Any, Run]]) -> 
     assert [one.skipped for one in found.points] == [
         "unsupported: a KV cache with kv_offload=cpu is not kept", "16 tokens failed (unsupported)",
     ]  # fmt: skip
-    assert len(prefix_reuse.load(Path("r.json")).runs) == 2
+    assert len(study.read(Path("r.jsonl"), Run).runs) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.results import case, point, traced
+from zinfer.record import jsonl
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.store import Header, Store, StoreError, decode, encode, read, read_usable
 from zinfer.spec.case import Case, Workload
@@ -41,12 +42,10 @@ def reason(line: bytes) -> str:
 
 
 def resealed(**changes: object) -> bytes:
-    """Return a point's line with other fields and a right checksum, as zinfer of another version would write it."""
-    from zinfer.record import store
-
+    """A point's line with other fields and a right checksum, as a zinfer of another version would write it."""
     fields = json.loads(encode(POINTS[0])) | changes
     fields.pop("checksum")
-    return store._sealed(fields)
+    return jsonl._sealed(fields)
 
 
 def test_a_file_holds_what_was_appended(file: Path) -> None:
@@ -277,11 +276,10 @@ def test_a_timeline_is_stored_as_short_rows() -> None:
 
 
 def test_records_without_a_timeline_are_read() -> None:
-    from zinfer.record import store
 
     fields = json.loads(encode(POINTS[0]))
     del fields["timeline"], fields["checksum"]
-    assert decode(store._sealed(fields)) == POINTS[0]
+    assert decode(jsonl._sealed(fields)) == POINTS[0]
 
 
 def test_not_a_number_is_written_as_null() -> None:

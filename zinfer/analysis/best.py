@@ -6,7 +6,7 @@ from typing import Literal
 from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost
 from zinfer.analysis.group import Points
 from zinfer.analysis.rates import pareto
-from zinfer.analysis.sla import Sla, SlaResult, check
+from zinfer.analysis.sla import Sla, SlaCheck, check
 from zinfer.record.measurement import Measurement
 from zinfer.spec.value import Frozen
 
@@ -22,7 +22,7 @@ class Decision(Frozen):
 
     objective: Objective
     point: Measurement | None = None
-    kept: tuple[SlaResult, ...] = ()  # the levels, checked on `point`, or else on `nearest`
+    kept: tuple[SlaCheck, ...] = ()  # the levels, checked on `point`, or else on `nearest`
     cost: Cost | None = None
     nearest: Measurement | None = None
     front: tuple[Measurement, ...] = ()  # Pareto front of the points that keep the levels: tok/s, tok/s of one user

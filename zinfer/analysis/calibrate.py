@@ -18,7 +18,7 @@ from zinfer.analysis.group import Points
 from zinfer.plan import cost
 from zinfer.plan.cost import Efficiency, Placement
 from zinfer.plan.plan import Plan, make_plan, placement_of
-from zinfer.record.measurement import Measurement
+from zinfer.record.measurement import Measurement, latest
 from zinfer.record.store import files, read
 from zinfer.spec import machine
 from zinfer.spec.case import Case
@@ -90,9 +90,8 @@ def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
 
 
 def load_points(results: Path = Path("sweeps/results")) -> tuple[Measurement, ...]:
-    """Points of all result files under `results`; the last one of a case that was measured twice on a machine."""
-    latest = {(point.machine, point.case): point for file in files(results) for point in read(file).points}
-    return tuple(latest.values())
+    """Return the latest point of each case and machine in all result files under `results`."""
+    return latest(read(results).points)
 
 
 def fit(points: Points, machines: Mapping[str, Machine], rows: Sequence[Row] | None = None) -> dict[str, Efficiency]:

@@ -11,11 +11,11 @@ spread: its noise is unknown, which is not the same as small, and no such change
 from collections.abc import Iterable, Sequence
 from math import hypot
 from statistics import mean
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
-from zinfer.record.measurement import Measurement, Status
-from zinfer.record.stats import ci95_half_width
-from zinfer.spec.case import Case, Offload
+from zinfer.analysis.group import order, samples
+from zinfer.record.measurement import Measurement, Status, latest
+from zinfer.spec.case import Case
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.value import Frozen
 
@@ -149,20 +149,15 @@ def compare(
 
 
 def value(point: Measurement, metric: Metric) -> Value:
-    """Metric of a point with the half-width of its repeats; empty for a point that is not usable."""
-    found = getattr(point, metric) if point.usable else None
+    """The metric of a point and how far its repeats pin it down; nothing from a point that is not usable."""
     if metric == "gpu_peak_bytes":
-        return Value(mean=found)
-    steps = [mean(repeat) for repeat in point.step_ms if repeat]
-    samples: dict[Metric, Sequence[float]] = {
-        "output_tok_s": point.output_tok_s_samples if point.usable else (),
-        "decode_tok_s": [point.case.workload.batch_size / step * 1e3 for step in steps if step],
-        "ttft_ms": point.ttft_ms,
-        "tpot_ms": steps,
-    }
-    if metric == "ttft_ms":
-        found = mean(found) if found else None
-    return Value(mean=found, noise=None if found is None else ci95_half_width(samples[metric]))
+        return Value(mean=point.gpu_peak_bytes if point.usable else None)
+    repeats = samples(point, metric)
+    if not repeats:
+        return Value()
+    # rates count all repeats together, as everywhere; a mean of rates would weigh the slow repeats less
+    found = mean(repeats) if metric == "ttft_ms" else getattr(point, metric)
+    return Value(mean=found, noise=ci95_half_width(repeats))
 
 
 def _change(before: Measurement, after: Measurement, metric: Metric) -> Change:
@@ -178,13 +173,13 @@ def _change(before: Measurement, after: Measurement, metric: Metric) -> Change:
 
 
 def _by_key(points: Iterable[Measurement], across: Sequence[str]) -> dict[tuple[Any, ...], Measurement]:
-    latest = {(point.machine, point.case): point for point in points}
-    machines = sorted({machine for machine, _ in latest})
+    points = latest(points)
+    machines = sorted({point.machine for point in points})
     if len(machines) > 1:
         raise CompareError(f"holds points of {' and '.join(machines)}: compare files of one machine each")
     fields = [field for field in Case.model_fields if field not in across]
     found: dict[tuple[Any, ...], Measurement] = {}
-    for point in latest.values():
+    for point in points:
         if point.status == "cancelled":
             continue
         key = tuple(getattr(point.case, field) for field in fields)
@@ -196,10 +191,7 @@ def _by_key(points: Iterable[Measurement], across: Sequence[str]) -> dict[tuple[
 
 
 def _order(point: Measurement) -> tuple[str | int, ...]:
-    case = point.case
-    load, offload, label = case.workload, get_args(Offload).index(case.offload), case.label()
-    section = (case.model, case.layers or 0, load.input_len, load.output_len, case.dtype, case.load_format)
-    return *section, case.engine, offload, len(label), label, load.batch_size
+    return *order(point.case), point.case.gpu_weights or "", point.case.workload.batch_size
 
 
 def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) -> tuple[Difference, ...]:

@@ -1,20 +1,22 @@
-"""Groups: points that may be compared, which share model (or slice of it), lengths, dtype and machine."""
+"""Groups of points that may be compared: of one model (or slice of it), lengths, type of weights, and machine."""
 
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
-from typing import get_args
+from statistics import mean
+from typing import Literal, get_args
 
-from zinfer.record.measurement import Measurement
+from zinfer.record.measurement import Measurement, latest
 from zinfer.spec.case import Case, LoadFormat, Offload
 from zinfer.spec.model import Dtype
 from zinfer.spec.value import Frozen
 
 Points = Sequence[Measurement]
+Metric = Literal["ttft_ms", "tpot_ms", "e2e_ms", "output_tok_s", "decode_tok_s", "user_tok_s"]
 
 
 class Group(Frozen):
-    """Fields that points must share to be compared. `layers` is set for a slice of the model's `total_layers`."""
+    """Properties that points must share to be compared. `layers` is set for a slice of the model's `total_layers`."""
 
     machine: str
     model: str
@@ -38,14 +40,14 @@ class Group(Frozen):
 
     @property
     def conditions(self) -> str:
-        """Conditions of the numbers: machine, whole model or slice, kind of weights, dtype."""
+        """Facts that a reader must know to judge the numbers: machine, slice, kind of weights, type."""
         whole = "the whole model" if self.layers is None else "a slice of the model"
         weights = "dummy weights" if self.load_format == "dummy" else "weights of the checkpoint"
         return f"{self.machine} · {whole} · {weights} · {self.dtype}"
 
     @property
     def caution(self) -> str | None:
-        """Warning for a slice about figures that do not hold for the whole model; None for a whole model."""
+        """Warning about a slice: its memory is not its model's. None for a whole model."""
         if self.layers is None:
             return None
         plan = f"`zinfer plan --model {self.model_name}`"
@@ -54,17 +56,16 @@ class Group(Frozen):
         )
 
     def stem(self, sweep: str, alone: bool) -> str:
-        """File stem of this group's figures, ``<machine>/<sweep>``, with a suffix if it is not `alone` in its sweep."""
+        """Return the path of this group's figures: ``<machine>/<sweep>``, longer unless it is `alone` in its sweep."""
         part = "" if self.layers is None else f"-{self.layers}l"
         name = f"{self.model_name}{part}-{self.input_len}-{self.output_len}-{self.dtype}-{self.load_format}"
         return f"{path_part(self.machine)}/{path_part(sweep if alone else f'{sweep}-{name}')}"
 
 
 def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]]:
-    """Points by group, sorted; if a case was measured several times, the last point counts."""
-    latest = {(point.machine, point.case): point for point in points}
+    """Return the latest point of each case by group, both sorted."""
     found: dict[Group, list[Measurement]] = {}
-    for point in latest.values():
+    for point in latest(points):
         case = point.case
         group = Group(
             machine=point.machine,
@@ -84,19 +85,44 @@ def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]
 
 
 def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:
-    """Points of a group by load (engine, offload and options, at batch size 1), by ascending batch size."""
+    """Return points of a group by load (engine, offload and options, at batch size 1), batch sizes ascending."""
     loads: dict[Case, list[Measurement]] = {}
     for point in sorted(points, key=_order):
         loads.setdefault(point.case.load, []).append(point)
     return {load: tuple(own) for load, own in loads.items()}
 
 
-def _order(point: Measurement) -> tuple[str, int, int, str, int]:
-    case = point.case
-    offload = get_args(Offload).index(case.offload)
-    return case.engine, offload, len(case.options), str(case.options), case.workload.batch_size
+def order(case: Case) -> tuple[str | int, ...]:
+    """Return the sort key of loads: what must be equal to be compared first, then engine, offload, and options."""
+    load, offload = case.workload, get_args(Offload).index(case.offload)
+    shared = (case.model, case.layers or 0, load.input_len, load.output_len, case.dtype, case.load_format)
+    return *shared, case.engine, offload, len(case.options), str(case.options)
+
+
+def _order(point: Measurement) -> tuple[str | int, ...]:
+    return *order(point.case), point.case.workload.batch_size
+
+
+def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:
+    """Return the metric's value of each repeat, in ms or tokens a second; empty unless the point is usable.
+
+    TPOT, and the rates of decode, leave out repeats without a decode step.
+    """
+    if not point.usable:
+        return ()
+    steps = [mean(repeat) for repeat in point.step_ms if repeat and sum(repeat)]
+    batch = point.case.workload.batch_size
+    found: dict[Metric, Sequence[float]] = {
+        "ttft_ms": point.ttft_ms,
+        "tpot_ms": steps,
+        "e2e_ms": point.e2e_ms,
+        "output_tok_s": point.output_tok_s_samples,
+        "decode_tok_s": [batch / step * 1e3 for step in steps],
+        "user_tok_s": [1e3 / step for step in steps],
+    }
+    return tuple(found[metric])
 
 
 def path_part(text: str) -> str:
-    """`text` as one path component: letters, digits, dot and dash; never hidden, never empty."""
+    """Return `text` as one path component: letters, digits, dot and dash; never hidden, never empty."""
     return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip(".-") or "unnamed"

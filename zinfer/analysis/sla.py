@@ -1,4 +1,4 @@
-"""Service levels: conditions on a point, checked over every sample of it.
+"""Service levels: bounds that a point must keep, over every sample of it.
 
 A percentile needs samples: the 99th of fewer than a hundred is their maximum, and is reported as that. TPOT has a
 sample a decode step, every other metric one a repeat: a mean of the rates of single steps would weigh the short ones
@@ -11,6 +11,7 @@ from math import ceil
 from statistics import mean
 from typing import Literal
 
+from zinfer.analysis import group
 from zinfer.analysis.economics import parse_seconds
 from zinfer.record.measurement import Measurement
 from zinfer.spec.errors import ZinferError
@@ -40,8 +41,8 @@ class Sla(Frozen):
         return f"{self.metric} {self.statistic} {'<=' if self.at_most else '>='} {_amount(self.metric, self.bound)}"
 
 
-class SlaResult(Frozen):
-    """A condition and the value that a point has; `actual` is None if the point has no sample."""
+class SlaCheck(Frozen):
+    """A condition with the value that a point has; `actual` is None where the point has no sample."""
 
     sla: Sla
     actual: float | None
@@ -71,7 +72,7 @@ class SlaResult(Frozen):
         return f", missed by {amount} ({figures(self.miss * 100, 2)}%)"
 
     def describe(self) -> str:
-        """Text of the condition, the point's value, and a note if a percentile has too few samples."""
+        """State the value measured, and how far it may be trusted."""
         if self.actual is None:
             return f"{self.sla.describe()}: not measured"
         few = ""
@@ -97,14 +98,14 @@ def parse(text: str) -> Sla:
     return Sla(metric=metric, statistic=parts[1], at_most=parts[2] == "<=", bound=bound)
 
 
-def check(point: Measurement, slas: Iterable[Sla]) -> tuple[SlaResult, ...]:
+def check(point: Measurement, slas: Iterable[Sla]) -> tuple[SlaCheck, ...]:
     """Check the point against each condition."""
     found = []
     for sla in slas:
         samples = _samples(point, sla.metric)
         # bad samples are low rates and long times
         value = statistic(samples, sla.statistic, worst_high=sla.metric in TIMES) if samples else None
-        found.append(SlaResult(sla=sla, actual=value, samples=len(samples)))
+        found.append(SlaCheck(sla=sla, actual=value, samples=len(samples)))
     return tuple(found)
 
 
@@ -120,21 +121,12 @@ def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> f
 
 
 def _samples(point: Measurement, metric: Metric) -> Sequence[float]:
-    """Samples of a metric, in seconds or tokens a second."""
-    if not point.usable:
-        return ()
-    steps = [step / 1e3 for repeat in point.step_ms for step in repeat]
-    user = [len(repeat) / sum(repeat) * 1e3 for repeat in point.step_ms if sum(repeat)]
-    batch = point.case.workload.batch_size
-    found: dict[Metric, Sequence[float]] = {
-        "ttft": [first / 1e3 for first in point.ttft_ms],
-        "tpot": steps,
-        "e2e": [whole / 1e3 for whole in point.e2e_ms],
-        "output_tok_s": point.output_tok_s_samples,
-        "decode_tok_s": [batch * rate for rate in user],
-        "user_tok_s": user,
-    }
-    return found[metric]
+    """Return the samples of a metric, in seconds or tokens a second."""
+    if metric == "tpot":
+        return [step / 1e3 for repeat in point.step_ms for step in repeat] if point.usable else ()
+    if metric == "ttft" or metric == "e2e":
+        return [ms / 1e3 for ms in group.samples(point, "ttft_ms" if metric == "ttft" else "e2e_ms")]
+    return group.samples(point, metric)
 
 
 def _needed(statistic: str) -> int:

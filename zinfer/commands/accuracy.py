@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    help="File or folder.  [default: sweeps/results/MACHINE/accuracy.json]",
+    help="File or folder.  [default: sweeps/results/MACHINE/accuracy.jsonl]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
 @click.pass_obj
@@ -70,21 +70,18 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     zinfer accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8,fp8
     zinfer accuracy --model ./my-checkpoint --dtype fp32 --kv-cache-dtype int8 --prompt-file book.txt --samples 64
     """
-    from zinfer.commands.out import console
-    from zinfer.commands.probe import write
-    from zinfer.record import accuracy
+    from zinfer.commands.out import console, study_file
+    from zinfer.record import study
+    from zinfer.record.accuracy import AccuracyRecord
 
     record = _measure(debug, how)
-    path = output or Path("sweeps/results") / record.machine
-    if output is None or path.is_dir():
-        path = path / accuracy.FILE
-    text = record.model_dump_json(indent=1) + "\n"
-    # A record without results, or of random weights, must not replace one of a model.
+    path = study_file(AccuracyRecord, record.machine, output)
+    # Random weights say nothing of a model, so they do not take the place of a checkpoint's.
     kept = record.compared and (output is not None or record.reference.load_format != "dummy")
     if kept:
-        write(path, text)
+        study.append(path, record)
     if as_json:
-        click.echo(text, nl=False)
+        click.echo(record.model_dump_json(indent=1))
     else:
         console().print(table(record))
     click.echo(f"wrote {path}" if kept else "not written: no setting was measured, or only random weights", err=True)
@@ -198,14 +195,8 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
 
 
 def table(record: "AccuracyRecord") -> "Table":
-    """Table of each setting beside the reference, on the reference's own tokens and on the text."""
-    from rich.table import Table
-
+    """Return each setting beside the reference, along its own tokens and along the text."""
+    from zinfer.commands import out
     from zinfer.record.accuracy import COLUMNS
 
-    found = Table(title=record.title, title_justify="left", caption=record.told, caption_justify="left")
-    for name in COLUMNS:
-        found.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
-    for row in record.cells():
-        found.add_row(*row)
-    return found
+    return out.table(record.title, COLUMNS, record.cells(), record.told)

@@ -15,14 +15,9 @@ if TYPE_CHECKING:
 
 @click.command("codec")
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...", type=click.Path(path_type=Path))
-@click.option("--dtype", type=options.Dtype(), help="bf16 rounds other floats to bf16 first; only bf16 is coded.")
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    help="File or folder.  [default: sweeps/results/MACHINE/codec.json]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Also print the record as JSON.")
+@click.option("--dtype", type=options.Dtype(), help="bf16: take other floats, too, as bf16. Only bf16 is coded.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/codec.jsonl.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
 def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | None, as_json: bool) -> None:
     """Code and decode weights of known distributions, and those of each CHECKPOINT (a folder, or one safetensors file).
     Reports their size as a share of the original, the speed, whether every bit returns, and the gain of a streamed
@@ -35,9 +30,9 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     zinfer codec ./my-checkpoint
     """
     from zinfer.cli import Failure
-    from zinfer.commands.out import console
-    from zinfer.commands.probe import write
-    from zinfer.record import codec as lossless
+    from zinfer.commands.out import console, study_file
+    from zinfer.record import study
+    from zinfer.record.codec import CodecRecord
     from zinfer.spec.errors import INTEGRITY
     from zinfer.worker import codec
 
@@ -46,13 +41,10 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     record = codec.measure(
         checkpoints, cast=dtype is not None, progress=lambda what: click.echo(f"measuring {what}", err=True)
     )
-    path = output or Path("sweeps/results") / record.machine
-    if output is None or path.is_dir():
-        path = path / lossless.FILE
-    text = record.model_dump_json(indent=1) + "\n"
-    write(path, text)
+    path = study_file(CodecRecord, record.machine, output)
+    study.append(path, record)
     if as_json:
-        click.echo(text, nl=False)
+        click.echo(record.model_dump_json(indent=1))
     else:
         console().print(*tables(record), sep="\n")
     click.echo(f"wrote {path}", err=True)
@@ -61,23 +53,14 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
 
 
 def tables(record: "CodecRecord") -> "list[RenderableType]":
-    """Tables of the measured results and of figures that others have published."""
-    from rich.table import Table
-
+    """Return the measured rows, and those that others have published."""
+    from zinfer.commands.out import table
     from zinfer.plan.published import PublishedCodec, codecs
     from zinfer.record.codec import COLUMNS
     from zinfer.spec.units import gb
 
     measured = f"{record.machine}, link {gb(record.link)}/s"
-    found: list[RenderableType] = []
-    for title, columns, rows in (
-        (measured, COLUMNS, record.cells()),
-        ("published by others, not measured here", PublishedCodec.columns, [one.cells for one in codecs()]),
-    ):
-        table = Table(title=title, title_justify="left")
-        for name in columns:
-            table.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
-        for row in rows:
-            table.add_row(*row)
-        found.append(table)
-    return found
+    return [
+        table(measured, COLUMNS, record.cells()),
+        table("published by others, not measured here", PublishedCodec.columns, [one.cells for one in codecs()]),
+    ]

@@ -1,11 +1,38 @@
-"""Tables on stdout: cells are cut to fit a terminal, but never in a file or a pipe."""
+"""Output that commands share: tables on stdout, and runs of studies in the files of their kind."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from zinfer.record.study import Study
 
 WIDTH = 160  # columns of a table in a file or a pipe
 
 
 def console() -> Console:
-    """Console of stdout, for tables."""
+    """Return stdout for tables, whose cells are cut to fit a terminal, but never a file or a pipe."""
     found = Console()
     return found if found.is_terminal else Console(width=WIDTH)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None) -> Table:
+    """Return a table of text; columns whose title begins with ``#`` hold numbers and stand flush right."""
+    found = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for name in columns:
+        found.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
+    for row in rows:
+        found.add_row(*row)
+    return found
+
+
+def study_file(kind: "type[Study]", machine: str, output: Path | None) -> Path:
+    """Return the file for runs of a kind of study: `output`, or the machine's file in it or in sweeps/results."""
+    from zinfer.record import study
+    from zinfer.spec.local import RESULTS
+
+    path = output or RESULTS / machine
+    return path / study.file_name(kind) if output is None or path.is_dir() else path

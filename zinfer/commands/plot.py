@@ -1,4 +1,4 @@
-"""`zinfer plot`: the figures of what was measured."""
+"""`zinfer plot`: figures of the results."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 @click.option("--format", "formats", default="png,svg", show_default=True, help="png, svg, or both.")
 @click.option("--figure", "wanted", default="all", show_default=True, help="Names, separated by commas.")
 def command(results: Path, output: Path, formats: str, wanted: str) -> None:
-    """Draw what each sweep in RESULTS (a file or a folder) shows: throughput, latency and link use over batch size,
-    throughput over residency, and the timeline of a decode step where one was traced; and what `zinfer reuse` measured.
+    """Draw the figures of each sweep in RESULTS (a file or a folder): throughput, latency and link use over batch size,
+    throughput over residency, and the timeline of a decode step where one was traced; and those of `zinfer reuse`.
 
     Prints the paths it wrote, DIR/<machine>/<sweep>-<figure>.<format>. Equal results give equal bytes.
     """
@@ -26,10 +26,11 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
 
     from zinfer.analysis.group import groups, path_part
     from zinfer.cli import Failure
-    from zinfer.record.prefix_reuse import FILE, load
+    from zinfer.record import study
+    from zinfer.record.measurement import latest
+    from zinfer.record.prefix_reuse import Run
     from zinfer.record.store import StoreError, files, read, read_usable
     from zinfer.report.plot import figures, style
-    from zinfer.report.plot.prefix_reuse import reuse
     from zinfer.spec.errors import NOTHING
 
     forms = [form for form in get_args(style.Format) if form in formats.split(",")]
@@ -40,7 +41,7 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
     if unknown := [name for name in names if name not in known]:
         choice = ", ".join(known)
         raise click.BadParameter(f"{unknown[0]!r} is no figure: choose from {choice}, or all", param_hint="--figure")
-    reuses = [results] if results.name == FILE else sorted(results.rglob(FILE))
+    reuses = study.files(results, Run) if results.is_dir() or study.holds(results, Run) else ()
     sweeps = () if results in reuses else files(results)
     try:
         if (sweeps or not reuses) and (warning := read_usable(results).warning):
@@ -56,20 +57,19 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
             for name, figure in figures.draw(group, points, names).items():
                 missing.discard(name)
                 _write(figure, stem.with_name(f"{stem.name}-{name}"), forms)
-    for file in reuses if "reuse" in names else ():
-        record = load(file)
-        for run in record.runs:
-            drawn = reuse(run, record.machine)
-            if drawn is not None:
-                missing.discard("reuse")
-                _write(drawn, output / path_part(record.machine) / f"reuse-{path_part(run.title)}", forms)
+    runs = [run for file in reuses if "reuse" in names for run in study.read(file, Run).runs]
+    for run in latest(runs):
+        drawn = figures.reuse(run)
+        if drawn is not None:
+            missing.discard("reuse")
+            _write(drawn, output / path_part(run.machine) / f"reuse-{path_part(run.title)}", forms)
     if missing:
         why = "; `zinfer sweep` traces a step of each point that the stream engine offloads" * ("timeline" in missing)
         raise Failure(f"no point in {results} has what figure {', '.join(sorted(missing))} would show{why}", NOTHING)
 
 
 def _write(figure: "Figure", stem: Path, forms: "list[Format]") -> None:
-    """The figure as `stem` and a suffix for each form. Raises Failure where it cannot be written."""
+    """Write the figure as `stem` and a suffix for each form. Raises Failure where it cannot be written."""
     from zinfer.cli import Failure
     from zinfer.report.plot.style import render
     from zinfer.spec import atomic

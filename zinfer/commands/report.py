@@ -1,21 +1,22 @@
-"""`zinfer report`: what was measured, what follows from it, and what it costs, as a document."""
+"""`zinfer report`: measurements, the conclusions from them, and the cost, as a document."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from zinfer.commands.prices import price_options
 
 if TYPE_CHECKING:
-    from zinfer.report.study import Findings, Question
+    from zinfer.record.study import Study
+    from zinfer.report.findings import Findings, Question
     from zinfer.spec.machine import Machine
 
+S = TypeVar("S", bound="Study")
 FORMS = (".html", ".md")
 
 
-@click.command("report", short_help="Write what was measured as an HTML page and as Markdown.")
+@click.command("report", short_help="Write a report of the results as an HTML page and as Markdown.")
 @click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", default="plots/report.html", show_default=True, type=click.Path(path_type=Path),
@@ -36,8 +37,8 @@ def command(
     utilisation: float,
     spare: int,
 ) -> None:
-    """Write the answers in RESULTS (a file or a folder), every point behind them, the system under test, what other
-    machines would do, and how far all of it may be trusted.
+    """Write the answers in RESULTS (a file or a folder), every point behind them, the system under test, predictions
+    for other machines, and how far all of it may be trusted.
 
     The page is one file that needs no other and no network; the Markdown twin shows the figures that `zinfer plot` drew
     into its folder. Prints the paths it wrote. Equal results give equal bytes.
@@ -46,7 +47,7 @@ def command(
     from zinfer.cli import Failure
     from zinfer.record.store import StoreError
     from zinfer.report import contents, markdown, page
-    from zinfer.report.study import Demand
+    from zinfer.report.findings import Demand
     from zinfer.spec import atomic
     from zinfer.spec.errors import ENVIRONMENT
 
@@ -78,42 +79,55 @@ def command(
 
 def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
     from zinfer.analysis.group import groups
-    from zinfer.record import accuracy, codec, prefix_reuse
+    from zinfer.record.accuracy import AccuracyRecord
+    from zinfer.record.codec import CodecRecord
+    from zinfer.record.measurement import latest
+    from zinfer.record.prefix_reuse import Run
     from zinfer.record.store import files, read
-    from zinfer.report.study import Findings, Study
+    from zinfer.report.findings import Findings, WorkloadFindings
 
-    studies: list[Study] = []
+    workloads: list[WorkloadFindings] = []
     damaged: list[str] = []
     paths = files(results) if results.exists() else ()
     folders = dict.fromkeys(file.parent for file in paths)
-    codecs, accuracies, reuses = (_records(folders, kind, damaged) for kind in (codec, accuracy, prefix_reuse))
+    codecs = [run for folder in folders for run in _runs(folder, CodecRecord, damaged)[-1:]]
+    accuracies = [run for folder in folders for run in _runs(folder, AccuracyRecord, damaged)[-1:]]
+    reuses = latest(run for folder in folders for run in _runs(folder, Run, damaged))
     for file in paths:
         records = read(file)
         damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in records.damaged]
         found = groups(records.points)
         for group, points in found.items():
             links = _figures(folder, group.stem(file.stem, alone=len(found) == 1))
-            studies.append(Study(file.stem, group, points, _machine(file.parent), records.headers, links))
+            place = _machine(file.parent)
+            workloads.append(WorkloadFindings(file.stem, group, points, place, records.headers, links))
     against = None if baseline is None else (str(baseline), read(baseline).points)
-    return Findings(tuple(studies), tuple(damaged), against, codecs=codecs, accuracies=accuracies, reuses=reuses)
+    return Findings(
+        tuple(workloads), tuple(damaged), against, codecs=tuple(codecs), accuracies=tuple(accuracies), reuses=reuses
+    )
 
 
-def _records(folders: Iterable[Path], kind: Any, damaged: list[str]) -> tuple[Any, ...]:
-    """What lies in `folders` of a `kind`, a module with a FILE and a way to `load` it; a file that cannot be read is
-    named in `damaged`."""
-    found = []
-    for path in (folder / kind.FILE for folder in folders):
-        try:
-            found += [kind.load(path)] if path.exists() else []
-        except ValueError as error:
-            damaged.append(str(error))
-    return tuple(found)
+def _runs(folder: Path, kind: "type[S]", damaged: list[str]) -> "list[S]":
+    """Return the runs of a kind of study in `folder`; files and lines that cannot be read are named in `damaged`."""
+    from zinfer.record import study
+
+    found: list[S] = []
+    for name in (f"{kind.KIND}.json", study.file_name(kind)):
+        if (folder / name).exists():
+            try:
+                runs, lost = study.read(folder / name, kind)
+            except ValueError as error:
+                damaged.append(str(error))
+                continue
+            found += runs
+            damaged += [f"{name}, line {damage.line}: {damage.reason}" for damage in lost]
+    return found
 
 
 def _questions(folder: Path) -> "tuple[Question, ...]":
-    """What the planning recipes in `folder` ask."""
+    """Return the questions of the planning recipes in `folder`."""
     from zinfer.job.recipe import make_sweep, read_toml
-    from zinfer.report.study import Question
+    from zinfer.report.findings import Question
     from zinfer.spec import machine
     from zinfer.spec.model import resolve
 
@@ -141,7 +155,7 @@ def _machine(folder: Path) -> "Machine | None":
 
 
 def _figures(folder: Path, stem: str) -> dict[str, str]:
-    """Links from `folder` to the figures of `stem` that are there, SVG before PNG."""
+    """Return links from `folder` to the existing figures of `stem`, SVG before PNG."""
     from os.path import isfile  # unlike Path.is_file, of a name that is too long for the disk too
 
     candidates = {

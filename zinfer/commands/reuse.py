@@ -1,6 +1,6 @@
 """`zinfer reuse`: TTFT of a conversation whose KV cache was kept, against computing it again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,13 +72,8 @@ class Contexts(click.ParamType[Any]):
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=3600, show_default=True,
     help="Limit for a load or a context, in seconds.",
 )  # fmt: skip
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    help="File or folder.  [default: sweeps/results/MACHINE/reuse.json]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Also print the record as JSON.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/reuse.jsonl.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
 @click.pass_obj
 def command(
     debug: bool,
@@ -100,17 +95,18 @@ def command(
     """Measure the TTFT of a context whose KV cache was kept in host memory (and, with --kv-cache-dir, on disk) against
     computing all of it, for each context length; and the length from which on a reload wins.
 
-    Runs of other models, engines and settings stay in the record; a run of the same ones is replaced.
+    Runs are added to the file; of those of the same model, engine and settings the last one counts.
 
     \b
     zinfer reuse --model bloom-176b --layers 14 --context 1k,2k
     zinfer reuse --model ./my-checkpoint --offload none,cpu --kv-cache-dir /mnt/nvme/kv
     """
-    from zinfer.commands.out import console
-    from zinfer.commands.probe import write
+    from zinfer.commands.out import console, study_file
     from zinfer.commands.watch import Watch
     from zinfer.job import recipe, sweep
-    from zinfer.record.prefix_reuse import FILE, ReuseRecord, load
+    from zinfer.record import study
+    from zinfer.record.measurement import latest
+    from zinfer.record.prefix_reuse import Run
     from zinfer.spec import local
     from zinfer.spec.source import find
 
@@ -127,26 +123,30 @@ def command(
     jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path, positions=False)
     if not jobs:
         raise click.UsageError(f"engine {', '.join(engine)} has no offload {', '.join(offload)}")
-    path = output or local.RESULTS / machine.name
-    if output is None or path.is_dir():
-        path = path / FILE
-    record = load(path) if path.exists() else ReuseRecord(machine=machine.name, device=_device(machine), runs=())
+    path = study_file(Run, machine.name, output)
     done: list[Run] = []
     with Watch() as watch:
         for job in jobs:
             with _scratch(how["kv_cache_dir"]) as folder:
                 done.append(_run(job, nvme_path, watch, debug, how | {"folder": folder}))
-            # Read again: another process may have written to it.
-            record = (load(path) if path.exists() else record).with_run(done[-1])
-            write(path, record.model_dump_json(indent=1) + "\n")
+            study.append(path, done[-1])
     if as_json:
-        click.echo(record.model_dump_json(indent=1))
+        click.echo(_json(latest(study.read(path, Run).runs)))
     else:
         for run in done:
             console().print(table(run), *run.verdicts, sep="\n", highlight=False)
     click.echo(f"wrote {path}", err=True)
     if not any(run.measured for run in done):
         raise Failure(next(point.skipped for run in done for point in run.points if point.skipped), NOTHING)
+
+
+def _json(runs: "Sequence[Run]") -> str:
+    """Return runs of one machine as a JSON document."""
+    import json
+
+    shared = {"machine": runs[-1].machine, "device": runs[-1].device}
+    own = [json.loads(run.model_dump_json(exclude={"machine", "device"})) for run in runs]
+    return json.dumps(shared | {"runs": own}, indent=1)
 
 
 @contextmanager
@@ -211,8 +211,9 @@ def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: di
             worker.close()
     case = job.plan.case.model_copy(update={"workload": Workload(batch_size=1, input_len=1, output_len=1)})
     return Run(
-        case=case, num_layers=spec.num_layers, total_layers=spec.total_layers, model_revision=job.revision,
-        started_at=began, link=facts.get("link_bandwidth"), versions=facts.get("versions", {}), points=tuple(points),
+        machine=machine.name, device=_device(machine), case=case, num_layers=spec.num_layers,
+        total_layers=spec.total_layers, model_revision=job.revision, started_at=began,
+        link=facts.get("link_bandwidth"), versions=facts.get("versions", {}), points=tuple(points),
     )  # fmt: skip
 
 
@@ -241,14 +242,9 @@ def _line(point: "Point") -> str:
 
 
 def table(run: "Run") -> "Table":
-    """Table of a run's medians, a row for each context."""
-    from rich.table import Table
-
+    """Return the medians of a run, a line for each context."""
+    from zinfer.commands import out
     from zinfer.record.prefix_reuse import COLUMNS
 
-    found = Table(title=f"{run.title}: TTFT\n{run.conditions}", title_justify="left")
-    for name in COLUMNS:
-        found.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
-    for point in run.measured:
-        found.add_row(*point.cells)
-    return found
+    title = f"{run.title}: time to the first token\n{run.conditions}"
+    return out.table(title, COLUMNS, [point.cells for point in run.measured])

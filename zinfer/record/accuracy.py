@@ -1,27 +1,26 @@
-"""How far an engine's output moves when one of its settings changes, as measured.
+"""The study of `zinfer accuracy`: how far an engine's output moves when one of its settings changes.
 
 A reference and a changed setting get the same tokens; at each position both say how likely every next token is. Where
 rows follow the reference's own greedy tokens (`own`), a setting that runs freely takes the same way up to the first
-position where its most likely token is another one, so both are told by one pass. Greedy text is what a model finds
-easy; rows that follow a given text (`text`) show what it is like elsewhere, and what the text's perplexity is.
+position where its most likely token is another one, so both are known from one pass. Greedy text is easy for a model;
+rows that follow a given text (`text`) show the effect elsewhere, and the text's perplexity.
 
 The first position of a row is its prefill's, which no setting of the KV cache changes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import exp, inf
-from pathlib import Path
 from statistics import fmean, median_low
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from zinfer.record.measurement import Status
+from zinfer.record.study import Study
 from zinfer.spec.case import Case
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.units import figures
 from zinfer.spec.value import Frozen
 
 Along = Literal["own", "text"]
-FILE = "accuracy.json"
 COLUMNS = (
     "setting", "along", "#positions", "#logit error", "#at most", "#KL, nats", "#at most", "#same token",
     "#perplexity", "#same rows", "#tokens till then",
@@ -29,7 +28,7 @@ COLUMNS = (
 
 
 class AccuracyError(ZinferError):
-    """A comparison that cannot be made, or a record that cannot be read; the message says what to do next."""
+    """A comparison that cannot be made; the message says what to do next."""
 
 
 class Position(NamedTuple):
@@ -118,13 +117,12 @@ class Prompts(Frozen):
     tokens: int
 
 
-class AccuracyRecord(Frozen):
-    """What `zinfer accuracy` found on `machine`: `device` computed, logits were of type `logits_dtype`."""
+class AccuracyRecord(Study):
+    """One run of `zinfer accuracy`; logits were of type `logits_dtype`."""
 
-    machine: str
-    device: str
-    started_at: str
-    versions: Mapping[str, str]
+    KIND: ClassVar[str] = "accuracy"
+    POINTS: ClassVar[tuple[str, ...]] = ("deviations", "failed")
+
     told: str  # what the model is
     revision: str
     reference: Case
@@ -185,11 +183,3 @@ def _change(before: float | None, after: float | None) -> str:
 
 def _tokens(count: float | None, most: int) -> str:
     return "" if count is None else f"all {most}" if count == inf else str(count)
-
-
-def load(path: Path) -> AccuracyRecord:
-    """The record in `path`. Raises AccuracyError for what is none."""
-    try:
-        return AccuracyRecord.model_validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise AccuracyError(f"{path} is no record of `zinfer accuracy`: {str(error).splitlines()[0]}") from error

@@ -1,24 +1,22 @@
-"""What the lossless codec does to weights, as measured: how small, how fast, and whether that pays behind this link.
+"""The study of `zinfer codec`: size and speed of the lossless codec on weights, and whether it pays behind this link.
 
 A streamed step takes as long as its bytes need on the link. Coded they are fewer, and some are decoded while the next
 ones cross, so the longer of both sets the pace: a link brings at most ``1 / max(coded / raw, link / decode)`` times as
 many weights a second, where `link` and `decode` are rates of raw bytes.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
+from zinfer.record.study import Study
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.units import figures, gb
 from zinfer.spec.value import Frozen
 
-FILE = "codec.json"
 COLUMNS = ("weights", "#bytes", "#coded to", "#bound", "#encode GB/s", "#decode GB/s", "pays")
 
 
 class CodecError(ZinferError):
-    """Weights that cannot be measured, or a record that cannot be read; the message says what to do next."""
+    """Weights that cannot be measured; the message says what to do next."""
 
 
 class Rate(Frozen):
@@ -62,14 +60,13 @@ class Coded(Frozen):
         return f"yes, {gain:.2f}x"
 
 
-class CodecRecord(Frozen):
-    """What `zinfer codec` found on `machine`: `device` did the work, `link` is bytes a second from host to device."""
+class CodecRecord(Study):
+    """One run of `zinfer codec`; `link` is the bandwidth from host to device, in bytes a second."""
 
-    machine: str
-    device: str
+    KIND: ClassVar[str] = "codec"
+    POINTS: ClassVar[tuple[str, ...]] = ("rows",)
+
     link: float
-    started_at: str
-    versions: Mapping[str, str]
     rows: tuple[Coded, ...]
 
     @property
@@ -96,11 +93,3 @@ class CodecRecord(Frozen):
 def _rate(rate: Rate | None, spread: bool = False) -> str:
     """In GB/s; with `spread`, and half the range."""
     return "" if rate is None else figures(rate.median / 1e9) + f" ± {rate.spread / 2:.1%}" * spread
-
-
-def load(path: Path) -> CodecRecord:
-    """The record in `path`. Raises CodecError for what is none."""
-    try:
-        return CodecRecord.model_validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CodecError(f"{path} is no record of `zinfer codec`: {str(error).splitlines()[0]}") from error

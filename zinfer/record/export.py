@@ -19,7 +19,7 @@ from html import escape
 from statistics import mean
 from typing import Any, NamedTuple, get_args
 
-from zinfer.record.measurement import Effective, Measurement
+from zinfer.record.measurement import Effective, Measurement, latest
 from zinfer.record.stats import ci95_half_width
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.units import figures
@@ -125,11 +125,13 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, points: Iterable[tuple[str, Measurement]]) -> "Table":
-        """The table of pairs (name of the results file, point); if a file has several points of one machine and case,
-        the last one counts."""
-        latest = {(file, point.machine, point.case): point for file, point in points}
-        predicted = sorted({name for point in latest.values() for name in point.predicted})
-        versions = sorted({name for point in latest.values() for name in point.versions})
+        """Return the table of points, each with the name of its file; from each file the latest of each case."""
+        files: dict[str, list[Measurement]] = {}
+        for file, point in points:
+            files.setdefault(file, []).append(point)
+        kept = [(file, point) for file, own in files.items() for point in latest(own)]
+        predicted = sorted({name for _, point in kept for name in point.predicted})
+        versions = sorted({name for _, point in kept for name in point.versions})
         columns: dict[str, type[Any]] = {"file": str} | {name: column.kind for name, column in _COLUMNS.items()}
         columns |= {f"predicted_{name}": float for name in predicted} | {f"version_{name}": str for name in versions}
         rows = tuple(
@@ -139,7 +141,7 @@ class Table(NamedTuple):
                 *(point.predicted.get(name) for name in predicted),
                 *(point.versions.get(name) for name in versions),
             )
-            for (file, _, _), point in latest.items()
+            for file, point in kept
         )
         return cls(columns, rows)
 

@@ -1,21 +1,28 @@
 """Append-only files of lines: written whole, synced, by one process at a time, and repaired when opened.
 
-A job of days may end in a kill, a full disk or a power cut; all that was written by then must be on disk and legible.
+A job of days may end in a kill, a full disk or a power cut; whatever was written by then must be on disk and legible.
+A sealed line (`seal`) is JSON that carries its kind, its schema version and a checksum. It is canonical (sorted keys,
+no spaces, ASCII), so that any changed byte shows.
 """
 
 import errno
 import fcntl
+import json
+import math
 import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from zinfer.spec.atomic import sync_folder
 from zinfer.spec.errors import ZinferError
+
+SCHEMA_VERSION = 1
 
 
 class StoreError(ZinferError):
@@ -28,7 +35,59 @@ class Garbled(ValueError):
     """Line whose bytes are not those that were written."""
 
 
-Check = Callable[[bytes], object]  # raises Garbled for a damaged line, ValueError for an intact one of no use
+class Damage(NamedTuple):
+    """A line that could not be used, by its number (from 1), and why."""
+
+    path: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.reason}"
+
+
+Check = Callable[[bytes], object]  # raises Garbled for such a line, ValueError for a whole one that cannot be used
+
+
+def seal(kind: str, fields: dict[str, Any]) -> bytes:
+    """Return the line of a record, without its newline. Raises ValueError or TypeError for what JSON does not have."""
+    return _sealed(fields | {"kind": kind, "schema_version": SCHEMA_VERSION})
+
+
+def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
+    """Return kind and fields of a sealed line.
+
+    Raises Garbled unless the line is exactly what `seal` wrote, ValueError for one of another schema version.
+    """
+    try:
+        fields = json.loads(line)
+        claimed = fields.pop("checksum")
+        sealed = _sealed(fields)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise Garbled("not a whole record") from None
+    if sealed != line:
+        raise Garbled(f"the checksum {str(claimed)[:16]} does not match the line")
+    version = fields.pop("schema_version", None)
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"schema version {version}; this zinfer reads {SCHEMA_VERSION}")
+    return str(fields.pop("kind", None)), fields
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with null for NaN and the infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _canonical(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str).encode()
+
+
+def _sealed(fields: dict[str, Any]) -> bytes:
+    return _canonical(fields | {"checksum": sha256(_canonical(fields)).hexdigest()[:16]})
 
 
 def read_lines(path: Path) -> list[bytes]:

@@ -4,15 +4,14 @@
 leaves out prefill and the first token, which prefill yields.
 """
 
+from collections.abc import Iterable
 from statistics import mean, median
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from zinfer.spec.case import Case
 from zinfer.spec.value import Frozen
-
-SCHEMA_VERSION = 1
 
 Status = Literal[
     "ok",
@@ -168,3 +167,21 @@ class Measurement(Frozen):
         """Achieved over measured link bandwidth; above 1 if fewer bytes cross than are used (compression)."""
         achieved = self.h2d_bandwidth
         return achieved / self.link_bandwidth if achieved and self.link_bandwidth else None
+
+
+class OfCase(Protocol):
+    """A record that says where and of which case it is: a point of a sweep, or a run of a study."""
+
+    @property
+    def machine(self) -> str: ...
+
+    @property
+    def case(self) -> Case: ...
+
+
+M = TypeVar("M", bound=OfCase)
+
+
+def latest(records: Iterable[M]) -> tuple[M, ...]:
+    """Return the last record of each case on each machine, in the order of the first ones."""
+    return tuple({(record.machine, record.case): record for record in records}.values())

@@ -1,39 +1,32 @@
-"""What a kept conversation is worth, as measured: the time to the first token with its keys and values reloaded from
-host memory or from disk, against computing them again.
+"""The study of `zinfer reuse`: TTFT with a conversation's keys and values reloaded from host memory or from disk,
+against computing them again.
 
 Computing takes the whole model for every token, and where weights are streamed one pass of them at least, which reload
-needs as well: so a short context gains nothing, and from some context on, the break-even, a reload is faster.
+needs as well. So a short context gains nothing, and from some context on, the break-even, a reload is faster.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import log
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from statistics import median
-from typing import Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ValidationError
-
+from zinfer.record.study import Study
 from zinfer.spec.case import Case
-from zinfer.spec.errors import ZinferError
 from zinfer.spec.units import duration, figures, gb
 from zinfer.spec.value import Frozen
 
-FILE = "reuse.json"
 COLUMNS = ("#context", "#kept", "#recompute", "#memory", "#faster", "#disk", "#faster", "token", "#logits")
 
 Source = Literal["memory", "disk"]
 SOURCES: tuple[Source, ...] = ("memory", "disk")
 
 
-class ReuseError(ZinferError):
-    """A record that cannot be read; the message says what to do next."""
-
-
 class Point(Frozen):
-    """Prefills of `context` tokens, of which all but `new_tokens` were kept, in `kept_bytes`: every sample, in ms, to
-    the first token. What was not measured says why it was `skipped`.
+    """Prefills of `context` tokens, of which all but `new_tokens` were kept, in `kept_bytes`: every sample of the TTFT,
+    in ms. A context that was not measured says why it was `skipped`.
 
-    `max_difference` is that between any logit computed and reloaded.
+    `max_difference` is the largest between any logit computed and reloaded.
     """
 
     context: int
@@ -68,17 +61,29 @@ class Point(Frozen):
         )  # fmt: skip
 
 
-class Run(Frozen):
+class Run(Study):
     """One load (`case`, whose workload means nothing) over context lengths."""
+
+    KIND: ClassVar[str] = "reuse"
+    POINTS: ClassVar[tuple[str, ...]] = ("points",)
 
     case: Case
     num_layers: int
     total_layers: int
     model_revision: str = ""
-    started_at: str
     link: float | None = None  # bytes a second, host to device, just before the load
-    versions: Mapping[str, str]
     points: tuple[Point, ...]
+
+    @classmethod
+    def from_document(cls, document: Any) -> tuple[Self, ...]:
+        """Return the runs of a document, which names machine and device once for all of them. Raises ValueError."""
+        try:
+            shared = {"machine": document["machine"], "device": document["device"]}
+            return tuple(cls.model_validate(run | shared) for run in document["runs"])
+        except KeyError as error:
+            raise ValueError(f"it lacks {error}") from None
+        except TypeError:
+            raise ValueError("it is no object with machine, device and runs") from None
 
     @property
     def measured(self) -> tuple[Point, ...]:
@@ -86,7 +91,7 @@ class Run(Frozen):
 
     @property
     def title(self) -> str:
-        """``bloom-176b, 14 of 70 layers, stream cpu``."""
+        """Model, slice and load: ``bloom-176b, 14 of 70 layers, stream cpu``."""
         local = self.case.model.startswith((".", "/", "~"))
         name = PurePath(self.case.model).name if local else self.case.model
         part = "" if self.case.layers is None else f", {self.num_layers} of {self.total_layers} layers"
@@ -105,19 +110,6 @@ class Run(Frozen):
         new = ", ".join(sorted({str(point.new_tokens) for point in self.points}))
         link = "" if self.link is None else f", link {gb(self.link)}/s"
         return f"{weights}, {self.case.dtype}{link}; the last {new} tokens are new"
-
-
-class ReuseRecord(Frozen):
-    """What `zinfer reuse` found on `machine`, whose `device` did the work; a run a load, the latest one of each."""
-
-    machine: str
-    device: str
-    runs: tuple[Run, ...]
-
-    def with_run(self, run: Run) -> "ReuseRecord":
-        """With `run` in the place of an earlier one of the same load, or added."""
-        others = tuple(one for one in self.runs if one.case != run.case)
-        return self.model_copy(update={"runs": (*others, run)})
 
 
 def break_even(points: Sequence[Point], source: Source) -> float | None:
@@ -154,11 +146,3 @@ def verdict(points: Sequence[Point], source: Source) -> str | None:
 def told(samples_ms: Sequence[float]) -> str:
     """The median, with its unit."""
     return duration(median(samples_ms) / 1e3)
-
-
-def load(path: Path) -> ReuseRecord:
-    """The record in `path`. Raises ReuseError for what is none."""
-    try:
-        return ReuseRecord.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise ReuseError(f"{path} is no record of `zinfer reuse`: {str(error).splitlines()[0]}") from error

@@ -1,8 +1,5 @@
-"""Result files: one JSON line a record, appended whole and synced, checked when read.
-
-A sweep of days may end in a kill, a full disk or a power cut; all that was finished by then must be on disk and
-legible. A line carries its schema version and a checksum and is canonical (sorted keys, no spaces, ASCII), so that any
-changed byte shows. Files are only ever appended to::
+"""Results of sweeps on disk: one sealed JSON line for each start and each point (`zinfer.record.jsonl`), appended whole
+and synced, checked when read::
 
     with Store.open(Path("sweeps/results/h100/bloom.jsonl")) as store:
         store.append_header(Header(machine="h100", recipe=recipe))
@@ -10,43 +7,26 @@ changed byte shows. Files are only ever appended to::
     points = read(Path("sweeps/results")).points
 """
 
-import json
-import math
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from pydantic import Field, ValidationError
 
-from zinfer.record.jsonl import Closing, Garbled, Lines, read_lines
-from zinfer.record.jsonl import StoreError as StoreError  # public here, too
-from zinfer.record.measurement import SCHEMA_VERSION, Measurement
-from zinfer.spec.value import Frozen
+from zinfer.record.jsonl import Closing, Damage, Lines, finite, read_lines, seal, unseal
+from zinfer.record.jsonl import StoreError as StoreError  # for those who catch it
+from zinfer.record.measurement import Measurement
+from zinfer.record.study import PREFIX, Start
 
 
-class Header(Frozen):
-    """Settings that a sweep was started with; written at each start, so that a resumed file holds all of them."""
+class Header(Start):
+    """Start of a sweep with its settings; written at each start, so that a resumed file tells its whole story."""
 
-    machine: str
     recipe: dict[str, Any] = Field(default_factory=dict)
     model_revision: str = ""
-    versions: dict[str, str] = Field(default_factory=dict)
-    started_at: str = ""  # ISO 8601, UTC
-
-
-class Damage(NamedTuple):
-    """Line that could not be used, with its number (from 1) and the reason."""
-
-    path: Path
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.reason}"
 
 
 class Records(NamedTuple):
-    """Records that were read: every point in file order, repeated cases included, of which the last one counts."""
+    """Records of one file or more: every point in file order, repeated cases included (see `measurement.latest`)."""
 
     points: tuple[Measurement, ...] = ()
     headers: tuple[Header, ...] = ()
@@ -64,23 +44,6 @@ class Records(NamedTuple):
 _KINDS: dict[str, type[Header] | type[Measurement]] = {"sweep": Header, "point": Measurement}
 
 
-def _canonical(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str).encode()
-
-
-def _sealed(fields: dict[str, Any]) -> bytes:
-    return _canonical(fields | {"checksum": sha256(_canonical(fields)).hexdigest()[:16]})
-
-
-def _finite(value: Any) -> Any:
-    """A copy of `value` with None for NaN and the infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _validated(kind: str, fields: dict[str, Any]) -> Header | Measurement:
     try:
         return _KINDS[kind].model_validate(fields)
@@ -92,29 +55,17 @@ def _validated(kind: str, fields: dict[str, Any]) -> Header | Measurement:
 def encode(record: Header | Measurement) -> bytes:
     """The line of a record, without its newline. Raises StoreError for a record that could not be read back."""
     kind = "point" if isinstance(record, Measurement) else "sweep"
-    fields = _finite(record.model_dump())
+    fields = finite(record.model_dump())
     try:
         _validated(kind, fields)
-        return _sealed(fields | {"kind": kind, "schema_version": SCHEMA_VERSION})
+        return seal(kind, fields)
     except (ValueError, TypeError) as error:
         raise StoreError(f"a {kind} record that cannot be stored: {error}") from error
 
 
 def decode(line: bytes) -> Header | Measurement:
-    """The record of a line. Raises Garbled if the line is not exactly what `encode` wrote, ValueError if it is of
-    another version or kind; both with the reason."""
-    try:
-        fields = json.loads(line)
-        claimed = fields.pop("checksum")
-        sealed = _sealed(fields)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise Garbled("not a whole record") from None
-    if sealed != line:
-        raise Garbled(f"the checksum {str(claimed)[:16]} does not match the line")
-    version = fields.pop("schema_version", None)
-    kind = fields.pop("kind", None)
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"schema version {version}; this zinfer reads {SCHEMA_VERSION}")
+    """Return the record of a line. Raises ValueError with the reason when it is not exactly what `encode` wrote."""
+    kind, fields = unseal(line)
     if kind not in _KINDS:
         raise ValueError(f"unknown kind of record {kind!r}")
     return _validated(kind, fields)
@@ -128,8 +79,8 @@ def files(path: Path) -> tuple[Path, ...]:
 def read(path: Path) -> Records:
     """Read all records of a file, or of every ``*.jsonl`` below a folder; changes nothing.
 
-    A line that cannot be used is reported in `damaged` and the rest is used. Raises StoreError if there is no such path
-    or it cannot be read.
+    A line that cannot be used is reported in `damaged` and the rest is used. Studies in such files
+    (`zinfer.record.study`) are passed over. Raises StoreError when there is no such path or it cannot be read.
     """
     points: list[Measurement] = []
     headers: list[Header] = []
@@ -137,6 +88,8 @@ def read(path: Path) -> Records:
     for file in files(path):
         for number, line in enumerate(read_lines(file), start=1):
             try:
+                if f'"kind":"{PREFIX}'.encode() in line and unseal(line)[0].startswith(PREFIX):
+                    continue
                 record = decode(line)
             except ValueError as error:
                 damaged.append(Damage(file, number, str(error)))

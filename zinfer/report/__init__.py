@@ -1,7 +1,8 @@
-"""Records to a document somebody decides by: the answer first, then what it rests on, failures included.
+"""Records to a document somebody decides by: the answer first, then its evidence, failures included.
 
-`study` gathers what was measured, `measured` and `predicted` say it in sections of the blocks of `document`, `figure`
-draws, `page` writes HTML and `markdown` its twin. Equal results give equal bytes::
+`findings` is the input; `measured`, `predicted`, `sizing` and `evidence` make sections of the blocks of `document`, in
+the order of `contents`; `plot` draws the figures; `page` writes HTML and `markdown` its twin. Equal results give equal
+bytes::
 
-    page.html(compose.document(findings)), markdown.markdown(compose.document(findings))
+    page.html(contents.document(findings)), markdown.markdown(contents.document(findings))
 """

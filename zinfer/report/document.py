@@ -1,7 +1,7 @@
-"""A report before it has a form: sections of blocks, which `zinfer.report.page` and `zinfer.report.markdown` write.
+"""Blocks of a report before it has a form: `zinfer.report.page` and `zinfer.report.markdown` write them.
 
 Names of models and texts of errors come from anywhere, so blocks hold plain text only and each form escapes all of it.
-The one mark is a pair of backticks in a sentence, around what is to be typed.
+The only markup is a pair of backticks in a sentence, around words to be typed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ class Text(NamedTuple):
 
 
 class Heading(NamedTuple):
-    """What the blocks after it are about, within a section."""
+    """A heading within a section: the subject of the blocks after it."""
 
     words: str
 
@@ -43,8 +43,8 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A column whose title starts with ``#`` holds numbers, so stands flush right; with ``~``, they are predicted and
-    look so. The marks themselves are not shown."""
+    """A table. A column whose title starts with ``#`` holds numbers and stands flush right; with ``~`` its numbers are
+    predicted and look so. The marks themselves are not shown."""
 
     caption: str
     columns: tuple[str, ...]
@@ -52,25 +52,19 @@ class Table(NamedTuple):
 
     @property
     def heads(self) -> tuple[tuple[str, str], ...]:
-        """Each column's title and its mark, empty for text."""
+        """Title and mark of each column; the mark is empty for text."""
         return tuple((title.lstrip("#~"), title[:1] if title[:1] in ("#", "~") else "") for title in self.columns)
 
 
-class Swatch(NamedTuple):
-    """An entry of a legend: its sign as SVG, and what that stands for."""
-
-    svg: str
-    label: str
-
-
 class Picture(NamedTuple):
-    """A figure, drawn as SVG for a wide and for a narrow page; `description` says what a reader sees in it."""
+    """A figure as an SVG file (`zinfer.report.plot.style.render`); `description` says what a reader sees in it.
+
+    A table beside it must hold the same values: forms without figures leave it out.
+    """
 
     title: str
     description: str
-    wide: str
-    narrow: str
-    legend: tuple[Swatch, ...] = ()
+    svg: str
 
 
 class Links(NamedTuple):
@@ -80,7 +74,8 @@ class Links(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What to use for one workload, and the command that runs it; `value` is empty where nothing succeeded."""
+    """The configuration to use for one workload, and the command that runs it; `value` is empty where nothing
+    succeeded."""
 
     question: str
     value: str

@@ -11,8 +11,8 @@ from zinfer.analysis.group import Points, by_load
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import relative_half_width
 from zinfer.report.document import Block, Command, Heading, Items, Kind, Row, Section, Table, Text
+from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.measured import rated
-from zinfer.report.study import Findings, Study
 
 _WORDS: dict[compare.Verdict, str] = {
     "noise": "within the noise",
@@ -36,8 +36,8 @@ def comparison(findings: Findings) -> Section:
         )
     else:
         blocks += _against(*findings.baseline, findings.points)
-    for study in findings.studies:
-        rows = _others(study.points)
+    for workload in findings.workloads:
+        rows = _others(workload.points)
         if rows:
             columns = (
                 "the fastest against",
@@ -48,16 +48,16 @@ def comparison(findings: Findings) -> Section:
                 "#ratio there",
             )
             caption = "Output tokens a second of the fastest configuration over those of each other one."
-            blocks += [Heading(study.group.title), Table(caption, columns, rows)]
+            blocks += [Heading(workload.group.title), Table(caption, columns, rows)]
     return Section("comparison", "Comparison", blocks)
 
 
 def validity(findings: Findings) -> Section:
     """Repeats, spread, clocks and throttling, kind of weights, slices, and lines that could not be read."""
     blocks: list[Block] = []
-    for study in findings.studies:
-        blocks += [Heading(study.group.title), Items(tuple(_limits(study)))]
-        rows = tuple(_conduct(load.label(), own) for load, own in by_load(study.points).items())
+    for workload in findings.workloads:
+        blocks += [Heading(workload.group.title), Items(tuple(_limits(workload)))]
+        rows = tuple(_conduct(load.label(), own) for load, own in by_load(workload.points).items())
         columns = (
             "configuration", "#timed", "#repeats", "#spread", "#steps", "#step varies", "#GPU clock", "#power",
             "#hottest", "#link", "throttled",
@@ -67,25 +67,25 @@ def validity(findings: Findings) -> Section:
             "decode steps over their mean, at most; link: as measured in the process of the load."
         )
         blocks.append(Table(caption, columns, rows))
-    if not findings.studies:
+    if not findings.workloads:
         blocks.append(Text("There is no point to judge.", "missing"))
     if findings.damaged:
         blocks += [Heading("Lines left out"), Items(findings.damaged)]
-    elif findings.studies:
+    elif findings.workloads:
         blocks.append(Text("Every line of the result files was whole; none was left out."))
     return Section("validity", "Validity", blocks)
 
 
 def reproduce(findings: Findings) -> Section:
     """The commands that measure all of it again, and the versions that were measured."""
-    sweeps = dict.fromkeys(_sweep(header.recipe) for study in findings.studies for header in study.headers)
+    sweeps = dict.fromkeys(_sweep(header.recipe) for workload in findings.workloads for header in workload.headers)
     blocks: list[Block] = [Command("\n".join(["zinfer probe", *sweeps, "zinfer report"]))]
-    if findings.studies and not sweeps:
+    if findings.workloads and not sweeps:
         blocks.append(Text("The result files hold no start of a sweep, so its command is unknown.", "missing"))
     versions = _versions(findings.points)
     if versions:
         blocks.append(Table("Versions that the points were measured with.", ("", "version"), versions))
-    elif findings.studies:
+    elif findings.workloads:
         blocks.append(Text("Versions were not recorded.", "missing"))
     days = _days(findings.points)
     if days:
@@ -152,9 +152,9 @@ def _others(points: Points) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _limits(study: Study) -> list[str]:
+def _limits(workload: WorkloadFindings) -> list[str]:
     """In sentences, what a reader has to know before trusting the numbers."""
-    group, points = study.group, study.points
+    group, points = workload.group, workload.points
     lines = []
     if group.load_format == "dummy":
         lines.append("Dummy weights: random ones of the same size. Speed does not depend on their values; text does.")

@@ -1,6 +1,6 @@
-"""A document as Markdown: the twin of the HTML page for code review and for machines that read text.
+"""A document as Markdown: the twin of the HTML page, for code review and for machines that read text.
 
-Figures are left to their tables, which hold the same numbers, and to the files that `zinfer plot` drew.
+Figures are left out, since the tables beside them hold the same numbers; files that `zinfer plot` drew are linked.
 """
 
 import re
@@ -25,7 +25,7 @@ UNDRAWN = "No figure lies beside this report: `zinfer plot` draws them."
 
 
 def markdown(document: Document) -> str:
-    """The whole document, ending in a newline."""
+    """Return the whole document, ending in a newline."""
     parts = [f"# {cell(document.title)}", prose(document.subtitle)]
     for number, section in enumerate(document.sections, start=1):
         parts += _section(number, section)
@@ -33,14 +33,14 @@ def markdown(document: Document) -> str:
 
 
 def cell(text: str, length: int = 200) -> str:
-    """`text` on one line and safe in a Markdown table: no markup, no HTML, cut after `length` characters."""
+    """Return `text` on one line and safe in a Markdown table: no markup, no HTML, cut after `length` characters."""
     flat = " ".join(text.split())
     flat = flat if len(flat) <= length else f"{flat[: length - 1]}…"
     return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", escape(flat, quote=False))
 
 
 def prose(text: str) -> str:
-    """A sentence, safe as a paragraph; what stands between backticks stays code."""
+    """Return a sentence, safe as a paragraph; words between backticks stay code."""
     parts = " ".join(text.split()).split("`")
     if len(parts) % 2 == 0:  # a backtick without its partner
         parts[-2:] = ["`".join(parts[-2:])]
@@ -54,7 +54,7 @@ def _plain(text: str) -> str:
 
 
 def fenced(text: str) -> str:
-    """`text` as a shell block that it cannot end by itself."""
+    """Return `text` as a block of shell code, fenced so that the text cannot end the block."""
     fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
     return f"{fence}sh\n{text}\n{fence}"
 

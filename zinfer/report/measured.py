@@ -1,12 +1,15 @@
-"""Sections of what was measured: the answer, the question, the machine, every point, and whether offload pays."""
+"""Sections about measurements: the answer, the question, the machine and its studies, every point, the traced steps,
+and whether offload pays."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import floor, log10
 
 from zinfer.analysis import rates
 from zinfer.analysis.group import Points, by_load
+from zinfer.analysis.timeline import busy, busy_bandwidth, length_ms, share, waits
+from zinfer.plan.published import PublishedCodec, codecs
+from zinfer.record import accuracy, codec, prefix_reuse
 from zinfer.record.measurement import Measurement
-from zinfer.report import figure
 from zinfer.report.document import (
     Answer,
     Block,
@@ -18,14 +21,13 @@ from zinfer.report.document import (
     Picture,
     Row,
     Section,
-    Swatch,
     Table,
     Text,
 )
-from zinfer.report.plot import style
-from zinfer.report.study import Findings, Study
+from zinfer.report.findings import Findings, WorkloadFindings
+from zinfer.report.plot import figures, style
 from zinfer.spec.machine import FIGURES, Machine
-from zinfer.spec.units import duration, gib
+from zinfer.spec.units import duration, gb, gib
 
 _NAMES = {
     "gpu_bytes": "GPU memory, usable, each",
@@ -48,7 +50,7 @@ _NAMES = {
 
 def answer(findings: Findings) -> Section:
     """The fastest configuration of each workload, with the command that runs it."""
-    blocks: list[Block] = [_answer(study) for study in findings.studies]
+    blocks: list[Block] = [_answer(workload) for workload in findings.workloads]
     if not blocks:
         blocks = [
             Text("Nothing was measured yet: measure with `zinfer sweep`, then write this report again.", "missing"),
@@ -58,12 +60,12 @@ def answer(findings: Findings) -> Section:
 
 
 def question(findings: Findings) -> Section:
-    """What was run, on what, to learn what."""
-    if not findings.studies:
+    """The workloads that were run, and the question that they answer."""
+    if not findings.workloads:
         return Section("question", "Question and workload", [Text("No workload has a record.", "missing")])
     rows = []
-    for study in findings.studies:
-        group, points = study.group, study.points
+    for workload in findings.workloads:
+        group, points = workload.group, workload.points
         sizes = sorted({point.case.workload.batch_size for point in points})
         timed, fitted = _count(points, "timed"), _count(points, "fits, not timed")
         rows.append(
@@ -87,53 +89,72 @@ def question(findings: Findings) -> Section:
     )  # fmt: skip
     words = (
         "Which engine, at which batch size, with the weights in which memory, gives the most tokens a second? A batch "
-        "of equal prompts is prefilled, then decoded to its full length; tokens a second count generated tokens over "
-        "both."
+        "of equal prompts is prefilled, then decoded to its full length; tok/s counts generated tokens over both. "
+        "TTFT is the time to the first token, TPOT the time per token after it. In the name of a configuration `none` "
+        "means weights on the GPU, `cpu` weights in host memory, `nvme` weights on disk: the GPU computes in each."
     )
     return Section(
-        "question", "Question and workload", [Text(words), Table("What was measured.", columns, tuple(rows))]
+        "question", "Question and workload", [Text(words), Table("Measured points by workload.", columns, tuple(rows))]
     )
 
 
 def system(findings: Findings) -> Section:
-    """The machines, their links as measured."""
+    """The machines with their links as measured, and the studies that were made on them."""
     blocks: list[Block] = []
-    for name in dict.fromkeys(study.group.machine for study in findings.studies):
+    for name in dict.fromkeys(workload.group.machine for workload in findings.workloads):
         machine = findings.machines.get(name)
         blocks.append(Heading(name))
         if machine is None:
             blocks.append(Text("No description lies beside the results: `zinfer probe` writes one.", "missing"))
         else:
             blocks += _machine(machine)
-    return Section("system", "System under test", blocks or [Text("No machine has a record.", "missing")])
+    if not blocks:
+        blocks.append(Text("No machine has a record.", "missing"))
+    return Section("system", "System under test", [*blocks, *_codecs(findings), *_studies(findings)])
 
 
 def results(findings: Findings) -> Section:
-    """Every point of every workload, with a figure."""
+    """Every point of every workload, with a figure of the throughput."""
     blocks: list[Block] = []
-    for study in findings.studies:
-        blocks += [Heading(study.group.title), Text(f"{study.group.conditions}. Sweep: {study.sweep}.")]
-        if study.group.caution:
-            blocks.append(Text(study.group.caution, "caution"))
-        blocks += _throughput(study.points)
-        blocks.append(Links(study.figures))
-        blocks += _points(study.points)
+    for workload in findings.workloads:
+        blocks += [Heading(workload.group.title), Text(f"{workload.group.conditions}. Sweep: {workload.sweep}.")]
+        if workload.group.caution:
+            blocks.append(Text(workload.group.caution, "caution"))
+        blocks += [_throughput(workload), Links(workload.figures)]
+        blocks += _points(workload.points)
     return Section("results", "Results", blocks or [Text("No point was measured.", "missing")])
 
 
 def offload(findings: Findings) -> Section:
     """What offload costs and gains, engine by engine."""
     blocks: list[Block] = []
-    for study in findings.studies:
-        blocks.append(Heading(study.group.title))
-        verdicts = rates.offload_verdicts(study.points)
+    for workload in findings.workloads:
+        blocks.append(Heading(workload.group.title))
+        verdicts = rates.offload_verdicts(workload.points)
         lines = [f"{verdict.engine or 'Any engine'}: {verdict.words}" for verdict in verdicts]
         blocks.append(Items(tuple(lines)) if lines else Text("No point with offload was measured.", "missing"))
     return Section("offload", "Does offload pay?", blocks or [Text("No point was measured.", "missing")])
 
 
+def link_waits(findings: Findings) -> tuple[Block, ...]:
+    """Return a table for each workload with traced points: where the time of a decode step goes."""
+    blocks: list[Block] = []
+    for workload in findings.workloads:
+        if rows := _steps(workload.points):
+            columns = (
+                "configuration", "#batch", "#traced", "#timed", "#link busy", "#unpacking", "#computing", "#link waits",
+                "#busy link",
+            )  # fmt: skip
+            caption = (
+                "When the link waits: one decode step, traced after the timed ones, at each configuration's own best "
+                "batch. While the link does not wait, it carries bytes."
+            )
+            blocks += [Heading(f"{workload.group.title}: one step"), Table(caption, columns, rows)]
+    return tuple(blocks)
+
+
 def rate(point: Measurement) -> tuple[str, str]:
-    """Mean output tokens a second and half its 95% confidence interval, as text; empty where unknown."""
+    """Return mean output tokens a second and half its 95% confidence interval, as text; empty where unknown."""
     spread = rates.spread(point.output_tok_s_samples) if point.usable else None
     if spread is None:
         return "", ""
@@ -141,27 +162,27 @@ def rate(point: Measurement) -> tuple[str, str]:
 
 
 def rated(value: float, digits: int = 3) -> str:
-    """`value` with that many significant digits, zeros at its end included, so that they align in a column: 76.0."""
+    """Return `value` with that many significant digits, also where they are zeros, to align in a column: 76.0."""
     places = digits - 1 - floor(log10(value)) if value > 0 else 0
     return f"{round(value, places):,.{max(places, 0)}f}"
 
 
 def named(point: Measurement) -> str:
-    """``stream cpu, batch 64``."""
+    """Return the point's name, as in ``stream cpu, batch 64``."""
     return f"{point.case.label()}, batch {point.case.workload.batch_size}"
 
 
-def _answer(study: Study) -> Answer:
-    group, winner = study.group, rates.best(study.points)
+def _answer(workload: WorkloadFindings) -> Answer:
+    group, winner = workload.group, rates.best(workload.points)
     asked = f"{group.title} · {group.conditions}"
     if winner is None:
-        return Answer(asked, "", "", f"No point succeeded: {rates.statuses(study.points)}.")
-    waits = f"First token after {duration(sum(winner.ttft_ms) / len(winner.ttft_ms) / 1e3)}"
+        return Answer(asked, "", "", f"No point succeeded: {rates.statuses(workload.points)}.")
+    waits = f"TTFT {duration(sum(winner.ttft_ms) / len(winner.ttft_ms) / 1e3)}"
     if winner.tpot_ms:
-        waits += f", each after it {duration(winner.tpot_ms / 1e3)}"
+        waits += f", TPOT {duration(winner.tpot_ms / 1e3)}"
     spread = rate(winner)[1] or "one repeat, so its spread is unknown"
     lines = [f"{waits}. {spread[:1].upper()}{spread[1:]}{' tok/s at 95% confidence' * spread.startswith('±')}."]
-    lines += [verdict.words for verdict in rates.offload_verdicts(study.points)[:1]]
+    lines += [verdict.words for verdict in rates.offload_verdicts(workload.points)[:1]]
     return Answer(asked, rate(winner)[0], "tok/s", named(winner), tuple(lines), rates.command(winner.case))
 
 
@@ -191,7 +212,7 @@ def _machine(machine: Machine) -> list[Block]:
     rows += [Row((name, value, "read")) for name, value in _details(machine)]
     missing = [_NAMES.get(field, field) for field in FIGURES if not getattr(machine, field)]
     blocks: list[Block] = [
-        Table("What the machine has, and where each figure is from.", ("", "#", "source"), tuple(rows))
+        Table("Capacities and rates of the machine, and the source of each.", ("", "#", "source"), tuple(rows))
     ]
     if missing:
         blocks.append(Text(f"{', '.join(missing)}: `zinfer probe` finds out what it can.", "missing"))
@@ -199,7 +220,7 @@ def _machine(machine: Machine) -> list[Block]:
 
 
 def _details(machine: Machine) -> list[tuple[str, str]]:
-    """What the probe read from the system, where it is plain."""
+    """Return facts that the probe read from the system, as far as they are known."""
     gpu, host = (found if isinstance(found := machine.details.get(key), dict) else {} for key in ("gpu", "host"))
     told = {
         "PCIe": f"generation {gpu.get('pcie_generation')}, {gpu.get('pcie_width')} lanes"
@@ -214,65 +235,76 @@ def _details(machine: Machine) -> list[tuple[str, str]]:
     return [(name, value) for name, value in told.items() if value]
 
 
-def _throughput(points: Points) -> list[Block]:
-    """Curves over batch size, or bars where only one batch was timed."""
-    timed = [point for point in points if point.usable]
-    if not timed:
-        return [Text(f"No figure: no point succeeded ({rates.statuses(points)}).", "missing")]
-    lines = _lines(points)
-    if len({point.case.workload.batch_size for point in timed}) > 1:
-        title = "Output tokens a second over batch size; × ran out of memory, + failed otherwise."
-        told = [
-            f"{line.label}: {'; '.join(f'batch {s}, {rated(v)} tok/s' for s, v, _ in line.points)}" for line in lines
-        ]
-        words = f"{title} {'. '.join(told)}."
-        drawn = [figure.curves(lines, width, words) for width in (figure.WIDE, figure.NARROW)]
-        legend = tuple(Swatch(figure.swatch(line), line.label) for line in lines)
-        return [Picture(f"{title} A hollow sign: no offload.", words, drawn[0], drawn[1], legend)]
-    bars = [
-        figure.Bar(line.label, ((value, line.colour),), f"{rated(value)} tok/s", band=half or 0.0)
-        for line in lines
-        for _, value, half in line.points
+def _codecs(findings: Findings) -> Iterator[Block]:
+    """The lossless codec of the stream engine as measured on each machine, beside those that others published."""
+    for record in findings.codecs:
+        yield Heading(f"Lossless coding of weights, {record.machine}")
+        caption = (
+            f"Measured by zinfer codec on {record.device}, link {gb(record.link)}/s. Bound: the least "
+            "size that coding exponents one by one can reach. Rates count raw bytes; pays: upper bound on the "
+            "speed-up, given the link bandwidth."
+        )
+        rows = (
+            Row(cells, "failed" if row.name in record.failed else "")
+            for row, cells in zip(record.rows, record.cells(), strict=True)
+        )
+        yield Table(caption, codec.COLUMNS, tuple(rows))
+        yield Items(tuple(f"{row.name}: {row.told}." for row in record.rows))
+    if findings.codecs:
+        others = tuple(Row(one.cells) for one in codecs())
+        yield Table("Published by others, not measured here.", PublishedCodec.columns, others)
+
+
+def _studies(findings: Findings) -> Iterator[Block]:
+    """Accuracy of settings, and time saved by keeping a conversation, as measured on each machine."""
+    for record in findings.accuracies:
+        yield Heading(f"Accuracy of settings, {record.machine}")
+        caption = (
+            f"{record.title}. Measured by zinfer accuracy on {record.device}, logits in {record.logits_dtype}; rows "
+            f"begin with {record.prompts.name}. Teacher forcing: each setting gets the same tokens as the reference, "
+            "the reference's own greedy ones or the text's. Logit error: root mean square, over the standard deviation "
+            "of the reference's logits. The first rows are the reference beside itself in smaller batches: the effect "
+            "of floating point alone."
+        )
+        yield Table(caption, accuracy.COLUMNS, tuple(map(Row, record.cells())))
+        failed = (f"{record.label(one.case)} failed ({one.status}): {one.error}" for one in record.failed)
+        yield Items((f"The model: {record.told}.", *failed))
+    for run in findings.reuses:
+        yield Heading(f"Keeping a conversation, {run.title}, {run.machine}")
+        caption = (
+            f"TTFT in the median, with the whole context computed or its kept KV cache reloaded. Measured by zinfer "
+            f"reuse on {run.device}: {run.conditions}."
+        )
+        yield Table(caption, prefix_reuse.COLUMNS, tuple(Row(point.cells) for point in run.measured))
+        yield Items(tuple(run.verdicts))
+
+
+def _throughput(workload: WorkloadFindings) -> Block:
+    """The figure of throughput over batch size, as `zinfer plot` draws it."""
+    drawn = figures.draw(workload.group, workload.points, ("throughput",))
+    if not drawn:
+        return Text(f"No figure: no point succeeded ({rates.statuses(workload.points)}).", "missing")
+    found = [
+        f"{load.label()}: {'; '.join(f'batch {p.case.workload.batch_size}, {rate(p)[0]} tok/s' for p in own)}"
+        for load, points in by_load(workload.points).items()
+        if (own := [point for point in points if point.usable])
     ]
-    title = f"Output tokens a second at batch {timed[0].case.workload.batch_size}."
-    words = f"{title} {'; '.join(f'{bar.label}: {bar.text}' for bar in bars)}."
-    drawn = [figure.bars(bars, width, words) for width in (figure.WIDE, figure.NARROW)]
-    return [Picture(title, words, drawn[0], drawn[1])]
-
-
-def _lines(points: Points) -> list[figure.Line]:
-    loads = by_load(points)
-    edges = {edge.load: edge.smallest_oom for edge in rates.edges(points)}
-    lines = []
-    for load, look in style.series(loads).items():
-        known = [
-            (point.case.workload.batch_size, spread.mean, spread.half_width)
-            for point in loads[load]
-            if point.usable and (spread := rates.spread(point.output_tok_s_samples))
-        ]
-        failed = [
-            (size, "×" if point.status.startswith("oom") else "+")
-            for point in loads[load]
-            if point.status != "ok"
-            and ((size := point.case.workload.batch_size) == edges[load] or not point.status.startswith("oom"))
-        ]
-        hollow = load.offload == "none"
-        lines.append(figure.Line(look["label"], look["color"], look["marker"], hollow, tuple(known), tuple(failed)))
-    return lines
+    title = "Output tok/s over batch size; × ran out of memory, + failed otherwise. A hollow sign: no offload."
+    return Picture(title, f"{title} {'. '.join(found)}.", style.render(drawn["throughput"], "svg").decode())
 
 
 def _points(points: Points) -> list[Block]:
     winner = rates.best(points)
     columns = (
-        "configuration", "#batch", "#tok/s", "#95% interval", "#first token", "#each after", "#of the link",
+        "configuration", "#batch", "#tok/s", "#95% interval", "#TTFT", "#TPOT", "#of the link",
         "#GPU peak", "#host peak", "outcome",
     )  # fmt: skip
     rows = tuple(Row(_cells(point), _kind(point, winner)) for point in points)
     blocks: list[Block] = [Table("Every point. Peaks are of memory that tensors and processes held.", columns, rows)]
     failures = _failures(points)
     if failures:
-        heads = ("configuration", "#batch", "outcome", "in", "what it said")
-        blocks.append(Table("What failed, and how the smallest such batch ended.", heads, failures))
+        heads = ("configuration", "#batch", "outcome", "in", "message")
+        blocks.append(Table("Failed points, and how the smallest such batch ended.", heads, failures))
     return blocks
 
 
@@ -296,7 +328,7 @@ def _cells(point: Measurement) -> tuple[str, ...]:
 
 
 def _failures(points: Points) -> tuple[Row, ...]:
-    """Failed points of one load, status and stage in one row."""
+    """Return a row for the failed points that share load, status and stage."""
     found: dict[tuple[str, str, str], list[Measurement]] = {}
     for point in points:
         if point.status != "ok":
@@ -306,4 +338,22 @@ def _failures(points: Points) -> tuple[Row, ...]:
         sizes = [str(point.case.workload.batch_size) for point in own]
         said = " ".join((own[0].error or "").split())
         rows.append(Row((label, ", ".join(sizes), status, stage, said if len(said) <= 160 else f"{said[:159]}…")))
+    return tuple(rows)
+
+
+def _steps(points: Points) -> tuple[Row, ...]:
+    rows = []
+    for point in rates.best_by_load([point for point in points if busy(point.timeline, "copy")]):
+        spans, bandwidth = point.timeline, busy_bandwidth(point)
+        rows.append(
+            Row((
+                point.case.label(),
+                str(point.case.workload.batch_size),
+                f"{length_ms(spans):,.1f} ms",
+                f"{point.step_median_ms:,.1f} ms" if point.step_median_ms else "",
+                *(f"{share(spans, lane):.1%}" for lane in ("copy", "decode", "compute")),
+                f"{waits(spans).total_ms:,.2f} ms",
+                f"{bandwidth / 1e9:.1f} GB/s" if bandwidth else "unknown",
+            ))
+        )  # fmt: skip
     return tuple(rows)

@@ -1,7 +1,7 @@
-"""Sections of what was not measured: memory by what it is for, the bottleneck, and other machines.
+"""Sections about predictions: memory by its use, the bottleneck, other machines, and the questions of planning recipes.
 
-Predictions come from `zinfer.analysis.calibrate`: the physics of a pass and a few factors an engine, fitted to these
-records. Whatever stands here is drawn pale and named predicted.
+Predictions come from `zinfer.analysis.calibrate`: the physics of a pass and a few factors for each engine, fitted to
+these records. Everything predicted is drawn pale and named so.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,13 +12,15 @@ from zinfer.analysis import calibrate, rates
 from zinfer.analysis.group import by_load
 from zinfer.plan.cost import Bytes, Efficiency
 from zinfer.plan.plan import Plan, make_plan
+from zinfer.plan.published import beside
 from zinfer.plan.search import advice, best_batch
 from zinfer.record.measurement import Measurement
-from zinfer.report import figure
-from zinfer.report.document import Block, Heading, Items, Picture, Row, Section, Swatch, Table, Text
+from zinfer.report.document import Block, Heading, Items, Picture, Row, Section, Table, Text
+from zinfer.report.findings import Findings, WorkloadFindings, shape
 from zinfer.report.measured import named, rate, rated
+from zinfer.report.plot import style
+from zinfer.report.plot.figures import Bar, bars
 from zinfer.report.plot.style import PALETTE
-from zinfer.report.study import Findings, Study, shape
 from zinfer.spec import machine
 from zinfer.spec.case import Case
 from zinfer.spec.machine import Machine
@@ -26,7 +28,7 @@ from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import duration, gb, gib
 
 MACHINES = ("a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200")
-# what memory is for -> its colour
+# use of memory -> its colour
 _PARTS = {
     "weights": PALETTE[0],
     "kv_cache": PALETTE[5],
@@ -35,6 +37,8 @@ _PARTS = {
     "overhead": PALETTE[4],
 }
 _NAMES = {"kv_cache": "KV cache"}
+_REST = "measured, all but weights"
+_COLOURS = {_NAMES.get(part, part): colour for part, colour in _PARTS.items()} | {_REST: "#888888"}
 
 
 class Forecast(NamedTuple):
@@ -45,23 +49,23 @@ class Forecast(NamedTuple):
 
 
 def forecast(findings: Findings) -> Forecast:
-    """What the records tell of every engine; nothing where no model or machine of theirs is known."""
+    """Fit the factors of every engine to the records; empty where none of their models or machines is known."""
     points = [point for point in findings.points if shape(point.case) is not None]
     rows = calibrate.table(points, findings.machines)
     return Forecast(calibrate.fit(points, findings.machines, rows), rows)
 
 
 def memory(findings: Findings) -> Section:
-    """What every configuration keeps where, predicted from shapes before it ran, beside the measured peaks."""
+    """Bytes of every configuration by tier and use, predicted from shapes, beside the measured peaks."""
     blocks: list[Block] = []
-    for study in findings.studies:
-        blocks.append(Heading(study.group.title))
-        if study.machine is None:
+    for workload in findings.workloads:
+        blocks.append(Heading(workload.group.title))
+        if workload.machine is None:
             blocks.append(Text("The machine is not described: `zinfer probe` does it.", "missing"))
             continue
-        plans = [(point, _planned(point.case, study.machine)) for point in _shown(study)]
+        plans = [(point, _planned(point.case, workload.machine)) for point in _shown(workload)]
         known = [(point, plan) for point, plan in plans if plan is not None]
-        blocks += _memory(known, study.machine) if known else [_unknown(study)]
+        blocks += _memory(workload, known, workload.machine) if known else [_unknown(workload)]
     intro = Text(
         "Predicted from the shapes of the model alone, each configuration at its own best batch, or at the smallest "
         "that was tried where none succeeded. Measured peaks are of what tensors held on the GPU, and of the process's "
@@ -71,13 +75,13 @@ def memory(findings: Findings) -> Section:
 
 
 def bottleneck(findings: Findings, known: Forecast) -> Section:
-    """What limits a decode step, and what a link of twice the speed would change."""
+    """The limit of a decode step, and the gain from a link of twice the speed."""
     blocks: list[Block] = []
-    for study in findings.studies:
-        rows = tuple(_bottlenecks(study, known))
-        blocks.append(Heading(study.group.title))
+    for workload in findings.workloads:
+        rows = tuple(_bottlenecks(workload, known))
+        blocks.append(Heading(workload.group.title))
         if not rows:
-            blocks.append(Text(_why_no_prediction(study), "missing"))
+            blocks.append(Text(_why_no_prediction(workload), "missing"))
             continue
         columns = (
             "configuration", "#batch", "#decode step", "#of the link", "#tok/s", "~step predicted", "~bound by",
@@ -94,29 +98,51 @@ def bottleneck(findings: Findings, known: Forecast) -> Section:
 def machines(findings: Findings, known: Forecast) -> Section:
     """Predicted throughput of the whole models on machines that are not at hand, and how far to trust it."""
     blocks: list[Block] = []
-    asked: dict[Case, Study] = {}
-    for study in findings.studies:
-        winner = rates.best(study.points)
+    asked: dict[Case, WorkloadFindings] = {}
+    for workload in findings.workloads:
+        winner = rates.best(workload.points)
         if winner is not None and winner.case.engine in known.factors:
-            asked.setdefault(winner.case.load.model_copy(update={"layers": None, "gpu_weights": None}), study)
-    for case, study in asked.items():
+            asked.setdefault(winner.case.load.model_copy(update={"layers": None, "gpu_weights": None}), workload)
+    for case, workload in asked.items():
         spec = shape(case)
         if spec is not None:
-            blocks += _elsewhere(case, spec, study, known)
+            blocks += _elsewhere(case, spec, workload, known)
     if not blocks:
         blocks = [Text("A prediction needs timed points, the machine's description and a known model.", "missing")]
     return Section("machines", "What-if machines", [*blocks, *_trust(known)])
 
 
-def _unknown(study: Study) -> Text:
-    return Text(f"The shape of {study.group.model_name} is not known on this machine.", "missing")
+def claims(findings: Findings, known: Forecast) -> Iterator[Block]:
+    """Plans of each planning recipe at their best batch, beside ratios that others have published.
+
+    An engine's factors are those of these records where it has any.
+    """
+    for question in findings.questions:
+        plans = [
+            best_batch(case, spec, place, known.factors.get(case.engine))
+            for place in question.machines
+            for case in question.cases
+            if (spec := shape(case)) is not None
+        ]
+        if not plans:
+            continue
+        yield Heading(question.title)
+        columns = ("machine", "configuration", "#batch", "#TTFT", "#TPOT", "bound by", "#tok/s", "#error band")
+        caption = "Predicted, nothing was run: each engine with its factors from these records, at its best batch."
+        yield Table(caption, columns, tuple(map(_claim, plans)))
+        told = [f"{place.name}: {advice([p for p in plans if p.machine == place])}" for place in question.machines]
+        yield Items((*told, *(found.words for found in beside(question.published, plans, known.factors))))
 
 
-def _why_no_prediction(study: Study) -> str:
-    if study.machine is None:
+def _unknown(workload: WorkloadFindings) -> Text:
+    return Text(f"The shape of {workload.group.model_name} is not known on this machine.", "missing")
+
+
+def _why_no_prediction(workload: WorkloadFindings) -> str:
+    if workload.machine is None:
         return "The machine is not described: `zinfer probe` does it."
-    if rates.best(study.points) is None:
-        return f"No point succeeded ({rates.statuses(study.points)})."
+    if rates.best(workload.points) is None:
+        return f"No point succeeded ({rates.statuses(workload.points)})."
     return "A prediction needs a known model and a machine whose link, memory and compute were measured."
 
 
@@ -125,56 +151,49 @@ def _planned(case: Case, machine: Machine) -> Plan | None:
     return None if spec is None else make_plan(case, spec, machine)
 
 
-def _shown(study: Study) -> list[Measurement]:
-    """The best point of each load, or the smallest one of a load without any."""
-    return [rates.best(own) or own[0] for own in by_load(study.points).values()]
+def _shown(workload: WorkloadFindings) -> list[Measurement]:
+    """Return the best point of each load, or the smallest one of a load without any."""
+    return [rates.best(own) or own[0] for own in by_load(workload.points).values()]
 
 
-def _memory(known: list[tuple[Measurement, Plan]], place: Machine) -> list[Block]:
+def _memory(workload: WorkloadFindings, known: list[tuple[Measurement, Plan]], place: Machine) -> list[Block]:
     blocks: list[Block] = []
-    tiers = [("gpu", "GPU memory", place.gpu_bytes), ("host", "Host memory", place.host_bytes)][not place.gpu_count :]
+    tiers = [("gpu", "GPU memory", place.gpu_bytes), ("host", "host memory", place.host_bytes)][not place.gpu_count :]
     for tier, name, size in tiers:
-        bars = list(_stacks(known, tier))
-        parts = [part for part in _counted(tier) if any(getattr(getattr(plan, tier), part) for _, plan in known)]
-        limit = (size / 2**30, f"{name} there is: {gib(size)}") if size else None
-        told = "; ".join(f"{row.label} {row.tag} {row.text}" for row in bars)
-        words = f"{name}, predicted and measured: {told}."
-        drawn = [figure.bars(bars, width, words, limit) for width in (figure.WIDE, figure.NARROW)]
-        legend = [Swatch(figure.block(_PARTS[part]), _NAMES.get(part, part)) for part in parts]
-        legend.append(Swatch(figure.block(_REST), "measured, all but weights"))
-        blocks.append(Picture(f"{name}: predicted pale, measured solid.", words, drawn[0], drawn[1], tuple(legend)))
+        rows = list(_stacks(known, tier))
+        limit = (size / 2**30, f"{name} of the machine: {gib(size)}") if size else None
+        told = "; ".join(" ".join(filter(None, (row.label, row.tag, row.text))) for row in rows)
+        notes = (workload.group.conditions, "Predicted pale, measured solid; each configuration at its own best batch.")
+        drawn = bars(workload.group, f"how much {name} does it take?", notes, rows, _COLOURS, "GiB", limit)
+        title = f"{name[:1].upper()}{name[1:]}: predicted pale, measured solid."
+        blocks.append(Picture(title, f"{title} {told}.", style.render(drawn, "svg").decode()))
     columns = (
         "configuration", "#batch", "tier", "~weights", "~KV cache", "~buffers", "~activations", "~overhead",
         "~predicted", "#measured", "#difference",
     )  # fmt: skip
-    rows = tuple(_sizes(point, plan, tier) for point, plan in known for tier, _, _ in tiers)
-    blocks.append(
-        Table("The same as numbers. Overhead on the GPU, the CUDA context, is in no measured peak.", columns, rows)
-    )
-    return blocks
+    cells = tuple(_sizes(point, plan, tier) for point, plan in known for tier, _, _ in tiers)
+    caption = "The same as numbers. Overhead on the GPU, the CUDA context, is in no measured peak."
+    return [*blocks, Table(caption, columns, cells)]
 
 
-_REST = "#888888"
-
-
-def _stacks(known: list[tuple[Measurement, Plan]], tier: str) -> Iterator[figure.Bar]:
-    """A predicted and a measured bar a configuration, in GiB."""
+def _stacks(known: list[tuple[Measurement, Plan]], tier: str) -> Iterator[Bar]:
+    """Yield a predicted and a measured bar for each configuration, in GiB."""
     for point, plan in known:
         own: Bytes = getattr(plan, tier)
         parts = {part: getattr(own, part) for part in _counted(tier)}
-        segments = tuple((size / 2**30, _PARTS[part]) for part, size in parts.items())
-        yield figure.Bar(named(point), segments, gib(sum(parts.values())), "predicted", predicted=True)
+        segments = tuple((_NAMES.get(part, part), size / 2**30) for part, size in parts.items())
+        yield Bar(named(point), segments, gib(sum(parts.values())), "predicted", predicted=True)
         peak = _peak(point, tier)
         if peak:
             weights = min(peak, getattr(point.effective, f"{tier}_weight_bytes", 0) if point.effective else 0)
-            split = ((weights / 2**30, _PARTS["weights"]), ((peak - weights) / 2**30, _REST))
-            yield figure.Bar("", split, gib(peak) + ("" if point.status == "ok" else f", {point.status}"), "measured")
+            split = (("weights", weights / 2**30), (_REST, (peak - weights) / 2**30))
+            yield Bar("", split, gib(peak) + ("" if point.status == "ok" else f", {point.status}"), "measured")
         else:
-            yield figure.Bar("", (), f"none: {point.status}" if point.status != "ok" else "not recorded", "measured")
+            yield Bar("", (), f"none: {point.status}" if point.status != "ok" else "not recorded", "measured")
 
 
 def _counted(tier: str) -> list[str]:
-    """The parts of memory that a measured peak holds too: not the CUDA context."""
+    """Return the uses of memory that a measured peak counts too, so not the CUDA context."""
     return [part for part in _PARTS if (tier, part) != ("gpu", "overhead")]
 
 
@@ -201,18 +220,18 @@ def _sizes(point: Measurement, plan: Plan, tier: str) -> Row:
     return Row(cells, "" if point.status == "ok" else "failed")
 
 
-def _bottlenecks(study: Study, known: Forecast) -> Iterator[Row]:
-    if study.machine is None:
+def _bottlenecks(workload: WorkloadFindings, known: Forecast) -> Iterator[Row]:
+    if workload.machine is None:
         return
-    for point in rates.best_by_load(study.points):
+    for point in rates.best_by_load(workload.points):
         spec, case = shape(point.case), point.case
         if spec is None or case.engine not in known.factors:
             continue
-        now = calibrate.predict(case, spec, study.machine, known.factors)
+        now = calibrate.predict(case, spec, workload.machine, known.factors)
         if now.step_s is None or not now.output_tok_s:
             continue
-        link = study.machine.h2d_bandwidth
-        faster = machine.override(study.machine, f"h2d_bandwidth={round(2 * link)}B/s") if link else study.machine
+        link = workload.machine.h2d_bandwidth
+        faster = machine.override(workload.machine, f"h2d_bandwidth={round(2 * link)}B/s") if link else workload.machine
         then = calibrate.predict(case, spec, faster, known.factors)
         cells = (
             case.label(),
@@ -230,29 +249,29 @@ def _bottlenecks(study: Study, known: Forecast) -> Iterator[Row]:
         yield Row(cells)
 
 
-def _elsewhere(case: Case, spec: ModelSpec, study: Study, known: Forecast) -> list[Block]:
-    """The whole model on every machine of `MACHINES` and on the one it was measured on."""
-    here = study.machine
+def _elsewhere(case: Case, spec: ModelSpec, workload: WorkloadFindings, known: Forecast) -> list[Block]:
+    """Predict the whole model on every machine of `MACHINES` and on the one it was measured on."""
+    here = workload.machine
     places = [*([here] if here is not None else []), *map(machine.load, MACHINES)]
     ways = [_ways(case, spec, place, known.factors) for place in places]
     plans = [max(own, key=_merit) for own in ways]
     base = _base(plans)
     load = case.workload
-    title = f"{study.group.model_name}, all {spec.total_layers} layers, {load.input_len} in / {load.output_len} out"
+    title = f"{workload.group.model_name}, all {spec.total_layers} layers, {load.input_len} in / {load.output_len} out"
     columns = (
-        "machine", "#link", "configuration", "#batch", "#host memory", "#first token", "#each after", "bound by",
+        "machine", "#link", "configuration", "#batch", "#host memory", "#TTFT", "#TPOT", "bound by",
         "#tok/s", "#error band", f"#over {base.machine.name}" if base else "#",
     )  # fmt: skip
     caption = (
         f"Predicted, nothing was run: {case.engine} with its factors from these records, without offload or with "
-        "offload cpu, whichever is faster, at its best batch. Host memory is what it takes, and is checked only where "
-        "the machine's own is known."
+        "weights in host memory (cpu), whichever is faster, at its best batch. Host memory is the need; it is checked "
+        "only where the machine's own is known."
     )
     rows = tuple(_place(plan, base) for plan in plans)
-    bars = [
-        figure.Bar(
+    drawn = [
+        Bar(
             f"{plan.machine.name}: {plan.case.label()}, batch {plan.case.workload.batch_size}",
-            ((plan.output_tok_s, PALETTE[0]),),
+            (("predicted", plan.output_tok_s),),
             f"{rated(plan.output_tok_s)} tok/s",
             "predicted",
             plan.output_tok_s * (plan.error or 0.0),
@@ -262,11 +281,12 @@ def _elsewhere(case: Case, spec: ModelSpec, study: Study, known: Forecast) -> li
         if plan.fits and plan.output_tok_s
     ]
     blocks: list[Block] = [Heading(title)]
-    if bars:
-        words = f"Predicted output tokens a second: {'; '.join(f'{bar.label}, {bar.text}' for bar in bars)}."
-        drawn = [figure.bars(bars, width, words) for width in (figure.WIDE, figure.NARROW)]
+    if drawn:
         said = "Predicted output tokens a second; the bars of error hold nine of ten points of these records."
-        blocks.append(Picture(said, words, drawn[0], drawn[1]))
+        whole = workload.group.model_copy(update={"layers": None})
+        picture = bars(whole, "what would other machines do?", (said,), drawn, {"predicted": PALETTE[0]}, "tok/s")
+        words = f"Predicted output tokens a second: {'; '.join(f'{bar.label}, {bar.text}' for bar in drawn)}."
+        blocks.append(Picture(said, words, style.render(picture, "svg").decode()))
     told = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
     told += [
         f"Predicted for {plan.machine.name}: {advice(ways[nth])}" for nth, plan in enumerate(plans) if plan is base
@@ -275,7 +295,7 @@ def _elsewhere(case: Case, spec: ModelSpec, study: Study, known: Forecast) -> li
 
 
 def _ways(case: Case, spec: ModelSpec, place: Machine, factors: Mapping[str, Efficiency]) -> list[Plan]:
-    """Offload cpu and none, each at its best batch."""
+    """Return plans with weights in host memory and with none offloaded, each at its best batch."""
     told = factors.get(case.engine, Efficiency())
     return [best_batch(case.model_copy(update={"offload": way}), spec, place, told) for way in ("cpu", "none")]
 
@@ -285,7 +305,8 @@ def _merit(plan: Plan) -> float:
 
 
 def _base(plans: list[Plan]) -> Plan | None:
-    """What ratios are over: the measured machine if it fits there, else one with the same GPU, else the first."""
+    """Return the plan that ratios are over: on the measured machine if it fits there, else on one with the same GPU,
+    else the first that fits."""
     able = [plan for plan in plans if plan.fits and plan.output_tok_s]
     same = [plan for plan in able if plan.machine.gpu_name == plans[0].machine.gpu_name]
     return next(iter([*same, *able]), None)
@@ -318,7 +339,7 @@ def _place(plan: Plan, base: Plan | None) -> Row:
 
 
 def _trust(known: Forecast) -> list[Block]:
-    """How well each point is predicted by the others."""
+    """Tell how well each point is predicted by the others."""
     if not known.rows:
         return []
     columns = (
@@ -351,3 +372,19 @@ def _checked(row: calibrate.Row) -> Row:
         *pair(row.predicted_gpu_bytes, row.measured_gpu_bytes, row.gpu_error, "bytes"),
     )
     return Row(cells)
+
+
+def _claim(plan: Plan) -> Row:
+    if not plan.fits or plan.prefill_s is None or plan.step_s is None or plan.output_tok_s is None:
+        return Row((plan.machine.name, plan.case.label(), *[""] * 3, "does not fit", *[""] * 2), "predicted")
+    cells = (
+        plan.machine.name,
+        plan.case.label(),
+        str(plan.case.workload.batch_size),
+        duration(plan.prefill_s),
+        duration(plan.step_s),
+        plan.bound_by or "",
+        rated(plan.output_tok_s),
+        f"± {plan.error:.0%}" if plan.error else "a limit, not fitted",
+    )
+    return Row(cells, "predicted")

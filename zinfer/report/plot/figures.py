@@ -1,29 +1,50 @@
-"""Records to figures, one function a figure, each for the points of one group.
+"""Figures of records, one function a figure. `FIGURES` are those of the points of one group.
 
-Measured is solid with markers, a limit is dashed, out of memory is a ×, and what is not known is not drawn.
+Measured values are solid with markers, limits are dashed, predictions are pale with a dashed outline, a batch that ran
+out of memory is a ×, and unknown values are not drawn.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from statistics import mean, median
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import isfinite
+from statistics import median
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from zinfer.analysis.group import Group, Points, by_load
+from zinfer.analysis.group import Group, Points, by_load, samples
 from zinfer.analysis.rates import Spread, best, best_by_load, spread
 from zinfer.analysis.rates import edges as find_edges
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement
-from zinfer.report.plot.style import GREY, PALETTE, Sheet, batch_axis, log_axis, looks, series, shortened
+from zinfer.record.prefix_reuse import SOURCES, Run, break_even, verdict
+from zinfer.report.plot.style import (
+    CHARACTER,
+    DRAWN,
+    GREY,
+    INK,
+    PALETTE,
+    Sheet,
+    Titled,
+    batch_axis,
+    log_axis,
+    looks,
+    series,
+    shortened,
+)
 from zinfer.report.plot.timeline import timeline
 from zinfer.spec.case import Case
 from zinfer.spec.units import figures, gb
 
 _SAME_LIMIT = 1.1  # limits closer than this are drawn as one
+_WAYS = {"recompute": (PALETTE[1], "s"), "memory": (PALETTE[0], "o"), "disk": (PALETTE[2], "^")}
+_BAR_ROW, _NAME_ROW = 0.21, 0.3  # inches that a bar takes, and the name above it
 
 
 def draw(group: Group, points: Points, names: Collection[str] | None = None) -> dict[str, Figure]:
-    """The figures of a group by name, all of `FIGURES` or those of `names`, without any that would show nothing."""
+    """Return the figures of a group by name: all of `FIGURES` or those of `names`, without any that would be empty."""
     with looks():
         drawn = {name: figure(group, points) for name, figure in FIGURES.items() if names is None or name in names}
     return {name: figure for name, figure in drawn.items() if figure is not None}
@@ -40,7 +61,7 @@ def throughput(group: Group, points: Points) -> Figure | None:
     notes = (answer, f"{group.conditions}{_bars(points)}")
     sheet = Sheet(group, "which engine, at which batch?", notes, strip_rows=len(failed))
     axes = sheet.panels[0]
-    values = _lines(axes, points, lambda point: spread(point.output_tok_s_samples))
+    values = _lines(axes, points, lambda point: spread(samples(point, "output_tok_s")))
     values += _link_limits(axes, points)
     axes.plot([_batch(top)], [top.output_tok_s], "o", markersize=15, color="none", markeredgecolor=GREY, zorder=1)
     log_axis(axes, values)
@@ -55,7 +76,7 @@ def throughput(group: Group, points: Points) -> Figure | None:
 
 
 def latency(group: Group, points: Points) -> Figure | None:
-    """Time to the first token, and time per token after it, over batch size."""
+    """Time to first token (TTFT) and time per output token after it (TPOT) over batch size."""
     usable = [point for point in points if point.usable]
     if not usable:
         return None
@@ -63,8 +84,8 @@ def latency(group: Group, points: Points) -> Figure | None:
     first, after = sheet.panels
     first.set_title("to the first token (TTFT)", loc="left", size=10)
     after.set_title("for each token after it (TPOT)", loc="left", size=10)
-    waits = _lines(first, points, lambda point: spread([sample / 1e3 for sample in point.ttft_ms]))
-    steps = _lines(after, points, lambda point: spread([mean(own) / 1e3 for own in point.step_ms if own]))
+    waits = _lines(first, points, lambda point: spread([ms / 1e3 for ms in samples(point, "ttft_ms")]))
+    steps = _lines(after, points, lambda point: spread([ms / 1e3 for ms in samples(point, "tpot_ms")]))
     for axes, values in ((first, waits), (after, steps)):
         if values:
             log_axis(axes, values)
@@ -91,8 +112,8 @@ def link(group: Group, points: Points) -> Figure | None:
 
 
 def residency(group: Group, points: Points) -> Figure | None:
-    """Output tokens a second over the share of the weights that stays on the GPU, each budget at its own best batch,
-    and all of them at the largest batch that they share. Nothing to show without two budgets of one engine."""
+    """Output tokens a second over the share of the weights that stays on the GPU: each budget at its own best batch,
+    and all of them at the largest batch that they share. None without two budgets of one engine."""
     tops = [point for point in best_by_load(points) if _resident_share(point) is not None]
     engines = {point.case.engine for point in tops if point.case.gpu_weights is not None}
     lines: list[tuple[str, str, list[Measurement]]] = []
@@ -133,8 +154,8 @@ def residency(group: Group, points: Points) -> Figure | None:
 
 
 def prediction(plans: Sequence[Plan]) -> Figure | None:
-    """Predicted output tokens a second over batch size, a dashed line a machine and load, its error band shaded; None
-    where nothing fits. The plans are of one model and one pair of lengths."""
+    """Predicted output tokens a second over batch size: a dashed line for each machine and load, its error band shaded.
+    None where nothing fits. The plans are of one model and one pair of lengths."""
     lines: dict[tuple[str, Case], list[Plan]] = {}
     for plan in plans:
         if plan.fits and plan.output_tok_s and plan.case.workload.batch_size <= plan.max_batch_size:
@@ -169,8 +190,118 @@ def prediction(plans: Sequence[Plan]) -> Figure | None:
         return sheet.finish()
 
 
+def reuse(run: Run) -> Figure | None:
+    """Time to first token over the context, computed again and reloaded: medians with their ranges, and the break-even;
+    None where nothing was measured."""
+    points = run.measured
+    if not points:
+        return None
+    contexts = [point.context for point in points]
+    words = [f"{told}." for source in SOURCES if (told := verdict(points, source)) is not None]
+    notes = (" ".join(word[0].upper() + word[1:] for word in words), f"{run.machine} · {run.conditions}")
+    with looks():
+        sheet = Sheet(run, "when does a reload pay?", notes)
+        axes = sheet.panels[0]
+        held: list[float] = []
+        for way, (colour, marker) in _WAYS.items():
+            own = [(p.context, p.recompute_ms if way == "recompute" else getattr(p, f"{way}_ms")) for p in points]
+            known = [(context, [ms / 1e3 for ms in samples]) for context, samples in own if samples]
+            if not known:
+                continue
+            middle = [median(samples) for _, samples in known]
+            label = "computed again" if way == "recompute" else f"reloaded from {way}"
+            axes.plot([context for context, _ in known], middle, marker=marker, color=colour, label=label, zorder=3)
+            low = [value - min(samples) for value, (_, samples) in zip(middle, known, strict=True)]
+            high = [max(samples) - value for value, (_, samples) in zip(middle, known, strict=True)]
+            axes.errorbar(
+                [context for context, _ in known], middle, yerr=(low, high), fmt="none", ecolor=colour, capsize=3
+            )
+            held += [value for _, samples in known for value in samples]
+        for source in SOURCES:
+            even = break_even(points, source)
+            if even is not None and even > 0 and isfinite(even):
+                label = f"break-even from {source}: {round(even):,} tokens"
+                axes.axvline(even, linestyle=":", color=_WAYS[source][0], linewidth=1.3, label=label)
+        log_axis(axes, held)
+        batch_axis(axes, contexts)
+        axes.set_xlabel("context, tokens")
+        axes.set_ylabel("seconds to the first token")
+        return sheet.finish()
+
+
+class Bar(NamedTuple):
+    """A horizontal bar of `segments` (name, length), with `text` at its end.
+
+    `label` stands above the bar, `tag` before it; `band` is half the width of its error bar.
+    """
+
+    label: str
+    segments: tuple[tuple[str, float], ...]
+    text: str
+    tag: str = ""
+    band: float = 0.0
+    predicted: bool = False
+
+    @property
+    def length(self) -> float:
+        return sum(size for _, size in self.segments)
+
+
+def bars(
+    about: Titled,
+    question: str,
+    notes: Sequence[str],
+    rows: Sequence[Bar],
+    colours: Mapping[str, str],
+    unit: str,
+    limit: tuple[float, str] | None = None,
+) -> Figure:
+    """Horizontal bars from zero, in `unit`. The segments of a name have its colour of `colours`; those that `rows` use
+    stand in the legend. `limit` is a value that a dashed line marks, and its name."""
+    longest = max([limit[0] if limit else 0.0, *(row.length + row.band for row in rows)]) or 1.0
+    height = sum(_BAR_ROW + _NAME_ROW * bool(row.label) for row in rows) + 0.06
+    with looks():
+        sheet = Sheet(about, question, notes, stack=((0.02, height),))
+        axes = sheet.panels[0]
+        room = min(0.6 * DRAWN, CHARACTER * max(len(row.text) for row in rows) + 0.2)
+        axes.set_xlim(0, longest * DRAWN / (DRAWN - room))
+        axes.set_ylim(height, 0)
+        ticks: dict[float, str] = {}
+        top, shown = 0.0, set[str]()
+        for row in rows:
+            if row.label:
+                top += _NAME_ROW
+                axes.annotate(shortened(row.label, 100), (0, top), xytext=(0, 2), textcoords="offset points", size=9)
+            middle, start = top + _BAR_ROW / 2, 0.0
+            ticks[middle] = row.tag
+            for name, size in row.segments:
+                if not size:
+                    continue
+                face = to_rgba(colours[name], 0.28) if row.predicted else colours[name]
+                box = Rectangle(
+                    (start, middle - 0.4 * _BAR_ROW), size, 0.8 * _BAR_ROW, facecolor=face, edgecolor=colours[name],
+                    linestyle=(0, (4, 2.5)) if row.predicted else "-", linewidth=0.8,
+                    label=name if name not in shown else None,
+                )  # fmt: skip
+                axes.add_patch(box)
+                shown.add(name)
+                start += size
+            if row.band:
+                axes.errorbar([start], [middle], xerr=[row.band], fmt="none", ecolor=INK, capsize=3, linewidth=1.2)
+            end = (start + row.band, middle)
+            axes.annotate(row.text, end, xytext=(5, 0), textcoords="offset points", va="center", size=9)
+            top += _BAR_ROW
+        axes.set_yticks(list(ticks), list(ticks.values()), size=8)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(unit)
+        if limit:
+            axes.axvline(limit[0], linestyle="--", color=GREY, linewidth=1.3, label=limit[1])
+        return sheet.finish()
+
+
 def _resident_share(point: Measurement) -> float | None:
-    """Per cent of the weights that a decode step finds on the GPU."""
+    """Return the per cent of the weights that a decode step finds on the GPU; None where unknown."""
     if point.effective is None:
         return None
     resident, streamed = point.effective.gpu_weight_bytes, point.effective.streamed_bytes_per_step
@@ -191,7 +322,7 @@ def _bars(points: Points) -> str:
 
 
 def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | None]) -> list[float]:
-    """A line a load; points without a value are left out. Gives all that the y axis has to hold."""
+    """Draw a line for each load, without points that lack a value. Return all values that the y axis has to hold."""
     held: list[float] = []
     loads = by_load(points)
     for load, look in series(loads).items():
@@ -211,7 +342,8 @@ def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | N
 
 
 def _link_limits(axes: Axes, points: Points) -> list[float]:
-    """Dashed: batch · link / streamed bytes, over the batch sizes of the loads it holds for.
+    """Draw the link's limit, batch · link bandwidth / streamed bytes, dashed over the batch sizes that it holds for.
+    Return the values that the y axis has to hold.
 
     The prefill streams every weight once too, so n output tokens a row take at least n passes over the link.
     """
@@ -235,7 +367,7 @@ def _link_limits(axes: Axes, points: Points) -> list[float]:
 
 
 def _shown(points: Points) -> Points:
-    """Without batches that were only tried for fit, and without those that ran out of memory beyond a load's edge."""
+    """Leave out batches that were only tried for fit, and those that ran out of memory beyond a load's edge."""
     edges = {edge.load: edge.smallest_oom for edge in find_edges(points)}
     return tuple(
         point
@@ -248,7 +380,7 @@ def _shown(points: Points) -> Points:
 def _strip(
     axes: Axes, failed: dict[Case, tuple[Measurement, ...]], loads: Sequence[Case], sizes_shown: Sequence[int]
 ) -> None:
-    """A row a load: × where memory ran out, + where it failed for another reason, with the load's name beside it."""
+    """Draw a row for each load, its name beside it: × where memory ran out, + where it failed for another reason."""
     look = series(loads)
     middle = (min(sizes_shown) * max(sizes_shown)) ** 0.5
     for row, (load, own) in enumerate(failed.items()):

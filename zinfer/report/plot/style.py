@@ -1,15 +1,18 @@
-"""How every figure looks: a question as its title, conditions below it, the legend outside the data, stable bytes.
+"""The look of every figure: a question as its title, conditions below it, the legend outside the data, stable bytes.
 
 Measured series are solid lines with markers; limits and predictions are dashed and have none. An engine keeps its
-colour and its marker in every figure; a hollow marker means no offload, so that print without colour stays legible.
+colour and its marker in every figure. A hollow marker means no offload, so a print without colour stays legible.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from math import ceil, log2
 from textwrap import wrap
 from typing import Any, Literal, Protocol
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 from matplotlib import style
 from matplotlib.axes import Axes
@@ -33,7 +36,7 @@ _ENGINES = {
 _OTHERS = (("#E69F00", "v"), ("#56B4E9", "X"), ("#000000", "p"), ("#999933", "h"))
 _VARIANTS = ("<", ">", "*", "d", "8", "H")  # markers of one engine's further options
 PALETTE = tuple(colour for colour, _ in (*_ENGINES.values(), *_OTHERS))
-GREY, INK = "#666666", "#222222"
+GREY, INK, GRID = "#666666", "#222222", "#e4e4e4"
 
 _STYLE = {
     "font.family": "DejaVu Sans",  # ships with matplotlib
@@ -45,14 +48,14 @@ _STYLE = {
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "grid.color": "#E4E4E4",
+    "grid.color": GRID,
     "grid.linewidth": 0.8,
     "xtick.color": GREY,
     "ytick.color": GREY,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "svg.hashsalt": "zinfer",  # element ids come from it instead of a random number
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",  # text stays text: it can be selected, and a figure is a quarter of the size
     "path.simplify": False,
 }
 _WIDTH, _DPI = 9.0, 150
@@ -60,11 +63,16 @@ _LEFT, _RIGHT, _PANEL = 0.85, 0.25, 3.7  # inches, like all below
 DRAWN = _WIDTH - _LEFT - _RIGHT  # the width of what is drawn
 _AXIS_LABEL, _LEGEND_ROW, _STRIP_ROW = 0.6, 0.2, 0.22
 _TITLE_ROW, _NOTE_ROW, _MARGIN = 0.28, 0.21, 0.18
-_CHARACTER = 0.064  # of the legend's font, generously
+CHARACTER = 0.064  # width of one character of the legend's font, a generous estimate
+_SVG = "http://www.w3.org/2000/svg"
+_XLINK = "http://www.w3.org/1999/xlink"
+_STROKES = "stroke-linejoin:round;stroke-linecap:butt"  # matplotlib's defaults for what has no style of its own
+_FONTS = "'DejaVu Sans',Verdana,sans-serif"
+_COORDINATES = ("d", "x", "y", "transform")
 
 
 class Titled(Protocol):
-    """What a figure is about."""
+    """A subject that gives a figure its title: a group of points, or a run."""
 
     @property
     def title(self) -> str: ...
@@ -72,22 +80,83 @@ class Titled(Protocol):
 
 @contextmanager
 def looks() -> Iterator[None]:
-    """Our settings over matplotlib's defaults, whatever the user's own matplotlibrc says."""
+    """Apply our settings over matplotlib's defaults, whatever the user's own matplotlibrc says."""
     with style.context(["default", _STYLE]):
         yield
 
 
 def render(figure: Figure, form: Format) -> bytes:
-    """The figure's file, equal bytes for equal figures: no dates, no versions, no random ids."""
+    """Return the figure's file. Equal figures give equal bytes: no dates, no versions, no random ids.
+
+    SVG is text as text, coordinates to a hundredth of a point, and a title and a description for screen readers.
+    """
     buffer = BytesIO()
     metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
     with looks():
         figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
-    return buffer.getvalue()
+    if form == "png":
+        return buffer.getvalue()
+    root = ElementTree.fromstring(buffer.getvalue())
+    _slim(root)
+    for tag, words in (("desc", said(figure, "note")), ("title", said(figure, "title"))):
+        root.insert(0, told := Element(f"{{{_SVG}}}{tag}"))
+        told.text = words
+    root.attrib |= {"role": "img", "style": _STROKES}
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", _XLINK)
+    svg: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return svg + b"\n"
+
+
+def said(figure: Figure, part: Literal["title", "note"]) -> str:
+    """Return the words above the figure's panels: its title, or the notes below it."""
+    return " ".join(text.get_text() for text in figure.texts if text.get_gid() == part)
+
+
+def _slim(root: Element) -> None:
+    """Remove from an SVG file of matplotlib what no reader needs: metadata, ids that nothing refers to, groups without
+    attributes, digits beyond a hundredth of a point."""
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
+                parent.remove(child)
+    texts = " ".join(value for element in root.iter() for key, value in element.items() if key != "id")
+    used = set(re.findall(r"#([\w.-]+)", texts))
+    for element in root.iter():
+        if element.get("id") not in used:
+            element.attrib.pop("id", None)
+        for name in _COORDINATES:
+            if value := element.get(name):
+                value = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{round(float(number[0]), 2) + 0.0:g}", value)
+                element.set(name, re.sub(r"\s*\n\s*|(?<=[A-Za-z]) | (?=[A-Za-z])", "", value.strip()))
+        if re.match(r"rotate\(-?0 ", element.get("transform", "")):
+            del element.attrib["transform"]
+        if style_ := element.get("style"):
+            element.set("style", style_.replace("; ", ";").replace(": ", ":").replace("'DejaVu Sans'", _FONTS))
+        if element.tag != f"{{{_SVG}}}text":
+            element.text = element.tail = None
+        element.tail = None
+    _unwrap(root)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag == f"{{{_SVG}}}defs" and not len(child):
+                parent.remove(child)
+    for child in root:
+        child.tail = "\n"  # a line for each part, so that a difference of two versions can be read
+    root.text = "\n"
+
+
+def _unwrap(element: Element) -> None:
+    """Replace groups without attributes by their children, from the inside out."""
+    children: list[Element] = []
+    for child in element:
+        _unwrap(child)
+        children += list(child) if child.tag == f"{{{_SVG}}}g" and not child.attrib else [child]
+    element[:] = children
 
 
 def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
-    """What tells the lines apart, as arguments of `Axes.plot`: colour and shape by engine, fill by offload."""
+    """Return arguments of `Axes.plot` that tell the lines apart: colour and marker by engine, fill by offload."""
     found: dict[Case, dict[str, Any]] = {}
     strangers: dict[str, int] = {}
     variants: dict[tuple[str, str], int] = {}
@@ -113,12 +182,15 @@ def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
 
 
 def shortened(text: str, length: int) -> str:
+    """Return `text`, cut to `length` characters with an ellipsis at its end."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 class Sheet:
-    """One figure being drawn: `panels` side by side, an optional strip of `strip_rows` below them, a legend; or panels
-    in a `stack`, each with the room above it and its height, in inches."""
+    """A figure while it is drawn: `panels` side by side, an optional strip of `strip_rows` below them, and a legend.
+
+    With `stack` the panels stand one below the other, each given as the room above it and its height, in inches.
+    """
 
     def __init__(
         self,
@@ -146,9 +218,9 @@ class Sheet:
         self._rows = ratios
 
     def finish(self) -> Figure:
-        """Place title, notes and legend around the panels, each in space of its own, and give the figure."""
+        """Place title, notes and legend around the panels, each in space of its own, and return the figure."""
         handles, labels = self._legend()
-        width = max(map(len, labels), default=0) * _CHARACTER + 0.55
+        width = max(map(len, labels), default=0) * CHARACTER + 0.55
         columns = max(1, min(4, int((_WIDTH - _LEFT) // width)))
         heads = _TITLE_ROW if any(panel.get_title(loc="left") for panel in self.panels) else 0
         top = 2 * _MARGIN + _TITLE_ROW * len(self._titles) + _NOTE_ROW * len(self._notes) + heads
@@ -162,10 +234,10 @@ class Sheet:
         )
         y = _MARGIN
         for line in self._titles:
-            self._figure.text(_MARGIN / _WIDTH, 1 - y / height, line, size=13, weight="bold", va="top")
+            self._figure.text(_MARGIN / _WIDTH, 1 - y / height, line, size=13, weight="bold", va="top", gid="title")
             y += _TITLE_ROW
         for line in self._notes:
-            self._figure.text(_MARGIN / _WIDTH, 1 - y / height, line, size=9, color=GREY, va="top")
+            self._figure.text(_MARGIN / _WIDTH, 1 - y / height, line, size=9, color=GREY, va="top", gid="note")
             y += _NOTE_ROW
         self._figure.legend(
             handles, labels, loc="upper left", bbox_to_anchor=(_LEFT / _WIDTH, (bottom - _AXIS_LABEL) / height),
@@ -182,7 +254,8 @@ class Sheet:
 
 
 def batch_axis(axes: Axes, sizes: Iterable[int]) -> None:
-    """A log2 x axis that holds every batch size and has its ticks at them, powers of two first where space is short."""
+    """Make the x axis logarithmic, with room for every batch size and ticks at them; powers of two come first where
+    space is short."""
     # a count of set bits is the simplest order that puts 16 before 24 before 28
     candidates = sorted(set(sizes), key=lambda size: (size.bit_count(), -size))
     low, high = min(candidates), max(candidates)
@@ -199,7 +272,7 @@ def batch_axis(axes: Axes, sizes: Iterable[int]) -> None:
 
 
 def log_axis(axes: Axes, values: Iterable[float]) -> None:
-    """A log y axis that holds every value, with ticks written as plain numbers."""
+    """Make the y axis logarithmic, with room for every value and ticks written as plain numbers."""
     low, high = min(values := list(values)), max(values)
     low, high = low / 1.35, high * 1.35
     span = high / low
@@ -212,6 +285,6 @@ def log_axis(axes: Axes, values: Iterable[float]) -> None:
 
 
 def lighter(colour: str, share: float) -> str:
-    """`colour`, moved towards white by `share` of the way."""
+    """Return `colour`, moved towards white by `share` of the way."""
     red, green, blue = (part + (1 - part) * share for part in to_rgb(colour))
     return to_hex((red, green, blue))

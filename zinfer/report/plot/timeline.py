@@ -1,15 +1,17 @@
 """The timeline of one decode step: link, decoder and layers over time, and the moments in which the link waits.
 
-Above, the whole step; below it the stretch in which the link waits longest, a few layers wide. What of the link's lane
-is hatched is the time that the step takes beyond its bytes.
+The upper panel shows the whole step, the lower one the stretch in which the link waits longest, a few layers wide.
+Hatched parts of the link's lane are time that the step takes beyond its bytes.
 """
 
-from typing import get_args
+from collections.abc import Sequence
+from typing import Any, get_args
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import ConnectionPatch
+from matplotlib.patches import ConnectionPatch, PathPatch
+from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter
 
 from zinfer.analysis.group import Group, Points
@@ -34,7 +36,8 @@ _BAR = 0.74  # of a lane
 
 
 def timeline(group: Group, points: Points) -> Figure | None:
-    """Link, decode and compute over one traced step of each configuration's fastest batch; None without a trace."""
+    """Copies over the link, unpacking and computing in one traced step of each configuration's fastest batch; None
+    without a trace."""
     tops = best_by_load([point for point in points if busy(point.timeline, "copy")])
     if not tops:
         return None
@@ -57,12 +60,12 @@ def timeline(group: Group, points: Points) -> Figure | None:
 
 
 def _lanes(spans: Spans) -> list[Lane]:
-    """The lanes that something happens in, from the top."""
+    """Return the lanes in which something happens, from the top."""
     return [lane for lane in get_args(Lane) if any(span.lane == lane for span in spans)]
 
 
 def _overview(axes: Axes, point: Measurement, longest: float) -> None:
-    """The whole step, on a scale that all configurations share, under what there is to say of it."""
+    """Draw the whole step on a scale that all configurations share, with its numbers in words above it."""
     spans, end = point.timeline, length_ms(point.timeline)
     _bars(axes, spans, (-0.005 * longest, 1.005 * longest), named=True)
     axes.xaxis.tick_top()
@@ -80,7 +83,7 @@ def _overview(axes: Axes, point: Measurement, longest: float) -> None:
 
 
 def _rate(point: Measurement) -> str:
-    """How fast the link is while it works, which is the rest of what a step could gain."""
+    """Say how fast the link is while it works: the rest of what a step could gain."""
     found, best = busy_bandwidth(point), point.link_bandwidth
     if not found:
         return ""
@@ -107,7 +110,7 @@ def _ms(value: float) -> str:
 
 
 def _magnified(axes: Axes, spans: Spans) -> None:
-    """The stretch in which the link waits longest."""
+    """Draw the stretch in which the link waits longest."""
     low, high = focus(spans)
     margin, end = 0.02 * (high - low), length_ms(spans)
     limits = low - margin, high + margin
@@ -127,8 +130,8 @@ def _magnified(axes: Axes, spans: Spans) -> None:
 
 
 def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inches: float = 0.0) -> None:
-    """Every span as a bar in its lane, one layer light and the next one dark, numbered if there are `inches` for it; a
-    bar too thin to show gets a hair line's width."""
+    """Draw every span as a bar in its lane, one layer light and the next one dark, numbered if there are `inches` for
+    it. A bar too thin to be seen gets the width of a hair line."""
     lanes = _lanes(spans)
     axes.set_xlim(*limits)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
@@ -140,19 +143,26 @@ def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inche
     for row, lane in enumerate(lanes):
         own = [span for span in spans if span.lane == lane and limits[0] < span.end_ms and span.start_ms < limits[1]]
         for odd in (False, True):
-            axes.broken_barh(
-                [(span.start_ms, span.end_ms - span.start_ms) for span in own if _odd(span) is odd],
-                (row - _BAR / 2, _BAR), color=_tone(lane, odd), linewidth=0 if inches else 0.3, snap=False,
-                label=_LOOKS[lane][2] if named and not odd else None,
-            )  # fmt: skip
+            label = _LOOKS[lane][2] if named and not odd else None
+            pairs = [(span.start_ms, span.end_ms) for span in own if _odd(span) is odd]
+            _boxes(axes, pairs, row, label, color=_tone(lane, odd), linewidth=0 if inches else 0.3)
         for span in own if inches else ():
             _name(axes, span, row, limits, inches)
     row = lanes.index("copy")
-    axes.broken_barh(
-        [(start, stop - start) for start, stop in idle(spans)], (row - _BAR / 2, _BAR),
+    _boxes(
+        axes, idle(spans), row, "the link waits" if named else None,
         facecolor=lighter(_VERMILION, 0.8), edgecolor=_VERMILION, hatch="//////", linewidth=0,
-        label="the link waits" if named else None,
     )  # fmt: skip
+
+
+def _boxes(axes: Axes, pairs: Sequence[Interval], row: int, label: str | None, **look: Any) -> None:
+    """Draw each pair of a start and an end as a box in a row: one path for all, since a step has hundreds of spans."""
+    low, high = row - _BAR / 2, row + _BAR / 2
+    corners = [corner for start, end in pairs for corner in ((start, low), (start, high), (end, high), (end, low))]
+    vertices = [corner for nth in range(0, len(corners), 4) for corner in (*corners[nth : nth + 4], corners[nth])]
+    codes = [Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY] * len(pairs)
+    path = Path(vertices, codes) if pairs else Path([(0.0, row)])  # which draws nothing, but has its legend
+    axes.add_patch(PathPatch(path, label=label, snap=False, **look))
 
 
 def _odd(span: Span) -> bool:
@@ -164,7 +174,7 @@ def _tone(lane: Lane, odd: bool) -> str:
 
 
 def _name(axes: Axes, span: Span, row: int, limits: Interval, inches: float) -> None:
-    """The layer's number in its bar, or what else it is, where that fits."""
+    """Write the layer's number into its bar, or "other", where that fits."""
     start, stop = max(span.start_ms, limits[0]), min(span.end_ms, limits[1])
     room = (stop - start) / (limits[1] - limits[0]) * inches
     names = ("other",) if span.layer is None else (f"layer {span.layer}", f"{span.layer}")
@@ -174,7 +184,7 @@ def _name(axes: Axes, span: Span, row: int, limits: Interval, inches: float) -> 
 
 
 def _join(whole: Axes, part: Axes, stretch: Interval) -> None:
-    """Show in `whole` where `part` comes from."""
+    """Mark in `whole` the stretch that `part` shows."""
     whole.axvspan(*stretch, facecolor="none", edgecolor=GREY, linewidth=1, zorder=4)
     for x, corner in zip(stretch, (0, 1), strict=True):
         patch = ConnectionPatch(

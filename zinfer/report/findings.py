@@ -1,4 +1,5 @@
-"""What a report is made of: the groups of points that may be compared, each with its machine and how it was started."""
+"""Input of a report: the groups of points that may be compared, each with its machine and the start of its sweep, and
+the studies beside them."""
 
 from collections.abc import Mapping
 from os.path import expanduser, isdir
@@ -9,15 +10,15 @@ from zinfer.analysis.group import Group, Points
 from zinfer.plan.published import Published
 from zinfer.record.accuracy import AccuracyRecord
 from zinfer.record.codec import CodecRecord
-from zinfer.record.prefix_reuse import ReuseRecord
+from zinfer.record.prefix_reuse import Run
 from zinfer.record.store import Header
 from zinfer.spec.case import Case
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelError, ModelSpec, catalogue_names, resolve
 
 
-class Study(NamedTuple):
-    """One group of one sweep. `machine` is what was probed there; `figures` are links by the figure's name."""
+class WorkloadFindings(NamedTuple):
+    """One group of one sweep. `machine` is the result of the probe there; `figures` are links by the figure's name."""
 
     sweep: str
     group: Group
@@ -38,7 +39,7 @@ class Demand(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What a planning recipe asks: cases at batch size 1 on machines, and ratios that others have published."""
+    """The question of a planning recipe: cases at batch size 1 on machines, and ratios that others have published."""
 
     title: str
     cases: tuple[Case, ...]
@@ -47,10 +48,10 @@ class Question(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """All of it. `damaged` names the lines of result files that could not be used; `baseline` is what to compare with,
-    under its name."""
+    """Everything that a report is made from. `damaged` names the lines of result files that could not be used;
+    `baseline` holds points to compare with, under their name."""
 
-    studies: tuple[Study, ...] = ()
+    workloads: tuple[WorkloadFindings, ...] = ()
     damaged: tuple[str, ...] = ()
     baseline: tuple[str, Points] | None = None
     prices: Prices = Prices()
@@ -58,20 +59,20 @@ class Findings(NamedTuple):
     questions: tuple[Question, ...] = ()
     codecs: tuple[CodecRecord, ...] = ()
     accuracies: tuple[AccuracyRecord, ...] = ()
-    reuses: tuple[ReuseRecord, ...] = ()
+    reuses: tuple[Run, ...] = ()
 
     @property
     def machines(self) -> dict[str, Machine]:
-        """The machines that are described, by the name that points know them by."""
-        return {study.group.machine: study.machine for study in self.studies if study.machine is not None}
+        """Described machines, by the name that points know them by."""
+        return {workload.group.machine: workload.machine for workload in self.workloads if workload.machine is not None}
 
     @property
     def points(self) -> Points:
-        return tuple(point for study in self.studies for point in study.points)
+        return tuple(point for workload in self.workloads for point in workload.points)
 
 
 def shape(case: Case, whole: bool = False) -> ModelSpec | None:
-    """The model of a case, or of its `whole` model if that is a slice; None where it is not on this machine.
+    """Return the model of a case, or its `whole` model if the case is a slice; None where it is not on this machine.
 
     A hub id is not looked up: a report makes no request and says the same with and without a network.
     """

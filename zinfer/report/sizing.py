@@ -1,13 +1,12 @@
-"""What a token costs in money and energy, and how many GPUs a demand takes: `zinfer.analysis.economics` on measured
-points."""
+"""Cost of a token in money and energy, and GPUs for a demand: `zinfer.analysis.economics` on measured points."""
 
 from zinfer.analysis import rates
 from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost, fleet
 from zinfer.analysis.group import Points
 from zinfer.record.measurement import Measurement
 from zinfer.report.document import Block, Command, Heading, Row, Section, Table, Text
+from zinfer.report.findings import Demand, Findings
 from zinfer.report.measured import rate, rated
-from zinfer.report.study import Demand, Findings
 from zinfer.spec.units import duration
 
 _SLICE = "A slice: the whole model is slower in proportion and its largest batch smaller, so it costs more than this."
@@ -16,16 +15,16 @@ _SLICE = "A slice: the whole model is slower in proportion and its largest batch
 def sizing(findings: Findings) -> Section:
     """Cost of every configuration at its own best batch, and the fleet for the demand that was named."""
     blocks: list[Block] = _given(findings)
-    for study in findings.studies:
-        blocks.append(Heading(study.group.title))
-        if study.group.layers is not None:
+    for workload in findings.workloads:
+        blocks.append(Heading(workload.group.title))
+        if workload.group.layers is not None:
             blocks.append(Text(_SLICE, "caution"))
-        if rates.best(study.points) is None:
-            blocks.append(Text(f"No point succeeded ({rates.statuses(study.points)}).", "missing"))
+        if rates.best(workload.points) is None:
+            blocks.append(Text(f"No point succeeded ({rates.statuses(workload.points)}).", "missing"))
             continue
-        blocks.append(_costs(study.points, findings.prices))
+        blocks.append(_costs(workload.points, findings.prices))
         if findings.demand is not None:
-            blocks.append(_fleets(study.points, findings.demand, findings.prices))
+            blocks.append(_fleets(workload.points, findings.demand, findings.prices))
     return Section("cost", "Sizing and cost", blocks)
 
 

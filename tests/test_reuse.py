@@ -112,7 +112,7 @@ def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPat
     assert "1,024 tokens: recompute" in result.stderr
     monkeypatch.chdir(folder)
     drawn = [CliRunner().invoke(cli, ["plot", where, "-o", where[-1]]) for where in ("sweeps/results", str(path))]
-    for one, out in zip(drawn, ("s", "n"), strict=True):
+    for one, out in zip(drawn, ("s", "l"), strict=True):
         assert one.exit_code == 0, one.output
         lines = one.stdout.split()
         assert lines == [f"{out}/{slug()}/reuse-bloom-tiny-2-of-8-layers-stream-cpu.{form}" for form in ("png", "svg")]

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from zinfer.analysis.group import order, samples
 from zinfer.record.measurement import Measurement, Status, latest
+from zinfer.record.stats import ci95_half_width
 from zinfer.spec.case import Case
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.value import Frozen

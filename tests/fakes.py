@@ -25,7 +25,7 @@ class FakeEngine(StepEngine):
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
-        self._options = self.DEFAULTS | self.options
+        self._options = self.DEFAULTS | dict(plan.case.options)
         progress("loading weights", 0.5)
         self._accident("load", 1 << 30)
 

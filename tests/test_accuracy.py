@@ -94,13 +94,13 @@ def by_setting(found: Found) -> dict[tuple[str, str], Deviation]:
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
 def test_the_error_grows_with_the_rounding(architecture: str, checkpoint: Checkpoints) -> None:
-    run = comparison(checkpoint(architecture), "auto", "int8", "fp8")
+    run = comparison(checkpoint(architecture), "bf16", "int8", "fp8")
     found = run.run()
     assert (found.tokens, found.logits_dtype, found.failed) == (len(TEXT), "float32", ())
     deviations = by_setting(found)
     assert len(deviations) == len(found.deviations) == 8
     for along in ("own", "text"):
-        noise, same, int8, fp8 = (deviations[name, along] for name in ("noise", "auto", "int8", "fp8"))
+        noise, same, int8, fp8 = (deviations[name, along] for name in ("noise", "bf16", "int8", "fp8"))
         assert same.rows == int8.rows == fp8.rows == SAMPLES
         assert noise.rows == (3 if along == "own" else 2)  # of the first batch, of 5
         assert (same.error, same.error_max, same.kl, same.kl_max, same.agreement) == (0, 0, 0, 0, 1)
@@ -110,14 +110,14 @@ def test_the_error_grows_with_the_rounding(architecture: str, checkpoint: Checkp
         assert 0 < int8.kl < fp8.kl < 1
         assert 0.5 < fp8.agreement <= int8.agreement <= 1
         assert int8.error < int8.error_max
-    for name in ("auto", "int8", "fp8"):
+    for name in ("bf16", "int8", "fp8"):
         assert len(deviations[name, "own"].first_differences) == SAMPLES
         assert deviations[name, "text"].positions == SAMPLES * OUTPUT
         assert deviations[name, "text"].first_differences == ()
         assert deviations[name, "own"].perplexity is None
-    text = deviations["auto", "text"]
+    text = deviations["bf16", "text"]
     assert text.perplexity == text.reference_perplexity == deviations["fp8", "text"].reference_perplexity
-    assert deviations["auto", "own"].identical == 1
+    assert deviations["bf16", "own"].identical == 1
 
 
 def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpoint: Checkpoints) -> None:
@@ -148,7 +148,7 @@ def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpo
 
 def test_the_perplexity_is_that_of_transformers(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
-    text = by_setting(comparison(directory, "auto").run())["auto", "text"]
+    text = by_setting(comparison(directory, "bf16").run())["bf16", "text"]
     windows = teacher_forcing.windows(None, plan(directory).model, TEXT, SAMPLES, INPUT + OUTPUT)
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     token_ids = torch.tensor(windows["pieces"])
@@ -182,12 +182,12 @@ def test_broken_quantisation_shows(broken: str, checkpoint: Checkpoints, monkeyp
 
 
 def test_a_failed_setting_is_reported_and_the_others_run(checkpoint: Checkpoints) -> None:
-    found = comparison(checkpoint("llama"), "int9", "auto").run()
+    found = comparison(checkpoint("llama"), "int9", "bf16").run()
     assert [(dict(one.case.options), one.status) for one in found.failed] == [
         ({"kv_cache_dtype": "int9"}, "unsupported")
     ]
     assert "choose from auto, bf16, int8, fp8" in found.failed[0].error
-    assert ("auto", "text") in by_setting(found)
+    assert ("bf16", "text") in by_setting(found)
 
 
 @pytest.mark.parametrize("dies_at", [1, 2])
@@ -204,14 +204,14 @@ def test_the_death_of_a_worker_is_reported(dies_at: int, checkpoint: Checkpoints
         workers.append(Mortal())
         return workers[-1]
 
-    run = comparison(checkpoint("llama"), "int8", "auto", make_worker=make)
+    run = comparison(checkpoint("llama"), "int8", "bf16", make_worker=make)
     if dies_at == 1:
         with pytest.raises(NoAnswer, match="host memory ran out"):
             run.run()
         return
     found = run.run()
     assert [one.status for one in found.failed] == ["oom_host"]
-    assert ("auto", "own") in by_setting(found)
+    assert ("bf16", "own") in by_setting(found)
 
 
 def test_nan_output_is_a_failure(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
@@ -298,6 +298,7 @@ def told(result: Result) -> str:
 
 
 AXIS = ("-O", "kv_cache_dtype=int8")
+PACKED = ("--offload", "cpu", "--reference", "packed=nowhere", "--reference", "weight_codec=lossless")
 
 
 @pytest.mark.parametrize(
@@ -305,8 +306,8 @@ AXIS = ("-O", "kv_cache_dtype=int8")
     [
         ([], "--kv-cache-dtype int8,fp8"),
         ([*AXIS, "--layers", "2"], "--layers: "),
-        ([*AXIS, "--reference", "ring_depth=2,3"], "--reference takes one value for each option"),
-        (["-O", "kv=int8"], "has no option 'kv'; its options: ring_depth"),
+        ([*AXIS, "--reference", "kv_threads=2,3"], "--reference takes one value for each option"),
+        (["-O", "kv=int8"], "has no option 'kv'; its options: weight_codec"),
         ([*AXIS, "--reference", "kv=auto"], "has no option 'kv'"),
         ([*AXIS, "--engine", "warp"], "no engine 'warp'"),
         ([*AXIS, "--offload", "nvme"], "--offload nvme needs --nvme-path"),
@@ -316,7 +317,8 @@ AXIS = ("-O", "kv_cache_dtype=int8")
         ([*AXIS, "--input-len", "99"], "exceed the 64 positions of model"),
         ([*AXIS, "--samples", "99"], f"the text has {len(TEXT):,} tokens, too few for 99 samples of 32"),
         (["-m", "bloom-tiny", *AXIS], "bloom-tiny has no weights to fetch: give a checkpoint folder"),
-        ([*AXIS, "--reference", "kv_cache_dtype=int9"], "the reference: unsupported: loading failed: kv_cache_dtype="),
+        ([*AXIS, "--reference", "kv_cache_dtype=int9"], "kv_cache_dtype=int9: choose from auto, bf16, int8, fp8"),
+        ([*AXIS, *PACKED], "the reference: unsupported: loading failed: nowhere holds no packed layers"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -335,18 +337,24 @@ def test_mistakes_are_one_line(
     assert not list(Path().rglob("accuracy.json*"))
 
 
+def no_int8(engine: Any, _option: str) -> str | None:
+    return "not in int8" if engine.options.kv_cache_dtype == "int8" else None
+
+
 def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr("zinfer.worker.process.Worker", Inline)
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--samples", 2, "--input-len", 8, "--output-len", 4]
-    result = invoke(*words, "-O", "kv_cache_dtype=int9,fp8", "-o", "found.jsonl")
+    with monkeypatch.context() as refusing:
+        refusing.setattr("zinfer.engine.stream.Stream._cannot_have", no_int8)
+        result = invoke(*words, "-O", "kv_cache_dtype=int8,fp8", "-o", "found.jsonl")
+        nothing = invoke(*words, *AXIS, "-o", "found.jsonl")
     assert result.exit_code == 3
-    assert "Error: kv_cache_dtype=int9: unsupported: loading failed" in result.stderr
+    assert "Error: kv_cache_dtype=int8: unsupported: loading failed: not in int8" in result.stderr
     assert "RANDOM WEIGHTS" in result.stdout
     found = studies.last(Path("found.jsonl"), AccuracyRecord)
     assert found.told.endswith("random weights")
     assert found.prompts.name.startswith("the manual of Python 3.")
-    nothing = invoke(*words, "-O", "kv_cache_dtype=int9", "-o", "found.jsonl")
     assert nothing.exit_code == 4
     assert "not written" in nothing.stderr
     assert studies.last(Path("found.jsonl"), AccuracyRecord) == found
@@ -398,6 +406,6 @@ def test_the_record_is_printed_and_lies_with_the_machines_results(folder: Path, 
 @pytest.mark.gpu
 def test_eight_bits_on_a_gpu(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     monkeypatch.undo()
-    deviations = by_setting(comparison(checkpoint("llama"), "auto", "int8", "fp8").run())
-    assert deviations["auto", "own"].error_max == 0
+    deviations = by_setting(comparison(checkpoint("llama"), "bf16", "int8", "fp8").run())
+    assert deviations["bf16", "own"].error_max == 0
     assert deviations["int8", "own"].error < deviations["fp8", "own"].error < 0.5

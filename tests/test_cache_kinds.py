@@ -107,15 +107,14 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_tokens_are_those_of_transformers(
     name: str, way: str, at_once: int, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", max(LENGTHS) * at_once)
     monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 2)  # the window moves every other step
     offload, options = WAYS[way]
     if options and name in STATES_ONLY:
         with pytest.raises(EngineError, match="keep a state of fixed size, and no keys and values: kv_offload=cpu"):
             load("stream", kind(name), offload, tmp_path, **options)  # type: ignore[arg-type]
         return
-    engine = load("stream", kind(name), offload, tmp_path, **options)  # type: ignore[arg-type]
+    tokens = max(LENGTHS) * at_once
+    engine = load("stream", kind(name), offload, tmp_path, tokens=tokens, **options)  # type: ignore[arg-type]
     for _ in range(2):
         assert torch.equal(greedy(engine, LENGTHS), expected(kind(name)))
     engine.close()
@@ -224,14 +223,11 @@ def test_other_states_than_keys_and_values_are_kept_or_refused(option: dict[str,
 
 
 @pytest.mark.parametrize("name", ["minimax", "recurrent_gemma"])  # the latter's states are in its modules
-def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zinfer.plan.cost.PREFILL_TOKENS", 1)  # a row at a time, if that were possible
+def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(name: str, tmp_path: Path) -> None:
     settings = {"initializer_range": 0.3, "block_size": 8, "bos_token_id": None}
     settings |= {"num_local_experts": 2} if name == "minimax" else {"attention_window_size": 16, "lru_width": 64}
     directory = _saved(tmp_path / name, name, settings)
-    engine = load("stream", directory, "cpu", tmp_path)
+    engine = load("stream", directory, "cpu", tmp_path, tokens=1)  # a row at a time, if that were possible
     for _ in range(2):
         assert torch.equal(greedy(engine, LENGTHS), expected(directory))
     engine.close()

@@ -54,7 +54,7 @@ def zinfer(folder: Path, *words: str, timeout: float = PATIENCE_S, **settings: A
         (["sweep", "-m", "bloom-tiny", "--offload", "gpu"], 2, "choose from none, cpu, nvme"),
         (["sweep", "-m", "bloom-tiny", "--batch-size", "0"], 2, "--batch-size"),
         (["sweep", "-m", "bloom-tiny", "--batchsize", "1"], 2, "Did you mean '--batch-size'"),
-        (["sweep", "-m", "bloom-tiny", "-O", "ring=3"], 2, "its options: ring_depth"),
+        (["sweep", "-m", "bloom-tiny", "-O", "ring=3"], 2, "its options: weight_codec"),
         (["sweep", "-m", "bloom-tiny", "--offload", "nvme"], 2, "--nvme-path"),
         (["sweep", "-m", "bloom-tiny", "--layers", "99"], 2, "has 8 layers"),
         (["sweep", "no-such-recipe"], 2, "no recipe sweeps/no-such-recipe.toml"),

@@ -14,10 +14,8 @@ from zinfer.plan.cost import (
     Times,
     contended_rates,
     layers_stored,
-    pass_tokens,
     piece_bytes,
     prefill,
-    prefill_rows,
     step,
     tiers,
     wire_bytes,
@@ -30,7 +28,7 @@ from zinfer.spec.machine import FIGURES, Machine
 
 BLOOM = model.resolve("bloom-176b", None, None)
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
-RAW = (("ring_depth", 6), ("weight_codec", "none"))
+RAW = (("weight_codec", "none"),)
 PHYSICS = Efficiency(link_share=1.0)
 NAMES = ("bloom-176b", "opt-30b", "llama-3.1-70b", "mixtral-8x22b")
 
@@ -279,7 +277,7 @@ def test_auto_puts_only_rows_that_do_not_fit_the_gpu_into_host_memory() -> None:
     assert small.host.kv_cache == 0
     assert small.gpu == make_plan(asked(batch_size=most), BLOOM, place).gpu
     rows = rows_on_host(large.case, place)
-    assert most <= rows <= most + 2  # rows that wait for the others take room, too
+    assert most <= rows <= most + 4  # a layer that waits in the ring while the CPU attends takes room too
     assert placement_of(large.case, BLOOM, place).kv_on_cpu
     assert large.host.kv_cache == pytest.approx(BLOOM.kv_bytes(rows, 544), rel=1e-6)
     cautious = make_plan(large.case, BLOOM, place, factors=CAUTIOUS)
@@ -303,7 +301,7 @@ def test_a_ring_that_the_cache_comes_through_is_paid_for(
     )
     setup = placement_of(case, BLOOM, place)
     depth, resident = split_free_memory(case, BLOOM, place)
-    part = BLOOM.kv_bytes(prefill_rows(200, lengths[0], pass_tokens(setup, BLOOM)), sum(lengths)) // BLOOM.num_layers
+    part = BLOOM.kv_bytes(setup.prefill_rows(200, lengths[0]), sum(lengths)) // BLOOM.num_layers
     ring = depth * max(part, round(PIECE_BYTES * setup.wire_ratio))
     here = 200 - rows_on_host(case, place)
     others = cost_of(setup, case, place) - setup.buffers * max(part, round(PIECE_BYTES * setup.wire_ratio))
@@ -318,7 +316,7 @@ def cost_of(setup: Placement, case: Case, place: Machine) -> int:
 
 def test_the_ring_holds_a_layer_while_the_cpu_attends() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
-    split = (("kv_offload", "auto"), ("ring_depth", "auto"))
+    split = (("kv_offload", "auto"),)
     for size, deep in ((8, False), (100, True)):
         setup = placement_of(asked(batch_size=size, options=split), BLOOM, place)
         assert (setup.buffers * piece_bytes(setup, BLOOM) >= BLOOM.layer_bytes) is deep

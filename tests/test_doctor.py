@@ -7,11 +7,12 @@ import pytest
 from click.testing import CliRunner
 
 from zinfer.commands import doctor
-from zinfer.engine import ENGINES, EngineError, Kind
+from zinfer.engine import EngineError
 from zinfer.spec import host
+from zinfer.spec.engine import ENGINES, EngineKind
 
 
-def refuse(name: str) -> Kind:
+def refuse(name: str) -> EngineKind:
     raise EngineError(f"engine {name} needs torch: pip install 'zinfer[engines]'")
 
 

@@ -21,6 +21,7 @@ from zinfer.engine.base import Engine, EngineError
 from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.stream.cpu_attention import _landed
 from zinfer.engine.stream.triton_check import trouble
+from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Offload
 
 pytestmark = pytest.mark.gpu
@@ -59,31 +60,25 @@ def check(engine: Engine, directory: Path) -> None:
 @pytest.mark.parametrize("here", [0, 2])
 @pytest.mark.parametrize("attention", ["gpu", "cpu"])
 def test_a_kv_cache_in_host_memory_gives_the_same_tokens(
-    architecture: str, attention: str, here: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    architecture: str, attention: str, here: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 9)
-    directory = checkpoint(architecture)
-    check(load("stream", directory, "cpu", tmp_path, kv_offload="auto", kv_attention=attention), directory)
+    directory, options = checkpoint(architecture), {"kv_offload": "auto", "kv_attention": attention}
+    check(load("stream", directory, "cpu", tmp_path, here=here, tokens=9, **options), directory)
 
 
 @pytest.mark.parametrize("way", ["none", "weights", "rows", "cpu", "link"])
 @pytest.mark.parametrize("name", kinds.KINDS)
-def test_every_kind_of_layer_gives_the_same_tokens(
-    name: str, way: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_every_kind_of_layer_gives_the_same_tokens(name: str, way: str, kind: kinds.Kinds, tmp_path: Path) -> None:
     if way in ("cpu", "link") and name in kinds.STATES_ONLY:
         pytest.skip("it has no keys and values")
-    if way == "rows":
-        monkeypatch.setattr("zinfer.plan.cost.PREFILL_TOKENS", 1)
+    at_once = 1 if way == "rows" else None
     options = {"cpu": {"kv_attention": "cpu"}, "link": {"kv_attention": "gpu"}}.get(way, {})
     if options:
         options |= {"kv_offload": "cpu"}
         config = AutoConfig.from_pretrained(kind(name))
         if not isinstance(make_cache(config, 1, 1), RowCache):
             pytest.skip("the cache that this transformers makes for it is not ours")
-    engine = load("stream", kind(name), "none" if way == "none" else "cpu", tmp_path, **options)
+    engine = load("stream", kind(name), "none" if way == "none" else "cpu", tmp_path, tokens=at_once, **options)
     for _ in range(TURNS):
         assert torch.equal(tokens(engine, kinds.LENGTHS), kinds.expected(kind(name)))
     engine.close()
@@ -106,15 +101,14 @@ def test_a_model_that_stays_can_have_its_cache_in_host_memory(
 @pytest.mark.parametrize("here", [0, 2])
 @pytest.mark.parametrize("architecture", ["bloom", "llama", "gpt_neox"])
 def test_in_8_bits_the_cache_is_the_same_wherever_it_is(
-    architecture: str, here: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    architecture: str, here: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
     directory, lengths = checkpoint(architecture), BATCHES[0]
     given = reference(directory)[0]
     alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
     expected = follow(alone, given, lengths)
     alone.close()
-    split = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8", kv_offload="auto")
+    split = load("stream", directory, "cpu", tmp_path, here=here, kv_cache_dtype="int8", kv_offload="auto")
     for _ in range(TURNS):
         for found, told in zip(follow(split, given, lengths), expected, strict=True):
             assert torch.allclose(found, told, atol=0.02 * float(told.abs().max()))
@@ -130,7 +124,8 @@ def test_layers_that_stay_give_the_same_logits(share: str, codec: str, checkpoin
     expected = follow(plain, given, lengths)
     plain.close()
     engine = load("stream", directory, "cpu", tmp_path, dtype="bfloat16", weight_codec=codec)
-    engine.plan = engine.plan.model_copy(update={"case": engine.plan.case.model_copy(update={"gpu_weights": share})})
+    plan = engine.plan
+    engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": share}), plan.model, plan.machine)
     for _ in range(TURNS):
         for found, told in zip(follow(engine, given, lengths), expected, strict=True):
             assert torch.equal(found, told)

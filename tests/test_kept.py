@@ -79,11 +79,9 @@ def test_deepspeed_keeps_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
 @pytest.mark.parametrize("at_once", [1, 2, 8])
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
 def test_padded_rows_go_on_together_and_in_blocks(
-    architecture: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 4 * at_once)
-    engine = load("stream", checkpoint(architecture), "cpu", tmp_path)
+    engine = load("stream", checkpoint(architecture), "cpu", tmp_path, tokens=4 * at_once)
     token_ids, mask = prompts((9, 5, 7))
     expected = go_on(engine, token_ids, mask)
     prefill(engine, token_ids, mask)

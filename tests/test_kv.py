@@ -9,11 +9,11 @@ import torch
 
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
-from zinfer.engine import EngineError
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.engine.stream import cpu_kernel
 from zinfer.engine.stream.cpu_attention import Hosted, host
 from zinfer.engine.stream.kv import CpuCache
+from zinfer.spec.engine import OptionError
 from zinfer.worker.measure import Samples, measure
 
 Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
@@ -23,12 +23,10 @@ Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
 @pytest.mark.parametrize("at_once", [1, 8])
 @pytest.mark.parametrize("attention", ["gpu", "cpu"])
 def test_tokens_are_those_of_transformers(
-    architecture: str, attention: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    architecture: str, attention: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    directory = checkpoint(architecture)
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 9 * at_once)
-    engine = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention=attention)
+    directory, options = checkpoint(architecture), {"kv_offload": "cpu", "kv_attention": attention}
+    engine = load("stream", directory, "cpu", tmp_path, tokens=9 * at_once, **options)
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
     engine.close()
@@ -43,11 +41,9 @@ def test_sequences_split_between_gpu_and_host_memory(
     here: int,
     checkpoint: Callable[..., Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    directory = checkpoint(architecture)
-    monkeypatch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
-    engine = load("stream", directory, "cpu", tmp_path, kv_offload="auto", kv_attention=attention)
+    directory, options = checkpoint(architecture), {"kv_offload": "auto", "kv_attention": attention}
+    engine = load("stream", directory, "cpu", tmp_path, here=here, **options)
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
         told = engine.effective()
@@ -61,10 +57,8 @@ def test_sequences_split_between_gpu_and_host_memory(
 
 
 def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 1)
     there, here = (
-        load("stream", checkpoint("llama"), "cpu", tmp_path, **options)
+        load("stream", checkpoint("llama"), "cpu", tmp_path, tokens=1, **options)
         for options in ({"kv_offload": "cpu", "kv_attention": "cpu"}, {"kv_offload": "none"})
     )
     many: list[int] = []
@@ -103,15 +97,15 @@ def test_a_model_that_stays_can_have_its_cache_in_host_memory(checkpoint: Checkp
         assert torch.equal(greedy(engine, lengths), expected)
         assert engine.effective().settings["kv_host_rows"] == len(lengths)
     engine.close()
-    with pytest.raises(EngineError, match=r"kv_attention=gpu .* needs offload cpu"):
+    with pytest.raises(OptionError, match=r"kv_attention=gpu .* needs offload cpu"):
         load("stream", directory, "none", tmp_path, kv_offload="cpu", kv_attention="gpu")
 
 
 def test_a_case_that_is_no_choice_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="kv_offload=disk: choose from none, cpu, auto"):
+    with pytest.raises(OptionError, match=r"^kv_offload=disk: choose from none, cpu, auto$"):
         load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="disk")
     for threads in ("all", 0):
-        with pytest.raises(EngineError, match=f"kv_threads={threads}: auto, or how many"):
+        with pytest.raises(OptionError, match=f"^kv_threads={threads}: choose from auto, a whole number from 1 on$"):
             load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_threads=threads)
 
 
@@ -238,10 +232,9 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     if not compiler:
         monkeypatch.setattr("zinfer.engine.stream.cpu_kernel.library", lambda: None)
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
-    monkeypatch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
     directory = checkpoint(architecture)
     alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
-    split = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8", kv_offload="auto")
+    split = load("stream", directory, "cpu", tmp_path, here=here, kv_cache_dtype="int8", kv_offload="auto")
     token_ids, mask = prompts((9, 5, 7, 1))
     logits = [prefill(one, token_ids, mask, reserve=8) for one in (alone, split)]
     for _ in range(6):
@@ -257,6 +250,10 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
 
 
 def test_a_quantised_cache_in_host_memory_needs_attention_on_the_cpu(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    for other in ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8", "kv_attention": "gpu"}):
-        with pytest.raises(EngineError, match="8 bits are int8 and attended to by the CPU"):
+    others: dict[str, dict[str, Any]] = {
+        "8 bits in host memory are int8; choose from auto, bf16, int8": {"kv_cache_dtype": "fp8"},
+        "the CPU attends to 8 bits": {"kv_cache_dtype": "int8", "kv_attention": "gpu"},
+    }
+    for words, other in others.items():
+        with pytest.raises(OptionError, match=words):
             load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", **other)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE
 from tests.running import decode, prefill
+from tests.steered import steered
 from zinfer import engine
 from zinfer.engine.base import Engine
 from zinfer.plan.plan import make_plan
@@ -54,9 +55,17 @@ def reference(directory: Path) -> list[Tensor]:
 
 
 def load(
-    name: str, directory: Path, offload: Offload, nvme_path: Path, dtype: Dtype = "float32", **options: Option
+    name: str,
+    directory: Path,
+    offload: Offload,
+    nvme_path: Path,
+    dtype: Dtype = "float32",
+    *,
+    here: int | None = None,
+    tokens: int | None = None,
+    **options: Option,
 ) -> Engine:
-    """Load the checkpoint in `directory` into the engine `name`."""
+    """Load the checkpoint in `directory` into the engine `name`; `here` and `tokens` as in `steered`."""
     case = Case(
         model=str(directory),
         engine=name,
@@ -67,7 +76,7 @@ def load(
         options=tuple(sorted(options.items())),
     )
     plan = make_plan(case, model.from_directory(directory).with_dtype(dtype), MACHINE, str(nvme_path))
-    return engine.load(engine.kind(name).target)(plan)
+    return engine.load(engine.kind(name).target)(steered(plan, here, tokens))
 
 
 def greedy(loaded: Engine, lengths: tuple[int, ...]) -> Tensor:
@@ -118,10 +127,9 @@ def test_greedy_tokens_are_those_of_transformers(
 @pytest.mark.parametrize("tokens", [1, 18])
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
 def test_a_batch_is_prefilled_a_few_rows_at_a_time(
-    architecture: str, tokens: int, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, tokens: int, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("zinfer.plan.cost.PREFILL_TOKENS", tokens)
-    loaded = load("stream", checkpoint(architecture), "cpu", tmp_path)
+    loaded = load("stream", checkpoint(architecture), "cpu", tmp_path, tokens=tokens)
     try:
         check(loaded, checkpoint(architecture), "cpu")
     finally:

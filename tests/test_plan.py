@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinfer.plan.plan import make_plan, pinned_block, resident_bytes
+from zinfer.plan.plan import make_plan, pinned_block
 from zinfer.spec import machine, model
-from zinfer.spec.case import Case, Workload
+from zinfer.spec.case import Case, Workload, resident_bytes
 from zinfer.spec.machine import Machine
 
 BIG = machine.load("h100-80gb").model_copy(update={"host_bytes": 512 << 30})

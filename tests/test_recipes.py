@@ -24,7 +24,7 @@ def test_sweep_recipes_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert sweep.description
     for load in loads:
         spec = model.resolve(load.model, load.dtype, load.layers)
-        assert sweep.case(load, "dummy", spec.dtype, next(sweep.lengths())).model == load.model
+        assert load.case("dummy", spec.dtype, *next(sweep.lengths())).model == load.model
         assert load.offload in engine.kind(load.engine).offloads
 
 
@@ -32,7 +32,7 @@ def test_sweep_recipes_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_engine_recipes_load_and_differ_from_the_defaults(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     recipe = engine_recipe(path.stem)
-    defaults = engine.kind(recipe.engine).options
+    defaults = engine.kind(recipe.engine).defaults
     assert recipe.description
     assert recipe.options or path.stem == recipe.engine
     for key, value in recipe.options.items():

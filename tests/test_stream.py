@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.running import prefill
+from tests.steered import steered
 from tests.test_parity import BATCHES, greedy, load
 from tests.test_ring import FakeQueues
-from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
@@ -20,6 +20,7 @@ from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.spec.case import Workload
+from zinfer.spec.engine import OptionError
 from zinfer.worker.server import not_as_asked
 
 CPU = torch.device("cpu")
@@ -295,13 +296,12 @@ def test_resident_layers_change_with_the_batch(checkpoint: Callable[..., Path], 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama", "mixtral"])
 def test_a_prefill_in_blocks_streams_the_weights_once(
-    architecture: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     directory = checkpoint(architecture)
     engine = load("stream", directory, "cpu", tmp_path)
     whole = tokens(engine)
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
-    monkeypatch.setattr("zinfer.plan.cost.BLOCK_TOKENS", 1)  # one pass per row
+    engine.plan = steered(engine.plan, tokens=1)  # a pass for each row
     for ours, theirs in zip(tokens(engine), whole, strict=True):
         assert torch.equal(ours, theirs)
     ring = engine._ring  # type: ignore[attr-defined]
@@ -323,7 +323,7 @@ def test_weights_that_do_not_shrink_go_as_they_are(checkpoint: Callable[..., Pat
 
 
 def test_an_unknown_codec_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="weight_codec=zip: choose from auto, none, lossless"):
+    with pytest.raises(OptionError, match="weight_codec=zip: choose from auto, none, lossless"):
         load("stream", checkpoint("llama"), "cpu", tmp_path, weight_codec="zip")
 
 

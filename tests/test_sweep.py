@@ -108,8 +108,8 @@ def test_unknown_recipe_keys_list_the_known_ones() -> None:
 
 
 def test_axes_multiply_in_load_order() -> None:
-    sweep = Sweep(model=("a", "b"), engine=("stream",), offload=("none", "cpu"), options={"ring_depth": (2, 3)})
-    loads = [(load.model, load.offload, dict(load.options)["ring_depth"]) for load in sweep.loads()]
+    sweep = Sweep(model=("a", "b"), engine=("stream",), offload=("none", "cpu"), options={"kv_threads": (2, 3)})
+    loads = [(load.model, load.offload, dict(load.options)["kv_threads"]) for load in sweep.loads()]
     assert loads == [(m, o, r) for m in "ab" for o in ("none", "cpu") for r in (2, 3)]
 
 

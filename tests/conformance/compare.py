@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from unittest import mock
 
 import click
 import torch
@@ -16,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from tests.conformance.sizes import FIRST_TOKEN, VOCAB_SIZE
 from tests.conformance.small import GAINS, CannotBuild, Subject, family, save, small_model
 from tests.running import decode, prefill
+from tests.steered import steered
 from zinfer import engine
 from zinfer.commands import pack
 from zinfer.engine import EngineError
@@ -206,7 +206,7 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
         options=tuple(sorted(options.items())),
     )
     plan = make_plan(case, source.spec, MACHINE, None)
-    running = engine.load(engine.kind("stream").target)(plan)
+    running = engine.load(engine.kind("stream").target)(steered(plan, tokens=way.prefill_tokens))
     try:
         yield running
     finally:
@@ -215,8 +215,7 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
 
 def run(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, scratch: Path) -> Tensor:
     """Return zinfer's greedy tokens, ``[B, OUTPUT_LEN]``."""
-    tokens_at_once = mock.patch("zinfer.plan.cost.PREFILL_TOKENS", way.prefill_tokens)
-    with tokens_at_once if way.prefill_tokens else mock.MagicMock(), loaded(way, directory, scratch) as running:
+    with loaded(way, directory, scratch) as running:
         tokens = [prefill(running, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
         while len(tokens) < OUTPUT_LEN:
             tokens.append(decode(running, tokens[-1]).argmax(-1))

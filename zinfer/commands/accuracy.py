@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zinfer.record.accuracy import AccuracyRecord
 
 
-@click.command("accuracy")
+@click.command("accuracy", cls=options.LoadCommand)
 @click.option("-m", "--model", required=True, help=options.MODEL_HELP)
 @click.option("--engine", default="stream", show_default=True, help="Engine, or a recipe in the folder engines/.")
 @click.option(
@@ -96,13 +96,11 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
 
     from zinfer.commands.watch import Watch
     from zinfer.job import accuracy as deviate
-    from zinfer.job import sweep
     from zinfer.job.accuracy import NoAnswer, text_of, told_of
     from zinfer.job.signals import Interrupted, Signals
     from zinfer.record.accuracy import AccuracyRecord, Prompts
     from zinfer.spec import host, local
-    from zinfer.spec.model import ModelError, check_positions
-    from zinfer.spec.source import find
+    from zinfer.spec.model import check_positions
     from zinfer.worker.process import Worker, now, versions
 
     if not how["settings"]:
@@ -110,13 +108,8 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     if how["layers"] is not None:
         raise click.UsageError("--layers: a part of a model's layers generates no text; leave it out")
     if any(len(values) > 1 for values in how["reference"].values()):
-        raise click.UsageError("--reference takes one value for each option, since there is one reference")
-    model, load_format = how["model"], how["load_format"]
-    source = find(model, how["dtype"], None, load_format or "auto", fetch=True)
-    if source.load_format == "dummy" and load_format != "dummy":
-        raise ModelError(
-            f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy for random ones"
-        )
+        raise click.UsageError("--reference takes one value for each option: there is one reference")
+    source = options.weights_of(how["model"], how["dtype"], None, how["load_format"])
     spec = source.spec
     check_positions(spec, how["input_len"], how["output_len"])
     started, (reference, settings, target) = now(), _plans(how, source)
@@ -130,7 +123,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
             make_worker=lambda: Worker(
                 target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
             ),
-            loading=lambda plan: watch.loading(sweep.Job(plan, (plan.case,), target)),
+            loading=watch.loading,
         )
         try:
             with signals.raised():
@@ -161,37 +154,40 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
     from zinfer.job import recipe
     from zinfer.plan.plan import make_plan
     from zinfer.spec import local
+    from zinfer.spec.engine import OptionError, conflict
 
     offload, gpu_weights, nvme_path = how["offload"], how["gpu_weights"], how["nvme_path"]
-    if offload == "nvme" and nvme_path is None:
-        raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
-    if gpu_weights and (offload == "none" or len(gpu_weights) > 1):
-        raise click.UsageError("--gpu-weights is a single share of offloaded weights: leave out --offload none")
+    options.check_nvme([offload], nvme_path)
+    if gpu_weights and len(gpu_weights) > 1:
+        raise click.UsageError("--gpu-weights takes one share here: the settings are what is compared")
+    choices = options.offload_choices(offload, gpu_weights)
     machine = options.with_nvme(local.this_machine(), nvme_path)
 
     def plans(choice: Any, axes: dict[str, Any]) -> "list[tuple[Plan, str]]":
         wanted = recipe.Sweep(
             model=(how["model"],), engine=(how["engine"],), offload=(choice,), gpu_weights=gpu_weights or (None,),
-            input_len=(how["input_len"],), output_len=(how["output_len"],), options=axes,
+            options=axes,
         )  # fmt: skip
         found = []
         for load in wanted.loads():
             target = options.locate(load)
             if target is None:
                 raise click.UsageError(f"engine {how['engine']} has no offload {choice}")
-            case = wanted.case(load, source.load_format, source.spec.dtype, next(wanted.lengths()))
+            case = load.case(source.load_format, source.spec.dtype, how["input_len"], how["output_len"])
             plan = make_plan(case.with_batch(how["batch_size"]), source.spec, machine, nvme_path)
             found.append((plan, target))
         return found
 
-    why_not = None
-    for choice in [offload] if offload else ["cpu"] if gpu_weights else ["none", "cpu"]:
+    for choice in choices:
         ((reference, target),), settings = plans(choice, how["reference"]), plans(choice, how["settings"])
         every = [reference, *(plan for plan, _ in settings)]
-        why_not = next((plan.why_not for plan in every if not plan.fits), None)
-        if why_not is None:
+        refused = next((plan for plan in every if not plan.fits), None)
+        if refused is None:
             return reference, every[1:], target
-    raise Failure(str(why_not), ENVIRONMENT)
+    assert refused is not None
+    if contradiction := conflict(refused.case.engine, refused.case.options, refused.case.offload):
+        raise OptionError(contradiction)
+    raise Failure(str(refused.why_not), ENVIRONMENT)
 
 
 def table(record: "AccuracyRecord") -> "Table":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 AT_ONCE = 500  # prompts tokenised between two updates of the progress line
 
 
-@click.command("batch")
+@click.command("batch", cls=options.LoadCommand)
 @click.argument("prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "-o",
@@ -84,21 +84,16 @@ def command(
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.ledger import Ledger
     from zinfer.job.batch.openai import Fault, read_requests, refusal
-    from zinfer.spec.model import ModelError
-    from zinfer.spec.source import find
 
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
-    loads = _loads(model, layers, how)
+    choice = {key: how[key] for key in ("engine", "offload", "gpu_weights", "settings", "nvme_path")}
+    loads = options.one_load("batch", model, layers=layers, **choice)
     content = prompts.read_bytes()
     lines = read_requests(content)
     if not lines:
         raise click.UsageError(f"{prompts} holds no request")
-    source = find(model, dtype, layers, load_format or "auto", fetch=True)
-    if source.load_format == "dummy" and load_format != "dummy":
-        raise ModelError(
-            f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy for random ones"
-        )
+    source = options.weights_of(model, dtype, layers, load_format)
     identity = {
         "prompts": sha256(content).hexdigest()[:16], "model": model, "model_revision": source.revision,
         "dtype": source.spec.dtype, "layers": layers, "output_len": output_len,
@@ -115,28 +110,6 @@ def command(
     raise SystemExit(0 if not errors else PARTIAL if errors < len(lines) else NOTHING)
 
 
-def _loads(model: str, layers: int | None, how: dict[str, Any]) -> dict[Any, str]:
-    """Loads that may serve, one for each offload, with their engine's class as module:Class."""
-    from zinfer.job.recipe import Sweep
-
-    offload, gpu_weights, settings = how["offload"], how["gpu_weights"], how["settings"]
-    if offload == "nvme" and how["nvme_path"] is None:
-        raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
-    if any(len(values) > 1 for values in [*settings.values(), gpu_weights or ()]):
-        raise click.UsageError("batch takes one value for each option; axes belong to `zinfer sweep`")
-    if gpu_weights and offload == "none":
-        raise click.UsageError("--gpu-weights is a share of offloaded weights: leave out --offload none")
-    offloads: Any = (offload,) if offload else ("cpu",) if gpu_weights else ("none", "cpu")
-    wanted = Sweep(
-        model=(model,), engine=(how["engine"],), offload=offloads, layers=(layers,),
-        gpu_weights=gpu_weights or (None,), options=settings,
-    )  # fmt: skip
-    loads = {load: target for load in wanted.loads() if (target := options.locate(load)) is not None}
-    if not loads:
-        raise click.UsageError(f"engine {how['engine']} has no offload {', '.join(offloads)}")
-    return loads
-
-
 def _run(
     waiting: "list[Request]",
     loads: dict[Any, str],
@@ -148,12 +121,10 @@ def _run(
     how: dict[str, Any],
 ) -> "Standing | None":
     """Answer the waiting requests and return the job's progress; None if no request can be served."""
-    from zinfer.job import sweep
     from zinfer.job.batch import packing
     from zinfer.job.batch.intake import needs, rows_of, split
     from zinfer.job.batch.openai import refusal
     from zinfer.job.batch.run import Job, JobFailed
-    from zinfer.job.recipe import Sweep
     from zinfer.job.signals import Interrupted
     from zinfer.spec import local
     from zinfer.worker.process import Worker, WorkerDied
@@ -161,8 +132,7 @@ def _run(
     spec = source.spec
     machine = options.with_nvme(local.this_machine(), how["nvme_path"])
     target = next(iter(loads.values()))
-    as_case = Sweep(model=("any",)).case
-    cases = [as_case(load, source.load_format, spec.dtype, (1, 1)) for load in loads]
+    cases = [load.case(source.load_format, spec.dtype, 1, 1) for load in loads]
 
     def make_worker() -> Worker:
         timeout_s = how["timeout_s"]
@@ -182,7 +152,6 @@ def _run(
         fits = packing.fitting(plan.case, needs(rows), spec, machine)
         rows, faults = split(rows, fits, f"{machine.name} with {plan.case.label()}")
         ledger.add(map(refusal, faults))
-        loading = sweep.Job(plan, (plan.case,), target)
     except WorkerDied as death:
         raise Failure(f"{death.status}: {death}", ENVIRONMENT) from None
     except BaseException:
@@ -191,7 +160,7 @@ def _run(
         raise
     job = Job(
         plan, rows, ledger, plan.case.model, make_worker, worker, how["batch_size"],
-        lambda: watch.loading(loading), watch.rows, watch.say,
+        lambda: watch.loading(plan), watch.rows, watch.say,
     )  # fmt: skip
     try:
         return job.run()

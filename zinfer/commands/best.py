@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from zinfer.record.measurement import Measurement
 
 
-@click.command("best", short_help="Name the best configuration and the command that runs it.")
+@click.command("best")
 @click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
-@click.option("-m", "--model", help="Only this model.")
-@click.option("--machine", help="Only this machine.")
+@click.option("-m", "--model", help="Show only this model.")
+@click.option("--machine", help="Show only this machine.")
 @click.option(
     "--sla", "levels", multiple=True, metavar="METRIC:STATISTIC:<=:VALUE",
-    help="A level to keep, as ttft:p99:<=:2s or output_tok_s:mean:>=:30. Repeatable.",
+    help="A service level to keep, such as ttft:p99:<=:2s or output_tok_s:mean:>=:30. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--objective", type=click.Choice(["throughput", "cost", "energy", "latency"]), default="throughput",
-    show_default=True, help="What the best is best in.",
+    show_default=True, help="Quantity that the best configuration is best in.",
 )  # fmt: skip
 @click.option("--pareto", is_flag=True, help="Show the points that nothing beats in both tok/s and tok/s a user.")
 @price_options

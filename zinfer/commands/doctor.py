@@ -116,7 +116,8 @@ def _compiler_row() -> Row:
 
 def engine_rows() -> list[Row]:
     """Every engine: its offloads if it can run here, else the reason why not."""
-    from zinfer.engine import ENGINES, EngineError, kind, load
+    from zinfer.engine import EngineError, kind, load
+    from zinfer.spec.engine import ENGINES
 
     rows = []
     for name in ENGINES:

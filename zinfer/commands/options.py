@@ -1,10 +1,18 @@
-"""The options that several verbs share, under one name with one meaning, and what they stand for."""
+"""Options that several verbs share, under one name with one meaning, and the loads that they stand for."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+
+from zinfer.spec.engine import ENGINES, OptionError, StreamOptions, values
+
+if TYPE_CHECKING:
+    from zinfer.job.recipe import Load, Sweep
+    from zinfer.spec.case import LoadFormat
+    from zinfer.spec.machine import Machine
+    from zinfer.spec.source import Source
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -22,6 +30,9 @@ class Words(click.ParamType[Any]):
 
     def __init__(self, known: tuple[str, ...] = ()) -> None:
         self.known = known
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
+        return f"[{'|'.join(self.known)}],.." if self.known else None
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         if isinstance(value, tuple):
@@ -74,7 +85,7 @@ class GpuWeights(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         if isinstance(value, tuple):
             return value
-        from zinfer.plan.plan import resident_bytes
+        from zinfer.spec.case import resident_bytes
 
         words = tuple(word.strip() for word in value.split(","))
         for word in words:
@@ -110,11 +121,17 @@ def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str
     return axes
 
 
-SHORTHANDS = {  # settings of `stream` with an option of their own, and their values as in `zinfer.plan.plan`
-    "weight_codec": (("auto", "none", "lossless"), "How weights cross the link."),
-    "kv_offload": (("none", "cpu", "auto"), "Whose KV cache lies in host memory: no, all, or excess sequences'."),
-    "kv_cache_dtype": (("auto", "bf16", "int8", "fp8"), "Type of the KV cache."),
+SHORTHANDS = {  # options of `stream` that have a flag of their own
+    "weight_codec": "How weights cross the link; auto: lossless where that pays.",
+    "kv_offload": "Sequences with their KV cache in host memory; auto: those that the GPU has no room for.",
+    "kv_cache_dtype": "Type of the KV cache; auto: that of the weights.",
 }
+
+
+def shorthand(name: str) -> Callable[[Command], Command]:
+    """The click option ``--name`` of an option of `stream`, a comma list of its values."""
+    choices = tuple(values(StreamOptions.model_fields[name]))
+    return click.option(f"--{name.replace('_', '-')}", name, type=Words(choices), help=SHORTHANDS[name])
 
 
 def _shorthands(function: Command) -> Command:
@@ -127,22 +144,22 @@ def _shorthands(function: Command) -> Command:
             raise click.UsageError(f"--{key.replace('_', '-')} and -O {key} say the same: leave out one")
         return function(*args, settings=settings | short, **given)
 
-    for key, (choices, words) in reversed(SHORTHANDS.items()):
-        told = click.option(f"--{key.replace('_', '-')}", key, type=Words(choices), help=words)(told)
+    for key in reversed(SHORTHANDS):
+        told = shorthand(key)(told)
     return cast("Command", told)
 
 
 def load_options(function: Command) -> Command:
-    """What decides a load: weights, type, slice, NVMe folder, engine settings."""
+    """Options of a load: weights, type, slice, NVMe folder, engine settings."""
     function = _shorthands(function)
     for option in (
         click.option(
             "-O", "--option", "settings", multiple=True, callback=engine_options, metavar="KEY=VALUE[,VALUE..]",
-            help="A setting of the engine; a comma list is an axis. Repeatable.",
+            help="An option of the engine (listed below); a comma list is an axis. Repeatable.",
         ),
         click.option(
             "--gpu-weights", type=GpuWeights(), default=None,
-            help="Of the offloaded weights, how much stays on the GPU.",
+            help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).",
         ),
         click.option("--nvme-path", type=click.Path(file_okay=False), help="Folder for --offload nvme."),
         click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only."),
@@ -156,7 +173,33 @@ def load_options(function: Command) -> Command:
     return function
 
 
-def with_nvme(machine: Any, nvme_path: str | None) -> Any:
+class LoadCommand(click.Command):
+    """A verb with `load_options`: its help ends with the options of each engine."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for name, kind in ENGINES.items():
+            with formatter.section(f"Options of engine {name}, as -O KEY=VALUE"):
+                formatter.write_dl(
+                    [
+                        (f"{key}={'|'.join(values(field))}", f"{field.description}  [default: {_typed(field.default)}]")
+                        for key, field in kind.options.model_fields.items()
+                    ]
+                )
+        super().format_epilog(ctx, formatter)
+
+
+def _typed(value: object) -> str:
+    """A default value as a person types it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_nvme(offloads: Iterable[str | None], nvme_path: str | None) -> None:
+    """Raise UsageError where offload `nvme` is among `offloads` and has no folder."""
+    if "nvme" in offloads and nvme_path is None:
+        raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
+
+
+def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
     """`machine` with the space that is free at `nvme_path` right now."""
     if nvme_path is None:
         return machine
@@ -167,21 +210,86 @@ def with_nvme(machine: Any, nvme_path: str | None) -> Any:
     return machine.model_copy(update={"nvme_bytes": shutil.disk_usage(nvme_path).free})
 
 
-def locate(load: Any) -> Any:
-    """The engine of a load as a sweep wants it; None where it does not have that offload.
+def weights_of(model: str, dtype: Any, layers: int | None, load_format: "LoadFormat | str | None") -> "Source":
+    """The model with real weights, fetched if need be; with random ones only where ``--load-format dummy`` says so.
 
-    Raises EngineError for an engine that is not there and for options it does not know.
+    Raises ModelError for a model without weights.
+    """
+    from zinfer.spec.model import ModelError
+    from zinfer.spec.source import find
+
+    source = find(model, dtype, layers, cast("Any", load_format or "auto"), fetch=True)
+    if source.load_format == "dummy" and load_format != "dummy":
+        raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
+    return source
+
+
+def offload_choices(offload: Any, gpu_weights: tuple[str, ...] | None) -> tuple[Any, ...]:
+    """The offloads that may serve, the preferred one first: `offload` itself where it is given.
+
+    Raises UsageError for weights that are to stay on the GPU where all of them do.
+    """
+    if gpu_weights and offload == "none":
+        raise click.UsageError("--gpu-weights is a share of offloaded weights: leave out --offload none")
+    return (offload,) if offload else ("cpu",) if gpu_weights else ("none", "cpu")
+
+
+def one_load(
+    verb: str,
+    model: str,
+    engine: str,
+    offload: Any,
+    layers: int | None,
+    gpu_weights: tuple[str, ...] | None,
+    settings: dict[str, tuple[Any, ...]],
+    nvme_path: str | None,
+) -> "dict[Load, str]":
+    """The load that the flags of a verb stand for, for each offload that may serve, with its engine's target.
+
+    Raises UsageError for axes, for a missing ``--nvme-path`` and for an offload that the engine lacks; OptionError and
+    EngineError as `located` does.
+    """
+    from zinfer.job.recipe import Sweep
+
+    check_nvme([offload], nvme_path)
+    if any(len(values) > 1 for values in [*settings.values(), gpu_weights or ()]):
+        raise click.UsageError(f"{verb} takes one value for each option; axes belong to `zinfer sweep`")
+    offloads = offload_choices(offload, gpu_weights)
+    wanted = Sweep(
+        model=(model,), engine=(engine,), offload=offloads, layers=(layers,), gpu_weights=gpu_weights or (None,),
+        options=settings,
+    )  # fmt: skip
+    loads = located(wanted)
+    if not loads:
+        raise click.UsageError(f"engine {engine} has no offload {', '.join(offloads)}")
+    return loads
+
+
+def located(wanted: "Sweep") -> "dict[Load, str]":
+    """The loads of a sweep that an engine can serve, with its target; those with contradictory options are left out.
+
+    Raises OptionError where options are unknown or wrong, or contradict each other in every load; EngineError for an
+    engine that is not there.
+    """
+    loads = {load: target for load in wanted.loads() if (target := locate(load)) is not None}
+    able = {load: target for load, target in loads.items() if load.conflict is None}
+    if loads and not able:
+        raise OptionError(next(str(load.conflict) for load in loads))
+    return able
+
+
+def locate(load: "Load") -> str | None:
+    """The target, module:Class, of a load's engine; None where the engine lacks that offload.
+
+    Raises EngineError for an engine that is not there, and for one that keeps no share of the weights where
+    ``--gpu-weights`` asks for it.
     """
     from zinfer import engine
 
     kind = engine.kind(load.engine)
-    unknown = [key for key, _ in load.options if key not in kind.options]
-    if unknown:
-        known = ", ".join(kind.options) or "none"
-        raise engine.EngineError(f"engine {load.engine} has no option {unknown[0]!r}; its options: {known}")
     if load.offload not in kind.offloads:
         return None
     if load.gpu_weights is not None and not kind.gpu_weights:
-        able = ", ".join(name for name, other in engine.ENGINES.items() if other.gpu_weights)
+        able = ", ".join(name for name, other in ENGINES.items() if other.gpu_weights)
         raise engine.EngineError(f"--gpu-weights is for {able}: {load.engine} keeps no share")
     return kind.target

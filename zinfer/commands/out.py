@@ -36,3 +36,18 @@ def study_file(kind: "type[Study]", machine: str, output: Path | None) -> Path:
 
     path = output or RESULTS / machine
     return path / study.file_name(kind) if output is None or path.is_dir() else path
+
+
+def write(path: Path, text: str) -> None:
+    """Replace `path` by `text` as a whole: a reader sees the old file or the new one, never half of it.
+
+    Raises Failure where the folder cannot be written to.
+    """
+    from zinfer.cli import Failure
+    from zinfer.spec import atomic
+    from zinfer.spec.errors import ENVIRONMENT
+
+    try:
+        atomic.write(path, text)
+    except OSError as error:
+        raise Failure(f"cannot write {path}: {error.strerror}; choose another place with -o", ENVIRONMENT) from None

@@ -1,4 +1,4 @@
-"""`zinfer plan`: what fits where, how fast it will be, and whether to stream at all; nothing runs."""
+"""`zinfer plan`: bytes on each tier, speed, and whether to stream at all; nothing runs."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zinfer.commands import options
+from zinfer.spec.engine import PlanOptions, values
 
 if TYPE_CHECKING:
     from zinfer.job.recipe import Load, Sweep
     from zinfer.plan.cost import Efficiency
     from zinfer.plan.plan import Plan
-    from zinfer.spec.case import Option
+    from zinfer.spec.engine import Options
     from zinfer.spec.machine import Machine
 
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
-# options that become an engine's, so axes of Case.options, with the value that changes nothing
+# options that become axes of `Case.options`, with the value that changes nothing
 SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "kv_cache_dtype": "auto", "gpus": 1}
 
 
-@click.command("plan", short_help="Say what fits where and how fast it will be, without running.")
+@click.command("plan")
 @click.argument("recipe", required=False)
 @click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
 @click.option("--machine", type=options.Words(), help="Catalogue names or machine.json files.  [default: this one]")
@@ -31,18 +32,27 @@ SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "k
     "--set", "settings", multiple=True, metavar="FIELD=VALUE",
     help="Replace a figure of every machine, as h2d_bandwidth=200GB/s. Repeatable.",
 )  # fmt: skip
-@click.option("--engine", type=options.Words(), help="[default: stream]")
-@click.option("--offload", type=options.Words(options.OFFLOADS), help="[default: none,cpu]")
-@click.option("--batch-size", type=options.Batches(), help="auto: the one with the best throughput.  [default: auto]")
+@click.option("--engine", type=options.Words(), help="Engines, or recipes of the folder engines/.  [default: stream]")
+@click.option(
+    "--offload", type=options.Words(options.OFFLOADS),
+    help="Places of the weights: none (GPU), cpu (host memory), nvme.  [default: none,cpu]",
+)  # fmt: skip
+@click.option("--batch-size", type=options.Batches(), help="auto: the batch with the best throughput.  [default: auto]")
 @click.option("--input-len", type=options.Numbers(), help="Prompt tokens.  [default: 512]")
 @click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
 @click.option("--dtype", type=options.Dtype(), help="Weight type; the model's own by default.")
 @click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
-@click.option("--gpu-weights", type=options.GpuWeights(), help="Of the offloaded weights, how much stays on the GPU.")
-@click.option("--weight-codec", type=options.Words(("auto", "none", "lossless")), help="How weights cross the link.")
-@click.option("--weight-bits", type=options.Words(("16", "8", "4")), help="Quantised weights, with 16-bit scales.")
-@click.option("--kv-offload", type=options.Words(("none", "cpu", "auto")), help="Whose KV cache is in host memory.")
-@click.option("--kv-cache-dtype", type=options.Words(("auto", "bf16", "int8", "fp8")), help="Type of the KV cache.")
+@click.option(
+    "--gpu-weights", type=options.GpuWeights(),
+    help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).",
+)  # fmt: skip
+@options.shorthand("weight_codec")
+@click.option(
+    "--weight-bits", type=options.Words(tuple(values(PlanOptions.model_fields["weight_bits"]))),
+    help="Bits of a weight, with 16-bit scales.  [default: 16]",
+)  # fmt: skip
+@options.shorthand("kv_offload")
+@options.shorthand("kv_cache_dtype")
 @click.option("--gpus", type=options.Numbers(), help="GPUs, each with its own link.  [default: 1]")
 @click.option(
     "--calibrate", type=click.Path(exists=True, path_type=Path), metavar="RESULTS",
@@ -60,9 +70,11 @@ def command(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Bytes on each tier, the largest batch, times and throughput of model x machine x engine x offload, and whether to
-    stream. Without --calibrate the times are the physical limits, which an engine approaches from above; with it they
-    are predictions with an error band. RECIPE is a file, or a name in the folder sweeps/. Comma lists are axes.
+    """Predict bytes on each tier, the largest batch, times and throughput of model x machine x engine x offload, and
+    whether to stream.
+
+    Without --calibrate the times are the physical limits, which an engine approaches from above; with it they are
+    predictions with an error band. RECIPE is a file, or a name in the folder sweeps/. Comma lists are axes.
 
     \b
     zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu --calibrate sweeps/results
@@ -101,7 +113,7 @@ def command(
 
 
 def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
-    """What is asked for, of the recipe and the options, which take its place."""
+    """The recipe with the given options in place of its own."""
     from zinfer.job.recipe import make_sweep, read_toml
 
     fields: dict[str, Any] = {}
@@ -109,9 +121,9 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
         fields = read_toml(Path(recipe) if recipe.endswith(".toml") else Path("sweeps") / f"{recipe}.toml")
     scenarios = {key: given.pop(key) for key in SCENARIOS}
     fields = DEFAULTS | fields | {key: value for key, value in given.items() if value is not None}
-    for key, values in scenarios.items():
-        if values is not None:
-            axis = tuple(int(value) if str(value).isdigit() else value for value in values)
+    for key, asked in scenarios.items():
+        if asked is not None:
+            axis = tuple(int(value) if str(value).isdigit() else value for value in asked)
             fields["options"] = fields.get("options", {}) | {key: axis}
     if "model" not in fields:
         raise click.UsageError("say what to plan: --model NAME, or a recipe (`zinfer models` lists the catalogue)")
@@ -142,12 +154,12 @@ def _plans(
 
     for place, (input_len, output_len), name, layers in product(places, wanted.lengths(), wanted.model, wanted.layers):
         own, cases = [], set()
-        for load in wanted.loads():
+        for load in wanted.loads(planning=True):
             if (load.model, load.layers) != (name, layers):
                 continue
             spec = resolve(load.model, wanted.dtype, load.layers)
             check_positions(spec, input_len, output_len)
-            case = wanted.case(load, "dummy", spec.dtype, (input_len, output_len))
+            case = load.case("dummy", spec.dtype, input_len, output_len)
             case = case.model_copy(update={"options": _telling(load)})
             if case in cases:
                 continue
@@ -161,7 +173,7 @@ def _plans(
         yield f"{name}{part} on {place.name}{'*' * bool(place.overridden)}, {input_len} in / {output_len} out", own
 
 
-def _telling(load: "Load") -> "tuple[tuple[str, Option], ...]":
+def _telling(load: "Load") -> "Options":
     """The options that change something: a codec does nothing for weights that stay."""
     idle = SCENARIOS | ({"weight_codec": dict(load.options).get("weight_codec")} if load.offload == "none" else {})
     return tuple((key, value) for key, value in load.options if key not in idle or idle[key] != value)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from zinfer.report.plot.style import Format
 
 
-@click.command("plot", short_help="Draw the figures of a result file.")
+@click.command("plot")
 @click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
 @click.option("-o", "--output", default="plots", show_default=True, type=click.Path(path_type=Path), help="Folder.")
 @click.option("--format", "formats", default="png,svg", show_default=True, help="png, svg, or both.")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: bool) -> None:
     """Measure the links between this machine's memories, its compute rate and, with --nvme-path, a drive; write
     machine.json."""
-    from zinfer.commands.out import console
+    from zinfer.commands.out import console, write
     from zinfer.spec import local
     from zinfer.worker.probe import probe
 
@@ -40,21 +40,6 @@ def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: b
     else:
         console().print(table(machine))
     click.echo(f"wrote {path}", err=True)
-
-
-def write(path: Path, text: str) -> None:
-    """Replace the file `path` by `text` atomically: a reader sees the old file or the new one.
-
-    Raises Failure if the folder cannot be written to.
-    """
-    from zinfer.cli import Failure
-    from zinfer.spec import atomic
-    from zinfer.spec.errors import ENVIRONMENT
-
-    try:
-        atomic.write(path, text)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}; choose another path with -o", ENVIRONMENT) from None
 
 
 def table(machine: "Machine") -> "Table":

@@ -16,7 +16,7 @@ S = TypeVar("S", bound="Study")
 FORMS = (".html", ".md")
 
 
-@click.command("report", short_help="Write a report of the results as an HTML page and as Markdown.")
+@click.command("report")
 @click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", default="plots/report.html", show_default=True, type=click.Path(path_type=Path),
@@ -136,8 +136,8 @@ def _questions(folder: Path) -> "tuple[Question, ...]":
         wanted = make_sweep(read_toml(path), str(path))
         if wanted.machine:
             cases = tuple(
-                wanted.case(load, "dummy", resolve(load.model, wanted.dtype, load.layers).dtype, lengths)
-                for load in wanted.loads()
+                load.case("dummy", resolve(load.model, wanted.dtype, load.layers).dtype, *lengths)
+                for load in wanted.loads(planning=True)
                 for lengths in wanted.lengths()
             )
             title = f"{wanted.description.split(' (')[0]} (zinfer plan {path.stem})"

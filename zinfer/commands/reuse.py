@@ -38,7 +38,7 @@ class Contexts(click.ParamType[Any]):
         return tuple(sorted(found))
 
 
-@click.command("reuse")
+@click.command("reuse", cls=options.LoadCommand)
 @click.option("-m", "--model", required=True, help=options.MODEL_HELP)
 @click.option(
     "--engine",
@@ -110,8 +110,7 @@ def command(
     from zinfer.spec import local
     from zinfer.spec.source import find
 
-    if "nvme" in offload and nvme_path is None:
-        raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
+    options.check_nvme(offload, nvme_path)
     if context[0] <= how["new_tokens"]:
         raise click.UsageError(f"--context {context[0]} has to exceed --new-tokens {how['new_tokens']}")
     source = find(model, dtype, layers, load_format or "auto")
@@ -128,7 +127,7 @@ def command(
     with Watch() as watch:
         for job in jobs:
             with _scratch(how["kv_cache_dir"]) as folder:
-                done.append(_run(job, nvme_path, watch, debug, how | {"folder": folder}))
+                done.append(_run(job, watch, debug, how | {"folder": folder}))
             study.append(path, done[-1])
     if as_json:
         click.echo(_json(latest(study.read(path, Run).runs)))
@@ -160,22 +159,21 @@ def _scratch(folder: str | None) -> Iterator[str | None]:
         yield found
 
 
-def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
+def _run(job: "Job", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
     """Measure one load, context after context; a context that cannot be measured gets a reason."""
-    from zinfer.plan.plan import make_plan
     from zinfer.record.prefix_reuse import Point, Run
     from zinfer.spec.case import Workload
     from zinfer.worker.process import Worker, WorkerDied, now
 
-    spec, machine = job.plan.model, job.plan.machine
-    plans = [make_plan(case, spec, machine, nvme_path) for case in job.cases]
+    spec = job.plan.model
+    plans = [job.plan.at(case.workload) for case in job.cases]
     began, facts, failed = now(), dict[str, Any](), ""
     points: list[Point] = []
     usable = [plan for plan in plans if _why_not(plan) is None]
     worker: Worker | None = None
     try:
         if usable:
-            watch.loading(job)
+            watch.loading(job.plan)
             worker = Worker(
                 job.target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
             )
@@ -211,7 +209,7 @@ def _run(job: "Job", nvme_path: str | None, watch: "Watch", debug: bool, how: di
             worker.close()
     case = job.plan.case.model_copy(update={"workload": Workload(batch_size=1, input_len=1, output_len=1)})
     return Run(
-        machine=machine.name, device=_device(machine), case=case, num_layers=spec.num_layers,
+        machine=job.plan.machine.name, device=_device(job.plan.machine), case=case, num_layers=spec.num_layers,
         total_layers=spec.total_layers, model_revision=job.revision, started_at=began,
         link=facts.get("link_bandwidth"), versions=facts.get("versions", {}), points=tuple(points),
     )  # fmt: skip

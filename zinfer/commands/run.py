@@ -12,24 +12,32 @@ from zinfer.commands.chat import ANSWER, CONTEXT, chat_options, talk, turns
 from zinfer.spec.errors import ENVIRONMENT, INTERNAL
 
 
-@click.command("run", short_help="Generate text.")
+@click.command("run", cls=options.LoadCommand)
 @click.option("-m", "--model", required=True, help=options.MODEL_HELP)
 @click.option("--engine", default="stream", show_default=True, help="An engine, or a recipe of the folder engines/.")
 @click.option(
-    "--offload", type=click.Choice(options.OFFLOADS), help="Where the weights live.  [default: none if they fit]"
+    "--offload",
+    type=click.Choice(options.OFFLOADS),
+    help="Place of the weights: none (GPU), cpu (host memory), nvme.  [default: none if they fit]",
 )
 @click.option("-p", "--prompt", "prompts", multiple=True, help="A prompt. Repeatable; stdin, a line each, without one.")
 @click.option("--prompt-file", type=click.File("r"), help="A file with a prompt a line.")
-@click.option("--output-len", type=click.IntRange(min=1), help="Tokens at most.  [default: 32; with --chat 512]")
+@click.option(
+    "--output-len", type=click.IntRange(min=1), help="Most tokens of an answer.  [default: 32; with --chat 512]"
+)
 @click.option("--batch-size", type=click.IntRange(min=1), help="Prompts at once.  [default: all that fit]")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
-@click.option("--ignore-eos", is_flag=True, help="Go on to --output-len whatever comes.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--ignore-eos", is_flag=True, help="Generate --output-len tokens, past the end of a text.")
 @chat_options
 @options.load_options
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=36000, help="Seconds at most."
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=36000,
+    help="Most seconds of the whole run.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list, an object a prompt; or a line a turn.")
 @click.pass_obj
@@ -69,24 +77,17 @@ def command(
     zinfer run --model ./my-checkpoint --chat --kv-cache-dir ./kv
     """
     from zinfer.commands.watch import Watch
-    from zinfer.job import recipe, sweep
     from zinfer.plan.plan import make_plan
     from zinfer.spec import local
-    from zinfer.spec.model import ModelError, check_positions
-    from zinfer.spec.source import find
+    from zinfer.spec.model import check_positions
     from zinfer.spec.units import duration
     from zinfer.worker.process import Worker, WorkerDied
 
     _check_chat(chat, batch_size, system, kv_cache_dir)
     output_len = output_len or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
-    if offload == "nvme" and nvme_path is None:
-        raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
-    if any(len(values) > 1 for values in [*settings.values(), gpu_weights or ()]):
-        raise click.UsageError("run takes one value for each option; axes belong to `zinfer sweep`")
-    source = find(model, dtype, layers, load_format or "auto", fetch=True)
-    if source.load_format == "dummy" and load_format != "dummy":
-        raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
+    loads = options.one_load("run", model, engine, offload, layers, gpu_weights, settings, nvme_path)
+    source = options.weights_of(model, dtype, layers, load_format)
     longest = _longest(source.spec.directory, texts)
     check_positions(source.spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
     machine = options.with_nvme(local.this_machine(), nvme_path)
@@ -94,28 +95,19 @@ def command(
     if chat:
         length = min(CONTEXT, max(1, (source.spec.max_position or CONTEXT) - output_len))
 
-    def plan_with(choice: Any) -> Any:
-        wanted = recipe.Sweep(
-            model=(model,), engine=(engine,), offload=(choice,), batch_size=(1,), layers=(layers,),
-            input_len=(length,), output_len=(output_len,),
-            gpu_weights=gpu_weights or (None,), options=settings,
-        )  # fmt: skip
-        load = next(wanted.loads())
-        case = wanted.case(load, source.load_format, source.spec.dtype, next(wanted.lengths()))
-        return load, make_plan(case, source.spec, machine, nvme_path)
-
-    if gpu_weights and offload == "none":
-        raise click.UsageError("--gpu-weights is a share of offloaded weights: leave out --offload none")
-    choices = [offload] if offload else ["cpu"] if gpu_weights else ["none", "cpu"]
-    load, plan = next((found for found in map(plan_with, choices) if found[1].fits), plan_with(choices[-1]))
+    plans = {
+        load: make_plan(
+            load.case(source.load_format, source.spec.dtype, length, output_len), source.spec, machine, nvme_path
+        )
+        for load in loads
+    }
+    load, plan = next((found for found in plans.items() if found[1].fits), list(plans.items())[-1])
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)
-    target = options.locate(load)
-    if target is None:
-        raise click.UsageError(f"engine {engine} has no offload {load.offload}")
+    target = loads[load]
     size = batch_size or max(1, min(len(texts), plan.max_batch_size))
     with Watch() as watch:
-        watch.loading(sweep.Job(plan, (plan.case,), target))
+        watch.loading(plan)
         worker = Worker(target, timeout_s=timeout_s, notice=watch.progress, loaded=watch.loaded, debug=bool(debug))
         try:
             refused = worker.load(plan)

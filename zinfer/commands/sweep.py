@@ -11,17 +11,23 @@ from zinfer.commands import options
 from zinfer.spec.errors import ENVIRONMENT, INTEGRITY
 
 
-@click.command("sweep", short_help="Measure batch sizes, offloads and engines; keep every point.")
+@click.command("sweep", cls=options.LoadCommand)
 @click.argument("recipe", required=False)
 @click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
 @click.option("--engine", type=options.Words(), help="Engines, or recipes of the folder engines/.  [default: stream]")
-@click.option("--offload", type=options.Words(options.OFFLOADS), help="Where the weights live.  [default: none,cpu]")
-@click.option("--batch-size", type=options.Batches(), help="auto doubles to the edge of memory.  [default: auto]")
+@click.option(
+    "--offload",
+    type=options.Words(options.OFFLOADS),
+    help="Places of the weights: none (GPU), cpu (host memory), nvme.  [default: none,cpu]",
+)
+@click.option("--batch-size", type=options.Batches(), help="auto: double up to the edge of memory.  [default: auto]")
 @click.option("--input-len", type=options.Numbers(), help="Prompt tokens.  [default: 512]")
 @click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
 @options.load_options
-@click.option("--repeats", type=click.IntRange(min=1), help="Runs of a point, at most.  [default: 3]")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), help="Seconds a point or a load.")
+@click.option("--repeats", type=click.IntRange(min=1), help="Most runs of a point.  [default: 3]")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), help="Most seconds of a point or a load."
+)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Result file (JSON lines).")
 @click.option("--resume", is_flag=True, help="Go on with a result file: measure only what it lacks.")
 @click.option("--force", is_flag=True, help="Resume although the recipe, the model or a version changed.")
@@ -43,7 +49,7 @@ def command(
 ) -> None:
     """Measure throughput over batch size, with offload on and off. Every point is on disk before the next one starts.
 
-    RECIPE is a file, or a name in the folder sweeps/; options given besides it take its place. Comma lists are axes.
+    RECIPE is a file, or a name in the folder sweeps/; options given besides it replace its own. Comma lists are axes.
 
     \b
     zinfer sweep --model bloom-176b --offload cpu
@@ -58,6 +64,7 @@ def command(
     from zinfer.job.signals import Interrupted
     from zinfer.record.store import Header, Store, read
     from zinfer.spec import local
+    from zinfer.spec.engine import OptionError
     from zinfer.spec.source import find
     from zinfer.worker.process import Worker, now
 
@@ -73,8 +80,10 @@ def command(
     plan = make_sweep(fields, recipe or "the command line")
     if plan.machine:
         raise RecipeError(f"{recipe} is a recipe to plan with, for {', '.join(plan.machine)}: `zinfer plan {recipe}`")
-    if "nvme" in plan.offload and nvme_path is None:
-        raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
+    options.check_nvme(plan.offload, nvme_path)
+    conflicts = [load.conflict for load in plan.loads()]
+    if all(conflicts):
+        raise OptionError(str(conflicts[0]))
     machine = options.with_nvme(local.this_machine(), nvme_path)
     jobs = sweep.prepare(
         plan,
@@ -145,10 +154,10 @@ def _versions(engines: tuple[str, ...]) -> dict[str, str]:
 
 
 def _changes(before: Any, after: Any) -> str:
-    """What differs between two headers, a line each."""
+    """Differences between two headers, a line each."""
     from zinfer.job.recipe import Sweep
 
-    defaults = Sweep(model=("any",)).model_dump(mode="json")  # of keys that an older file does not have
+    defaults = Sweep.model_construct(model=()).model_dump(mode="json")  # keys that an older file does not have
     old, new = (
         {"machine": header.machine, "model": header.model_revision, **header.versions}
         | {f"recipe.{key}": value for key, value in (defaults | header.recipe).items()}
@@ -159,10 +168,10 @@ def _changes(before: Any, after: Any) -> str:
 
 
 def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
-    from zinfer.plan.plan import describe, make_plan
+    from zinfer.plan.plan import describe
 
     rows = [
-        make_plan(case.with_batch(batch), job.plan.model, job.plan.machine, job.plan.nvme_path)
+        job.plan.at(case.with_batch(batch).workload)
         for job in jobs
         for case in job.cases
         for batch in ({1, max(1, job.plan.max_batch_size)} if isinstance(plan.batch_size, str) else plan.batch_size)

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zinfer.job.batch.run import Standing
-from zinfer.job.sweep import Events, Job
+from zinfer.job.sweep import Events
+from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.spec.units import duration, figures, gb
 
@@ -50,9 +51,8 @@ class Watch:
 
     _prefix = ""
 
-    def loading(self, job: Job) -> None:
+    def loading(self, plan: Plan) -> None:
         """Announce a load; its label precedes the progress that follows."""
-        plan = job.plan
         self._prefix = f"{plan.case.label()}: "
         weights = f"{gb(plan.model.weight_bytes)}, {plan.case.load_format}"
         self.say(f"loading {plan.case.model} ({weights}) with {plan.case.label()}")

@@ -1,80 +1,25 @@
-"""The ways to run a model: what each can do, and where its code is.
+"""The ways to run a model: whether this installation can, and where the code is.
 
-The table is all that planning and checking need; the code behind it is imported in the process that runs it, because
-that costs seconds and gigabytes.
+`zinfer.spec.engine` has the table of engines. The code behind it is imported in the process that runs it, because that
+costs seconds and gigabytes.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib import import_module, util
 from typing import TYPE_CHECKING
 
-from zinfer.spec.case import Offload, Option
+from zinfer.spec.engine import ENGINES, EngineKind
 from zinfer.spec.errors import ZinferError
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
 
 
-@dataclass(frozen=True)
-class Kind:
-    """An engine as the rest of zinfer knows it."""
-
-    target: str  # module:Class
-    offloads: frozenset[Offload]
-    requires: tuple[str, ...]  # import names, checked before anything is loaded; "a|b" is either
-    options: Mapping[str, Option] = field(default_factory=dict)  # settings a case may change, with their defaults
-    gpu_weights: bool = False  # whether part of the offloaded weights can stay on the GPU
-    extra: str = "engines"  # the pip extra that installs what it requires
-
-
-_TRANSFORMERS = ("torch", "transformers", "accelerate", "safetensors")
-
-ENGINES: dict[str, Kind] = {
-    "stream": Kind(
-        "zinfer.engine.stream:Stream",
-        offloads=frozenset({"none", "cpu"}),
-        requires=(*_TRANSFORMERS, "greenlet"),
-        options={
-            "ring_depth": "auto",
-            "weight_codec": "auto",
-            "packed": "auto",
-            "kv_offload": "none",
-            "kv_attention": "auto",
-            "kv_threads": "auto",
-            "kv_cache_dtype": "auto",
-        },
-        gpu_weights=True,
-    ),
-    "deepspeed": Kind(
-        "zinfer.engine.deepspeed:DeepSpeed",
-        offloads=frozenset({"none", "cpu", "nvme"}),
-        requires=(*_TRANSFORMERS, "deepspeed"),
-        options={"pin_memory": True, "tuned": True, "prefetch_layers": 1},
-    ),
-    "accelerate": Kind(
-        "zinfer.engine.accelerate:Accelerate",
-        offloads=frozenset({"none", "cpu", "nvme"}),
-        requires=_TRANSFORMERS,
-        options={"pin_memory": True},
-    ),
-    "tensorrt": Kind(
-        "zinfer.engine.tensorrt:TensorRT",
-        offloads=frozenset({"none", "cpu"}),
-        requires=(*_TRANSFORMERS, "tensorrt|tensorrt_rtx"),
-        options={"library": "auto", "plan": "auto"},
-        gpu_weights=True,
-        extra="engines,tensorrt",
-    ),
-}
-
-
 class EngineError(ZinferError):
     """An engine that cannot be used for what was asked; the message says what to do next."""
 
 
-def kind(name: str) -> Kind:
-    """What is known of the engine `name`, of which everything it requires is installed.
+def kind(name: str) -> EngineKind:
+    """Return the entry of engine `name` in `ENGINES`, once everything that it requires is found installed.
 
     Raises EngineError when there is no such engine, or when a package is missing.
     """
@@ -89,7 +34,7 @@ def kind(name: str) -> Kind:
 
 
 def load(target: str) -> "type[Engine]":
-    """The engine class at ``module:Class``, imported now."""
+    """Import and return the engine class at ``module:Class``."""
     module, _, name = target.partition(":")
     engine: type[Engine] = getattr(import_module(module), name)
     return engine

@@ -19,6 +19,7 @@ from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
+from zinfer.spec.engine import AccelerateOptions
 
 
 class Accelerate(Decoder):
@@ -27,6 +28,7 @@ class Accelerate(Decoder):
     Files are read through the page cache, as Accelerate does it: what fits into free host memory is read from there.
     """
 
+    options: AccelerateOptions
     _arena: PinnedArena | None = None
     _folder: TemporaryDirectory[str] | None = None
     _offloaded: "_Weights | None" = None
@@ -45,7 +47,7 @@ class Accelerate(Decoder):
         index: dict[str, dict[str, Any]] = {}
         if case.offload == "cpu":
             blocks, size = lay_out(streamed.items())
-            pin = bool(self.options["pin_memory"]) and self.device.type == "cuda"
+            pin = self.options.pin_memory and self.device.type == "cuda"
             self._arena = PinnedArena(size, pin, self.progress)
             host = self._arena.views(blocks)
         elif case.offload == "nvme":

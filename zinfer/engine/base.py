@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from zinfer.engine import ENGINES, EngineError
+from zinfer.engine import EngineError
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
+from zinfer.spec.engine import EngineOptions, parse_options
 
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot
@@ -54,8 +55,8 @@ class Engine(ABC):
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         self.plan = plan
-        defaults = ENGINES[plan.case.engine].options if plan.case.engine in ENGINES else {}
-        self.options: dict[str, Any] = {**defaults, **dict(plan.case.options)}
+        case = plan.case
+        self.options: EngineOptions = parse_options(case.engine, case.options, case.offload)
         self.progress = progress
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.batches: list[Any] = []  # admitted and not retired

@@ -20,8 +20,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Progress, Work, check_works, silent
 from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot
-from zinfer.plan.cost import pass_tokens, prefill_rows
-from zinfer.plan.plan import Plan, placement_of
+from zinfer.plan.plan import Plan
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # what forward passes call their cache
 
@@ -273,8 +272,7 @@ class Decoder(Engine):
 
     def _split(self, rows: slice, count: int) -> list[slice]:
         """`rows`, as many at a time as have activations of `count` tokens within bounds."""
-        setup = placement_of(self.plan.case, self.plan.model, self.plan.machine)
-        at_once = prefill_rows(rows.stop - rows.start, count, pass_tokens(setup, self.plan.model))
+        at_once = self.plan.placement.prefill_rows(rows.stop - rows.start, count)
         return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:

@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from zinfer.engine import ENGINES
-from zinfer.plan.plan import resident_bytes
 from zinfer.plan.published import Published
-from zinfer.spec.case import Case, Offload, Option, Workload
+from zinfer.spec.case import Case, LoadFormat, Workload, resident_bytes
+from zinfer.spec.engine import ENGINES, Offload, Option, Options, conflict, settle
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.model import Dtype
 from zinfer.spec.value import Frozen
@@ -44,7 +43,26 @@ class Load(Frozen):
     dtype: Dtype | None
     layers: int | None
     gpu_weights: str | None
-    options: tuple[tuple[str, Option], ...]
+    options: Options
+
+    @property
+    def conflict(self) -> str | None:
+        """Why the options contradict each other or the offload; None where they do not."""
+        return conflict(self.engine, self.options, self.offload)
+
+    def case(self, load_format: LoadFormat, dtype: Dtype, input_len: int, output_len: int) -> Case:
+        """The load's case at batch size 1."""
+        return Case(
+            model=self.model,
+            engine=self.engine,
+            offload=self.offload,
+            workload=Workload(batch_size=1, input_len=input_len, output_len=output_len),
+            dtype=dtype,
+            load_format=load_format,
+            layers=self.layers,
+            gpu_weights=self.gpu_weights,
+            options=self.options,
+        )
 
 
 class Sweep(Frozen):
@@ -106,8 +124,12 @@ class Sweep(Frozen):
             return value
         return {key: tuple(v) if isinstance(v, list | tuple) else (v,) for key, v in value.items()}
 
-    def loads(self) -> Iterator[Load]:
-        """Loads of the sweep, in the order of its axes, with engine recipes resolved."""
+    def loads(self, planning: bool = False) -> Iterator[Load]:
+        """Yield the loads one after the other, with the engine recipes resolved and the options validated.
+
+        With `planning` any engine takes the options of `PlanOptions`, which it may lack. Raises OptionError for an
+        unknown option and for a wrong value, RecipeError for an unknown engine.
+        """
         for model in self.model:
             for layers in self.layers:
                 for name in self.engine:
@@ -122,7 +144,7 @@ class Sweep(Frozen):
                                 dtype=self.dtype,
                                 layers=layers,
                                 gpu_weights=budget,
-                                options=options,
+                                options=settle(recipe.engine, options, planning),
                             )
 
     def lengths(self) -> Iterator[tuple[int, int]]:
@@ -131,29 +153,12 @@ class Sweep(Frozen):
             for output_len in self.output_len:
                 yield input_len, output_len
 
-    def case(
-        self, load: Load, load_format: Literal["safetensors", "dummy"], dtype: Dtype, lengths: tuple[int, int]
-    ) -> Case:
-        """The case of `load` at batch size 1; `lengths` are those of prompt and output, in tokens."""
-        return Case(
-            model=load.model,
-            engine=load.engine,
-            offload=load.offload,
-            workload=Workload(batch_size=1, input_len=lengths[0], output_len=lengths[1]),
-            dtype=dtype,
-            load_format=load_format,
-            layers=load.layers,
-            gpu_weights=load.gpu_weights,
-            options=load.options,
-        )
 
-
-def _product(fixed: dict[str, Option], axes: dict[str, tuple[Option, ...]]) -> Iterator[tuple[tuple[str, Option], ...]]:
+def _product(fixed: dict[str, Option], axes: dict[str, tuple[Option, ...]]) -> list[dict[str, Option]]:
     combined: list[dict[str, Option]] = [dict(fixed)]
     for key, values in axes.items():
         combined = [options | {key: value} for options in combined for value in values]
-    for options in combined:
-        yield tuple(sorted(options.items()))
+    return combined
 
 
 def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:

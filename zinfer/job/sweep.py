@@ -53,7 +53,7 @@ class Events:
     """Callbacks for whoever watches a sweep."""
 
     point: Callable[[Measurement, bool], None] = lambda _point, _resumed: None  # the bool: from a record
-    loading: Callable[[Job], None] = lambda _job: None
+    loading: Callable[[Plan], None] = lambda _plan: None
     loaded: Callable[[int, float], None] = lambda _size, _seconds: None
     progress: Callable[[str, float], None] = lambda _what, _share: None
 
@@ -128,7 +128,7 @@ def prepare(
         source = resolve(load)
         for lengths in sweep.lengths() if positions else ():
             check_positions(source.spec, *lengths)
-        cases = tuple(sweep.case(load, source.load_format, source.spec.dtype, lengths) for lengths in sweep.lengths())
+        cases = tuple(load.case(source.load_format, source.spec.dtype, *lengths) for lengths in sweep.lengths())
         longest = max(cases, key=lambda case: case.workload.total_len)
         plan = make_plan(longest, source.spec, machine, nvme_path)
         jobs.append(Job(plan, cases, target, source.revision))
@@ -179,8 +179,7 @@ class _Runner:
         points: list[Measurement] = []
         try:
             for case in self._job.cases:
-                plan = make_plan(case, self._job.plan.model, self._job.plan.machine)
-                batches = batches_of(self._sweep, plan)
+                batches = batches_of(self._sweep, self._job.plan.at(case.workload))
                 status: Status | None = None
                 while (attempt := _advance(batches, status)) is not None:
                     repeats = self._sweep.repeats if attempt.timed else 0
@@ -199,7 +198,7 @@ class _Runner:
         if known is not None and (known.usable or known.status != "ok" or not repeats):
             return known, True
         point = self._measure(case, repeats)
-        predicted = make_plan(case, self._job.plan.model, self._job.plan.machine)
+        predicted = self._job.plan.at(case.workload)
         numbers: dict[str, float] = {"gpu_bytes": predicted.gpu.total, "host_bytes": predicted.host.total}
         if predicted.step_s is not None and predicted.prefill_s is not None:
             numbers |= {"step_ms": predicted.step_s * 1e3, "ttft_ms": predicted.prefill_s * 1e3}
@@ -215,7 +214,7 @@ class _Runner:
         stage = "load"
         try:
             if self._worker is None:
-                self._events.loading(self._job)
+                self._events.loading(self._job.plan)
                 self._worker = self._make_worker(
                     self._job.target,
                     timeout_s=self._sweep.timeout_s,

@@ -1,10 +1,10 @@
-"""What a pass costs: bytes on every tier and seconds at every bottleneck, from shapes and bandwidths alone.
+"""Cost of a pass: bytes on every tier and seconds at every bottleneck, from shapes and bandwidths alone.
 
 A decode step reads every weight once: t = max(bytes over the link / link, bytes in GPU memory / HBM, FLOPs / compute,
-bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`. What
-an engine adds to the physics stands in `Efficiency`, which `zinfer.analysis.calibrate` fits to measurements.
+bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`.
+`Efficiency` holds how far an engine stays behind the physics; `zinfer.analysis.calibrate` fits it to measurements.
 
-    setup = Setup(tier="host")
+    setup = Placement(tier="host")
     step(setup, spec, machine, batch_size=32, context=528).bound_by        # "link"
 
 Sources: the roofline of Williams et al. 2009 (doi:10.1145/1498765.1498785); FLOPs as in `zinfer.spec.model`; offload
@@ -41,7 +41,7 @@ EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
 CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
 LINK_KEEPS = 0.95  # of its rate while all cores attend: 0.95 was seen beside 16 cores, 0.92 beside 64
 UNPACKING = 0.4  # of the bandwidth of GPU memory: the rate at which coded weights become whole ones
-PIECE_BYTES = 128 << 20  # of a layer that crosses the link at a time, see `zinfer.engine.stream.packed_layer`
+PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
 
 
 class Bytes(Frozen):
@@ -59,26 +59,40 @@ class Bytes(Frozen):
 
 
 class Placement(Frozen):
-    """Where weights and KV cache live and how they move, in an engine's words or a planner's."""
+    """Place of weights, KV cache and buffers, and how they move: what an engine does, and nothing else."""
 
     tier: Literal["gpu", "host", "nvme"] = "gpu"  # of the weights that are not resident
     gpus: int = Field(default=1, ge=1)  # each with its own link, and an equal part of weights, cache and work
-    resident_bytes: int = 0  # of the layers' weights, on all GPUs together, besides what lies outside the layers
-    kept_ratio: float = 1.0  # bytes that a streamed weight takes where it lies, over the stored ones, if it lies coded
-    weight_ratio: float = 1.0  # bytes a weight is stored in, over those of the model's dtype: int4 with scales 0.28
-    wire_ratio: float = 1.0  # bytes that cross the link, over the stored ones: a lossless codec 0.67
-    slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
-    kv_host_share: float = 0.0  # of the sequences, those with their KV cache in host memory, read at every step
-    kv_on_cpu: bool = False  # attention to that cache is the CPU's, so that it never crosses the link
-    kv_cpu_share: float = Field(default=1.0, gt=0, le=1)  # of the CPU's cores, and of the rate that all of them reach
-    buffers: int = 0  # of a ring, in which it crosses a few sequences at a time; 0: as two whole layers' worth
+    resident_bytes: int = 0  # layer weights that stay, on all GPUs together, besides the weights outside the layers
+    resident_layers: tuple[int, ...] = ()  # whole layers that stay, by number; spread so that the link never idles
+    codec: Literal["none", "lossless"] = "none"  # of streamed weights on the wire
+    kept_ratio: float = 1.0  # bytes of a streamed weight at rest over those it is stored in; below 1 where it is coded
+    weight_ratio: float = 1.0  # bytes a weight is stored in over those of the model's dtype: int4 with scales 0.28
+    wire_ratio: float = 1.0  # bytes that cross the link over the stored ones: a lossless codec 0.67
+    slots: float = 2.0  # GPU memory that streamed weights pass through, in layers
+    kv_host_share: float = 0.0  # part of the sequences that have their KV cache in host memory, read at every step
+    kv_on_cpu: bool = False  # the CPU attends to that cache, so that it never crosses the link
+    kv_cpu_share: float = Field(default=1.0, gt=0, le=1)  # part of the CPU's cores, and of their rate, that attends
+    kv_threads: int | None = None  # CPU threads that attend, where a number was asked for
+    buffers: int = 0  # ring buffers that a KV cache on its way adds to; 0: it takes two whole layers' worth
+    ring_depth: int = 0  # buffers between link and slot; 0 without a ring
+    layer_pieces: int = 1  # pieces that a layer crosses the link in
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
     also_streamed: int = 0  # bytes a pass fetches besides the layers
     overlapped: bool = True  # copies run beside compute
     blocks: bool = False  # prefill passes go through the layers side by side, and the weights cross once for all
-    pinned: bool = True
+    pass_tokens: int = PREFILL_TOKENS  # prompt tokens in one forward pass at most, if they are several sequences'
+    pinned: bool = True  # weights in host memory are page-locked
     host_rounding: int = 0  # bytes that page-locking adds to the weights
+
+    def prefill_rows(self, batch_size: int, input_len: int) -> int:
+        """Return how many sequences of a batch are prefilled in one forward pass."""
+        return min(batch_size, max(1, self.pass_tokens // input_len))
+
+    def host_rows(self, batch_size: int) -> int:
+        """Return how many sequences of the batch have their KV cache in host memory: its last ones."""
+        return round(self.kv_host_share * batch_size)
 
 
 class Efficiency(Frozen):
@@ -93,7 +107,7 @@ class Efficiency(Frozen):
 
     @property
     def words(self) -> str:
-        """All of them in a line."""
+        """The factors in a line."""
         launch = f", {self.layer_s * 1e3:.2f} ms to launch a layer" if self.layer_s else ""
         band = "" if self.error is None else f"; throughput within {self.error:.0%} in 9 of 10 cases"
         return (
@@ -123,14 +137,9 @@ def wire_bytes(setup: Placement, model: ModelSpec) -> int:
     return round((left + setup.also_streamed) * setup.wire_ratio)
 
 
-def pass_tokens(setup: Placement, model: ModelSpec) -> int:
-    """Prompt tokens that one forward pass of a prefill takes at most, if they are several sequences'."""
-    return min(PREFILL_TOKENS, max(BLOCK_TOKENS, BLOCK_VALUES // model.hidden_size)) if setup.blocks else PREFILL_TOKENS
-
-
-def prefill_rows(batch_size: int, input_len: int, tokens: int | None = None) -> int:
-    """How many sequences of a batch are prefilled in one forward pass of `tokens`, by default `PREFILL_TOKENS`."""
-    return min(batch_size, max(1, (tokens or PREFILL_TOKENS) // input_len))
+def block_tokens(model: ModelSpec) -> int:
+    """Return the prompt tokens of one forward pass where prompts go through each layer in blocks."""
+    return min(PREFILL_TOKENS, max(BLOCK_TOKENS, BLOCK_VALUES // model.hidden_size))
 
 
 def step(
@@ -141,7 +150,7 @@ def step(
     context: int,
     factors: Efficiency | None = None,
 ) -> Times:
-    """One decode step of `batch_size` sequences with `context` tokens in their KV cache, on average."""
+    """Time one decode step of `batch_size` sequences with `context` tokens in their KV cache, on average."""
     factors = factors or Efficiency()
     kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
     active = model.parameters_read(batch_size) * model.dtype_bytes * setup.weight_ratio
@@ -157,9 +166,9 @@ def prefill(
     input_len: int,
     factors: Efficiency | None = None,
 ) -> Times:
-    """The whole prefill of `batch_size` prompts of `input_len` tokens, in as many passes as it takes."""
+    """Time the whole prefill of `batch_size` prompts of `input_len` tokens, in as many passes as it takes."""
     factors = factors or Efficiency()
-    rows = prefill_rows(batch_size, input_len, pass_tokens(setup, model))
+    rows = setup.prefill_rows(batch_size, input_len)
     passes = 1 if setup.blocks else ceil(batch_size / rows)
     flops = model.prefill_flops(batch_size, input_len) // passes
     stored = model.weight_bytes * setup.weight_ratio
@@ -253,7 +262,7 @@ def with_cores(
     context: int,
     factors: Efficiency | None = None,
 ) -> Placement:
-    """`setup`, whose KV cache the CPU attends to, with the share of its cores that makes a decode step the shortest."""
+    """Return `setup`, whose KV cache the CPU attends to, with the share of its cores that makes a step the shortest."""
     best, shortest = setup, step(setup, model, machine, batch_size, context, factors).seconds
     for share in CPU_SHARES:
         fewer = setup.model_copy(update={"kv_cpu_share": share})
@@ -265,7 +274,7 @@ def with_cores(
 
 
 def _passed_bytes(model: ModelSpec, batch_size: int, length: int) -> int:
-    """What a prefill reads and writes of GPU memory between its matrix products."""
+    """Bytes of GPU memory that a prefill reads and writes between its matrix products."""
     ffn = FFN_PASSES_OF.get(model.architecture, FFN_PASSES) * model.ffn_size * max(1, model.experts_per_token)
     token = (HIDDEN_PASSES * model.hidden_size + ffn) * model.dtype_bytes
     scores = model.num_heads * length * SCORE_BYTES if model.architecture in EAGER else 0
@@ -281,8 +290,8 @@ def tiers(
     setup: Placement, model: ModelSpec, machine: Machine, batch_size: int, input_len: int, output_len: int,
     factors: Efficiency | None = None,
 ) -> tuple[Bytes, Bytes, Bytes]:  # fmt: skip
-    """Bytes on one GPU, on the host and on NVMe. Without a GPU the host carries the device's bytes as well; they are
-    listed apart all the same."""
+    """Count bytes on one GPU, on the host and on NVMe. Without a GPU the host carries the device's bytes as well; they
+    are listed apart all the same."""
     factors = factors or Efficiency()
     stored, others = layers_stored(setup, model), round(model.other_bytes * setup.weight_ratio)
     kv = round(model.kv_bytes(batch_size, input_len + output_len) * setup.kv_ratio)
@@ -319,16 +328,17 @@ def _kv_buffers(setup: Placement, model: ModelSpec, batch_size: int, input_len: 
 
 
 def piece_bytes(setup: Placement, model: ModelSpec) -> int:
-    """Of a layer, what crosses the link at a time and waits in one buffer of a ring."""
+    """Bytes of a layer that cross the link at a time and wait in one buffer of a ring."""
     return round(min(PIECE_BYTES, model.layer_bytes) * setup.wire_ratio)
 
 
 def buffer_bytes(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
-    """Of one buffer of a ring, which also takes the KV cache, of `length` tokens, of sequences prefilled together."""
+    """Size of one ring buffer, in bytes; it also takes the KV cache, of `length` tokens, of sequences prefilled
+    together."""
     piece = piece_bytes(setup, model)
     if not setup.kv_host_share or setup.kv_on_cpu:
         return piece
-    rows = prefill_rows(batch_size, input_len, pass_tokens(setup, model))
+    rows = setup.prefill_rows(batch_size, input_len)
     return max(piece, round(model.largest_kv_layer_bytes(rows, length) * setup.kv_ratio))
 
 
@@ -336,7 +346,7 @@ def activations(setup: Placement, model: ModelSpec, batch_size: int, length: int
     """Peak of one layer's prefill: hidden states, the widest intermediate twice (and a gate), and eager attention
     scores for ALiBi models, for which transformers has no fused kernel (three times in the weights' type, softmax in
     float32). Passes side by side keep their hidden states each."""
-    rows = prefill_rows(batch_size, length, pass_tokens(setup, model))
+    rows = setup.prefill_rows(batch_size, length)
     tokens = rows * length
     wide = max(model.ffn_matrices * model.ffn_size, 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
     flat = tokens * (4 * model.hidden_size + wide) * model.dtype_bytes

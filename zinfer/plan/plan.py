@@ -1,8 +1,10 @@
-"""What lives where, what fits, and how long it takes: a case on a machine, before anything runs.
+"""Plan of a case on a machine: what fits, where it goes, and how long it takes, before anything runs.
 
-An engine's words (offload, options) become a `zinfer.plan.cost.Placement` here; the arithmetic is there. A larger batch
-is free until the KV cache fills the device, compute catches up with the link, or the KV reads do, so the largest batch
-that fits is what a plan looks for.
+A plan's `placement` is what the engine does. `make_plan` reads from `zinfer.spec.engine` how the case's engine moves
+weights and from `zinfer.plan.cost` what that costs; `Plan.at` plans another batch of the same load.
+
+A larger batch is free until the KV cache fills the device, compute catches up with the link, or the KV reads do, so a
+plan looks for the largest batch that fits.
 """
 
 from collections.abc import Callable
@@ -10,32 +12,33 @@ from typing import Literal
 
 from zinfer.plan import cost
 from zinfer.plan.cost import Bytes, Efficiency, Placement
-from zinfer.spec.case import Case, Offload
+from zinfer.spec.case import Case, Workload, resident_bytes
+from zinfer.spec.engine import ENGINES, Offload, Transport, conflict, plan_options, read_options
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
-from zinfer.spec.units import duration, gb, gib, parse_bytes
+from zinfer.spec.units import duration, gb, gib
 from zinfer.spec.value import Frozen
 
 LARGEST_BATCH = 1 << 20  # nobody asks for more
 HOST_SHARE = 0.97  # of host memory a load may take before it is refused
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
-CODECS = ("auto", "none", "lossless")  # of the `stream` engine's weights on the wire
-KV_OFFLOADS = ("none", "cpu", "auto")
-KV_ATTENTIONS = ("auto", "gpu", "cpu")
-KV_CACHE_DTYPES = ("auto", "bf16", "int8", "fp8")  # auto and bf16: the model's own
-DEQUANTIZED_BYTES = 1 << 30  # of a quantised cache that is in the model's type at a time
-RING_DEPTH = 6  # pieces between link and slot at least: what comes while a layer of a decode step computes
-# Where `stream` shares out the GPU's memory, what a plan does not see of it (gaps, moments of a step) stays free.
+RING_DEPTH = 6  # least number of ring buffers: they hold what comes while a layer of a decode step computes
+# Margin of an engine that gives free GPU memory away: what a plan does not see (gaps, moments of a step) stays free.
 CAUTIOUS = Efficiency(memory=1.5)
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
 
 
 class Plan(Frozen):
-    """A case on a machine, before anything runs. Everything here is predicted."""
+    """A case on a machine, before anything runs. Everything here is predicted; `placement` is obeyed.
+
+    The figures (bytes, seconds) are those of the placement that `factors` allow. Where an engine gives free GPU memory
+    away, `placement` itself is a cautious one (`CAUTIOUS`): it may keep fewer layers and have fewer buffers.
+    """
 
     case: Case
     model: ModelSpec
     machine: Machine
+    placement: Placement
     gpu: Bytes
     host: Bytes
     nvme: Bytes
@@ -44,9 +47,10 @@ class Plan(Frozen):
     bound_by: str | None = None
     max_batch_size: int = 0  # by memory; 0 when not even one sequence fits
     streamed_bytes: int = 0  # over all links, each pass
-    resident_bytes: int = 0  # of the layers' weights, though the rest is offloaded
+    resident_bytes: int = 0  # layer weights that stay on the GPU though the rest is offloaded
     error: float | None = None  # of the throughput, as a share; None: these are limits, not predictions
-    nvme_path: str | None = None  # where offload `nvme` may put its files
+    factors: Efficiency | None = None  # how far the engine stays behind the limits; None: the figures are the limits
+    nvme_path: str | None = None  # folder for the files of offload `nvme`
     why_not: str | None = None  # the reason, when nothing of this load can run here
 
     @property
@@ -55,53 +59,57 @@ class Plan(Frozen):
 
     @property
     def bounds(self) -> tuple[str, ...]:
-        """What keeps the throughput where it is: the step's bottleneck, and the KV cache's room where the batch is the
+        """Names of what limits the throughput: the step's bottleneck, and the KV cache's room where the batch is the
         largest that fits."""
         full = 0 < self.max_batch_size <= self.case.workload.batch_size
         return (*([self.bound_by] if self.bound_by else []), *(["KV capacity"] if full else []))
 
     @property
     def output_tok_s(self) -> float | None:
-        workload, seconds = self.case.workload, self.e2e_s
-        return workload.batch_size * workload.output_len / seconds if seconds else None
+        return _output_tok_s(self.case.workload, self.prefill_s, self.step_s)
 
     @property
     def e2e_s(self) -> float | None:
-        """Prefill, which gives the first token, and a step for each further one."""
-        if self.prefill_s is None or self.step_s is None:
-            return None
-        return self.prefill_s + self.step_s * (self.case.workload.output_len - 1)
+        """Seconds of the prefill, which gives the first token, and of a step for each further one."""
+        return _e2e_s(self.case.workload, self.prefill_s, self.step_s)
+
+    def at(self, workload: Workload) -> "Plan":
+        """Return the plan of the same load for another batch: same machine, same factors."""
+        before = self.case.workload
+        if workload == before:
+            return self
+        case = self.case.model_copy(update={"workload": workload})
+        alike = (workload.input_len, workload.output_len) == (before.input_len, before.output_len)
+        largest = self.max_batch_size if alike else None
+        return make_plan(case, self.model, self.machine, self.nvme_path, self.factors, largest)
+
+
+def _e2e_s(workload: Workload, prefill_s: float | None, step_s: float | None) -> float | None:
+    return None if prefill_s is None or step_s is None else prefill_s + step_s * (workload.output_len - 1)
+
+
+def _output_tok_s(workload: Workload, prefill_s: float | None, step_s: float | None) -> float | None:
+    seconds = _e2e_s(workload, prefill_s, step_s)
+    return workload.batch_size * workload.output_len / seconds if seconds else None
 
 
 def pinned_block(size: int) -> int:
-    """What torch's pinned-memory allocator takes for `size` bytes: the next power of two.
+    """Bytes that torch's pinned-memory allocator takes for `size` bytes: the next power of two.
 
     Source: CachingHostAllocator.h of torch 2.11 rounds every block up to ``PowerOf2Ceil(size)``.
     """
     return 1 << max(size - 1, 0).bit_length()
 
 
-def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0) -> int:
-    """How many of `streamable` weight bytes `gpu_weights` keeps on the GPU; `automatic` is what ``auto`` stands for.
-
-    Raises ValueError for anything but ``auto``, a share (``25%``) and a size (``40GiB``).
-    """
-    if gpu_weights is None:
-        return 0
-    if gpu_weights == "auto":
-        return min(automatic, streamable)
-    if gpu_weights.endswith("%"):
-        share = float(gpu_weights.removesuffix("%")) / 100
-        if not 0 <= share <= 1:
-            raise ValueError(f"{gpu_weights} is not a share: write 0% to 100%")
-        return int(share * streamable)
-    return min(parse_bytes(gpu_weights), streamable)
+def transport_of(case: Case) -> Transport:
+    """How the case's engine moves weights."""
+    return read_options(case.engine, case.options).transport()
 
 
 def is_lossless(case: Case, machine: Machine) -> bool:
-    """Whether the case's weights cross the link coded. By default those of `stream` do wherever that can pay: a GPU
-    decodes bf16 at a third of its memory's bandwidth or more, several times what any link brings."""
-    codec = dict(case.options).get("weight_codec", "auto" if case.engine == "stream" else "none")
+    """Say whether the case's weights cross the link coded. With ``auto`` they do wherever that pays: a GPU decodes bf16
+    at a third of its memory's bandwidth or more, several times what any link brings."""
+    codec = plan_options(case.engine, case.options).weight_codec
     pays = case.offload != "none" and case.dtype == "bfloat16" and machine.gpu_count > 0
     return codec == "lossless" or (codec == "auto" and pays)
 
@@ -110,37 +118,33 @@ def placement_of(
     case: Case, model: ModelSpec, machine: Machine, automatic: int = 0, depth: int = RING_DEPTH,
     factors: Efficiency | None = None,
 ) -> Placement:  # fmt: skip
-    """How the case's engine keeps and moves weights and KV cache; `automatic` is what ``--gpu-weights auto`` stands
-    for, in bytes, `depth` what `stream`'s ``ring_depth=auto`` does, `factors` how cautiously room is shared out.
+    """Place the weights and KV cache of a case as its engine does. `automatic` is what ``--gpu-weights auto`` stands
+    for, in bytes, `depth` the number of ring buffers, `factors` how cautiously room is given away.
 
-    Options that any engine may be planned with: `weight_codec` (lossless), `weight_bits` (8 or 4, with a 16-bit scale
-    and zero point for each 64 weights), `kv_offload` (cpu, auto), with it `kv_attention` (gpu, cpu) and
-    `kv_threads` (of the CPU), `gpus`.
+    `zinfer.spec.engine.PlanOptions` are the options that count, whatever the engine.
     """
-    options = dict(case.options)
-    bare = _weights_setup(case, model, machine, automatic, depth)
-    offload, batch_size = options.get("kv_offload", "none"), case.workload.batch_size
-    if offload == "none":
+    options = plan_options(case.engine, case.options)
+    bare, batch_size = _weights_placement(case, model, machine, automatic, depth), case.workload.batch_size
+    if options.kv_offload == "none":
         return bare
-    attention = options.get("kv_attention", "auto" if case.engine == "stream" else "gpu")
     either = [False, True] if machine.attention_bandwidth is not None else [False]
     if bare.tier == "gpu" or bare.kv_ratio < 1:  # nothing streams that it could come along with; 8 bits stay
         either = [True]
     # The cache comes first: a deeper ring and resident layers get what it leaves.
-    least = _weights_setup(case, model, machine, 0, RING_DEPTH)
-    if offload == "auto" and _rows_on_gpu(least, case, model, machine, factors) == batch_size:
+    least = _weights_placement(case, model, machine, 0, RING_DEPTH)
+    if options.kv_offload == "auto" and _rows_on_gpu(least, case, model, machine, factors) == batch_size:
         return bare
     ways, context = [], case.workload.input_len + case.workload.output_len // 2
-    for on_cpu in either if attention == "auto" else [attention == "cpu"]:
+    for on_cpu in either if options.kv_attention == "auto" else [options.kv_attention == "cpu"]:
         # While the CPU attends, what the link brings waits in the ring: a layer at most.
-        pieces = pieces_of(model) if on_cpu else RING_DEPTH
-        least = _weights_setup(case, model, machine, 0, pieces).model_copy(update={"kv_on_cpu": on_cpu})
-        here = _rows_on_gpu(least, case, model, machine, factors) if offload == "auto" else 0
+        pieces = bare.layer_pieces if on_cpu else RING_DEPTH
+        least = _weights_placement(case, model, machine, 0, pieces).model_copy(update={"kv_on_cpu": on_cpu})
+        here = _rows_on_gpu(least, case, model, machine, factors) if options.kv_offload == "auto" else 0
         split = {"kv_host_share": (batch_size - here) / batch_size, "kv_on_cpu": on_cpu}
-        way = _weights_setup(case, model, machine, automatic, max(depth, pieces)).model_copy(update=split)
-        if on_cpu and (threads := options.get("kv_threads", "auto")) != "auto":
+        way = _weights_placement(case, model, machine, automatic, max(depth, pieces)).model_copy(update=split)
+        if on_cpu and options.kv_threads != "auto":
             cores = machine.details.get("host", {}).get("cores", 0)
-            share = min(1.0, threads / cores) if cores and isinstance(threads, int) and threads > 0 else 1.0
+            share = min(1.0, options.kv_threads / cores) if cores else 1.0
             way = way.model_copy(update={"kv_cpu_share": share})
         elif on_cpu:
             way = cost.with_cores(way, model, machine, batch_size, context, factors)
@@ -149,12 +153,11 @@ def placement_of(
 
 
 def _rows_on_gpu(setup: Placement, case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None) -> int:
-    """The most sequences whose KV cache the GPU has room for, beside what the others of the batch need there."""
+    """Largest number of sequences whose KV cache the GPU has room for, beside what the whole batch needs there."""
     load = case.workload
     if not machine.gpu_count:
         return load.batch_size
-    if case.engine == "stream":  # what a plan does not see must not be given away, so the engine leaves room for it
-        factors = CAUTIOUS if factors is None or factors.memory < CAUTIOUS.memory else factors
+    factors = _cautious(case, factors)
 
     def fits(rows: int) -> bool:
         split = setup.model_copy(update={"kv_host_share": 1 - rows / load.batch_size})
@@ -163,6 +166,13 @@ def _rows_on_gpu(setup: Placement, case: Case, model: ModelSpec, machine: Machin
 
     # Without a row on the host, none needs buffers on its way: all may fit where one fewer does not.
     return load.batch_size if fits(load.batch_size) else _last(fits, load.batch_size - 1)
+
+
+def _cautious(case: Case, factors: Efficiency | None) -> Efficiency | None:
+    """`factors`, or `CAUTIOUS` ones where those leave less margin and the engine gives free GPU memory away."""
+    if transport_of(case).shares_memory and (factors is None or factors.memory < CAUTIOUS.memory):
+        return CAUTIOUS
+    return factors
 
 
 def _last(fits: Callable[[int], bool], limit: int) -> int:
@@ -174,76 +184,74 @@ def _last(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def _weights_setup(case: Case, model: ModelSpec, machine: Machine, automatic: int, depth: int) -> Placement:
+def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic: int, depth: int) -> Placement:
     """`placement_of` with the KV cache on the GPU."""
-    options = dict(case.options)
-    bits = float(options.get("weight_bits", 16))
+    options, transport = plan_options(case.engine, case.options), transport_of(case)
+    bits = options.weight_bits
     ratio = 1.0 if bits >= 16 else (bits + 32 / 64) / (8 * model.dtype_bytes)
-    lossless = is_lossless(case, machine) and ratio == 1.0 and case.dtype == "bfloat16"  # other types go as they are
+    coded = is_lossless(case, machine)
+    shrinks = coded and ratio == 1.0 and case.dtype == "bfloat16"  # other types go as they are
     common = Placement(
         tier=TIERS[case.offload],
-        gpus=int(options.get("gpus", 1)),
+        gpus=options.gpus,
+        codec="lossless" if coded and case.offload != "none" else "none",
         weight_ratio=ratio,
-        wire_ratio=LOSSLESS_RATIO if lossless else 1.0,
-        kv_ratio=kv_ratio(case, model),
-        pinned=bool(options.get("pin_memory", True)),
+        wire_ratio=LOSSLESS_RATIO if shrinks else 1.0,
+        layer_pieces=-(-model.layer_bytes // cost.PIECE_BYTES),
+        kv_threads=None if options.kv_threads == "auto" else options.kv_threads,
+        kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
+        overlapped=transport.overlapped,
+        blocks=transport.blocks,
+        pass_tokens=cost.block_tokens(model) if transport.blocks else cost.PREFILL_TOKENS,
+        pinned=options.pin_memory,
     )
     streamable = cost.layers_stored(common, model)
     update: dict[str, object] = {"resident_bytes": resident_bytes(case.gpu_weights, streamable, automatic)}
-    if case.engine == "stream":
-        asked = options.get("ring_depth", "auto")
-        pieces = depth if asked == "auto" else int(asked)
-        buffers = pieces * cost.piece_bytes(common, model) if machine.gpu_count else 0
-        update |= {"slots": 1 + buffers / model.layer_bytes, "blocks": True, "kept_ratio": common.wire_ratio}
-        update["buffers"] = pieces if machine.gpu_count else 1
-    elif case.engine == "deepspeed":  # fetched a layer at a time; each tensor is a pinned block of its own
+    if transport.coded_at_rest:
+        update["kept_ratio"] = common.wire_ratio
+    if transport.fetched == "pieces":
+        buffers = depth * cost.piece_bytes(common, model) if machine.gpu_count else 0
+        update |= {"slots": 1 + buffers / model.layer_bytes, "ring_depth": depth}
+        update["buffers"] = depth if machine.gpu_count else 1
+    elif transport.fetched == "layer":
+        update["slots"] = 1.0
+    elif transport.fetched == "matrix":
+        matrix = model.hidden_size * max(model.ffn_size, model.hidden_size) * model.dtype_bytes
+        update["slots"] = matrix / model.layer_bytes
+    if transport.pinned_tensors:
         layers = (parameters * model.dtype_bytes for parameters in model.layer_parameters)
         rounded = sum(pinned_block(size // 3) * 3 for size in layers) - model.streamed_bytes
-        update |= {"slots": 1.0, "host_rounding": max(rounded, 0)}
-        if options.get("tuned") is False:  # embeddings are offloaded too; a tied one is fetched for both of its uses
-            slots = max(1.0, model.other_bytes / model.layer_bytes)
-            update |= {"resident_others": False, "also_streamed": 2 * model.other_bytes, "slots": slots}
-    elif case.engine == "accelerate":  # one matrix at a time, nothing ahead
-        matrix = model.hidden_size * max(model.ffn_size, model.hidden_size) * model.dtype_bytes
-        update |= {"slots": matrix / model.layer_bytes, "overlapped": False}
+        update["host_rounding"] = max(rounded, 0)
+    if trips := transport.outside_trips:
+        slots = max(1.0, model.other_bytes / model.layer_bytes)
+        update |= {"resident_others": False, "also_streamed": trips * model.other_bytes, "slots": slots}
     return common.model_copy(update=update)
 
 
-def kv_ratio(case: Case, model: ModelSpec) -> float:
-    """Bytes of the case's KV cache over those in the model's type; 8 bits come with a 32-bit scale a head and token."""
-    quantized = dict(case.options).get("kv_cache_dtype") in ("int8", "fp8")
-    return (1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if quantized else 1.0
-
-
-def pieces_of(model: ModelSpec) -> int:
-    """How many pieces a layer crosses the link in."""
-    return -(-model.layer_bytes // cost.PIECE_BYTES)
-
-
-def _tiers(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None) -> tuple[Bytes, Bytes, Bytes]:
-    """Bytes on the device, the host and NVMe at the case's batch size, with nothing resident that need not be."""
+def _tiers(
+    setup: Placement, case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None
+) -> tuple[Bytes, Bytes, Bytes]:
     load = case.workload
-    setup = placement_of(case, model, machine, factors=factors)
     return cost.tiers(setup, model, machine, load.batch_size, load.input_len, load.output_len, factors)
 
 
 def split_free_memory(
     case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None
 ) -> tuple[int, int]:
-    """What the GPU memory that the case leaves free is good for: the pieces in `stream`'s ring, and the bytes of whole
-    layers that ``--gpu-weights auto`` keeps.
+    """Give away the GPU memory that the case leaves free: the number of ring buffers, and the bytes of whole layers
+    that ``--gpu-weights auto`` keeps.
 
     With the KV cache on the GPU and the batch free, a byte holds more as cache than as a resident weight, so the batch
     comes first. A ring that holds a layer hides its copy behind a long prefill. With the batch given, residency W/(W-R)
     is all gain.
     """
-    gpu, host, _ = _tiers(case, model, machine, factors)
     setup, load = placement_of(case, model, machine, factors=factors), case.workload
+    gpu, host, _ = _tiers(setup, case, model, machine, factors)
     free = (machine.device_bytes - gpu.total - (0 if machine.gpu_count else host.total)) * setup.gpus
     depth = max(RING_DEPTH, setup.buffers)
     buffer = cost.buffer_bytes(setup, model, load.batch_size, load.input_len, load.total_len)
-    more = max(0, min(pieces_of(model) - depth, free // buffer)) if machine.gpu_count else 0
-    if case.engine == "stream" and dict(case.options).get("ring_depth", "auto") == "auto":
+    more = max(0, min(setup.layer_pieces - depth, free // buffer)) if machine.gpu_count else 0
+    if setup.ring_depth:
         free -= more * buffer
     kept = 0
     for size in (parameters * model.dtype_bytes * setup.weight_ratio for parameters in model.layer_parameters):
@@ -254,25 +262,53 @@ def split_free_memory(
     return depth + more, kept
 
 
+def place(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> Placement:
+    """Place a case and give away the GPU memory that it leaves free: to the ring, up to a layer of buffers, and to
+    layers that stay, as `case.gpu_weights` says. `factors` say how much is left as a margin."""
+    depth, automatic = split_free_memory(case, model, machine, factors)
+    setup = placement_of(case, model, machine, automatic, depth, factors)
+    return setup.model_copy(update={"resident_layers": _resident_layers(setup, case, model)})
+
+
+def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[int, ...]:
+    """Numbers of the layers that stay: as many whole ones as `resident_bytes` has room for, a share rounded to the
+    nearest, evenly spread over the depth."""
+    if setup.tier == "gpu" or not setup.resident_bytes:
+        return ()
+    sizes = [parameters * model.dtype_bytes * setup.weight_ratio for parameters in model.layer_parameters]
+    layers, total = len(sizes), sum(sizes)
+    if case.gpu_weights is not None and case.gpu_weights.endswith("%"):
+        return _spread(round(setup.resident_bytes / total * layers), layers)
+    count = int(setup.resident_bytes * layers // total)
+    while sum(sizes[index] for index in _spread(count, layers)) > setup.resident_bytes:  # layers need not be equal
+        count -= 1
+    return _spread(count, layers)
+
+
+def _spread(count: int, layers: int) -> tuple[int, ...]:
+    """Numbers of `count` layers, spread evenly over all `layers`."""
+    return tuple(index for index in range(layers) if (index + 1) * count // layers > index * count // layers)
+
+
 def make_plan(
     case: Case, model: ModelSpec, machine: Machine, nvme_path: str | None = None, factors: Efficiency | None = None,
     largest: int | None = None,
 ) -> Plan:  # fmt: skip
-    """Bytes by tier, the times that `factors` (without them: the physical limits) predict, and whether the load can
-    run on `machine` at all. `model` is the spec already sliced to `case.layers`, `largest` the largest batch, if known.
+    """Plan a case: its placement, bytes by tier, the times that `factors` (without them: the physical limits) predict,
+    and whether the load can run on `machine` at all. `model` is the spec already sliced to `case.layers`, `largest` the
+    largest batch, if known.
     """
-    load = case.workload
-    limits = factors or Efficiency(link_share=1.0)
-    depth, automatic = split_free_memory(case, model, machine, factors)
-    setup = placement_of(case, model, machine, automatic, depth, factors)
-    gpu, host, nvme = cost.tiers(setup, model, machine, load.batch_size, load.input_len, load.output_len, factors)
-    step = cost.step(setup, model, machine, load.batch_size, load.input_len + load.output_len // 2, limits)
-    prefill = cost.prefill(setup, model, machine, load.batch_size, load.input_len, limits)
-    shortages = _shortages(case, model, machine, factors)
+    setup, cautious = place(case, model, machine, factors), _cautious(case, factors)
+    gpu, host, nvme = _tiers(setup, case, model, machine, factors)
+    prefill, step = _times(setup, case, model, machine, factors)
+    why_not = conflict(case.engine, case.options, case.offload)
+    if why_not is None and (shortages := _shortages(case, model, machine, factors)):
+        why_not = _why_not(case, model, machine, shortages)
     return Plan(
         case=case,
         model=model,
         machine=machine,
+        placement=setup if cautious == factors else place(case, model, machine, cautious),
         gpu=gpu,
         host=host,
         nvme=nvme,
@@ -283,17 +319,37 @@ def make_plan(
         streamed_bytes=cost.wire_bytes(setup, model),
         resident_bytes=min(setup.resident_bytes, cost.layers_stored(setup, model)),
         error=factors.error if factors else None,
+        factors=factors,
         nvme_path=nvme_path,
-        why_not=_why_not(case, model, machine, shortages) if shortages else None,
+        why_not=why_not,
     )
 
 
+def _times(
+    setup: Placement, case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None
+) -> tuple[cost.Times, cost.Times]:
+    """Seconds of the prefill and of an average decode step."""
+    load, limits = case.workload, factors or Efficiency(link_share=1.0)
+    context = load.input_len + load.output_len // 2
+    return (
+        cost.prefill(setup, model, machine, load.batch_size, load.input_len, limits),
+        cost.step(setup, model, machine, load.batch_size, context, limits),
+    )
+
+
+def output_rate(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> float:
+    """`Plan.output_tok_s` of a case without the rest of its plan; 0 where it is not known."""
+    prefill, step = _times(place(case, model, machine, factors), case, model, machine, factors)
+    return _output_tok_s(case.workload, prefill.seconds, step.seconds) or 0.0
+
+
 def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> int:
-    """The largest batch whose bytes the device holds (and the host, where it has part of the cache), 0 if none. A host
-    whose memory is not known gets none of the cache."""
+    """Find the largest batch whose bytes the device holds (and the host, where it has part of the cache), 0 if none. A
+    host whose memory is not known gets none of the cache."""
 
     def fits(batch_size: int) -> bool:
-        gpu, host, _ = _tiers(case.with_batch(batch_size), model, machine, factors)
+        one = case.with_batch(batch_size)
+        gpu, host, _ = _tiers(placement_of(one, model, machine, factors=factors), one, model, machine, factors)
         if host.kv_cache and host.total > HOST_SHARE * (machine.host_bytes or 0):
             return False
         return gpu.total + (0 if machine.gpu_count else host.total) <= machine.device_bytes
@@ -305,8 +361,9 @@ def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Effic
 
 
 def _shortages(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> list[str]:
-    """What keeps the load from running even at batch 1: what is needed where, and how much there is."""
-    tiers = _tiers(case.with_batch(1), model, machine, factors)
+    """Memory that the load lacks even at batch 1: how much is needed on each tier, and how much there is."""
+    one = case.with_batch(1)
+    tiers = _tiers(placement_of(one, model, machine, factors=factors), one, model, machine, factors)
     gpu, host, nvme = (tier.total for tier in tiers)
     short = []
     if machine.host_bytes is None and tiers[1].kv_cache:
@@ -324,7 +381,7 @@ def _shortages(case: Case, model: ModelSpec, machine: Machine, factors: Efficien
 
 
 def _why_not(case: Case, model: ModelSpec, machine: Machine, shortages: list[str]) -> str:
-    """The refusal: what is short, and what would work instead."""
+    """The refusal in a line: what is short, and what would work instead."""
     choices: list[Offload] = ["none", "cpu"]
     others = {offload: case.model_copy(update={"offload": offload}) for offload in choices}
     ways = [f"--offload {offload}" for offload, other in others.items() if not _shortages(other, model, machine)]
@@ -334,9 +391,10 @@ def _why_not(case: Case, model: ModelSpec, machine: Machine, shortages: list[str
             if layers:
                 ways.append(f"--offload {offload} --layers {layers}, a slice of the {model.total_layers} layers")
                 break
-    disk = case.model_copy(update={"offload": "nvme", "engine": "accelerate"})
+    name = next(name for name, kind in ENGINES.items() if "nvme" in kind.offloads and "nvme" not in kind.builds)
+    disk = case.model_copy(update={"offload": "nvme", "engine": name})
     if case.offload != "nvme" and not _shortages(disk, model, machine):
-        ways.append(f"--engine accelerate --offload nvme --nvme-path DIR, with {gb(model.weight_bytes)} free there")
+        ways.append(f"--engine {name} --offload nvme --nvme-path DIR, with {gb(model.weight_bytes)} free there")
     ways.append(f"`zinfer plan --model {case.model} --machine gh200-96gb` to see what another machine would do")
     sliced = f" ({model.num_layers} of {model.total_layers} layers)" if model.num_layers < model.total_layers else ""
     return (
@@ -351,7 +409,7 @@ def _layers_that_fit(case: Case, model: ModelSpec, machine: Machine) -> int:
 
 
 def describe(plan: Plan) -> str:
-    """One line for `--dry-run`: what lies where and the limit of the step."""
+    """One line for `--dry-run`: bytes by tier and the limit of the step."""
     parts = [f"gpu {gib(plan.gpu.total)}", f"host {gib(plan.host.total)}"]
     if plan.nvme.total:
         parts.append(f"nvme {gib(plan.nvme.total)}")

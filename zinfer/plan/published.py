@@ -46,7 +46,7 @@ class PublishedCodec(Frozen):
 
 
 def codecs() -> tuple[PublishedCodec, ...]:
-    """Those of the catalogue."""
+    """Published codecs of the catalogue."""
     with (files("zinfer") / "catalog" / "codecs.toml").open("rb") as file:
         return tuple(PublishedCodec(codec=name, **entry) for name, entry in tomllib.load(file).items())
 
@@ -68,7 +68,7 @@ class Beside(Frozen):
 
     @property
     def words(self) -> str:
-        """All of it in a sentence or two."""
+        """The comparison in a sentence or two."""
         claim = self.published
         told = f"{claim.low:g}-{claim.high:g}x"
         head = f"{claim.claim} with {claim.engine}: published {told} ({claim.source})"
@@ -82,7 +82,7 @@ class Beside(Frozen):
 
 
 def beside(claims: Iterable[Published], plans: Iterable[Plan], factors: Mapping[str, Efficiency]) -> Iterator[Beside]:
-    """Each claim with its planned ratio, of the first plans of its engine on its two machines."""
+    """Yield each claim with its planned ratio: that of the first plans of its engine on its two machines."""
     rates: dict[tuple[str, str], float | None] = {}
     for plan in plans:
         rates.setdefault((plan.case.engine, plan.machine.name), plan.output_tok_s if plan.fits else None)

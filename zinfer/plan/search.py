@@ -1,14 +1,14 @@
-"""Which batch is worth its memory, and whether to stream at all: plans compared with each other.
+"""Search for the best batch, and advice whether to stream at all: plans compared with each other.
 
-A larger batch is free until something else than the link sets the step, so the best batch is seldom the first that one
-thinks of, and offload is judged at each side's own best batch.
+A larger batch is free until something else than the link sets the step. So a batch is searched for, and offload is
+judged at each side's own best batch.
 """
 
 from collections.abc import Sequence
 from functools import cache
 
 from zinfer.plan.cost import Efficiency
-from zinfer.plan.plan import Plan, largest_batch, make_plan
+from zinfer.plan.plan import Plan, largest_batch, make_plan, output_rate
 from zinfer.spec.case import Case
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
@@ -18,16 +18,13 @@ NEARLY = 0.9  # of the best throughput that powers of two reach: beside them a b
 
 
 def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> Plan:
-    """The plan of `case` at the batch size with the highest predicted throughput, of equals the smallest: among 1, 2,
+    """Plan `case` at the batch size with the highest predicted throughput, the smallest of equals: among 1, 2,
     4, .. and the largest that fits, and the peaks beside those that are nearly the best. Where nothing fits, or no time
     is known, the plan at batch 1."""
 
     @cache
-    def plan(size: int) -> Plan:
-        return make_plan(case.with_batch(size), model, machine, factors=factors, largest=largest)
-
     def rank(size: int) -> tuple[float, int]:
-        return _rate(plan(size)), -size
+        return output_rate(case.with_batch(size), model, machine, factors), -size
 
     def peak(low: int, high: int) -> int:
         while high - low > 2:
@@ -43,11 +40,12 @@ def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Efficien
         for index, size in enumerate(sizes)
         if rank(size)[0] >= promising
     )
-    return plan(max(*sizes, *between, key=rank))
+    best = max(*sizes, *between, key=rank)
+    return make_plan(case.with_batch(best), model, machine, factors=factors, largest=largest)
 
 
 def advice(plans: Sequence[Plan]) -> str:
-    """In a sentence, whether to stream, from the `best_batch` plans of one model, machine and pair of lengths."""
+    """Advise in a sentence whether to stream, from the `best_batch` plans of one model, machine and pair of lengths."""
     able = [plan for plan in plans if plan.fits and plan.output_tok_s]
     if not able:
         return "Nothing fits; see why below." if plans else "Nothing was planned."

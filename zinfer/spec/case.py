@@ -2,14 +2,16 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
+from zinfer.spec.engine import Offload as Offload
+from zinfer.spec.engine import Option as Option
+from zinfer.spec.engine import Options, without_defaults
 from zinfer.spec.model import Dtype
+from zinfer.spec.units import parse_bytes
 from zinfer.spec.value import Frozen
 
-Offload = Literal["none", "cpu", "nvme"]
 LoadFormat = Literal["safetensors", "dummy"]
-Option = str | int | float | bool
 
 
 class Workload(Frozen):
@@ -37,7 +39,13 @@ class Case(Frozen):
     load_format: LoadFormat = "dummy"
     layers: int | None = None  # a slice: the first so many decoder layers; None is all
     gpu_weights: str | None = None  # share of the streamed weights that stays on the GPU: auto, 25%, 40GiB
-    options: tuple[tuple[str, Option], ...] = ()  # settings that differ from the engine's defaults, sorted
+    options: Options = ()  # settings that differ from the engine's defaults, sorted
+
+    @field_validator("options")
+    @classmethod
+    def _leave_out_defaults(cls, value: Options, info: ValidationInfo) -> Options:
+        """Drop options that have their default value, so that cases which ask for the same are equal."""
+        return without_defaults(info.data.get("engine", ""), value)
 
     @property
     def load(self) -> "Case":
@@ -53,3 +61,20 @@ class Case(Frozen):
         resident = "" if self.gpu_weights is None else f" gpu-weights={self.gpu_weights}"
         options = "".join(f" {key}={value}" for key, value in self.options)
         return f"{self.engine} {self.offload}{resident}{options}"
+
+
+def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0) -> int:
+    """Return how many of `streamable` weight bytes `gpu_weights` keeps on the GPU; `automatic` is what ``auto`` means.
+
+    Raises ValueError for anything but ``auto``, a share (``25%``) and a size (``40GiB``).
+    """
+    if gpu_weights is None:
+        return 0
+    if gpu_weights == "auto":
+        return min(automatic, streamable)
+    if gpu_weights.endswith("%"):
+        share = float(gpu_weights.removesuffix("%")) / 100
+        if not 0 <= share <= 1:
+            raise ValueError(f"{gpu_weights} is not a share: write 0% to 100%")
+        return int(share * streamable)
+    return min(parse_bytes(gpu_weights), streamable)

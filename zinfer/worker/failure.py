@@ -20,6 +20,7 @@ def status_of(error: BaseException) -> Status:
     """Return the status for an exception of loading or measuring."""
     from zinfer.engine import EngineError
     from zinfer.spec.checkpoint import CheckpointError
+    from zinfer.spec.engine import OptionError
     from zinfer.spec.model import ModelError
 
     text = str(error).lower()
@@ -28,7 +29,7 @@ def status_of(error: BaseException) -> Status:
         return "oom_gpu"
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
         return "oom_host"
-    if isinstance(error, ModelError | EngineError | NotImplementedError):
+    if isinstance(error, ModelError | EngineError | OptionError | NotImplementedError):
         return "unsupported"
     if isinstance(error, CheckpointError | OSError):
         return "io_error"

@@ -179,7 +179,7 @@ def versions(engine_name: str) -> dict[str, str]:
     import platform
     from importlib import metadata
 
-    from zinfer.engine import ENGINES
+    from zinfer.spec.engine import ENGINES
 
     found = {"python": platform.python_version(), "zinfer": __version__}
     for package in ENGINES[engine_name].requires if engine_name in ENGINES else ("torch",):

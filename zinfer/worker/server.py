@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from zinfer.plan.plan import Plan, resident_bytes
+from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
-from zinfer.spec.case import Case
+from zinfer.spec.case import Case, resident_bytes
 from zinfer.spec.errors import one_line
 from zinfer.worker.failure import status_of, told
 from zinfer.worker.process import now, versions

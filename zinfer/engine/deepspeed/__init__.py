@@ -33,16 +33,17 @@ from zinfer.engine.deepspeed.world import Partition, World, check_async_io, chec
 from zinfer.engine.pinned import empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
+from zinfer.spec.engine import DeepSpeedOptions
 
 
 class DeepSpeed(Decoder):
     """Every weight on the device (`none`), or partitioned to host memory (`cpu`) or to files (`nvme`).
 
     `tuned=False` takes the settings of DeepSpeed's own example (run_model.py of its zero_inference) instead of those
-    above. `prefetch_layers` is the size of the prefetch bucket, in decoder layers. Raises EngineError where the system
-    lacks what offload `nvme` is built with, or DeepSpeed refuses the model.
+    above. Raises EngineError where the system lacks what offload `nvme` is built with, or DeepSpeed refuses the model.
     """
 
+    options: DeepSpeedOptions
     _folder: TemporaryDirectory[str] | None = None
     _world: World | None = None
     _engine: Any = None
@@ -66,7 +67,7 @@ class DeepSpeed(Decoder):
         self._offloaded = {
             name
             for name, entry in state.entries.items()
-            if case.offload != "none" and entry.is_parameter and (entry.layer is not None or not self.options["tuned"])
+            if case.offload != "none" and entry.is_parameter and (entry.layer is not None or not self.options.tuned)
         }
         if case.offload == "nvme":
             check_async_io()
@@ -84,7 +85,7 @@ class DeepSpeed(Decoder):
         for name, tensor in held.items():
             state.entries[name].put(tensor)
         self._count_fetches()
-        if self.options["tuned"]:
+        if self.options.tuned:
             deepspeed.utils.set_z3_leaf_modules(self.model, list({type(layer) for layer in layers}))
         buffers = dict(self.model.named_buffers())
         try:
@@ -99,11 +100,11 @@ class DeepSpeed(Decoder):
 
     def _config(self, layers: nn.ModuleList) -> dict[str, Any]:
         """DeepSpeed's configuration. Sizes in elements; the untuned ones by the formulas of the example."""
-        spec, tuned = self.plan.model, bool(self.options["tuned"])
+        spec, tuned = self.plan.model, self.options.tuned
         persistent = _largest_vector(self.model) if tuned else spec.hidden_size
         fetched = [[p.numel() for p in layer.parameters() if p.numel() > persistent] for layer in layers]
         layer = max(map(sum, fetched))
-        bucket = round(layer * float(self.options["prefetch_layers"])) if tuned else 2 * spec.hidden_size**2
+        bucket = layer if tuned else 2 * spec.hidden_size**2
         zero: dict[str, Any] = {
             "stage": 3,
             "overlap_comm": True,
@@ -119,7 +120,7 @@ class DeepSpeed(Decoder):
             "zero_optimization": zero,
         }
         if self.plan.case.offload != "none":
-            pin = bool(self.options["pin_memory"])
+            pin = self.options.pin_memory
             zero["offload_param"] = {"device": self.plan.case.offload, "pin_memory": pin}
         if self._folder is not None:
             zero["offload_param"] |= {
@@ -200,7 +201,7 @@ class DeepSpeed(Decoder):
             pinned_bytes=pinned_bytes() - self._pinned_before,
             settings={
                 **self._settings,
-                "leaf_layers": bool(self.options["tuned"]),
+                "leaf_layers": self.options.tuned,
                 "pinned_allocator": self._allocator,
                 "attention": self.model.config._attn_implementation,
             },

@@ -24,31 +24,13 @@ from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, LinkCache, 
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.engine.stream.triton_check import trouble
-from zinfer.plan.plan import (
-    CAUTIOUS,
-    CODECS,
-    DEQUANTIZED_BYTES,
-    KV_ATTENTIONS,
-    KV_CACHE_DTYPES,
-    KV_OFFLOADS,
-    LOSSLESS_RATIO,
-    RING_DEPTH,
-    is_lossless,
-    pieces_of,
-    placement_of,
-    resident_bytes,
-    split_free_memory,
-)
+from zinfer.plan.cost import Placement
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.case import Option, Workload
+from zinfer.spec.engine import StreamOptions
 from zinfer.spec.source import revision_of
 
-CHOICES = {
-    "weight_codec": CODECS,
-    "kv_offload": KV_OFFLOADS,
-    "kv_attention": KV_ATTENTIONS,
-    "kv_cache_dtype": KV_CACHE_DTYPES,
-}
+DEQUANTIZED_BYTES = 1 << 30  # of a quantised cache that is in the model's type at a time
 
 
 class StreamBatch(DecoderBatch):
@@ -67,6 +49,7 @@ class Stream(Decoder):
     """All weights on the device (offload `none`), or the decoder layers streamed to it from host memory (`cpu`)."""
 
     one_trip: ClassVar[bool] = True
+    options: StreamOptions
     _arena: PinnedArena | None = None
     _ring: PrefetchRing | None = None
     _kv_memories: tuple[HostMemory, ...] = ()  # no batch uses it; it is kept, since page-locking takes long
@@ -76,27 +59,16 @@ class Stream(Decoder):
 
     def _load(self) -> None:
         plan = self.plan
-        for option, choices in CHOICES.items():
-            if self.options[option] not in choices:
-                raise EngineError(f"{option}={self.options[option]}: choose from {', '.join(choices)}")
-        asked = self.options["kv_threads"]
-        if asked != "auto" and not (isinstance(asked, int) and asked > 0):
-            raise EngineError(f"kv_threads={asked}: auto, or how many of the CPU attend to the KV cache")
-        eight_bits = self.options["kv_offload"] != "none" and self.options["kv_cache_dtype"] in STORAGE
-        if eight_bits and (self.options["kv_cache_dtype"] != "int8" or self.options["kv_attention"] == "gpu"):
-            raise EngineError("of a KV cache in host memory, 8 bits are int8 and attended to by the CPU")
-        if plan.case.offload == "none" and self.options["kv_attention"] == "gpu":
-            raise EngineError("kv_attention=gpu brings the cache along with streamed weights: it needs offload cpu")
         self._threads = torch.get_num_threads()
         self._sender = Sender(self.device)
         self._weights = state = ModelState(plan.model, plan.case.load_format)
         self.model, self._layers = state.model, state.layers
         self._inspect()
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
-            if self.options[option] not in any_model and (why_not := self._cannot_have(option)) is not None:
+            if getattr(self.options, option) not in any_model and (why_not := self._cannot_have(option)) is not None:
                 raise EngineError(why_not)
         streamed = plan.case.offload == "cpu"
-        self._lossless = streamed and is_lossless(plan.case, plan.machine)
+        self._lossless = plan.placement.codec == "lossless"
         if self._lossless and self.device.type == "cuda" and (why := trouble()):
             raise EngineError(
                 f"coded weights are unpacked by a Triton kernel, and none runs here: {why}; install a C compiler (gcc) "
@@ -109,7 +81,7 @@ class Stream(Decoder):
         if streamed:
             images = self._coded_images(resident) if self._lossless else self._plain_images(resident)
             assert self._arena is not None
-            self._ring = PrefetchRing(self._arena.memory, images, self._least_depth, self.device)
+            self._ring = PrefetchRing(self._arena.memory, images, 2, self.device)  # prefill makes it deeper
             for number, layer in enumerate(self._layers):
                 self._ring.attach(number, layer, state.of_layer(number))
             self._ring.start()
@@ -145,7 +117,7 @@ class Stream(Decoder):
         folder = self._packed()
         images: dict[int, PackedLayer] = {}
         if folder is None:
-            check_free(round(raw * LOSSLESS_RATIO))
+            check_free(round(raw * self.plan.placement.wire_ratio))
         else:
             images = dict(enumerate(packed.load(folder, self._weights, self._arena, self.progress)))
         loaded = self._weights.load(self.device, self.progress, layers=folder is None)
@@ -167,43 +139,36 @@ class Stream(Decoder):
         spec, load_format = self.plan.model, self.plan.case.load_format
         if load_format == "dummy":
             return None
-        return packed.find(spec, revision_of(spec, load_format), str(self.options["packed"]))
-
-    @property
-    def _least_depth(self) -> int:
-        asked = self.options["ring_depth"]
-        return RING_DEPTH if asked == "auto" else int(asked)
+        return packed.find(spec, revision_of(spec, load_format), self.options.packed)
 
     def cannot_snapshot(self) -> str | None:
         able = {"kv_offload": ("none",), "kv_cache_dtype": ("auto", "bf16")}
         for option, values in able.items():
-            if self.options[option] not in values:
-                return f"a KV cache with {option}={self.options[option]} is not kept"
+            if (value := getattr(self.options, option)) not in values:
+                return f"a KV cache with {option}={value} is not kept"
         return super().cannot_snapshot()
 
     def _make_batch(self, mask: Tensor, capacity: int) -> StreamBatch:
         rows, length = mask.shape
         load = self._together(rows, length, capacity)
+        placement = self.plan.at(load).placement
         if self._ring is not None:
-            self._share_out(self._ring, load)
-        case = self.plan.case.model_copy(update={"workload": load})
-        setup = placement_of(case, self.plan.model, self.plan.machine, factors=CAUTIOUS)
+            self._share_out(self._ring, placement)
         there = sum(batch.batch_size - batch.here for batch in self.batches)
-        hosted = min(rows, max(0, round(setup.kv_host_share * load.batch_size) - there))
-        here, storage = rows - hosted, str(self.options["kv_cache_dtype"])
+        hosted = min(rows, max(0, placement.host_rows(load.batch_size) - there))
+        here, storage = rows - hosted, self.options.kv_cache_dtype
         self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
         cache = None if self._own_cache else make_cache(self.model.config, rows, capacity, storage, here)
         batch = StreamBatch(mask, capacity, cache, self._state_of(cache))
         if not isinstance(cache, RowCache) and hosted:
             raise EngineError(f"{hosted} of {rows} rows need host memory: {self._cannot_have('kv_offload')}")
         if hosted and isinstance(cache, RowCache) and cache.attention:
-            self._to_host_memory(batch, cache, slice(here, rows), setup.kv_on_cpu)
+            self._to_host_memory(batch, cache, slice(here, rows), placement.kv_on_cpu)
             assert batch.host is not None
             self._kv_rows, self._kv_place = hosted, batch.host.place
             if isinstance(batch.host, CpuCache):
-                asked = self.options["kv_threads"]
-                automatic = max(1, round(setup.kv_cpu_share * self._threads))
-                self._kv_threads = automatic if asked == "auto" else int(asked)
+                automatic = max(1, round(placement.kv_cpu_share * self._threads))
+                self._kv_threads = placement.kv_threads or automatic
                 # For all that the CPU computes: where teams of two sizes take turns, threads end and begin at every
                 # turn.
                 torch.set_num_threads(self._kv_threads)
@@ -218,26 +183,13 @@ class Stream(Decoder):
         size = rows + sum(batch.batch_size for batch in self.batches)
         return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
 
-    def _share_out(self, ring: PrefetchRing, load: Workload) -> None:
-        """Give the GPU memory that `load` leaves free to the ring, up to a layer of buffers, and to layers that stay
-        as the case says: spread evenly through the depth, so that the link never idles."""
-        case = self.plan.case.model_copy(update={"workload": load})
-        buffers, automatic = split_free_memory(case, self.plan.model, self.plan.machine, CAUTIOUS)
-        if self.options["ring_depth"] != "auto":
-            buffers = self._least_depth
-        elif buffers >= pieces_of(self.plan.model):  # a layer, whose tensors are cut one by one
+    def _share_out(self, ring: PrefetchRing, placement: Placement) -> None:
+        """Give the ring the buffers, and the GPU the layers, that `placement` says."""
+        buffers = placement.ring_depth
+        if buffers >= placement.layer_pieces:  # a layer, whose tensors are cut one by one
             buffers = max(buffers, *(len(image.pieces) for image in ring.images))
-        sizes = [sum(block.size for block in image.blocks.values()) for image in ring.images]
-        layers, raw = len(sizes), sum(sizes)
-        resident = resident_bytes(case.gpu_weights, raw, automatic)
-        share = case.gpu_weights is not None and case.gpu_weights.endswith("%")
-        count = round(resident / raw * layers) if share else resident * layers // raw
-        stay = _spread(count, layers)
-        while not share and sum(sizes[index] for index in stay) > resident:  # layers need not be equal
-            count -= 1
-            stay = _spread(count, layers)
         ring.resize(min(buffers, ring.depth))  # what shrinks goes first
-        ring.keep(stay)
+        ring.keep(placement.resident_layers)
         ring.resize(buffers)
 
     def _to_host_memory(self, batch: StreamBatch, cache: RowCache, rows: slice, on_cpu: bool) -> None:
@@ -254,7 +206,7 @@ class Stream(Decoder):
         windows = {index: one.slots.window for index, one in attention.items() if one.slots.window is not None}
         host: HostCache
         if on_cpu or self._ring is None:
-            in_8_bits = self.options["kv_cache_dtype"] in STORAGE
+            in_8_bits = self.options.kv_cache_dtype in STORAGE
             host = CpuCache(found, self._sender, rows, batch.capacity, self.device, in_8_bits, windows)
         else:
             parts, shared = self._split(rows, batch.prompt_len), shares_keys(self.model.config)
@@ -277,7 +229,7 @@ class Stream(Decoder):
             kept = "keys and values of several passes of a token through them"
         else:
             return None
-        return f"the layers of {name} keep {kept}: {option}={self.options[option]} is not for them"
+        return f"the layers of {name} keep {kept}: {option}={getattr(self.options, option)} is not for them"
 
     def _rows_at_once(self, cache: RowCache, here: int) -> int:
         """How many of the `here` rows on the GPU decode together: all, unless their keys come in 8 bits."""
@@ -387,8 +339,8 @@ class Stream(Decoder):
 
     def effective(self) -> Effective:
         cache: dict[str, Option] = {
-            "kv_offload": str(self.options["kv_offload"]),
-            "kv_cache_dtype": str(self.options["kv_cache_dtype"]),
+            "kv_offload": self.options.kv_offload,
+            "kv_cache_dtype": self.options.kv_cache_dtype,
             "kv_attention": self._kv_place,
             "kv_host_rows": self._kv_rows,
             "kv_threads": self._kv_threads,
@@ -439,8 +391,3 @@ def _fetch(part: Part) -> PartFetch | None:
     if not isinstance(host, LinkCache) or not part.batch.length or part.rows not in host.parts:
         return None
     return host.fetch(part.rows, part.batch.length, part.token_ids.shape[1])
-
-
-def _spread(count: int, layers: int) -> list[int]:
-    """The numbers of `count` layers, spread evenly over all `layers`."""
-    return [index for index in range(layers) if (index + 1) * count // layers > index * count // layers]

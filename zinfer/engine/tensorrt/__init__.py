@@ -20,6 +20,7 @@ from zinfer.engine.tensorrt.execute import DECODE, PREFILL, Executor, shortfall
 from zinfer.engine.tensorrt.library import find_library
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective
+from zinfer.spec.engine import TensorRTOptions
 
 
 class TensorRTBatch(MicroBatch):
@@ -41,11 +42,12 @@ class TensorRT(Engine):
     """Engine that runs the plan which serves the case. Raises EngineError, with the command that builds such a plan,
     where there is none."""
 
+    options: TensorRTOptions
     _executor: Executor | None = None
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
-        self._library = find_library(str(self.options["library"]))
+        self._library = find_library(self.options.library)
         self.file = self._find_plan()
         try:
             self._executor = self._make_executor()
@@ -65,7 +67,7 @@ class TensorRT(Engine):
         key = plan_key(
             self._library, case.model, spec, case.load_format, case.layers, workload.batch_size, workload.total_len
         )
-        return planfile.find(key, str(self.options["plan"]))
+        return planfile.find(key, self.options.plan)
 
     def _make_executor(self) -> Executor:
         if self.device.type != "cuda":

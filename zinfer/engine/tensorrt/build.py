@@ -25,7 +25,7 @@ from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
 from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
-from zinfer.plan.cost import prefill_rows
+from zinfer.plan.cost import Placement
 from zinfer.spec import atomic
 from zinfer.spec.case import LoadFormat
 from zinfer.spec.checkpoint import Checkpoint
@@ -121,7 +121,7 @@ def build(
     return planfile.finish(
         path,
         key,
-        prefill_rows=prefill_rows(key.max_batch_size, key.max_seq_len),
+        prefill_rows=Placement().prefill_rows(key.max_batch_size, key.max_seq_len),
         weight_bytes=spec.weight_bytes,
         build_s=round(time.monotonic() - started, 1),
     )
@@ -135,7 +135,7 @@ def peak_host_bytes(spec: ModelSpec) -> int:
 def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKey) -> Iterator[Any]:
     """Yield the two optimisation profiles: prefill (no past), then decode (one new token)."""
     batch, length = key.max_batch_size, key.max_seq_len
-    rows = prefill_rows(batch, length)
+    rows = Placement().prefill_rows(batch, length)
     long = max(1, length - 1)
     bounds: tuple[dict[str, tuple[int, int, int]], ...] = (
         {"B": (1, rows, rows), "S": (1, length, length), "P": (0, 0, 0), "T": (1, length, length)},

@@ -15,9 +15,10 @@ from math import expm1, log1p
 from typing import NamedTuple
 
 from zinfer.plan import cost
-from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, make_plan, placement_of, split_free_memory
+from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, make_plan, place
 from zinfer.plan.search import best_batch
 from zinfer.spec.case import Case, Workload
+from zinfer.spec.engine import plan_options
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
 
@@ -134,7 +135,7 @@ def room_of(case: Case, model: ModelSpec, machine: Machine) -> Room:
     """Function from a row's length and reserve to the rows that the plan has room for. With a KV cache in host memory,
     where more rows may be slower, it returns the fastest number. Lengths are rounded up a little, so that few plans are
     made."""
-    more_is_better = dict(case.options).get("kv_offload", "none") == "none"
+    more_is_better = plan_options(case.engine, case.options).kv_offload == "none"
 
     @cache
     def rows(length: int, reserve: int) -> int:
@@ -183,9 +184,7 @@ class StepTimeModel:
         self._step_scale *= max(seconds, 1e-6) / self.step(shape, made)
 
     def _setup(self, shape: Shape) -> cost.Placement:
-        case = shaped(self._case, shape)
-        depth, automatic = split_free_memory(case, self._model, self._machine)
-        return placement_of(case, self._model, self._machine, automatic, depth)
+        return place(shaped(self._case, shape), self._model, self._machine)
 
 
 def pack(

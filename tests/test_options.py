@@ -1,0 +1,183 @@
+"""Options of engines: typed, validated when a case is made, listed by ``--help``; and records that outlive them."""
+
+import ast
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from zinfer.cli import cli
+from zinfer.job.recipe import Sweep
+from zinfer.plan.plan import make_plan
+from zinfer.spec import machine, model
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.engine import (
+    ENGINES,
+    Offload,
+    OptionError,
+    PlanOptions,
+    StreamOptions,
+    conflict,
+    parse_options,
+    plan_options,
+    read_options,
+    settle,
+    values,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+def case(engine: str = "stream", offload: Offload = "cpu", **options: Any) -> Case:
+    workload = Workload(batch_size=1, input_len=512, output_len=32)
+    return Case(model="opt-30b", engine=engine, offload=offload, workload=workload, options=tuple(options.items()))
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "words"),
+    [
+        ("stream", {"kv_offload": "disk"}, "kv_offload=disk: choose from none, cpu, auto"),
+        ("stream", {"kv_threads": 0}, "kv_threads=0: choose from auto, a whole number from 1 on"),
+        ("stream", {"kv_threads": True}, "kv_threads=true: choose from auto, a whole number from 1 on"),
+        ("stream", {"pin_memory": True}, "engine stream has no option 'pin_memory'; its options: weight_codec, packed"),
+        ("stream", {"weight_bits": 4}, "engine stream has no option 'weight_bits'"),
+        ("stream", {"ring_depth": 3}, "engine stream has no option 'ring_depth'"),
+        ("deepspeed", {"tuned": "no"}, "tuned=no: choose from true, false"),
+        (
+            "deepspeed",
+            {"prefetch_layers": 2},
+            "engine deepspeed has no option 'prefetch_layers'; .* pin_memory, tuned$",
+        ),
+        ("tensorrt", {"library": "trt"}, "library=trt: choose from auto, tensorrt, tensorrt-rtx"),
+    ],
+)
+def test_an_unknown_option_or_value_is_refused_with_the_choices(engine: str, given: Any, words: str) -> None:
+    with pytest.raises(OptionError, match=words) as refused:
+        settle(engine, given)
+    assert refused.value.exit_code == 2
+    with pytest.raises(OptionError, match=words):
+        list(Sweep(model=("m",), engine=(engine,), offload=("cpu",), options=given).loads())
+
+
+def test_a_case_keeps_what_differs_from_the_defaults() -> None:
+    assert settle("stream", {"kv_offload": "auto", "kv_attention": "cpu", "weight_codec": "auto"}) == (
+        ("kv_attention", "cpu"),
+        ("kv_offload", "auto"),
+    )
+    assert settle("tensorrt", {"plan": 7}) == (("plan", "7"),)
+    assert case(kv_threads="auto", weight_codec="none") == case(weight_codec="none")
+    assert case(weight_codec="none", kv_offload="cpu") == case(kv_offload="cpu", weight_codec="none")
+    assert case("deepspeed", tuned=True) == case("deepspeed")
+    assert dict(case("deepspeed", tuned=False).options) == {"tuned": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "offload", "words"),
+    [
+        ({"kv_cache_dtype": "fp8", "kv_offload": "auto"}, "cpu", "kv_cache_dtype=fp8 .* choose from auto, bf16, int8"),
+        (
+            {"kv_cache_dtype": "int8", "kv_offload": "cpu", "kv_attention": "gpu"},
+            "cpu",
+            "kv_attention=gpu .*kv_cache_dtype=int8 .* choose from auto, cpu",
+        ),
+        ({"kv_attention": "gpu"}, "none", "kv_attention=gpu .* needs offload cpu; choose from auto, cpu"),
+    ],
+)
+def test_contradictions_are_refused_before_a_process_starts(options: Any, offload: Offload, words: str) -> None:
+    asked = case(offload=offload, **options)
+    with pytest.raises(OptionError, match=words):
+        parse_options("stream", asked.options, offload)
+    plan = make_plan(asked, model.resolve("opt-30b", None, None), machine.load("h100-80gb"))
+    assert not plan.fits
+    assert plan.why_not == conflict("stream", asked.options, offload)
+
+
+@pytest.mark.parametrize("verb", ["sweep", "run"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-O", "kv_offload=disk"], "kv_offload=disk: choose from none, cpu, auto"),
+        (["--offload", "none", "-O", "kv_attention=gpu"], "kv_attention=gpu does not go with offload none"),
+        (["--engine", "deepspeed", "-O", "tuned=1"], "tuned=1: choose from true, false"),
+    ],
+)
+def test_a_verb_refuses_them_in_a_line(verb: str, words: list[str], message: str) -> None:
+    more = ["-p", "x", "--load-format", "dummy"] if verb == "run" else []
+    refused = CliRunner().invoke(cli, [verb, "-m", "bloom-tiny", *words, *more])
+    assert isinstance(refused.exception, OptionError)
+    assert message in str(refused.exception)
+    assert "\n" not in str(refused.exception)
+
+
+def test_records_with_options_that_are_gone_can_be_read_and_planned() -> None:
+    text = case("deepspeed", tuned=False).model_dump_json().replace('["tuned",false]', '["tuned",false],["old",3]')
+    old = Case.model_validate_json(text)
+    assert dict(old.options) == {"tuned": False, "old": 3}
+    assert not read_options("deepspeed", old.options).model_dump()["tuned"]
+    spec, place = model.resolve("opt-30b", None, None), machine.load("h100-80gb")
+    assert make_plan(old, spec, place).step_s == make_plan(case("deepspeed", tuned=False), spec, place).step_s
+    assert read_options("stream", (("kv_offload", True), ("weight_codec", "none"))) == StreamOptions(
+        weight_codec="none"
+    )
+    assert plan_options("no-such-engine", (("gpus", 4),)) == PlanOptions(gpus=4)
+    with pytest.raises(OptionError, match="no option 'old'"):
+        parse_options("deepspeed", old.options, "cpu")
+
+
+def test_any_engine_may_be_planned_with_what_only_a_planner_knows() -> None:
+    fields: dict[str, Any] = {"model": ("m",), "engine": ("deepspeed",), "offload": ("cpu",)}
+    wanted = Sweep(**fields, options={"weight_bits": (16, 4), "gpus": (2,), "kv_offload": ("auto",)})
+    assert [dict(load.options)["weight_bits"] for load in wanted.loads(planning=True)] == [16, 4]
+    with pytest.raises(OptionError, match="weight_bits=5: choose from 16, 8, 4"):
+        settle("stream", {"weight_bits": 5}, planning=True)
+
+
+@pytest.mark.parametrize("verb", ["sweep", "run", "batch", "accuracy", "reuse"])
+def test_help_lists_every_option_of_every_engine_with_its_values(verb: str) -> None:
+    shown = CliRunner().invoke(cli, [verb, "--help"]).output
+    for name, kind in ENGINES.items():
+        part = shown.split(f"Options of engine {name},")[1].split("Options of engine")[0]
+        for key, field in kind.options.model_fields.items():
+            assert f"{key}={'|'.join(values(field))}" in part
+            assert field.description
+
+
+def test_what_options_share_with_a_plan_takes_the_same_values() -> None:
+    for kind in ENGINES.values():
+        for name in kind.options.model_fields.keys() & PlanOptions.model_fields.keys():
+            assert values(kind.options.model_fields[name]) == values(PlanOptions.model_fields[name])
+
+
+def test_no_planner_knows_an_engine_and_no_engine_plans() -> None:
+    for path in (ROOT / "zinfer" / "plan").glob("*.py"):
+        words = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert not words & set(ENGINES), path
+    for path in (ROOT / "zinfer" / "engine").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("zinfer.plan"):
+                assert {alias.name for alias in node.names} <= {"Plan", "Placement", "PIECE_BYTES"}, path
+
+
+def test_a_plan_of_another_batch_is_that_batchs_plan() -> None:
+    spec, place = model.resolve("opt-66b", None, None), machine.load("h100-80gb")
+    first = make_plan(case(kv_offload="auto").model_copy(update={"gpu_weights": "auto"}), spec, place, "/nvme")
+    assert first.at(first.case.workload) is first
+    for load in (
+        Workload(batch_size=64, input_len=512, output_len=32),
+        Workload(batch_size=3, input_len=9, output_len=4),
+    ):
+        other = make_plan(first.case.model_copy(update={"workload": load}), spec, place, "/nvme")
+        assert first.at(load) == other
+    assert first.placement.resident_layers
+    assert sum(spec.layer_bytes for _ in first.placement.resident_layers) <= first.placement.resident_bytes
+    assert first.placement.resident_bytes < first.resident_bytes, "what is given away leaves a margin"
+
+
+@pytest.mark.parametrize(("share", "layers"), [("0%", 0), ("50%", 32), ("100%", 64), ("10GiB", 5)])
+def test_layers_that_stay_are_spread_over_the_depth(share: str, layers: int) -> None:
+    spec, place = model.resolve("opt-66b", None, None), machine.load("h100-80gb")
+    stay = make_plan(case().model_copy(update={"gpu_weights": share}), spec, place).placement.resident_layers
+    assert len(stay) == layers
+    assert max((later - one for one, later in pairwise(stay)), default=0) <= 64 // max(1, layers) + 1

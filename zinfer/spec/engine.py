@@ -1,0 +1,308 @@
+"""The engines and their options, as data: what can be asked of each, and how it keeps and moves weights. No torch here.
+
+A case names an engine and the options in which it differs from the defaults. They are validated once, by `settle`, when
+the case is made, before any process starts::
+
+    settle("stream", {"kv_offload": "auto"})       # (("kv_offload", "auto"),)
+    settle("stream", {"kv_offload": "disk"})       # OptionError: kv_offload=disk: choose from none, cpu, auto
+
+Records may hold options of older versions that are gone by now. `read_options` and `plan_options`, which serve
+planning, leave such options out; `parse_options`, which serves an engine, refuses them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import Field, StrictBool, ValidationError
+from pydantic.fields import FieldInfo
+
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.value import Frozen
+
+Offload = Literal["none", "cpu", "nvme"]
+Option = str | int | float | bool
+Options = tuple[tuple[str, Option], ...]  # name and value, sorted by name
+
+Codec = Literal["auto", "none", "lossless"]
+KVOffload = Literal["none", "cpu", "auto"]
+KVAttention = Literal["auto", "gpu", "cpu"]
+KVCacheDtype = Literal["auto", "bf16", "int8", "fp8"]
+Count = Annotated[int, Field(strict=True, ge=1)]
+EIGHT_BITS = ("int8", "fp8")
+
+Model = TypeVar("Model", bound=Frozen)
+
+
+class OptionError(ZinferError):
+    """An option that an engine does not have, a value that it does not take, or values that contradict each other."""
+
+
+class Transport(Frozen):
+    """How an engine keeps offloaded weights and moves them to the GPU. Plans are made from this."""
+
+    fetched: Literal["two layers", "layer", "matrix", "pieces"] = "two layers"  # in GPU memory; pieces: through a ring
+    overlapped: bool = True  # copies run beside compute
+    blocks: bool = False  # prompts pass a layer in blocks while its weights are there, so that they cross the link once
+    coded_at_rest: bool = False  # weights that cross the link coded lie coded in host memory and on the GPU, too
+    pinned_tensors: bool = False  # each tensor is a pinned block of its own, which torch rounds up to a power of two
+    outside_trips: int = 0  # trips a pass of the weights outside the layers, where these are offloaded too
+    shares_memory: bool = False  # gives free GPU memory away, to rows, buffers and layers, and so leaves a margin
+
+
+class EngineOptions(Frozen):
+    """Settings of an engine: a field is an option, its type tells the values, its description what they do."""
+
+    def transport(self) -> Transport:
+        """How an engine with these settings moves weights."""
+        return Transport()
+
+    def conflict(self, _offload: Offload) -> str | None:
+        """Why these settings contradict each other, or the offload; None where they do not."""
+        return None
+
+
+class StreamOptions(EngineOptions):
+    """Options of `stream`."""
+
+    weight_codec: Codec = Field("auto", description="How weights cross the link; auto: lossless where that pays.")
+    packed: str = Field(
+        "auto", title="FOLDER", coerce_numbers_to_str=True,
+        description="Packed layers of `zinfer pack`; auto: those in engines/packed, if there are any.",
+    )  # fmt: skip
+    kv_offload: KVOffload = Field(
+        "none", description="Sequences with their KV cache in host memory; auto: those that the GPU has no room for."
+    )
+    kv_attention: KVAttention = Field(
+        "auto", description="The device that attends to a KV cache in host memory; auto: the faster."
+    )
+    kv_threads: Literal["auto"] | Count = Field(
+        "auto", description="CPU threads that attend; auto: as many as make the shortest step."
+    )
+    kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache; auto: that of the weights.")
+
+    def transport(self) -> Transport:
+        return Transport(fetched="pieces", blocks=True, coded_at_rest=True, shares_memory=True)
+
+    def conflict(self, offload: Offload) -> str | None:
+        if self.kv_offload != "none" and self.kv_cache_dtype == "fp8":
+            return (
+                f"kv_cache_dtype=fp8 does not go with kv_offload={self.kv_offload}: 8 bits in host memory are int8; "
+                "choose from auto, bf16, int8"
+            )
+        if self.kv_offload != "none" and self.kv_cache_dtype == "int8" and self.kv_attention == "gpu":
+            return (
+                f"kv_attention=gpu does not go with kv_cache_dtype=int8 and kv_offload={self.kv_offload}: the CPU "
+                "attends to 8 bits in host memory; choose from auto, cpu"
+            )
+        if offload == "none" and self.kv_attention == "gpu":
+            return (
+                "kv_attention=gpu does not go with offload none: it brings the KV cache along with streamed weights, "
+                "so it needs offload cpu; choose from auto, cpu"
+            )
+        return None
+
+
+class DeepSpeedOptions(EngineOptions):
+    """Options of `deepspeed`."""
+
+    pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
+    tuned: StrictBool = Field(True, description="Settings tuned for decode; false: those of DeepSpeed's own example.")
+
+    def transport(self) -> Transport:
+        # Embeddings that are offloaded, too, are fetched for both of their uses.
+        return Transport(fetched="layer", pinned_tensors=True, outside_trips=0 if self.tuned else 2)
+
+
+class AccelerateOptions(EngineOptions):
+    """Options of `accelerate`."""
+
+    pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
+
+    def transport(self) -> Transport:
+        return Transport(fetched="matrix", overlapped=False)
+
+
+class TensorRTOptions(EngineOptions):
+    """Options of `tensorrt`."""
+
+    library: Literal["auto", "tensorrt", "tensorrt-rtx"] = Field(
+        "auto", description="The library that runs the plan; auto: the one that is installed."
+    )
+    plan: str = Field(
+        "auto", title="FILE", coerce_numbers_to_str=True,
+        description="The plan of `zinfer build` to run; auto: the one in engines/plans that serves.",
+    )  # fmt: skip
+
+
+class PlanOptions(Frozen):
+    """All options that change a plan. Any engine may be planned with them, also where it cannot run so."""
+
+    weight_codec: Codec = Field("none", description="How weights cross the link.")
+    weight_bits: Literal[16, 8, 4] = Field(16, description="Bits of a weight, with 16-bit scales and zero points.")
+    gpus: Count = Field(1, description="GPUs, each with its own link.")
+    pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
+    kv_offload: KVOffload = Field("none", description="Sequences with their KV cache in host memory.")
+    kv_attention: KVAttention = Field("gpu", description="The device that attends to a KV cache in host memory.")
+    kv_threads: Literal["auto"] | Count = Field("auto", description="CPU threads that attend.")
+    kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache.")
+
+    @property
+    def kv_in_8_bits(self) -> bool:
+        return self.kv_cache_dtype in EIGHT_BITS
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """An engine as the rest of zinfer knows it."""
+
+    target: str  # module:Class
+    offloads: frozenset[Offload]
+    requires: tuple[str, ...]  # import names, checked before anything is loaded; "a|b" is either
+    options: type[EngineOptions] = EngineOptions
+    gpu_weights: bool = False  # part of the offloaded weights can stay on the GPU
+    extra: str = "engines"  # the pip extra that installs what it requires
+    builds: Mapping[Offload, str] = field(default_factory=dict)  # system packages that an offload is built with
+
+    @property
+    def defaults(self) -> dict[str, Option]:
+        """Option name to default value."""
+        return self.options().model_dump()
+
+
+_TRANSFORMERS = ("torch", "transformers", "accelerate", "safetensors")
+
+ENGINES: dict[str, EngineKind] = {
+    "stream": EngineKind(
+        "zinfer.engine.stream:Stream",
+        offloads=frozenset({"none", "cpu"}),
+        requires=(*_TRANSFORMERS, "greenlet"),
+        options=StreamOptions,
+        gpu_weights=True,
+    ),
+    "deepspeed": EngineKind(
+        "zinfer.engine.deepspeed:DeepSpeed",
+        offloads=frozenset({"none", "cpu", "nvme"}),
+        requires=(*_TRANSFORMERS, "deepspeed"),
+        options=DeepSpeedOptions,
+        builds={"nvme": "libaio-dev"},
+    ),
+    "accelerate": EngineKind(
+        "zinfer.engine.accelerate:Accelerate",
+        offloads=frozenset({"none", "cpu", "nvme"}),
+        requires=_TRANSFORMERS,
+        options=AccelerateOptions,
+    ),
+    "tensorrt": EngineKind(
+        "zinfer.engine.tensorrt:TensorRT",
+        offloads=frozenset({"none", "cpu"}),
+        requires=(*_TRANSFORMERS, "tensorrt|tensorrt_rtx"),
+        options=TensorRTOptions,
+        gpu_weights=True,
+        extra="engines,tensorrt",
+    ),
+}
+
+
+def values(field_info: FieldInfo) -> list[str]:
+    """The values that an option takes, as a person types them; N is a whole number from 1 on."""
+    if field_info.title is not None:  # any text
+        return [str(field_info.default), field_info.title]
+    return list(dict.fromkeys(_values(field_info.annotation)))
+
+
+def _values(annotation: Any) -> list[str]:
+    if annotation is bool:
+        return ["true", "false"]
+    if annotation is int:
+        return ["N"]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return [str(value) for value in arguments]
+    if origin in (Union, UnionType):
+        return [value for part in arguments for value in _values(part)]
+    return _values(arguments[0])  # Annotated
+
+
+def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> Options:
+    """The options in `given` that differ from the engine's defaults, sorted: what a case keeps.
+
+    With `planning` any option of `PlanOptions` may be among them. Raises OptionError for an unknown option, with those
+    that there are, and for a wrong value, with the choices.
+    """
+    kind = _options(engine)
+    fields = {**(PlanOptions.model_fields if planning else {}), **kind.model_fields}
+    found: dict[str, Option] = {}
+    for name, value in given.items():
+        if name not in fields:
+            raise OptionError(f"engine {engine} has no option {name!r}; its options: {', '.join(fields) or 'none'}")
+        model = kind if name in kind.model_fields else PlanOptions
+        try:
+            found[name] = getattr(model.model_validate({name: value}), name)
+        except ValidationError:
+            choices = ", ".join("a whole number from 1 on" if one == "N" else one for one in values(fields[name]))
+            raise OptionError(f"{name}={_written(value)}: choose from {choices}") from None
+    return without_defaults(engine, tuple(found.items()))
+
+
+def _written(value: object) -> str:
+    """`value` as a person types it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def without_defaults(engine: str, options: Options) -> Options:
+    """`options` that differ from the engine's defaults, sorted by name; those that it does not know stay."""
+    fields = _options(engine).model_fields
+    default = {name: found.default for name, found in fields.items()}
+    kept = {
+        name: value
+        for name, value in options
+        if name not in default or type(value) is not type(default[name]) or value != default[name]
+    }
+    return tuple(sorted(kept.items()))
+
+
+def parse_options(engine: str, options: Options, offload: Offload) -> Any:
+    """The typed options of an engine that is about to run: an `EngineOptions` of its own class.
+
+    Raises OptionError as `settle` does, and for values that contradict each other or the offload.
+    """
+    if engine not in ENGINES:
+        return EngineOptions()
+    found = _options(engine).model_validate(dict(settle(engine, dict(options))))
+    if (why_not := found.conflict(offload)) is not None:
+        raise OptionError(why_not)
+    return found
+
+
+@cache
+def read_options(engine: str, options: Options) -> EngineOptions:
+    """The typed options of a recorded case; what its engine does not know (any more) is left out."""
+    return _lenient(_options(engine), dict(options))
+
+
+@cache
+def plan_options(engine: str, options: Options) -> PlanOptions:
+    """The options of a case that change its plan, with the engine's defaults; what is not known is left out."""
+    own = {name: one.default for name, one in _options(engine).model_fields.items() if name in PlanOptions.model_fields}
+    return _lenient(PlanOptions, own | dict(options))
+
+
+def conflict(engine: str, options: Options, offload: Offload) -> str | None:
+    """Why the options of a case contradict each other, or its offload; None where they do not."""
+    return read_options(engine, options).conflict(offload)
+
+
+def _options(engine: str) -> type[EngineOptions]:
+    return ENGINES[engine].options if engine in ENGINES else EngineOptions
+
+
+def _lenient(model: type[Model], given: dict[str, Any]) -> Model:
+    known = {name: value for name, value in given.items() if name in model.model_fields}
+    try:
+        return model.model_validate(known)
+    except ValidationError as error:
+        wrong = {str(one["loc"][0]) for one in error.errors()}
+        return model.model_validate({name: value for name, value in known.items() if name not in wrong})

@@ -1,4 +1,4 @@
-"""Engine without a model, which fails on demand, and worker without a process."""
+"""An engine without a model, which fails on demand: for tests of what stands around."""
 
 import os
 import signal

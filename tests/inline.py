@@ -6,17 +6,20 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from zinfer.job.recipe import Load, Sweep
+from zinfer.job import recipe
+from zinfer.job.recipe import Sweep
 from zinfer.job.sweep import FINAL, Events, prepare, run
-from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.store import Header, Store, read
 from zinfer.spec.case import Case
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import LayerSpec, ModelSpec
 from zinfer.spec.source import Source
+from zinfer.worker.inline import InlineWorker
+from zinfer.worker.session import Session
+from zinfer.worker.tasks import Load, Loaded, Measure, Measured
 
 MACHINE = Machine(
     name="test", source="measured", gpu_name="fake", gpu_count=1, gpu_bytes=80 << 30, host_bytes=100 << 30
@@ -28,8 +31,8 @@ SPEC = ModelSpec(
 )  # fmt: skip
 
 
-class InlineWorker:
-    """Fake of the class Worker and of its instance: runs batches up to `edge`; `fails` gives the status of others."""
+class FakeWorker(InlineWorker):
+    """A worker without an engine: batches up to `edge` run, others fail as `fails` says, or for want of memory."""
 
     def __init__(
         self,
@@ -39,20 +42,22 @@ class InlineWorker:
         signal_at: tuple[int, int] | None = None,
         pause_s: float = 0.0,
     ) -> None:
+        super().__init__(instead={Load: self._load_point, Measure: self._measure_point})
         self.edge, self.fails, self.refuse_offload = edge, fails or {}, refuse_offload
         self.signal_at, self.pause_s = signal_at, pause_s
         self.loads, self.measured = 0, list[int]()
 
-    def __call__(self, _target: str, **_settings: Any) -> "InlineWorker":
+    def __call__(self, _target: str, **_settings: Any) -> Self:
         return self
 
-    def load(self, plan: Plan) -> Measurement | None:
+    def _load_point(self, _session: Session, request: Load) -> Loaded:
         self.loads += 1
-        if plan.case.offload == self.refuse_offload:
-            return Measurement(case=plan.case, status="unsupported", machine="test", stage="load", error="no")
-        return None
+        case = request.plan.case
+        refused = Measurement(case=case, status="unsupported", machine="test", stage="load", error="no")
+        return Loaded(refused=refused if case.offload == self.refuse_offload else None)
 
-    def measure(self, case: Case, repeats: int, _tolerance: float) -> Measurement:
+    def _measure_point(self, _session: Session, request: Measure) -> Measured:
+        case = request.case
         batch = case.workload.batch_size
         time.sleep(self.pause_s)
         if self.signal_at is not None and batch == self.signal_at[0]:
@@ -60,22 +65,17 @@ class InlineWorker:
             time.sleep(5)
         self.measured.append(batch)
         status: Status = self.fails.get(batch, "ok" if batch <= self.edge else "oom_gpu")
-        samples: dict[str, Any] = (
-            {"ttft_ms": (1.0 + batch,), "step_ms": ((2.0, 2.5),)} if status == "ok" and repeats else {}
-        )
+        timed = status == "ok" and request.repeats
+        samples: dict[str, Any] = {"ttft_ms": (1.0 + batch,), "step_ms": ((2.0, 2.5),)} if timed else {}
         effective = Effective(gpu_weight_bytes=1, streamed_bytes_per_step=800)
-        return Measurement(case=case, status=status, machine="test", effective=effective, **samples)
-
-    def kill(self) -> None: ...
-
-    def close(self) -> None: ...
+        return Measured(point=Measurement(case=case, status=status, machine="test", effective=effective, **samples))
 
 
-def run_inline(path: Path, sweep: Sweep, worker: InlineWorker, events: Events | None = None) -> list[Measurement]:
+def run_inline(path: Path, sweep: Sweep, worker: FakeWorker, events: Events | None = None) -> list[Measurement]:
     """Run or resume `sweep` with records in `path`."""
     done = read(path).points if path.is_file() else ()
 
-    def resolve(_load: Load) -> Source:
+    def resolve(_load: recipe.Load) -> Source:
         return Source(SPEC, "dummy", "r1")
 
     jobs = prepare(sweep, MACHINE, resolve, lambda load: load.engine)
@@ -118,7 +118,7 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
                 if not resumed:
                     os.write(writer, point.case.model_dump_json().encode() + b"\n")
 
-            run_inline(path, sweep, InlineWorker(edge=99, pause_s=0.0005), Events(point=report))
+            run_inline(path, sweep, FakeWorker(edge=99, pause_s=0.0005), Events(point=report))
             os._exit(0)
         os.close(writer)
         written = kill_after(child, reader, dice.randrange(8), dice.uniform(0, 0.01))

@@ -1,4 +1,4 @@
-"""Batch job without processes: the real code of the parent with a fake worker, and a test of kills.
+"""A batch job without processes, on a worker without an engine; and its slaughter.
 
 A prompt ``a30/12`` has 30 tokens and is continued by 12, or fewer if it may not have so many. Its tokens depend on the
 prompt and the position alone. The text after another ``/`` only makes the prompt unique.
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tests.inline import MACHINE, SPEC, kill_after
 from zinfer.job.batch import run as jobs
@@ -24,7 +24,10 @@ from zinfer.job.batch.run import Job, Standing
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.spec.case import Case, Workload
+from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
+from zinfer.worker.session import Session
+from zinfer.worker.tasks import BatchRow, BatchStart, BatchStep, BatchStepped, Load, Loaded, RowStep
 
 CASE = Case(model="fake", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=64, output_len=64))
 ADD = Ledger.add
@@ -47,9 +50,24 @@ def text(prompt: str, most: int = 40) -> str:
     return " ".join(str(token(prompt, place)) for place in range(min(most, natural)))
 
 
-class InlineRows:
-    """Fake of the class Worker and of its instance. Batches of more than `edge` rows fail with `status`, or end the
-    worker if it `dies`; `pace` gives the seconds to report."""
+class OutOfMemoryError(ValueError):
+    """Stands for torch's."""
+
+
+FAILURES: dict[Status, type[Exception]] = {"oom_gpu": OutOfMemoryError, "crashed": ValueError}
+PROMPTS: dict[int, str] = {}  # by the first of their ids
+
+
+def prompt_ids(prompt: str) -> list[int]:
+    """The ids of a prompt, as many as it says, the first of which tells it from others."""
+    first = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=4).digest())
+    PROMPTS[first] = prompt
+    return [first] + [0] * (int(prompt.split("/")[0][1:]) - 1)
+
+
+class InlineRows(InlineWorker):
+    """A worker without an engine. Batches of more rows than `edge` fail with `status`, as the worker's death if it
+    `dies`; `pace` says the seconds that are reported."""
 
     def __init__(
         self,
@@ -61,73 +79,79 @@ class InlineRows:
         refused: Status | None = None,
         steps: int = 4,
     ) -> None:
+        super().__init__(instead={Load: self._load_point, BatchStart: self._start, BatchStep: self._step})
         self.edge, self.status, self.dies, self.pace, self.pause_s = edge, status, dies, pace, pause_s
         self.refused, self.steps = refused, steps
         self.loads, self.closed = 0, 0
         self.shapes: list[Shape] = []
         self.read: list[int] = []  # tokens that each prefill read
-        self.before: Callable[[str], None] = lambda _verb: None
+        self.before: Callable[[str], None] = lambda _task: None
 
-    def __call__(self) -> "InlineRows":
+    def __call__(self) -> Self:
         return self
 
-    def load(self, plan: Plan) -> Measurement | None:
+    def _load_point(self, _session: Session, request: Load) -> Loaded:
         self.loads += 1
-        if self.refused is not None:
-            return Measurement(case=plan.case, status=self.refused, machine="test", stage="load", error="no")
-        return None
+        if self.refused is None:
+            return Loaded()
+        point = Measurement(case=request.plan.case, status=self.refused, machine="test", stage="load", error="no")
+        return Loaded(refused=point)
 
-    def serve(self, _service: str, verb: str, **fields: Any) -> dict[str, Any]:
-        self.before(verb)
-        answer: dict[str, Any] = getattr(self, f"_{verb}")(**fields)
-        return json.loads(json.dumps(answer))  # type: ignore[no-any-return]
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["task"] != "load":
+            self.before(message["task"])
+        return super()._exchange(message)
 
-    def _start(self, rows: list[dict[str, Any]], reserve: int) -> dict[str, Any]:
-        rows = json.loads(json.dumps(rows))
-        length = max(int(row["prompt"].split("/")[0][1:]) + len(row["made"]) for row in rows)
-        self.shape, self.made = Shape(len(rows), length, reserve), 0
+    def _start(self, _session: Session, request: BatchStart) -> BatchStepped:
+        length = max(len(row.prompt_ids) + len(row.output_ids) for row in request.rows)
+        self.shape, self.made = Shape(len(request.rows), length, request.reserve), 0
         self.shapes.append(self.shape)
-        self.read.append(len(rows) * length)
-        if len(rows) > self.edge:
+        self.read.append(len(request.rows) * length)
+        if len(request.rows) > self.edge:
             if self.dies:
                 raise WorkerDied(self.status, "the worker ended")
-            return {"status": self.status, "error": "too large"}
-        self.alive = rows
-        return self._step(1, self.pace.prefill(self.shape) if self.pace else 1.0)
+            raise FAILURES[self.status]("too large")
+        self.alive = list(request.rows)
+        return self._stepped(1, self.pace.prefill(self.shape) if self.pace else 1.0)
 
-    def _go_on(self) -> dict[str, Any]:
+    def _step(self, _session: Session, _request: BatchStep) -> BatchStepped:
         steps = min(self.steps, self.shape.reserve - self.made)
         assert steps > 0, "decoded beyond the reserve"
-        soonest = min(min(row["left"], self._natural(row) - len(row["made"])) for row in self.alive)
+        soonest = min(min(row.left, natural(row) - len(row.output_ids)) for row in self.alive)
         steps = max(1, min(steps, soonest))
-        return self._step(steps, steps * (self.pace.step(self.shape, self.made) if self.pace else 0.1))
+        return self._stepped(steps, steps * (self.pace.step(self.shape, self.made) if self.pace else 0.1))
 
-    def _step(self, steps: int, seconds: float) -> dict[str, Any]:
+    def _stepped(self, steps: int, seconds: float) -> BatchStepped:
         time.sleep(self.pause_s)
         self.made += steps
-        told, alive = [], []
+        answers, alive = [], []
         for row in self.alive:
-            before = len(row["made"])
-            row["made"] += [token(row["prompt"], before + place) for place in range(steps)]
-            row["left"] -= steps
-            answer = {"key": row["key"], "tokens": row["made"][before:]}
-            if row["left"] == 0 or len(row["made"]) == self._natural(row):
-                reason = "length" if row["left"] == 0 else "stop"
-                answer |= {"finish_reason": reason, "text": " ".join(map(str, row["made"]))}
+            before = len(row.output_ids)
+            tokens = [token(prompt_of(row), before + place) for place in range(steps)]
+            output_ids, left = row.output_ids + tokens, row.left - steps
+            answer = RowStep(key=row.key, tokens=tokens)
+            if left == 0 or len(output_ids) == natural(row):
+                reason = "length" if left == 0 else "stop"
+                answer = answer.model_copy(update={"finish_reason": reason, "text": " ".join(map(str, output_ids))})
             else:
-                alive.append(row)
-            told.append(answer)
+                alive.append(row.model_copy(update={"output_ids": output_ids, "left": left}))
+            answers.append(answer)
         self.alive = alive
-        return {"steps": steps, "seconds": seconds, "rows": told}
-
-    @staticmethod
-    def _natural(row: dict[str, Any]) -> int:
-        return int(row["prompt"].split("/")[1])
-
-    def kill(self) -> None: ...
+        return BatchStepped(steps=steps, seconds=seconds, rows=answers)
 
     def close(self) -> None:
+        super().close()
         self.closed += 1
+
+
+def prompt_of(row: BatchRow) -> str:
+    """The prompt whose ids a row has."""
+    return PROMPTS[row.prompt_ids[0]]
+
+
+def natural(row: BatchRow) -> int:
+    """The tokens that a row's prompt is continued by."""
+    return int(prompt_of(row).split("/")[1])
 
 
 def run_inline(
@@ -147,8 +171,8 @@ def run_inline(
             refusal(fault) for fault in requests if not isinstance(fault, Request) and fault.id not in ledger.done
         )
         waiting = [request for request in requests if isinstance(request, Request) and request.id not in ledger.done]
-        lengths = [int(request.prompt.split("/")[0][1:]) for request in waiting]
-        rows, faults = rows_of(waiting, lengths, plan.model.max_position, 40, ledger.made)
+        prompts = [prompt_ids(request.prompt) for request in waiting]
+        rows, faults = rows_of(waiting, prompts, plan.model.max_position, 40, ledger.made)
         ledger.add(map(refusal, faults))
         standing = Job(plan, rows, ledger, "fake", worker, **more).run()
         ledger.finish()

@@ -25,7 +25,7 @@ from zinfer.cli import cli
 from zinfer.commands.accuracy import table
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.job import accuracy as study
-from zinfer.job.accuracy import Comparison, Found, NoAnswer
+from zinfer.job.accuracy import Comparison, Found
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record import accuracy
 from zinfer.record import study as studies
@@ -33,31 +33,25 @@ from zinfer.record.accuracy import AccuracyRecord, Deviation, Position
 from zinfer.spec.case import Case, Option, Workload
 from zinfer.spec.model import from_directory
 from zinfer.worker import teacher_forcing
-from zinfer.worker.process import Worker, WorkerDied
-from zinfer.worker.server import Server
+from zinfer.worker.inline import InlineWorker
+from zinfer.worker.process import Client, WorkerDied
+from zinfer.worker.tasks import Answer, Load, LogitsCompare, Request, TextWindowed, TextWindows
 
 assert folder  # a fixture
 Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
 TEXT = "".join(f"{number} is {number * number}, which is more than {number}. " for number in range(60))
 INPUT, OUTPUT, SAMPLES = 12, 10, 6
+TARGET = "zinfer.engine.stream:Stream"
 
 
-class Inline(Worker):
-    """Both ends of a worker in this process; requests and answers pass through JSON, as through the pipe."""
+def inline() -> InlineWorker:
+    return InlineWorker(TARGET)
 
-    def __init__(self, target: str = "zinfer.engine.stream:Stream", **_settings: Any) -> None:
-        self._target, self._server, self._loaded = target, Server(io.StringIO()), lambda _size, _seconds: None
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        fields = json.loads(json.dumps(message))
-        answer = getattr(self._server, "_" + fields.pop("do"))(**fields)
-        return dict(json.loads(json.dumps(answer)))
-
-    def kill(self) -> None: ...
-
-    def close(self) -> None:
-        if self._server._engine is not None:
-            self._server._engine.close()
+def windows(directory: Path) -> TextWindowed:
+    """Pieces of the text, as the comparison takes them."""
+    request = TextWindows(model=plan(directory).model, text=TEXT, count=SAMPLES, length=INPUT + OUTPUT)
+    return InlineWorker().ask(request)
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +72,7 @@ def plan(directory: Path, batch_size: int = 5, **options: Option) -> Plan:
     return make_plan(case, from_directory(directory).with_dtype("float32"), MACHINE)
 
 
-def comparison(directory: Path, *storages: str, make_worker: Callable[[], Worker] = Inline) -> Comparison:
+def comparison(directory: Path, *storages: str, make_worker: Callable[[], Client] = inline) -> Comparison:
     return Comparison(
         reference=plan(directory),
         settings=[plan(directory, kv_cache_dtype=storage) for storage in storages],
@@ -123,11 +117,12 @@ def test_the_error_grows_with_the_rounding(architecture: str, checkpoint: Checkp
 def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
     fp8 = by_setting(comparison(directory, "fp8").run())["fp8", "own"]
-    windows = teacher_forcing.windows(None, plan(directory).model, TEXT, SAMPLES, INPUT + OUTPUT)
-    rows = [row for piece in windows["pieces"] for row in (piece[:INPUT], piece[:INPUT])]
+    cut = windows(directory)
+    assert cut.pieces is not None
+    rows = [row for piece in cut.pieces for row in (piece[:INPUT], piece[:INPUT])]
     freely = []
     for asked in (plan(directory), plan(directory, kv_cache_dtype="fp8")):
-        loaded = engine.load("zinfer.engine.stream:Stream")(asked)
+        loaded = engine.load(TARGET)(asked)
         made = []
         for start in range(0, len(rows), 5):
             token_ids = torch.tensor(rows[start : start + 5])
@@ -137,10 +132,9 @@ def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpo
             made += torch.stack(tokens, 1).tolist()
         loaded.close()
         freely.append(made[::2])
-    ends = windows["ends"]
     expected = []
     for ours, theirs in zip(*freely, strict=True):
-        over = next((i + 1 for i, token in enumerate(ours) if token in ends), OUTPUT)
+        over = next((i + 1 for i, token in enumerate(ours) if token in cut.ends), OUTPUT)
         expected.append(next((i for i in range(over) if ours[i] != theirs[i]), None))
     assert list(fp8.first_differences) == expected
     assert any(tokens is not None for tokens in expected)
@@ -149,9 +143,8 @@ def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpo
 def test_the_perplexity_is_that_of_transformers(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
     text = by_setting(comparison(directory, "bf16").run())["bf16", "text"]
-    windows = teacher_forcing.windows(None, plan(directory).model, TEXT, SAMPLES, INPUT + OUTPUT)
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    token_ids = torch.tensor(windows["pieces"])
+    token_ids = torch.tensor(windows(directory).pieces)
     with torch.inference_mode():
         logits = whole(token_ids).logits[:, INPUT - 1 : -1]
     nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), token_ids[:, INPUT:].flatten())
@@ -194,19 +187,19 @@ def test_a_failed_setting_is_reported_and_the_others_run(checkpoint: Checkpoints
 def test_the_death_of_a_worker_is_reported(dies_at: int, checkpoint: Checkpoints) -> None:
     workers = []
 
-    class Mortal(Inline):
-        def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-            if message["do"] == "load" and len(workers) == dies_at:
+    class Mortal(InlineWorker):
+        def ask(self, request: Request[Answer]) -> Answer:
+            if isinstance(request, Load) and len(workers) == dies_at:
                 raise WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
-            return super()._ask(message)
+            return super().ask(request)
 
-    def make() -> Worker:
-        workers.append(Mortal())
+    def make() -> Client:
+        workers.append(Mortal(TARGET))
         return workers[-1]
 
     run = comparison(checkpoint("llama"), "int8", "bf16", make_worker=make)
     if dies_at == 1:
-        with pytest.raises(NoAnswer, match="host memory ran out"):
+        with pytest.raises(WorkerDied, match="host memory ran out"):
             run.run()
         return
     found = run.run()
@@ -227,9 +220,10 @@ def test_nan_output_is_a_failure(checkpoint: Checkpoints, monkeypatch: Patch) ->
 
 
 def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    worker = Inline()
+    worker = inline()
     worker.load(plan(checkpoint("llama")))
-    pieces = teacher_forcing.windows(None, plan(checkpoint("llama")).model, TEXT, 2, INPUT + OUTPUT)["pieces"]
+    pieces = windows(checkpoint("llama")).pieces
+    assert pieces is not None
     rows = [study.Row(pieces[0][:INPUT], None), study.Row(pieces[0][:INPUT], pieces[0][INPUT:])]
     free = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset())
     assert free.lengths == [OUTPUT, OUTPUT]
@@ -258,21 +252,27 @@ def test_pieces_of_a_text_are_spread_and_begin_with_the_tokenizers_prefix(
     checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     spec = plan(checkpoint("llama")).model
-    found = teacher_forcing.windows(None, spec, "abcdefghijk", 3, 3)
-    letters = [[chr(token + 28) for token in piece] for piece in found["pieces"]]
+
+    def cut(text: str, count: int) -> TextWindowed:
+        return InlineWorker().ask(TextWindows(model=spec, text=text, count=count, length=3))
+
+    found = cut("abcdefghijk", 3)
+    assert found.pieces is not None
+    letters = [[chr(token + 28) for token in piece] for piece in found.pieces]
     assert letters == [list("abc"), list("efg"), list("ijk")]
-    assert (found["tokens"], found["ends"]) == (11, [2])
-    assert teacher_forcing.windows(None, spec, "abcdefgh", 3, 3)["pieces"] is None
+    assert (found.tokens, found.ends) == (11, [2])
+    assert cut("abcdefgh", 3).pieces is None
 
     class Begins:
         bos_token_id = 1
+        pad_token_id = 0
 
         def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> Any:
             ids = [1] * add_special_tokens + [ord(letter) for letter in text]
             return type("Encoded", (), {"input_ids": ids})
 
-    monkeypatch.setattr(teacher_forcing, "load_tokenizer", lambda _spec: Begins())
-    assert teacher_forcing.windows(None, spec, "abcd", 2, 3)["pieces"] == [[1, 97, 98], [1, 99, 100]]
+    monkeypatch.setattr("zinfer.generation.tokenizer.load_tokenizer", lambda _spec: Begins())
+    assert cut("abcd", 2).pieces == [[1, 97, 98], [1, 99, 100]]
 
 
 def test_cells_say_what_was_counted() -> None:
@@ -325,7 +325,7 @@ def test_mistakes_are_one_line(
     words: list[str], message: str, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("zinfer.worker.process.Worker", Inline)
+    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
     Path("text.txt").write_text(TEXT)
     Path("model").symlink_to(checkpoint("opt"))
     (folder / "model.bin").write_bytes(b"\xff")
@@ -343,7 +343,7 @@ def no_int8(engine: Any, _option: str) -> str | None:
 
 def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("zinfer.worker.process.Worker", Inline)
+    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--samples", 2, "--input-len", 8, "--output-len", 4]
     with monkeypatch.context() as refusing:
         refusing.setattr("zinfer.engine.stream.Stream._cannot_have", no_int8)
@@ -366,11 +366,11 @@ def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monk
 def test_an_interrupt_leaves_nothing_behind(
     number: signal.Signals, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
-    class Interrupting(Inline):
-        def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-            if message.get("verb") == "compare":
+    class Interrupting(InlineWorker):
+        def ask(self, request: Request[Answer]) -> Answer:
+            if isinstance(request, LogitsCompare):
                 os.kill(os.getpid(), number)
-            return super()._ask(message)
+            return super().ask(request)
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr("zinfer.worker.process.Worker", Interrupting)

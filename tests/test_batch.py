@@ -82,6 +82,9 @@ def test_a_chat_is_understood() -> None:
         (line({"prompt": "x", "seed": "s"}), "invalid_value", "seed must be a whole number"),
         (line({"prompt": "x", "stop": ["a", ""]}), "invalid_value", "stop"),
         (line({"prompt": "x", "stop": {"a": 1}}), "invalid_value", "stop"),
+        (line({"prompt": "\ud83d"}), "invalid_value", "prompt has half of a surrogate pair"),
+        (line({"prompt": "x", "stop": "\udc00"}), "invalid_value", "stop has half of a surrogate pair"),
+        (line({"messages": [{"role": "user", "content": "\ud83d"}]}, chat=True), "invalid_value", "surrogate"),
         (line({"messages": []}, chat=True), "invalid_type", "messages"),
         (line({"messages": ["hi"]}, chat=True), "invalid_value", "a role"),
         (line({"messages": [{"role": "user"}]}, chat=True), "unsupported_parameter", "content must be text"),
@@ -177,14 +180,15 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
     )]  # fmt: skip
     requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, Request)]
     made = {requests[6].id: [1, 2, 3, 4, 5]}
-    rows, faults = rows_of(requests, [10, 90, 95, 90, "no template", 100, 3], 100, 20, made)
+    prompts = [n if isinstance(n, str) else [7] * n for n in (10, 90, 95, 90, "no template", 100, 3)]
+    rows, faults = rows_of(requests, prompts, 100, 20, made)
     assert [(row.length, row.limit) for row in rows] == [(10, 20), (90, 10), (95, 5), (3, 4)]
     assert [(fault.custom_id, fault.code) for fault in faults] == [
         ("3", "context_length_exceeded"), ("4", "invalid_prompt"), ("5", "context_length_exceeded")
     ]  # fmt: skip
     assert "exceed the model's 100 positions" in faults[0].message
-    assert (rows[3].made, rows[3].saved, rows[3].need) == ([1, 2, 3], 3, (6, 1))
-    assert rows_of(requests[:1], [10**6], None, 20, {})[0][0].limit == 20
+    assert (rows[3].output_ids, rows[3].saved, rows[3].need) == ([1, 2, 3], 3, (6, 1))
+    assert rows_of(requests[:1], [range(10**6)], None, 20, {})[0][0].limit == 20
     kept, refused = split(rows, [True, False, True, True], "the machine")
     assert [row.key for row in kept] == [0, 2, 3]
     assert "more memory than the machine has" in refused[0].message

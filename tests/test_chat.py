@@ -1,7 +1,6 @@
 """Command `zinfer run --chat`: the same tokens as a model that computes every turn anew, on a terminal and in a
 pipe."""
 
-import io
 import json
 import os
 import pty
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests import PATIENCE_S
 from tests.test_cli import ROOT, folder, zinfer  # noqa: F401
@@ -27,27 +26,27 @@ from tests.test_parity import load
 from zinfer.cli import Failure, cli
 from zinfer.commands import chat as terminal
 from zinfer.engine.base import Engine
-from zinfer.worker.server import Server
+from zinfer.generation.detokenizer import Dialogue
+from zinfer.worker.inline import InlineWorker
+from zinfer.worker.tasks import Answer, ChatOpen, ChatStep, Request
 
 TURNS = ["Hello there", "And again", "third"]
 Checkpoints = Callable[..., Path]
 
 
-class Inline:
-    """Worker's end without a process."""
+class Inline(InlineWorker):
+    """A worker in this process; `on_token` hears how many tokens after the first ones were asked for."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._server = Server(io.StringIO())
-        self._server._engine, self._server._plan = engine, engine.plan
+    def __init__(self) -> None:
+        super().__init__()
         self.on_token: Callable[[int], None] = lambda _count: None
         self.tokens = 0
 
-    def serve(self, service: str, verb: str, **fields: Any) -> dict[str, Any]:
-        if verb == "go_on":
+    def ask(self, request: Request[Answer]) -> Answer:
+        if isinstance(request, ChatStep):
             self.tokens += 1
             self.on_token(self.tokens)
-        answer: dict[str, Any] = json.loads(json.dumps(self._server._serve(service, verb, fields)))
-        return answer
+        return super().ask(request)
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +56,16 @@ def engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
     loaded.close()
 
 
-def settings(output_len: int = 10, **fields: Any) -> dict[str, Any]:
-    sampling = {"output_len": output_len, "ignore_eos": fields.pop("ignore_eos", True)}
-    return {"sampling": sampling, "system": None, "size": 1 << 30, "folder": None, "folder_size": 1 << 30} | fields
+def opening(**fields: Any) -> ChatOpen:
+    return ChatOpen(**{"output_len": 10, "ignore_eos": True, "cache_size": 1 << 30, "folder_size": 1 << 30} | fields)
 
 
 def talk(
-    worker: Any, capsys: pytest.CaptureFixture[str], turns: list[str] | None = None, **fields: Any
+    worker: Inline, capsys: pytest.CaptureFixture[str], turns: list[str] | None = None, **fields: Any
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the answers to `TURNS` as JSON, and the other output."""
     said: list[str] = []
-    terminal.talk(worker, turns or TURNS, settings(**fields), said.append, as_json=True)
+    terminal.talk(worker, turns or TURNS, opening(**fields), said.append, as_json=True)
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()], said
 
 
@@ -75,17 +73,14 @@ def talk(
 def test_answers_are_those_of_transformers(
     template: str | None, engine: Engine, checkpoint: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    worker = Inline(engine)
+    worker = Inline.around(engine)
     directory = checkpoint("llama")
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = worker.session.tokenizer().hf
     tokenizer.chat_template = template
-    assert "status" not in worker.serve("chat", "open", **settings())
-    chat = worker._server._services._made["chat"]
-    chat._tokenizer = tokenizer
     found, said = talk(worker, capsys, system="Sys")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    dialogue = type(chat._dialogue)(tokenizer, "Sys")
+    dialogue = Dialogue(tokenizer, "Sys")
     for turn, told in zip(TURNS, found, strict=True):
         ids = torch.tensor([dialogue.ask(turn)])
         ones = torch.ones_like(ids)
@@ -109,11 +104,11 @@ def test_answers_are_those_of_transformers(
 def test_an_answer_ends_at_the_end_token(
     engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free, _ = talk(Inline(engine), capsys)
+    free, _ = talk(Inline.around(engine), capsys)
     end = free[0]["output_ids"][4]
     length = free[0]["output_ids"].index(end)
-    monkeypatch.setattr("zinfer.generation.chat.eos_token_ids", lambda *_: frozenset({end}))
-    ended, _ = talk(Inline(engine), capsys, turns=TURNS[:2], ignore_eos=False)
+    monkeypatch.setattr("zinfer.generation.tokenizer.eos_token_ids", lambda *_: frozenset({end}))
+    ended, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], ignore_eos=False)
     assert ended[0]["output_ids"] == free[0]["output_ids"][:length]
     assert ended[0]["finish_reason"] == "stop"
     assert ended[1]["reloaded_tokens"] == ended[0]["computed_tokens"] + length, "the end token itself is not computed"
@@ -122,7 +117,7 @@ def test_an_answer_ends_at_the_end_token(
 def test_ctrl_c_ends_the_answer_and_a_second_one_the_program(
     engine: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    worker = Inline(engine)
+    worker = Inline.around(engine)
     worker.on_token = lambda count: os.kill(os.getpid(), signal.SIGINT) if count == 3 else None
     found, _ = talk(worker, capsys, turns=TURNS[:2])
     assert [told["finish_reason"] for told in found] == ["interrupted", "length"]
@@ -145,7 +140,7 @@ def test_a_conversation_ends_where_positions_do(
 ) -> None:
     engine = load("stream", checkpoint("opt"), "none", tmp_path)
     with pytest.raises(Failure, match=r"the conversation has 74 tokens, and .* 64 positions"):
-        talk(Inline(engine), capsys, turns=["a" * 20, "b" * 20, "c" * 14, "d"])
+        talk(Inline.around(engine), capsys, turns=["a" * 20, "b" * 20, "c" * 14, "d"])
     lengths = [len(json.loads(line)["output_ids"]) for line in capsys.readouterr().out.splitlines()]
     assert lengths == [10, 10], "as many as there is room for, and no more"
     engine.close()
@@ -155,11 +150,11 @@ def test_an_engine_without_reuse_says_so_and_answers(
     engine: Engine, checkpoint: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu")
-    found, said = talk(Inline(other), capsys)
+    found, said = talk(Inline.around(other), capsys)
     other.close()
     assert said[1] == "each turn computes the whole conversation: a KV cache with kv_offload=cpu is not kept"
     assert [told["reloaded_tokens"] for told in found] == [0, 0, 0]
-    kept, _ = talk(Inline(engine), capsys)
+    kept, _ = talk(Inline.around(engine), capsys)
     assert [told["output_ids"] for told in found] == [told["output_ids"] for told in kept]
 
 
@@ -169,7 +164,7 @@ def test_a_pipe_is_a_conversation_and_finds_an_earlier_one(
     checkpoint: Checkpoints,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    earlier, _ = talk(Inline(engine), capsys, turns=TURNS[:2], folder=str(folder / "kv"))
+    earlier, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], folder=str(folder / "kv"))
     assert len(list((folder / "kv").iterdir())) == 2
     words = ["run", "-m", str(checkpoint("llama")), "--engine", "accelerate", "--offload", "cpu", "--chat", "--json"]
     words += ["--kv-cache-dir", "kv", "--output-len", "10", "--ignore-eos"]

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from zinfer.generation.detokenizer import Detokenizer, Dialogue, decode
-from zinfer.generation.generate import byte_tokenizer
 from zinfer.generation.radix_tree import common
+from zinfer.generation.tokenizer import byte_tokenizer
 from zinfer.spec.model import ModelError
 
 EXTENDING = (

@@ -14,7 +14,7 @@ import pytest
 from tests import PATIENCE_S
 from tests.fakes import TARGET
 from tests.inline import MACHINE, SPEC
-from tests.inline_batch import CASE, SETTINGS, InlineRows, line, run_inline, text
+from tests.inline_batch import CASE, SETTINGS, InlineRows, line, prompt_of, run_inline, text
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import JobChanged, Ledger, job_path
@@ -25,6 +25,8 @@ from zinfer.job.signals import Interrupted
 from zinfer.plan.plan import make_plan
 from zinfer.record.jsonl import StoreError
 from zinfer.worker.process import Worker
+from zinfer.worker.session import Session
+from zinfer.worker.tasks import BatchStart, BatchStepped, Tokenize
 
 PROMPTS = [f"a{10 * size}/{size}" for size in range(1, 31)]
 LINES = [line(prompt) for prompt in PROMPTS]
@@ -109,17 +111,15 @@ def test_a_batch_that_fails_is_halved_and_the_job_goes_on(tmp_path: Path, dies: 
 
 
 def test_rows_that_fail_again_and_again_get_an_error(tmp_path: Path) -> None:
-    """The first row cannot run at all, the others can."""
-    path, worker = tmp_path / "out.jsonl", InlineRows()
-    poisoned = max(LINES, key=lambda one: worker._natural({"prompt": json.loads(one)["custom_id"]}))
-    poison = json.loads(poisoned)["custom_id"]
-    start = worker._start
+    """The first row cannot be run at all, the others can."""
+    path, poison = tmp_path / "out.jsonl", PROMPTS[-1]
 
-    def fail(rows: list[dict[str, Any]], reserve: int) -> dict[str, Any]:
-        worker.edge = 0 if poison in {row["prompt"] for row in rows} else 99
-        return start(rows, reserve)
+    class Poisoned(InlineRows):
+        def _start(self, session: Session, request: BatchStart) -> BatchStepped:
+            self.edge = 0 if poison in map(prompt_of, request.rows) else 99
+            return super()._start(session, request)
 
-    worker._start = fail  # type: ignore[method-assign]
+    worker = Poisoned()
     standing = run_inline(path, LINES, worker, at_most=8)
     found = texts(path)
     lost = {name for name, said in found.items() if said == "oom_gpu"}
@@ -172,13 +172,13 @@ def test_a_full_disk_ends_the_job_with_what_is_on_it(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("verb", ["start", "go_on"])
-def test_a_signal_keeps_what_unfinished_rows_have(tmp_path: Path, number: int, verb: str) -> None:
+@pytest.mark.parametrize("task", ["batch_start", "batch_step"])
+def test_a_signal_keeps_what_unfinished_rows_have(tmp_path: Path, number: int, task: str) -> None:
     path, worker, calls = tmp_path / "out.jsonl", InlineRows(), []
 
     def interrupt(called: str) -> None:
         calls.append(called)
-        if called == verb and len(calls) > 12:
+        if called == task and len(calls) > 12:
             os.kill(os.getpid(), number)
 
     worker.before = interrupt
@@ -237,7 +237,7 @@ def test_more_rows_are_begun_only_within_bounds(tmp_path: Path) -> None:
 
     def watch(standing: Standing) -> None:
         nonlocal most
-        seen.update(row["key"] for row in worker.alive)
+        seen.update(row.key for row in worker.alive)
         most = max(most, len(seen) - standing.ended)
 
     run_inline(tmp_path / "out.jsonl", lines, worker, at_most=5, progress=watch)
@@ -259,10 +259,9 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
         return Worker(TARGET, timeout_s=PATIENCE_S)
 
     worker = make_worker()
-    prompts = [(one.chat, one.prompt) for one in requests]
-    lengths = worker.serve("rows", "lengths", model=SPEC.model_dump(mode="json"), prompts=prompts)["lengths"]
-    assert lengths == list(range(1, 9))
-    rows, _ = rows_of(requests, lengths, None, 4, {})
+    prompts = worker.ask(Tokenize(model=SPEC, prompts=[one.prompt for one in requests])).prompts
+    assert [len(ids) for ids in prompts] == list(range(1, 9))
+    rows, _ = rows_of(requests, prompts, None, 4, {})
     told: list[str] = []
     path = tmp_path / "out.jsonl"
     with Ledger.open(path, SETTINGS, 7) as ledger:

@@ -116,6 +116,16 @@ def test_unfinished_rows_keep_their_tokens(output: Path) -> None:
     assert sorted(path.name for path in output.parent.iterdir()) == ["out.jsonl", "out.jsonl.job"]
 
 
+def test_a_job_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Byte for byte what such a version writes; it knows nothing of token ids of prompts."""
+    job_path(tmp_path / "out.jsonl").write_bytes(
+        b'{"prompts":"abc","model":"llama","zinfer_batch":1,"created":7}\n'
+        b'{"id":"batch_req_1","at":0,"tokens":[5,6]}\n{"id":"batch_req_1","at":2,"tokens":[7]}\n'
+    )
+    with Ledger.open(tmp_path / "out.jsonl", SETTINGS, 99) as ledger:
+        assert (ledger.created, ledger.made) == (7, {"batch_req_1": [5, 6, 7]})
+
+
 def test_tokens_of_another_model_are_of_no_use(output: Path) -> None:
     with Ledger.open(output, SETTINGS, 7) as ledger:
         ledger.save([(IDS[2], 0, [5, 6])])

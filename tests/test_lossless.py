@@ -14,7 +14,7 @@ from tests import trained
 from tests.results import codec_run, sweep
 from zinfer.cli import cli
 from zinfer.engine.stream import codec as coder
-from zinfer.generation.generate import load_tokenizer
+from zinfer.generation.tokenizer import load_tokenizer
 from zinfer.plan.published import codecs
 from zinfer.record import codec as lossless
 from zinfer.record import study

@@ -1,7 +1,7 @@
 """Measurement loop, with an engine whose steps take a known time."""
 
-import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,52 +19,89 @@ WORKLOAD = Workload(batch_size=3, input_len=5, output_len=4)
 CASE = Case(model="fake", engine="stream", offload="none", workload=WORKLOAD)
 
 
+PREFILL_S, STEP_S = 0.020, 0.005
+
+
 class Metronome(StepEngine):
-    """Engine whose prefill takes 20 ms and a decode step 5 ms; counts its calls."""
+    """Prefill takes 20 ms, and the i-th call, if it is a decode step, 5 + i / 10, on a clock of its own."""
 
     def __init__(self) -> None:
         super().__init__(make_plan(CASE, SPEC, MACHINE))
         self.calls: list[str] = []
-        self.raise_at = 0
+        self.seconds = 100.0
+        self.raise_at = self.nan_at = 0
+
+    def clock(self) -> float:
+        return self.seconds
 
     def _logits(self, name: str, seconds: float, rows: int) -> torch.Tensor:
         self.calls.append(name)
         if len(self.calls) == self.raise_at:
             raise torch.OutOfMemoryError("out of memory")
-        time.sleep(seconds)
-        return torch.zeros(rows, 64)
+        self.seconds += seconds + (len(self.calls) / 1e4 if name == "decode" else 0)
+        return torch.full((rows, 64), float("nan") if len(self.calls) == self.nan_at else 0.0)
 
     def step(self, name: str, rows: int) -> torch.Tensor:
-        return self._logits(name, 0.02 if name == "prefill" else 0.005, rows)
+        return self._logits(name, PREFILL_S if name == "prefill" else STEP_S, rows)
 
     def admit(self, attention_mask: torch.Tensor, capacity: int, past: Sequence[KVSnapshot] = ()) -> MicroBatch:
-        assert (attention_mask.shape, capacity) == ((3, 5), 9)
+        assert (attention_mask.shape, capacity, self.batches) == ((3, 5), 9, [])
         return super().admit(attention_mask, capacity, past)
 
     def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
-        self._logits("timeline", 0.005, works[0].batch.batch_size)
+        assert [work.token_ids.shape for work in works] == [(3, 1)]
+        self._logits("timeline", STEP_S, 3)
         return (Span(lane="compute", layer=None, start_ms=0, end_ms=5),)
 
     def effective(self) -> Effective:
         return Effective(gpu_weight_bytes=0)
 
 
+def run(engine: Metronome, samples: Samples, **how: Any) -> None:
+    try:
+        measure(engine, WORKLOAD, 64, samples, clock=engine.clock, **how)
+    finally:
+        assert engine.batches == []
+
+
 def test_warm_up_is_not_timed_and_every_step_is() -> None:
     engine, samples = Metronome(), Samples()
-    measure(engine, WORKLOAD, 64, samples, repeats=2)
+    run(engine, samples, repeats=2)
     assert engine.calls == ["prefill", *["decode"] * WARM_UP_STEPS] + ["prefill", *["decode"] * 3] * 2 + ["timeline"]
     assert len(samples.timeline) == 1
-    assert engine.batches == []
-    assert len(samples.ttft_ms) == len(samples.step_ms) == 2
-    for first, steps in zip(samples.ttft_ms, samples.step_ms, strict=True):
-        assert first >= 20
-        assert len(steps) == 3
-        assert min(steps) >= 5
+    assert samples.ttft_ms == pytest.approx([20, 20])
+    assert samples.step_ms[0] == pytest.approx((5.5, 5.6, 5.7))
+    assert samples.step_ms[1] == pytest.approx((5.9, 6.0, 6.1))
+    point = Measurement(
+        case=CASE, status="ok", machine="m", ttft_ms=tuple(samples.ttft_ms), step_ms=tuple(samples.step_ms)
+    )
+    assert point.tpot_ms == pytest.approx(5.8)
+
+
+def test_the_clock_stands_still_between_a_step_and_the_next() -> None:
+    """Progress is reported there, which may wait for a pipe."""
+    engine, samples = Metronome(), Samples()
+
+    def beat(_stage: str, _share: float) -> None:
+        engine.seconds += 7
+
+    run(engine, samples, repeats=1, beat=beat)
+    assert samples.ttft_ms == pytest.approx([20])
+    assert samples.step_ms[0] == pytest.approx((5.5, 5.6, 5.7))
+
+
+@pytest.mark.parametrize("nan_at", [4, 5, 7])
+def test_output_that_is_no_number_ends_it(nan_at: int) -> None:
+    """In the prefill, a step, or the last step of the first run."""
+    engine, samples = Metronome(), Samples()
+    engine.nan_at = nan_at
+    run(engine, samples, repeats=2)
+    assert (samples.status, samples.ttft_ms, samples.step_ms, len(engine.calls)) == ("nan_output", [], [], 7)
 
 
 def test_zero_repeats_only_try_the_batch() -> None:
     engine, samples = Metronome(), Samples()
-    measure(engine, WORKLOAD, 64, samples, repeats=0)
+    run(engine, samples, repeats=0)
     assert (samples.status, samples.ttft_ms, samples.timeline) == ("ok", [], ())
     assert engine.calls == ["prefill", "decode", "decode"]
 
@@ -74,15 +111,14 @@ def test_samples_before_an_error_stay(raise_at: int, stage: str, kept: int) -> N
     engine, samples = Metronome(), Samples()
     engine.raise_at = raise_at
     with pytest.raises(torch.OutOfMemoryError):
-        measure(engine, WORKLOAD, 64, samples, repeats=3)
+        run(engine, samples, repeats=3)
     assert samples.stage == stage
     assert len(samples.ttft_ms) == len(samples.step_ms) == kept
-    assert engine.batches == []
 
 
 def test_repeats_stop_when_enough() -> None:
     engine, samples = Metronome(), Samples()
-    measure(engine, WORKLOAD, 64, samples, repeats=9, enough=lambda e2e: len(e2e) >= 2)
+    run(engine, samples, repeats=9, enough=lambda e2e: len(e2e) >= 2)
     assert len(samples.ttft_ms) == 2
     assert engine.calls.count("timeline") == len(samples.timeline) == 1
 
@@ -90,16 +126,16 @@ def test_repeats_stop_when_enough() -> None:
 def test_a_trace_that_fails_is_left_out_and_everything_else_stays() -> None:
     engine, samples = Metronome(), Samples()
     engine.raise_at = 8
-    measure(engine, WORKLOAD, 64, samples, repeats=1)
+    run(engine, samples, repeats=1)
     assert engine.calls[-1] == "timeline"
-    assert (samples.status, len(samples.ttft_ms), samples.timeline, engine.batches) == ("ok", 1, (), [])
+    assert (samples.status, len(samples.ttft_ms), samples.timeline) == ("ok", 1, ())
 
 
 def test_a_wrong_timeline_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, samples = Metronome(), Samples()
     for nonsense in (None, [("copy", 0, 0.0, float("nan"))], [("copy", 0, 2.0, 1.0)], [("head", 0, 0.0, 1.0)]):
         monkeypatch.setattr(engine, "timeline", lambda _tokens, nonsense=nonsense: nonsense)
-        measure(engine, WORKLOAD, 64, samples, repeats=1)
+        run(engine, samples, repeats=1)
         assert (samples.status, samples.timeline) == ("ok", ())
 
 

@@ -1,7 +1,5 @@
 """Command `zinfer reuse`: measurement on a real engine, break-even, record and figure."""
 
-import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,15 @@ from tests.results import kept_point as point
 from tests.results import reuse_run as run
 from tests.test_cli import folder, zinfer  # noqa: F401
 from tests.test_parity import load
-from zinfer import engine as engines
 from zinfer.cli import cli
-from zinfer.engine import EngineError
-from zinfer.plan.plan import Plan
 from zinfer.record import prefix_reuse, study
 from zinfer.record.measurement import latest
 from zinfer.record.prefix_reuse import Point, Run, break_even, verdict
 from zinfer.spec.host import slug
 from zinfer.spec.machine import Machine
-from zinfer.worker.prefix_reuse import Rerun
-from zinfer.worker.process import WorkerDied
-from zinfer.worker.server import Server
+from zinfer.worker.inline import InlineWorker
+from zinfer.worker.process import TaskFailed, WorkerDied
+from zinfer.worker.tasks import Answer, PrefixReuse, Request
 
 Checkpoints = Callable[..., Path]
 
@@ -73,24 +68,25 @@ def test_each_way_gives_the_same_token(name: str, checkpoint: Checkpoints, tmp_p
     engine = load(name, checkpoint("llama"), "cpu", tmp_path)
     beats: list[float] = []
     (tmp_path / "kv").mkdir()
-    found = Rerun(engine.plan, lambda _what, share: beats.append(share)).measure(engine, 40, 8, 2, str(tmp_path / "kv"))
-    assert {key: len(found[key]) for key in ("recompute_ms", "memory_ms", "disk_ms")} == dict.fromkeys(
-        ("recompute_ms", "memory_ms", "disk_ms"), 2
-    )
-    assert found["kept_bytes"] == engine.plan.model.kv_bytes(1, 32)
-    assert found["same_token"] is True
-    assert 0 <= found["max_difference"] < 1e-3
+    worker = InlineWorker.around(engine, notice=lambda _what, share: beats.append(share))
+    request = PrefixReuse(context=40, new_tokens=8, repeats=2, folder=str(tmp_path / "kv"))
+    found = worker.ask(request)
+    assert [len(samples) for samples in (found.recompute_ms, found.memory_ms, found.disk_ms)] == [2, 2, 2]
+    assert found.kept_bytes == engine.plan.model.kv_bytes(1, 32)
+    assert found.same_token is True
+    assert 0 <= found.max_difference < 1e-3
     assert beats == sorted(beats)
     assert beats[-1] == 1
     assert not list((tmp_path / "kv").iterdir())
-    assert "disk_ms" not in Rerun(engine.plan, lambda *_: None).measure(engine, 40, 8, 1, None)
+    assert worker.ask(request.model_copy(update={"folder": None})).disk_ms == []
     engine.close()
 
 
 def test_an_engine_that_cannot_says_so(checkpoint: Checkpoints, tmp_path: Path) -> None:
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu")
-    with pytest.raises(EngineError, match="kv_offload=cpu is not kept"):
-        Rerun(engine.plan, lambda *_: None).measure(engine, 40, 8, 1, None)
+    with pytest.raises(TaskFailed, match="kv_offload=cpu is not kept") as failed:
+        InlineWorker.around(engine).ask(PrefixReuse(context=40, new_tokens=8, repeats=1))
+    assert failed.value.status == "unsupported"
     engine.close()
 
 
@@ -121,30 +117,15 @@ def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPat
     assert b"break-even" in first or verdict(found.points, "memory") is not None
 
 
-class Inline:
-    """Worker without a process, which dies at `dies` tokens."""
+class Inline(InlineWorker):
+    """A worker in this process, which dies at `dies` tokens."""
 
     dies = 0
 
-    def __init__(self, target: str, **_settings: Any) -> None:
-        self._target = target
-
-    def load(self, plan: Plan) -> None:
-        self._server = Server(io.StringIO())
-        self._server._plan = plan
-        self._server._engine = engines.load(self._target)(plan)
-
-    def about(self) -> dict[str, Any]:
-        return self._server._about()
-
-    def serve(self, service: str, verb: str, **fields: Any) -> dict[str, Any]:
-        if fields["context"] == self.dies:
+    def ask(self, request: Request[Answer]) -> Answer:
+        if isinstance(request, PrefixReuse) and request.context == self.dies:
             raise WorkerDied("oom_host", "the kernel killed the worker")
-        answer: dict[str, Any] = json.loads(json.dumps(self._server._serve(service, verb, fields)))
-        return answer
-
-    def close(self) -> None:
-        self._server._engine.close()
+        return super().ask(request)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.spec.case import Workload
 from zinfer.spec.engine import OptionError
-from zinfer.worker.server import not_as_asked
+from zinfer.worker.session import not_as_asked
 
 CPU = torch.device("cpu")
 

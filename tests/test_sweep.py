@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import PATIENCE_S
-from tests.inline import InlineWorker, run_inline
+from tests.inline import FakeWorker, run_inline
 from zinfer.job.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
 from zinfer.job.signals import Interrupted
 from zinfer.job.sweep import Batches, Try, exit_code, listed, to_the_edge
@@ -114,7 +114,7 @@ def test_axes_multiply_in_load_order() -> None:
 
 
 def test_out_of_memory_is_recorded_once_and_ends_the_load(tmp_path: Path) -> None:
-    worker = InlineWorker(edge=5)
+    worker = FakeWorker(edge=5)
     points = run_inline(tmp_path / "r.jsonl", Sweep(model=("fake",), batch_size=(1, 4, 8, 16)), worker)
     assert [(p.case.offload, p.case.workload.batch_size, p.status) for p in points] == [
         (offload, batch, status)
@@ -126,7 +126,7 @@ def test_out_of_memory_is_recorded_once_and_ends_the_load(tmp_path: Path) -> Non
 
 def test_auto_reports_the_edge(tmp_path: Path) -> None:
     sweep = Sweep(model=("fake",), offload=("cpu",))
-    points = run_inline(tmp_path / "r.jsonl", sweep, InlineWorker(edge=37))
+    points = run_inline(tmp_path / "r.jsonl", sweep, FakeWorker(edge=37))
     good = [p.case.workload.batch_size for p in points if p.status == "ok"]
     bad = [p.case.workload.batch_size for p in points if p.status == "oom_gpu"]
     assert (max(good), min(bad)) == (37, 38)
@@ -138,7 +138,7 @@ def test_an_edge_that_the_engine_sets_is_found_like_one_of_memory(tmp_path: Path
     """A TensorRT plan has a largest batch of its own, beyond which it answers `unsupported`."""
     auto = Sweep(model=("fake",), offload=("cpu",))
     refused: dict[int, Status] = dict.fromkeys(range(6, 200), "unsupported")
-    points = run_inline(tmp_path / "r.jsonl", auto, InlineWorker(edge=999, fails=refused))
+    points = run_inline(tmp_path / "r.jsonl", auto, FakeWorker(edge=999, fails=refused))
     assert max(p.case.workload.batch_size for p in points if p.usable) == 5
     assert exit_code(auto, points) == 0
     assert exit_code(Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 8)), points) == 3
@@ -147,22 +147,22 @@ def test_an_edge_that_the_engine_sets_is_found_like_one_of_memory(tmp_path: Path
 def test_resume_measures_only_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     sweep = Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 2, 4))
-    first = run_inline(path, sweep, InlineWorker(edge=100, fails={2: "crashed"}))
+    first = run_inline(path, sweep, FakeWorker(edge=100, fails={2: "crashed"}))
     assert [p.status for p in first] == ["ok", "crashed", "ok"]
     assert exit_code(sweep, first) == 3
-    again = InlineWorker(edge=100)
+    again = FakeWorker(edge=100)
     second = run_inline(path, sweep, again)
     assert again.measured == [2]
     assert [p.status for p in second] == ["ok", "ok", "ok"]
     assert exit_code(sweep, second) == 0
-    third = InlineWorker(edge=100)
+    third = FakeWorker(edge=100)
     run_inline(path, sweep, third)
     assert (third.loads, third.measured) == (0, [])
 
 
 def test_a_failed_load_is_reported_once_and_the_next_runs(tmp_path: Path) -> None:
     sweep = Sweep(model=("fake",), offload=("none", "cpu"), batch_size=(1, 2))
-    points = run_inline(tmp_path / "r.jsonl", sweep, InlineWorker(edge=9, refuse_offload="none"))
+    points = run_inline(tmp_path / "r.jsonl", sweep, FakeWorker(edge=9, refuse_offload="none"))
     assert [(p.case.offload, p.status, p.stage) for p in points] == [
         ("none", "unsupported", "load"),
         ("cpu", "ok", None),
@@ -196,7 +196,7 @@ def test_a_signal_between_two_points_is_held_back_until_the_next(
         append(store, point)
 
     monkeypatch.setattr(Store, "append", interrupted)
-    worker = InlineWorker(edge=9)
+    worker = FakeWorker(edge=9)
     before = signal.getsignal(number)
     with pytest.raises(Interrupted) as interrupt:
         run_inline(tmp_path / "r.jsonl", Sweep(model=("fake",), batch_size=(1, 2, 4, 8)), worker)
@@ -214,7 +214,7 @@ def test_sigint_records_the_point_as_cancelled(tmp_path: Path) -> None:
         code = 1
         try:
             run_inline(
-                path, Sweep(model=("fake",), batch_size=(1, 2)), InlineWorker(edge=9, signal_at=(2, signal.SIGINT))
+                path, Sweep(model=("fake",), batch_size=(1, 2)), FakeWorker(edge=9, signal_at=(2, signal.SIGINT))
             )
         except KeyboardInterrupt:
             code = 130

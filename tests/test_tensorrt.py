@@ -28,7 +28,7 @@ from zinfer.spec.architecture import empty_model
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.model import ModelSpec, resolve
 from zinfer.spec.units import gb
-from zinfer.worker.server import not_as_asked
+from zinfer.worker.session import not_as_asked
 
 ARCHITECTURES = ("bloom", "opt", "llama", "qwen2", "mistral")
 CACHES: tuple[CacheKind, ...] = ("native", "plain")

@@ -1,8 +1,9 @@
 """Real worker processes with an engine that fails: each failure becomes its status, and the next point runs."""
 
 import gc
-import io
 import os
+import subprocess
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -14,11 +15,53 @@ import torch
 from tests import PATIENCE_S
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
+from zinfer.generation.sampling import Sampling
 from zinfer.plan.plan import make_plan
+from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.spec.case import Case, Option, Workload
-from zinfer.worker.process import Worker, WorkerDied
-from zinfer.worker.server import Server, not_as_asked
+from zinfer.worker.failure import Failure
+from zinfer.worker.inline import InlineWorker
+from zinfer.worker.process import TaskFailed, Worker, WorkerDied
+from zinfer.worker.session import Session, not_as_asked
+from zinfer.worker.tasks import (
+    TASKS,
+    About,
+    BatchRow,
+    BatchStart,
+    BatchStep,
+    BatchStepped,
+    ChatAsk,
+    ChatAsked,
+    ChatEnd,
+    ChatEnded,
+    ChatOpen,
+    ChatOpened,
+    ChatStep,
+    ChatToken,
+    Completion,
+    Facts,
+    Generate,
+    Generated,
+    Load,
+    Loaded,
+    LogitsCompare,
+    LogitsCompared,
+    LogitsFile,
+    LogitsRecord,
+    LogitsRecorded,
+    Measure,
+    Measured,
+    Message,
+    PrefixReuse,
+    PrefixReused,
+    Request,
+    RowStep,
+    TextWindowed,
+    TextWindows,
+    Tokenize,
+    Tokenized,
+)  # fmt: skip
 
 
 def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:
@@ -189,17 +232,18 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
             held.append(weakref.ref(scores))
             raise torch.OutOfMemoryError("out of memory")
 
-    server = Server(io.StringIO())
-    server._plan = make_plan(case(), SPEC, MACHINE)
-    server._engine = Hungry(server._plan)
-    server._facts = {"machine": "test"}
+    worker = InlineWorker.around(Hungry(make_plan(case(), SPEC, MACHINE)))
     gc.disable()
     try:
-        answer = server._measure(case().model_dump(mode="json"), repeats=1, tolerance=0.02)
+        point = worker.measure(case(), repeats=1, tolerance=0.02)
         assert held[0]() is None
+        with pytest.raises(TaskFailed, match="out of memory") as failed:
+            worker.ask(BatchStart(rows=[BatchRow(key=0, prompt_ids=[1], left=1)], reserve=1))
+        assert failed.value.status == "oom_gpu"
+        assert [one() for one in held] == [None, None]
     finally:
         gc.enable()
-    assert answer["point"]["status"] == "oom_gpu"
+    assert point.status == "oom_gpu"
 
 
 def test_one_output_token_still_shows_what_a_step_streams() -> None:
@@ -208,3 +252,118 @@ def test_one_output_token_still_shows_what_a_step_streams() -> None:
     point = worker.measure(asked, repeats=1, tolerance=0.02)
     worker.close()
     assert (point.status, point.step_ms) == ("ok", ((),))
+
+
+SAMPLING = Sampling(temperature=0.5, seed="s")
+PLAN = make_plan(case(), SPEC, MACHINE)
+POINT = Measurement(case=case(), status="oom_gpu", machine="m", error="no")
+MESSAGES: dict[str, tuple[Request[Any], Message]] = {
+    "load": (Load(target=TARGET, plan=PLAN), Loaded(refused=POINT)),
+    "about": (About(), Facts(machine="m", versions={"torch": "2"}, load_s=1.5)),
+    "measure": (Measure(case=case(2), repeats=3, tolerance=0.02), Measured(point=POINT)),
+    "generate": (
+        Generate(prompts=["é"], batch_size=1, sampling=SAMPLING),
+        Generated(
+            texts=[Completion(prompt="é", output_ids=[1], output_text="a", finish_reason="stop")], seconds=1.0
+        ),
+    ),
+    "tokenize": (
+        Tokenize(prompts=["a", [{"role": "user", "content": "b"}]], model=SPEC),
+        Tokenized(prompts=[[1, 2], "no chat template"]),
+    ),
+    "batch_start": (
+        BatchStart(rows=[BatchRow(key=1, prompt_ids=[1], left=2, sampling=SAMPLING, stop=("x",))], reserve=2),
+        BatchStepped(steps=1, seconds=0.5, rows=[RowStep(key=1, tokens=[3])]),
+    ),
+    "batch_step": (
+        BatchStep(),
+        BatchStepped(steps=1, seconds=0.5, rows=[RowStep(key=1, tokens=[], finish_reason="stop", text="a")]),
+    ),
+    "chat_open": (ChatOpen(output_len=3, cache_size=1, system="Be brief."), ChatOpened(notes=("a",))),
+    "chat_ask": (
+        ChatAsk(turn="Hi"), ChatAsked(text="a", finish_reason=None, seconds=0.1, reloaded=1, computed=2),
+    ),
+    "chat_step": (ChatStep(), ChatToken(text="", finish_reason="length", seconds=0.1)),
+    "chat_end": (ChatEnd(), ChatEnded(output_ids=[1], output_text="a")),
+    "prefix_reuse": (
+        PrefixReuse(context=9, new_tokens=2, repeats=1, folder="kv"),
+        PrefixReused(
+            recompute_ms=[1.0], memory_ms=[0.5], kept_bytes=7, same_token=True, max_difference=float("inf")
+        ),
+    ),
+    "text_windows": (
+        TextWindows(model=SPEC, text="abc", count=1, length=2), TextWindowed(pieces=None, tokens=3, ends=[2]),
+    ),
+    "logits_record": (
+        LogitsRecord(prompts=[[1]], tokens=[None], steps=1, file="f"),
+        LogitsRecorded(tokens=[[4]], logits=LogitsFile(file="f", dtype="float32", shape=(1, 1, 8))),
+    ),
+    "logits_compare": (
+        LogitsCompare(
+            prompts=[[1]], tokens=[[4]], first=0, logits=LogitsFile(file="f", dtype="float32", shape=(1, 1, 8))
+        ),
+        LogitsCompared(rows=[[Position(0.1, 0.0, 1.0, 2.0, float("inf"))]]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_each_task_goes_through_json_and_comes_back_as_it_was(name: str) -> None:
+    """Its function gets the request that was sent, whoever asks gets the answer that it gave; all are in the table."""
+    request, answer = MESSAGES[name]
+    task = TASKS[name]
+    assert (task.request, task.answer) == (type(request), type(answer))
+    base: Any = type(request).__mro__[1]
+    assert base.__pydantic_generic_metadata__["args"] == (type(answer),)
+    assert callable(task.function())
+    got: list[Request[Any]] = []
+
+    def function(_session: Session, request: Request[Any]) -> Message:
+        got.append(request)
+        return answer
+
+    assert InlineWorker(instead={type(request): function}).ask(request) == answer
+    assert got == [request]
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (None, "no task ''; there are load, about"),
+        ([1], "no task ''"),
+        ({"task": "fly", "request": {}}, "no task 'fly'"),
+        ({"task": "measure"}, "task measure: "),
+        ({"task": "measure", "request": {"case": {}, "repeats": 1, "tolerance": 0}}, "task measure: case.model: Field"),
+        ({"task": "batch_start", "request": {"rows": [{"key": "x"}], "reserve": 1}}, "task batch_start: rows.0.key"),
+        ({"task": "about", "request": {"loud": True}}, "task about: loud: Extra inputs are not permitted"),
+    ],
+)
+def test_what_is_no_request_is_a_failure_of_one_line(sent: Any, error: str) -> None:
+    failure = Failure.model_validate(InlineWorker().session.answer(sent)["failure"])
+    assert failure.status == "unsupported"
+    assert failure.error.startswith(error)
+    assert "\n" not in failure.error
+
+
+def test_a_worker_lives_on_after_what_is_no_request() -> None:
+    worker = Worker(TARGET, timeout_s=PATIENCE_S)
+    stdin = worker._process.stdin
+    assert stdin is not None
+    stdin.write(b"}{\n")
+    with pytest.raises(TaskFailed, match="no task ''"):
+        worker.ask(About())  # the answer to the line before
+    assert worker._answers.get(timeout=PATIENCE_S) == {"answer": Facts().model_dump(mode="json")}
+    with pytest.raises(TaskFailed, match="no batch is running") as failed:
+        worker.ask(BatchStep())
+    assert failed.value.status == "unsupported"
+    worker.close()
+
+
+def test_the_table_needs_no_torch() -> None:
+    script = (
+        "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from zinfer.worker import inline, process, tasks\n"
+        "from zinfer.worker.tasks import BatchRow, BatchStart\n"
+        "BatchStart(rows=[BatchRow(key=0, prompt_ids=[1], left=1)], reserve=1)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)

@@ -96,12 +96,12 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
 
     from zinfer.commands.watch import Watch
     from zinfer.job import accuracy as deviate
-    from zinfer.job.accuracy import NoAnswer, text_of, told_of
+    from zinfer.job.accuracy import describe, text_of
     from zinfer.job.signals import Interrupted, Signals
     from zinfer.record.accuracy import AccuracyRecord, Prompts
     from zinfer.spec import host, local
     from zinfer.spec.model import check_positions
-    from zinfer.worker.process import Worker, now, versions
+    from zinfer.worker.process import Worker, WorkerError, now, versions
 
     if not how["settings"]:
         raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8,fp8")
@@ -128,7 +128,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
         try:
             with signals.raised():
                 found = comparison.run()
-        except NoAnswer as error:
+        except WorkerError as error:
             raise Failure(f"the reference: {error.status}: {error}", ENVIRONMENT) from None
         except Interrupted as interrupt:
             raise SystemExit(128 + interrupt.signal) from None
@@ -138,7 +138,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
         device=str(devices[0].get("name", "gpu")) if devices else host.cpu_model(),
         started_at=started,
         versions=versions(reference.case.engine),
-        told=told_of(spec),
+        told=describe(spec),
         revision=source.revision,
         reference=reference.case,
         logits_dtype=found.logits_dtype,

@@ -10,11 +10,15 @@ from zinfer.commands import options
 from zinfer.spec.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.openai import Request
     from zinfer.job.batch.run import Standing
+    from zinfer.spec.model import ModelSpec
+    from zinfer.worker.process import Client
 
-AT_ONCE = 500  # prompts tokenised between two updates of the progress line
+AT_ONCE = 500  # prompts of one request to the worker: progress shows in between
 
 
 @click.command("batch", cls=options.LoadCommand)
@@ -127,7 +131,7 @@ def _run(
     from zinfer.job.batch.run import Job, JobFailed
     from zinfer.job.signals import Interrupted
     from zinfer.spec import local
-    from zinfer.worker.process import Worker, WorkerDied
+    from zinfer.worker.process import Worker, WorkerError
 
     spec = source.spec
     machine = options.with_nvme(local.this_machine(), how["nvme_path"])
@@ -140,8 +144,8 @@ def _run(
 
     worker = make_worker()
     try:
-        lengths = _lengths(waiting, worker, spec, watch)
-        rows, faults = rows_of(waiting, lengths, spec.max_position, output_len, ledger.made)
+        prompts = _tokenize(waiting, worker, spec, watch)
+        rows, faults = rows_of(waiting, prompts, spec.max_position, output_len, ledger.made)
         ledger.add(map(refusal, faults))
         if not rows:
             worker.close()
@@ -152,8 +156,9 @@ def _run(
         fits = packing.fitting(plan.case, needs(rows), spec, machine)
         rows, faults = split(rows, fits, f"{machine.name} with {plan.case.label()}")
         ledger.add(map(refusal, faults))
-    except WorkerDied as death:
-        raise Failure(f"{death.status}: {death}", ENVIRONMENT) from None
+    except WorkerError as error:
+        worker.close()
+        raise Failure(f"{error.status}: {error}", ENVIRONMENT) from None
     except BaseException:
         worker.kill()
         worker.close()
@@ -171,18 +176,22 @@ def _run(
         raise SystemExit(128 + interrupt.signal) from None
 
 
-def _lengths(waiting: "list[Request]", worker: Any, spec: Any, watch: "Watch") -> list[int | str]:
-    """Number of tokens of each prompt, or the reason why it cannot be read."""
-    lengths: list[int | str] = []
-    model = spec.model_dump(mode="json")
+def _tokenize(
+    waiting: "list[Request]", worker: "Client", spec: "ModelSpec", watch: "Watch"
+) -> "list[Sequence[int] | str]":
+    """Return the token ids of each prompt, or why it has none. Raises WorkerError."""
+    from array import array
+
+    from zinfer.worker.tasks import Tokenize
+
+    prompts: list[Sequence[int] | str] = []
     for start in range(0, len(waiting), AT_ONCE):
         watch.progress("reading prompts", start / len(waiting))
-        part = [(request.chat, request.prompt) for request in waiting[start : start + AT_ONCE]]
-        answer = worker.serve("rows", "lengths", model=model, prompts=part)
-        if "lengths" not in answer:
-            raise Failure(f"{answer['status']}: {answer['error']}", ENVIRONMENT)
-        lengths += answer["lengths"]
-    return lengths
+        part = [request.prompt for request in waiting[start : start + AT_ONCE]]
+        answer = worker.ask(Tokenize(model=spec, prompts=part))
+        # Four bytes an id: a job may have millions of them.
+        prompts += [ids if isinstance(ids, str) else array("i", ids) for ids in answer.prompts]
+    return prompts
 
 
 def _summary(answers: int, errors: int, output: Path, standing: "Standing | None") -> str:

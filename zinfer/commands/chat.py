@@ -6,12 +6,16 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from zinfer.cli import Failure
 from zinfer.spec.errors import ENVIRONMENT, INTERNAL
+
+if TYPE_CHECKING:
+    from zinfer.worker.process import Client
+    from zinfer.worker.tasks import Answer, ChatOpen, Request
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -100,39 +104,46 @@ class Stop:
         signal.signal(signal.SIGINT, self._before)
 
 
-def talk(worker: Any, said: Iterable[str], settings: dict[str, Any], say: Callable[[str], None], as_json: bool) -> None:
-    """Hold the conversation of the turns `said` with a loaded `worker`; `settings` are those of
-    `zinfer.generation.chat.Chat`.
+def talk(
+    worker: "Client", prompts: Iterable[str], opening: "ChatOpen", say: Callable[[str], None], as_json: bool
+) -> None:
+    """Hold a conversation of the turns `prompts` with a loaded `worker`; `say` gets lines for the user.
 
     Raises Failure if a turn fails, KeyboardInterrupt at the second ctrl-C in an answer.
     """
+    from zinfer.worker.process import TaskFailed
+    from zinfer.worker.tasks import ChatAsk, ChatEnd, ChatStep, ChatToken
 
-    def ask(verb: str, **fields: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = worker.serve("chat", verb, **fields)
-        if "error" in answer:
-            code = INTERNAL if answer["status"] == "crashed" else ENVIRONMENT
-            raise Failure(f"{answer['status']}: {answer['error']}", code)
-        for note in answer.get("notes", ()):
+    def ask(request: "Request[Answer]") -> "Answer":
+        try:
+            answer = worker.ask(request)
+        except TaskFailed as failed:
+            code = INTERNAL if failed.status == "crashed" else ENVIRONMENT
+            raise Failure(f"{failed.status}: {failed}", code) from None
+        for note in getattr(answer, "notes", ()):
             say(note)
         return answer
 
-    ask("open", **settings)
-    for number, turn in enumerate(said, start=1):
+    ask(opening)
+    for number, prompt in enumerate(prompts, start=1):
         with Stop() as stop:
-            first = step = ask("ask", turn=turn)
-            _show(step["text"], as_json)
+            first = ask(ChatAsk(turn=prompt))
+            step: ChatToken = first
+            _show(step.text, as_json)
             seconds, steps = 0.0, 0
-            while step["ended"] is None and not stop.asked:
-                step = ask("go_on")
-                seconds, steps = seconds + step["seconds"], steps + 1
-                _show(step["text"], as_json)
-        outcome = {
-            "turn": number, "prompt": turn, **_answer(ask("end")), "finish_reason": step["ended"] or "interrupted",
-            "reloaded_tokens": first["reloaded"], "computed_tokens": first["computed"],
-            "ttft_s": round(first["seconds"], 6), "decode_tok_s": round(steps / seconds, 3) if seconds else None,
+            while step.finish_reason is None and not stop.asked:
+                step = ask(ChatStep())
+                seconds, steps = seconds + step.seconds, steps + 1
+                _show(step.text, as_json)
+        answer = ask(ChatEnd())
+        turn = {
+            "turn": number, "prompt": prompt, "output_ids": answer.output_ids, "output_text": answer.output_text,
+            "finish_reason": step.finish_reason or "interrupted", "reloaded_tokens": first.reloaded,
+            "computed_tokens": first.computed, "ttft_s": round(first.seconds, 6),
+            "decode_tok_s": round(steps / seconds, 3) if seconds else None,
         }  # fmt: skip
-        click.echo(json.dumps(outcome, ensure_ascii=False) if as_json else "")
-        say(summary(outcome))
+        click.echo(json.dumps(turn, ensure_ascii=False) if as_json else "")
+        say(summary(turn))
 
 
 def _show(text: str, as_json: bool) -> None:
@@ -140,14 +151,10 @@ def _show(text: str, as_json: bool) -> None:
         click.echo(text, nl=False)
 
 
-def _answer(ended: dict[str, Any]) -> dict[str, Any]:
-    return {key: ended[key] for key in ("output_ids", "output_text")}
-
-
-def summary(outcome: dict[str, Any]) -> str:
+def summary(turn: dict[str, Any]) -> str:
     """One line about a turn: tokens reloaded and computed, TTFT, decode rate."""
     from zinfer.spec.units import duration, figures
 
-    rate = "" if outcome["decode_tok_s"] is None else f", then {figures(outcome['decode_tok_s'])} tok/s"
-    what = f"{outcome['reloaded_tokens']:,} tokens reloaded, {outcome['computed_tokens']:,} computed"
-    return f"[{what}: TTFT {duration(outcome['ttft_s'])}{rate}]"
+    rate = "" if turn["decode_tok_s"] is None else f", then {figures(turn['decode_tok_s'])} tok/s"
+    tokens = f"{turn['reloaded_tokens']:,} tokens reloaded, {turn['computed_tokens']:,} computed"
+    return f"[{tokens}: TTFT {duration(turn['ttft_s'])}{rate}]"

@@ -163,11 +163,12 @@ def _run(job: "Job", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
     """Measure one load, context after context; a context that cannot be measured gets a reason."""
     from zinfer.record.prefix_reuse import Point, Run
     from zinfer.spec.case import Workload
-    from zinfer.worker.process import Worker, WorkerDied, now
+    from zinfer.worker.process import TaskFailed, Worker, WorkerDied, now
+    from zinfer.worker.tasks import About, Facts, PrefixReuse
 
     spec = job.plan.model
     plans = [job.plan.at(case.workload) for case in job.cases]
-    began, facts, failed = now(), dict[str, Any](), ""
+    began, facts, failed = now(), Facts(), ""
     points: list[Point] = []
     usable = [plan for plan in plans if _why_not(plan) is None]
     worker: Worker | None = None
@@ -185,15 +186,17 @@ def _run(job: "Job", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
             if why_not or worker is None:
                 points.append(point.model_copy(update={"skipped": why_not}))
                 continue
-            measured = {"context": point.context, "new_tokens": point.new_tokens, "repeats": how["repeats"]}
-            answer = worker.serve("rerun", "measure", **measured, folder=how["folder"])
-            facts = worker.about()
-            if "error" in answer:  # a longer context fails, too
-                failed = f"{answer['status']}: {answer['error']}"
-                points.append(point.model_copy(update={"skipped": failed}))
-                failed = f"{point.context:,} tokens failed ({answer['status']})"
+            facts = worker.ask(About())
+            request = PrefixReuse(
+                context=point.context, new_tokens=point.new_tokens, repeats=how["repeats"], folder=how["folder"]
+            )
+            try:
+                answer = worker.ask(request)
+            except TaskFailed as error:  # what does not run at one context does not at a longer one
+                points.append(point.model_copy(update={"skipped": f"{error.status}: {error}"}))
+                failed = f"{point.context:,} tokens failed ({error.status})"
             else:
-                points.append(Point.model_validate(point.model_dump() | answer))
+                points.append(Point.model_validate(point.model_dump() | answer.model_dump()))
                 watch.say(_line(points[-1]))
     except WorkerDied as death:
         failed = f"{death.status}: {death}"
@@ -211,7 +214,7 @@ def _run(job: "Job", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
     return Run(
         machine=job.plan.machine.name, device=_device(job.plan.machine), case=case, num_layers=spec.num_layers,
         total_layers=spec.total_layers, model_revision=job.revision, started_at=began,
-        link=facts.get("link_bandwidth"), versions=facts.get("versions", {}), points=tuple(points),
+        link=facts.link_bandwidth, versions=facts.versions, points=tuple(points),
     )  # fmt: skip
 
 

@@ -64,7 +64,10 @@ def command(
     kv_cache_size: int,
     kv_cache_dir: str | None,
     kv_cache_dir_size: int,
-    **sampling: Any,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    ignore_eos: bool,
 ) -> None:
     """Continue prompts with a model of any size; greedy unless --temperature is set.
 
@@ -77,13 +80,16 @@ def command(
     zinfer run --model ./my-checkpoint --chat --kv-cache-dir ./kv
     """
     from zinfer.commands.watch import Watch
+    from zinfer.generation.sampling import Sampling
     from zinfer.plan.plan import make_plan
     from zinfer.spec import local
     from zinfer.spec.model import check_positions
     from zinfer.spec.units import duration
-    from zinfer.worker.process import Worker, WorkerDied
+    from zinfer.worker.process import TaskFailed, Worker, WorkerDied
+    from zinfer.worker.tasks import ChatOpen, Generate
 
     _check_chat(chat, batch_size, system, kv_cache_dir)
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(seed))
     output_len = output_len or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
     loads = options.one_load("run", model, engine, offload, layers, gpu_weights, settings, nvme_path)
@@ -115,13 +121,19 @@ def command(
                 raise Failure(f"loading failed ({refused.status}): {refused.error}", ENVIRONMENT)
             if chat:
                 watch.quiet()
-                settings_of_chat = {
-                    "sampling": {"output_len": output_len, **sampling}, "system": system, "size": kv_cache_size,
-                    "folder": kv_cache_dir, "folder_size": kv_cache_dir_size,
-                }  # fmt: skip
-                talk(worker, turns(texts), settings_of_chat, watch.say, as_json)
+                opening = ChatOpen(
+                    sampling=sampling, output_len=output_len, ignore_eos=ignore_eos, system=system,
+                    cache_size=kv_cache_size, folder=kv_cache_dir, folder_size=kv_cache_dir_size,
+                )  # fmt: skip
+                talk(worker, turns(texts), opening, watch.say, as_json)
                 return
-            answer = worker.generate(texts, size, {"output_len": output_len, **sampling})
+            request = Generate(
+                prompts=texts, batch_size=size, output_len=output_len, sampling=sampling, ignore_eos=ignore_eos
+            )
+            answer = worker.ask(request)
+        except TaskFailed as failed:
+            code = INTERNAL if failed.status == "crashed" else ENVIRONMENT
+            raise Failure(f"{failed.status}: {failed}", code) from None
         except WorkerDied as death:
             raise Failure(f"{death.status}: {death}", ENVIRONMENT) from None
         except KeyboardInterrupt:
@@ -129,16 +141,13 @@ def command(
             raise
         finally:
             worker.close()
-        if "texts" not in answer:
-            code = INTERNAL if answer["status"] == "crashed" else ENVIRONMENT
-            raise Failure(f"{answer['status']}: {answer['error']}", code)
-        tokens = sum(len(text["output_ids"]) for text in answer["texts"])
-        watch.say(f"{tokens} tokens in {duration(answer['seconds'])}: {tokens / answer['seconds']:.2f} tok/s")
+        tokens = sum(len(text.output_ids) for text in answer.texts)
+        watch.say(f"{tokens} tokens in {duration(answer.seconds)}: {tokens / answer.seconds:.2f} tok/s")
     if as_json:
-        click.echo(json.dumps(answer["texts"], indent=1, ensure_ascii=False))
+        click.echo(json.dumps([text.model_dump() for text in answer.texts], indent=1, ensure_ascii=False))
         return
-    for text in answer["texts"]:
-        click.echo(text["prompt"] + text["output_text"])
+    for text in answer.texts:
+        click.echo(text.prompt + text.output_text)
 
 
 def _longest(directory: str | None, texts: list[str]) -> int:

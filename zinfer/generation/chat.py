@@ -1,27 +1,25 @@
-"""A conversation on an engine, in the worker: a step at a time, so that whoever asks may stop at any token.
+"""Conversations on an engine, a token at a time, so that an answer may be stopped at any of them.
 
-After each answer what was computed goes to a shelf; the next turn takes up what it finds there.
+After each answer what was computed goes to the prefix cache; the next turn takes up what it finds there.
 """
 
-import time
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Literal, NamedTuple
 
 from zinfer.engine.base import Engine
 from zinfer.generation.detokenizer import Detokenizer, Dialogue
-from zinfer.generation.generate import Sampling, choose, eos_token_ids, load_tokenizer
-from zinfer.generation.passes import decode, prefill
 from zinfer.generation.prefix_cache import PrefixCache
+from zinfer.generation.sampling import NotFiniteError, Sampling
+from zinfer.generation.scheduler import Scheduler, Sequence
+from zinfer.generation.tokenizer import Tokenizer
 from zinfer.plan.plan import Plan
 from zinfer.spec.model import ModelError
 from zinfer.spec.source import revision_of
 
 
-def shelf_identity(plan: Plan) -> dict[str, str]:
-    """What tells the keys and values of a plan's model from those of all others, whichever engine computed them."""
+def cache_identity(plan: Plan) -> dict[str, str]:
+    """Return what tells the keys and values of a plan's model from those of all others, whichever engine computed
+    them."""
     spec = plan.model
     return {
         "model": Path(spec.name).name,
@@ -31,92 +29,104 @@ def shelf_identity(plan: Plan) -> dict[str, str]:
     }
 
 
+class Piece(NamedTuple):
+    """The text that a token completes, empty within a character; `finish_reason` is ``stop`` or ``length`` at the
+    answer's end, else None."""
+
+    text: str
+    finish_reason: Literal["stop", "length"] | None
+
+
 class Chat:
-    """One conversation. `open` comes first; a turn is an `ask`, a `go_on` for each further token, and an `end`."""
+    """One conversation: a turn is an `ask`, a `step` for each further token, and an `end`.
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._tokenizer: Any = load_tokenizer(plan.model)
-        self._shelf: PrefixCache | None = None
+    `cache_size` and `folder_size` are bytes of host memory and of the disk under `folder`. `notes` collects lines for
+    the user, which `take_notes` hands out once.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        sampling: Sampling,
+        output_len: int,
+        ignore_eos: bool = False,
+        system: str | None = None,
+        cache_size: int,
+        folder: str | None = None,
+        folder_size: int = 0,
+    ) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._sampling, self._output_len, self._ignore_eos = sampling, output_len, ignore_eos
+        self._scheduler = Scheduler(engine, tokenizer)
+        self._dialogue = Dialogue(tokenizer.hf, system)
+        self._cache: PrefixCache | None = None
+        self._turns = 0
         self._notes: list[str] = []
-
-    def open(
-        self, engine: Engine, sampling: dict[str, Any], system: str | None, size: int, folder: str | None,
-        folder_size: int,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Begin a conversation; `size` and `folder_size` are bytes. Returns ``notes``, lines for the user, as `ask` and
-        `end` do, too."""
-        self._sampling = Sampling.model_validate(sampling)
-        self._ends = frozenset() if self._sampling.ignore_eos else eos_token_ids(self._plan.model, self._tokenizer)
-        self._generator = torch.Generator(engine.device).manual_seed(self._sampling.seed)
-        self._dialogue = Dialogue(self._tokenizer, system)
         if not self._dialogue.template:
             self._notes.append("the model has no chat template: turns and answers follow each other as they are")
         if (why_not := engine.cannot_snapshot()) is not None:
             self._notes.append(f"each turn computes the whole conversation: {why_not}")
         else:
             where = None if folder is None else Path(folder)
-            if self._shelf is not None:
-                self._shelf.close()
             pin, say = engine.device.type == "cuda", self._notes.append
-            self._shelf = PrefixCache(shelf_identity(self._plan), size, where, folder_size, say, pin)
-        return self._told()
+            self._cache = PrefixCache(cache_identity(engine.plan), cache_size, where, folder_size, say, pin)
 
-    def ask(self, engine: Engine, turn: str) -> dict[str, Any]:
-        """A user's turn and the first token of its answer: how many tokens were ``reloaded`` and ``computed``, in how
-        many ``seconds``; and what `go_on` returns.
+    def ask(self, turn: str) -> tuple[Piece, int, int]:
+        """Compute a user's turn and the first token of its answer; returns its piece, and how many tokens were reloaded
+        and computed.
 
-        Raises ModelError where the model's positions leave no room for an answer.
+        Raises ModelError where the model's positions leave no room for an answer, NotFiniteError where the logits are
+        not numbers.
         """
-        began = time.monotonic()
-        spec = self._plan.model
-        self._ids = ids = self._dialogue.ask(turn)
-        self._left = self._sampling.output_len
+        spec = self._engine.plan.model
+        ids, left = self._dialogue.ask(turn), self._output_len
         if spec.max_position is not None:
-            self._left = min(self._left, spec.max_position - len(ids))
-        if self._left < 1:
+            left = min(left, spec.max_position - len(ids))
+        if left < 1:
             raise ModelError(f"the conversation has {len(ids)} tokens, and {spec.name} {spec.max_position} positions")
-        parts = self._shelf.find(ids) if self._shelf is not None else []
-        reloaded = sum(part.length for part in parts)
-        token_ids = torch.tensor([ids])
-        self._answer: list[int] = []
-        self._steps = 0
-        self._spelling = Detokenizer(self._tokenizer)
-        self._batch, logits = prefill(engine, token_ids, torch.ones_like(token_ids), self._left, parts)
-        piece = self._take(logits)
-        seconds = time.monotonic() - began
-        return {"reloaded": reloaded, "computed": len(ids) - reloaded, "seconds": seconds} | piece | self._told()
+        past = self._cache.find(ids) if self._cache is not None else []
+        reloaded = sum(part.length for part in past)
+        sampling = self._sampling.model_copy(update={"seed": f"{self._sampling.seed}/{self._turns}"})
+        self._turns += 1
+        self._answer = Sequence(ids, left, sampling, ignore_eos=self._ignore_eos)
+        self._detokenizer = Detokenizer(self._tokenizer.hf)
+        self._scheduler.start([self._answer], left, past)
+        return self._piece(), reloaded, len(ids) - reloaded
 
-    def go_on(self, engine: Engine) -> dict[str, Any]:
-        """The next token: the ``text`` that it completes, and ``ended``: None, ``stop`` at an end token, ``length``; in
-        how many ``seconds``."""
-        began = time.monotonic()
-        piece = self._take(decode(engine, self._batch, self._chosen))
-        self._steps += 1
-        return piece | {"seconds": time.monotonic() - began}
+    def step(self) -> Piece:
+        """Compute the next token of an answer that has not ended."""
+        self._scheduler.step()
+        return self._piece()
 
-    def end(self, engine: Engine) -> dict[str, Any]:
-        """End the answer, as far as it is, and keep what was computed: its ``output_ids`` and ``output_text``."""
-        text = self._dialogue.answered(self._answer)
-        if self._shelf is not None:
-            self._shelf.keep(self._ids + self._answer[: self._steps], engine, self._batch)
-        engine.retire(self._batch)
-        return {"output_ids": self._answer, "output_text": text} | self._told()
+    def end(self) -> tuple[list[int], str]:
+        """End the answer, as far as it is, and keep what was computed; returns its ids and its text."""
+        answer, loop = self._answer, self._scheduler.loop
+        text = self._dialogue.answered(answer.output_ids)
+        if self._cache is not None:
+            self._cache.keep(answer.prompt_ids + answer.output_ids[: loop.steps], self._engine, loop.batch)
+        self._scheduler.end()
+        return answer.output_ids, text
 
-    def _take(self, logits: Tensor) -> dict[str, Any]:
-        """Choose the next token from ``[1, V]`` logits."""
-        if not bool(logits.max().isfinite()):
-            raise ModelError("the model's output is not a number")
-        self._chosen = choose(logits, self._sampling, self._generator)
-        token = int(self._chosen[0])
-        if token in self._ends:
-            return {"text": self._spelling.rest(), "ended": "stop"}
-        self._answer.append(token)
-        text = self._spelling.add(token)
-        last = len(self._answer) == self._left
-        return {"text": text + (self._spelling.rest() if last else ""), "ended": "length" if last else None}
-
-    def _told(self) -> dict[str, Any]:
-        notes = list(self._notes)
+    def take_notes(self) -> tuple[str, ...]:
+        """Return the lines for the user that have come since the last time."""
+        notes = tuple(self._notes)
         self._notes.clear()
-        return {"notes": notes}
+        return notes
+
+    def close(self) -> None:
+        """End a running answer and free the prefix cache's memory; its files stay."""
+        self._scheduler.end()
+        if self._cache is not None:
+            self._cache.close()
+
+    def _piece(self) -> Piece:
+        answer = self._answer
+        if answer.error is not None:
+            self._scheduler.end()
+            raise NotFiniteError
+        if answer.finish_reason == "stop":  # the end token, which is no part of the answer
+            return Piece(self._detokenizer.rest(), "stop")
+        text = self._detokenizer.add(answer.output_ids[-1])
+        return Piece(text + (self._detokenizer.rest() if answer.ended else ""), answer.finish_reason)

@@ -14,24 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zinfer.plan.plan import Plan
 from zinfer.record.accuracy import AccuracyError, Along, Deviation, Failed, Position
-from zinfer.record.measurement import Status
 from zinfer.spec.case import Case
 from zinfer.spec.checkpoint import Checkpoint
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import gb
-from zinfer.worker.process import Worker, WorkerDied
-
-
-class NoAnswer(RuntimeError):
-    """A load or a pass that failed: its status, and the reason in one line."""
-
-    def __init__(self, status: Status, message: str) -> None:
-        super().__init__(message)
-        self.status: Status = status
+from zinfer.worker.process import Client, WorkerError
+from zinfer.worker.tasks import LogitsCompare, LogitsFile, LogitsRecord, TextWindows
 
 
 class Row(NamedTuple):
@@ -51,40 +43,31 @@ class Recorded:
 
     rows: Sequence[Row]
     tokens: list[list[int]]
-    lengths: list[int]  # tokens of each row up to the one that ends its own text, if any
-    file: dict[str, Any]  # arguments of `zinfer.worker.teacher_forcing.compare`
+    lengths: list[int]  # up to the token that ended the row's own text, if one did
+    logits: LogitsFile
 
 
-def ask(worker: Worker, verb: str, **fields: Any) -> dict[str, Any]:
-    """Call `zinfer.worker.teacher_forcing` in the worker. Raises NoAnswer if the call fails."""
-    answer = worker.serve("follow", verb, **fields)
-    if "status" in answer:
-        raise NoAnswer(answer["status"], str(answer["error"]))
-    return answer
-
-
-def record(worker: Worker, rows: Sequence[Row], steps: int, file: str, ends: frozenset[int]) -> Recorded:
+def record(worker: Client, rows: Sequence[Row], steps: int, file: str, ends: frozenset[int]) -> Recorded:
     """Run `rows` through the reference for `steps` tokens and store its logits in `file`; tokens in `ends` end a row's
     own text."""
     prompts, given = [row.prompt for row in rows], [row.tokens for row in rows]
-    answer = ask(worker, "record", prompts=prompts, tokens=given, steps=steps, file=file)
-    tokens = answer.pop("tokens")
+    answer = worker.ask(LogitsRecord(prompts=prompts, tokens=given, steps=steps, file=file))
     lengths = [
-        next((i + 1 for i, token in enumerate(made) if row.tokens is None and token in ends), steps)
-        for row, made in zip(rows, tokens, strict=True)
+        next((i + 1 for i, token in enumerate(tokens) if row.tokens is None and token in ends), steps)
+        for row, tokens in zip(rows, answer.tokens, strict=True)
     ]
-    return Recorded(rows, tokens, lengths, {"file": file, **answer})
+    return Recorded(rows, answer.tokens, lengths, answer.logits)
 
 
-def compare(worker: Worker, batch: Recorded, size: int | None = None) -> list[list[Position]]:
+def compare(worker: Client, batch: Recorded, size: int | None = None) -> list[list[Position]]:
     """Compare the loaded setting with the recorded logits of `batch`, `size` rows at a time: the positions of each
     row."""
     size, found = size or len(batch.rows), list[list[Position]]()
     for first in range(0, len(batch.rows), size):
         part = slice(first, first + size)
         prompts = [row.prompt for row in batch.rows[part]]
-        answer = ask(worker, "compare", prompts=prompts, tokens=batch.tokens[part], first=first, **batch.file)
-        found += [[Position(*fields) for fields in row] for row in answer["rows"]]
+        request = LogitsCompare(prompts=prompts, tokens=batch.tokens[part], first=first, logits=batch.logits)
+        found += worker.ask(request).rows
     return found
 
 
@@ -107,14 +90,14 @@ class Comparison:
     settings: Sequence[Plan]
     text: str
     samples: int
-    make_worker: Callable[[], Worker]
+    make_worker: Callable[[], Client]
     loading: Callable[[Plan], None] = lambda _plan: None
 
     def run(self) -> Found:
         """Run the reference, then every setting; a setting that fails is listed in `failed`.
 
-        Raises NoAnswer if the reference fails, AccuracyError if the text is too short or the disk has no room for the
-        reference's logits.
+        Raises WorkerError if the reference fails, AccuracyError if the text is too short or the disk has no room for
+        the reference's logits.
         """
         spec, load = self.reference.model, self.reference.case.workload
         size, cut = load.batch_size, load.input_len
@@ -141,42 +124,39 @@ class Comparison:
                         self._load(worker, plan)
                         found = [compare(worker, batch) for batch in recorded]
                     deviations += _deviations(plan.case, recorded, found)
-                except NoAnswer as error:
+                except WorkerError as error:
                     failed.append(Failed(case=plan.case, status=error.status, error=str(error)))
-        return Found(tokens, recorded[0].file["dtype"], tuple(deviations), tuple(failed))
+        return Found(tokens, recorded[0].logits.dtype, tuple(deviations), tuple(failed))
 
     @contextmanager
-    def _worker(self) -> Iterator[Worker]:
+    def _worker(self) -> Iterator[Client]:
         worker = self.make_worker()
         try:
             yield worker
-        except WorkerDied as death:
-            raise NoAnswer(death.status, str(death)) from None
         except KeyboardInterrupt:
             worker.kill()
             raise
         finally:
             worker.close()
 
-    def _cut(self, worker: Worker) -> tuple[list[list[int]], int, frozenset[int]]:
+    def _cut(self, worker: Client) -> tuple[list[list[int]], int, frozenset[int]]:
         """The samples, the number of tokens in the text, and the tokens that end a row's own text."""
         spec, length = self.reference.model, self.reference.case.workload.total_len
-        model = spec.model_dump(mode="json")
-        answer = ask(worker, "windows", model=model, text=self.text, count=self.samples, length=length)
-        if answer["pieces"] is None:
+        answer = worker.ask(TextWindows(model=spec, text=self.text, count=self.samples, length=length))
+        if answer.pieces is None:
             raise AccuracyError(
-                f"the text has {answer['tokens']:,} tokens, too few for {self.samples} samples of {length}: "
+                f"the text has {answer.tokens:,} tokens, too few for {self.samples} samples of {length}: "
                 "give a longer --prompt-file, or fewer --samples"
             )
-        return answer["pieces"], answer["tokens"], frozenset(answer["ends"])
+        return answer.pieces, answer.tokens, frozenset(answer.ends)
 
-    def _load(self, worker: Worker, plan: Plan) -> None:
+    def _load(self, worker: Client, plan: Plan) -> None:
         self.loading(plan)
         refused = worker.load(plan)
         if refused is not None:
-            raise NoAnswer(refused.status, f"loading failed: {refused.error}")
+            raise WorkerError(refused.status, f"loading failed: {refused.error}")
 
-    def _noise(self, worker: Worker, batch: Recorded) -> list[Deviation]:
+    def _noise(self, worker: Client, batch: Recorded) -> list[Deviation]:
         """Compare the reference with itself, with half the rows of `batch` at a time."""
         half = (len(batch.rows) + 1) // 2
         if half == len(batch.rows):
@@ -205,7 +185,7 @@ def text_of(name: str) -> tuple[str, str]:
         raise AccuracyError(f"--prompt-file {name} cannot be read: {reason}") from None
 
 
-def told_of(spec: ModelSpec) -> str:
+def describe(spec: ModelSpec) -> str:
     """Description of the model: its shape, and the origin that its safetensors metadata states."""
     shape = (
         f"{spec.architecture}, {spec.parameters / 1e6:,.0f} million weights, {spec.num_layers} layers, "

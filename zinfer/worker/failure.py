@@ -1,24 +1,33 @@
 """Status and one-line error message for an exception of loading or running."""
 
 import os
-from typing import Any
 
 from zinfer.record.measurement import Status
 from zinfer.spec.errors import one_line
+from zinfer.spec.value import Frozen
 
 
-def told(error: BaseException, stage: str) -> dict[str, Any]:
-    """Return the fields of a record that describe an exception; with --debug, print its traceback to stderr."""
+class Failure(Frozen):
+    """The answer of a task that failed: its status, one line that says why, and where it ended."""
+
+    status: Status
+    error: str
+    stage: str = ""
+
+
+def failure_of(error: BaseException, stage: str) -> Failure:
+    """Return what a record says of an exception; with --debug, stderr gets its traceback."""
     if os.environ.get("ZINFER_DEBUG") == "1":
         import traceback
 
         traceback.print_exception(error)
-    return {"status": status_of(error), "stage": stage, "error": one_line(error)}
+    return Failure(status=status_of(error), error=one_line(error), stage=stage)
 
 
 def status_of(error: BaseException) -> Status:
     """Return the status for an exception of loading or measuring."""
     from zinfer.engine import EngineError
+    from zinfer.generation.sampling import NotFiniteError
     from zinfer.spec.checkpoint import CheckpointError
     from zinfer.spec.engine import OptionError
     from zinfer.spec.model import ModelError
@@ -29,6 +38,8 @@ def status_of(error: BaseException) -> Status:
         return "oom_gpu"
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
         return "oom_host"
+    if isinstance(error, NotFiniteError):
+        return "nan_output"
     if isinstance(error, ModelError | EngineError | OptionError | NotImplementedError):
         return "unsupported"
     if isinstance(error, CheckpointError | OSError):

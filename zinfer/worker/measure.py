@@ -1,7 +1,7 @@
 """The clock. One loop measures every engine: warm-up, prefill to the first token, decode steps, each synchronised.
 
 Prompts are random tokens without padding, so that a batch of B prompts of S tokens costs exactly B · S positions. The
-next token is chosen greedily on the device; a step's time includes that choice, as a user's would.
+next token is chosen greedily; a step's time includes that choice, as a user's would.
 """
 
 import threading
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zinfer.engine.base import Engine, MicroBatch, Work
-from zinfer.generation.passes import decode, prefill
+from zinfer.engine.base import Engine
+from zinfer.generation.sampling import greedy
+from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.measurement import Span, Status
 from zinfer.spec.case import Workload
 
@@ -26,11 +27,12 @@ WARM_UP_STEPS = 2
 SAMPLE_SECONDS = 0.25
 
 Beat = Callable[[str, float], None]  # stage, and the share of the point that is done
+Clock = Callable[[], float]  # seconds
 
 
 @dataclass
 class Samples:
-    """What the clock saw. On an exception the samples taken so far stay, and `stage` says where it happened."""
+    """Samples of a point. On an exception the samples taken so far stay, and `stage` says where it happened."""
 
     ttft_ms: list[float] = field(default_factory=list)
     step_ms: list[tuple[float, ...]] = field(default_factory=list)
@@ -55,6 +57,23 @@ def prompts(workload: Workload, vocab_size: int) -> Tensor:
     return torch.randint(low, vocab_size, shape, generator=generator)
 
 
+class Greedy:
+    """The sampler that is timed: the most likely tokens. `finite` tells whether all logits of a run were numbers."""
+
+    def __init__(self) -> None:
+        self._finite: list[Tensor] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        ids, finite = greedy(logits)
+        self._finite.append(finite)
+        return ids
+
+    def finite(self) -> bool:
+        """Return whether all logits since the last call were numbers."""
+        seen, self._finite = self._finite, []
+        return bool(torch.stack(seen).all())
+
+
 def measure(
     engine: Engine,
     workload: Workload,
@@ -64,6 +83,7 @@ def measure(
     repeats: int = 3,
     enough: Callable[[Sequence[float]], bool] = lambda _e2e_ms: False,
     beat: Beat = lambda _stage, _share: None,
+    clock: Clock = time.perf_counter,
 ) -> None:
     """Fill `samples` with up to `repeats` whole runs of `workload`, fewer once `enough` says so of their times (ms).
 
@@ -74,89 +94,88 @@ def measure(
     token_ids = prompts(workload, vocab_size).to(engine.device)
     mask = torch.ones_like(token_ids)
     total = repeats * workload.output_len
+    sampler = Greedy()
+    loop = DecodeLoop(engine, sampler)
     with Telemetry(engine.device) as telemetry:
         try:
             beat("warm-up", 0.0)
-            batch, logits = prefill(engine, token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
+            loop.start(token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
             for _ in range(WARM_UP_STEPS):  # also where no step is timed: they show what a step streams
-                logits = decode(engine, batch, logits.argmax(-1))
+                loop.step()
             synchronize(engine.device)
-            engine.retire(batch)
-            del logits  # in the midst of the memory that the next prefill takes
+            sampler.finite()
             telemetry.start()
             for repeat in range(repeats):
-                batch, token = _run_once(
-                    engine, token_ids, mask, workload, samples, lambda step: beat(samples.stage, step / total)
+                first_ms, step_ms = _run_once(
+                    loop, token_ids, mask, workload, samples, lambda step: beat(samples.stage, step / total), clock
                 )
-                if samples.status != "ok":
+                if not sampler.finite():
+                    samples.status = "nan_output"
                     return
+                samples.ttft_ms.append(first_ms)
+                samples.step_ms.append(step_ms)
                 e2e = [first + sum(rest) for first, rest in zip(samples.ttft_ms, samples.step_ms, strict=True)]
                 if repeat + 1 == repeats or enough(e2e):
                     samples.gpu = telemetry.summary()
                     with suppress(Exception):
-                        spans = engine.timeline([Work(batch, token[:, None])])
-                        samples.timeline = tuple(Span.model_validate(span) for span in spans)
+                        samples.timeline = tuple(Span.model_validate(span) for span in loop.timeline())
                     return
-                engine.retire(batch)
         finally:
             samples.gpu = samples.gpu or telemetry.summary()
             with suppress(Exception):
-                engine.clear()
+                loop.end()
 
 
 def _run_once(
-    engine: Engine,
+    loop: DecodeLoop,
     token_ids: Tensor,
     mask: Tensor,
     workload: Workload,
     samples: Samples,
     tick: Callable[[int], None],
-) -> tuple[MicroBatch, Tensor]:
-    """One repeat: its prefill and its decode steps; nothing is kept of a repeat that does not finish. Returns the
-    micro-batch and the last tokens, ``[B]``, for which it has room: a run takes one token less than is reserved."""
-    done = len(samples.ttft_ms) * workload.output_len
-    synchronize(engine.device)
+    clock: Clock,
+) -> tuple[float, tuple[float, ...]]:
+    """Time one repeat: its prefill and each of its decode steps, in ms. The KV cache has room for one step more: a run
+    takes one token less than is reserved."""
+    done, device = len(samples.ttft_ms) * workload.output_len, loop.engine.device
+    loop.end()
+    synchronize(device)
     samples.stage = "prefill"
     tick(done)
-    start = time.perf_counter()
-    batch, logits = prefill(engine, token_ids, mask, reserve=workload.output_len)
-    token = logits.argmax(-1)
-    synchronize(engine.device)
-    last = time.perf_counter()
+    start = clock()
+    loop.start(token_ids, mask, reserve=workload.output_len)
+    synchronize(device)
+    last = clock()
     first_ms = (last - start) * 1e3
     samples.stage = "decode"
     step_ms = []
     for step in range(1, workload.output_len):
-        logits = decode(engine, batch, token)
-        token = logits.argmax(-1)
-        synchronize(engine.device)
-        now = time.perf_counter()
-        step_ms.append((now - last) * 1e3)
+        loop.step()
+        synchronize(device)
+        step_ms.append((clock() - last) * 1e3)
         tick(done + step)
-        last = time.perf_counter()
-    if not bool(torch.isfinite(logits).all()):
-        samples.status = "nan_output"
-        return batch, token
-    samples.ttft_ms.append(first_ms)
-    samples.step_ms.append(tuple(step_ms))
-    return batch, token
+        last = clock()
+    return first_ms, tuple(step_ms)
 
 
 def first_token_ms(
-    engine: Engine, token_ids: Tensor, past: Callable[[], Sequence["KVSnapshot"]] = lambda: ()
-) -> tuple[float, MicroBatch, Tensor]:
-    """Milliseconds until the token after ``[1, S]`` is chosen, the micro-batch, and its logits ``[1, V]``; the time
-    that getting `past` takes is part of them."""
-    synchronize(engine.device)
-    start = time.perf_counter()
-    batch, logits = prefill(engine, token_ids, torch.ones_like(token_ids), reserve=1, past=past())
-    logits.argmax(-1)
-    synchronize(engine.device)
-    return (time.perf_counter() - start) * 1e3, batch, logits
+    loop: DecodeLoop,
+    token_ids: Tensor,
+    past: Callable[[], Sequence["KVSnapshot"]] = lambda: (),
+    clock: Clock = time.perf_counter,
+) -> float:
+    """Return the milliseconds until the token after ``[1, S]`` is chosen; what it takes to have `past` is part of
+    them."""
+    loop.end()
+    synchronize(loop.engine.device)
+    start = clock()
+    loop.start(token_ids, torch.ones_like(token_ids), reserve=1, past=past())
+    synchronize(loop.engine.device)
+    return (clock() - start) * 1e3
 
 
 class Telemetry:
-    """What the GPU did meanwhile, by NVML: clocks, power, energy, temperature, reasons for throttling.
+    """The GPU's telemetry, by NVML: clocks, power, energy, temperature, reasons for throttling.
 
     Without NVML, or without a GPU, the summary is empty.
     """

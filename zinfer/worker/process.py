@@ -1,7 +1,8 @@
-"""One process a load. CUDA, ZeRO and TensorRT keep global state, and an out-of-memory must not take the sweep down.
+"""The parent's end of a worker: one process a load.
 
-Parent and worker exchange JSON lines over the worker's stdin and stdout, in lock-step: a point is asked for only when
-the one before it is on disk. The worker's own prints go to stderr. A worker ends with its parent, whatever kills that.
+CUDA, ZeRO and TensorRT keep global state, and an out-of-memory must not take the sweep down. Parent and worker exchange
+JSON lines over the worker's stdin and stdout, in lock-step: a point is asked for only when the one before it is on
+disk. The worker's own prints go to stderr. A worker ends with its parent, whatever kills that.
 """
 
 import json
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -23,9 +25,11 @@ from zinfer import __version__
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.spec.case import Case
+from zinfer.worker.failure import Failure
+from zinfer.worker.tasks import NAMES, TASKS, Answer, Load, Measure, Request
 
-Notice = Callable[[str, float], None]
-Loaded = Callable[[int, float], None]  # bytes of weights, and the seconds it took
+Notice = Callable[[str, float], None]  # what is being done, and the share of it that is done
+OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
 # as long. Sleeping costs next to nothing.
 _CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -34,24 +38,74 @@ _GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def now() -> str:
-    """The time, ISO 8601, UTC, to the second."""
+    """Return the time, ISO 8601, UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-class WorkerDied(RuntimeError):
-    """The worker ended, or was ended, without an answer."""
+class WorkerError(RuntimeError):
+    """A request without an answer: its status, and why in one line."""
 
     def __init__(self, status: Status, message: str) -> None:
         super().__init__(message)
         self.status: Status = status
 
 
-class Worker:
-    """The parent's end: starts the process, loads one engine in it, measures cases, watches the time.
+class TaskFailed(WorkerError):
+    """The task failed; the worker lives."""
 
-    `target` is the engine as ``module:Class``. Raises WorkerDied from `load` and `measure` when the process crashes
-    (`crashed`, `oom_host`) or overruns `timeout_s` (`timeout`; it is killed then). A worker that answers with a failure
-    of its own returns a Measurement with that status.
+
+class WorkerDied(WorkerError):
+    """The worker ended, or was ended, without an answer."""
+
+
+class Client(ABC):
+    """Whoever answers requests: a process (`Worker`), or this one (`zinfer.worker.inline.InlineWorker`)."""
+
+    def __init__(self, target: str, notice: Notice, loaded: OnLoaded) -> None:
+        self._target, self._notice, self._loaded = target, notice, loaded
+
+    def ask(self, request: Request[Answer]) -> Answer:
+        """Return the answer to a request of `zinfer.worker.tasks`.
+
+        Raises TaskFailed where the worker says that it failed, WorkerDied where it ended without an answer.
+        """
+        name = NAMES[type(request)]
+        answer = self._exchange({"task": name, "request": request.model_dump(mode="json")})
+        if "failure" in answer:
+            failure = Failure.model_validate(answer["failure"])
+            raise TaskFailed(failure.status, failure.error)
+        found: Answer = TASKS[name].answer.model_validate(answer["answer"])  # type: ignore[assignment]
+        return found
+
+    def load(self, plan: Plan) -> Measurement | None:
+        """Load `plan`'s engine; None when it is ready, else a Measurement that says why it is not."""
+        answer = self.ask(Load(target=self._target, plan=plan))
+        if answer.refused is None:
+            self._loaded(answer.load_bytes, answer.load_s)
+        return answer.refused
+
+    def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
+        """Measure one case of the loaded engine; a failure is a Measurement with its status."""
+        return self.ask(Measure(case=case, repeats=repeats, tolerance=tolerance)).point
+
+    @abstractmethod
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the session's answer to a message, both as JSON has them. Raises WorkerDied."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the worker and whatever it started, at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let the worker finish in order. Safe to call twice."""
+
+
+class Worker(Client):
+    """A worker in a process of its own: starts it, asks it, watches the time.
+
+    `target` is the engine as ``module:Class``. Raises WorkerDied when the process crashes (`crashed`, `oom_host`) or
+    overruns `timeout_s` in a request (`timeout`; it is killed then).
     """
 
     def __init__(
@@ -60,10 +114,11 @@ class Worker:
         *,
         timeout_s: float,
         notice: Notice = lambda _what, _share: None,
-        loaded: Loaded = lambda _size, _seconds: None,
+        loaded: OnLoaded = lambda _size, _seconds: None,
         debug: bool = False,
     ) -> None:
-        self._target, self._timeout, self._notice, self._loaded = target, timeout_s, notice, loaded
+        super().__init__(target, notice, loaded)
+        self._timeout = timeout_s
         self._log: IO[bytes] | None = None if debug else tempfile.TemporaryFile()  # noqa: SIM115
         self._oom_kills = _oom_kills()
         self._process = subprocess.Popen(
@@ -84,33 +139,7 @@ class Worker:
                 self._answers.put(json.loads(line))
         self._answers.put(None)
 
-    def load(self, plan: Plan) -> Measurement | None:
-        """Load `plan`'s engine; None when it is ready, else a Measurement that says why it is not."""
-        answer = self._ask({"do": "load", "target": self._target, "plan": plan.model_dump(mode="json")})
-        if "point" in answer:
-            return Measurement.model_validate(answer["point"])
-        self._loaded(answer["load_bytes"], answer["load_s"])
-        return None
-
-    def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
-        """Measure one case of the loaded engine."""
-        fields = {"case": case.model_dump(mode="json"), "repeats": repeats, "tolerance": tolerance}
-        return Measurement.model_validate(self._ask({"do": "measure", **fields})["point"])
-
-    def generate(self, prompts: list[str], batch_size: int, sampling: dict[str, Any]) -> dict[str, Any]:
-        """Continue `prompts` as `zinfer.generation.generate` does: ``{"texts": [..]}``, or ``{"status": .., "error":
-        ..}``."""
-        return self._ask({"do": "generate", "prompts": prompts, "batch_size": batch_size, "sampling": sampling})
-
-    def about(self) -> dict[str, Any]:
-        """What every record of this load says: versions, the link's bandwidth, how long loading took."""
-        return self._ask({"do": "about"})
-
-    def serve(self, service: str, verb: str, **fields: Any) -> dict[str, Any]:
-        """What `verb` of one of `zinfer.worker.tasks` answers, or ``{"status": .., "error": ..}``."""
-        return self._ask({"do": "serve", "service": service, "verb": verb, "fields": fields})
-
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -138,7 +167,7 @@ class Worker:
         return WorkerDied("crashed", f"the worker ended: {how}" + (f"; its last words: {tail}" if tail else ""))
 
     def _tail(self) -> str:
-        """The last line the worker wrote to stderr, where errors end up."""
+        """Return the last line that the worker wrote to stderr, where errors end up."""
         if self._log is None:
             return ""
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
@@ -146,7 +175,6 @@ class Worker:
         return lines[-1].strip()[:300] if lines else ""
 
     def kill(self) -> None:
-        """End the worker and whatever it started, at once."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -165,7 +193,7 @@ class Worker:
 
 
 def _oom_kills() -> int:
-    """How often the kernel's out-of-memory killer has struck in this container so far; 0 where that is not told."""
+    """Count how often the kernel's out-of-memory killer has struck in this container; 0 where that is not known."""
     for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
         with suppress(OSError, ValueError):
             fields = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
@@ -175,7 +203,7 @@ def _oom_kills() -> int:
 
 
 def versions(engine_name: str) -> dict[str, str]:
-    """Versions of Python, zinfer, the driver, and the packages that the engine requires."""
+    """Return the versions of Python, zinfer, the driver, and the packages that the engine requires."""
     import platform
     from importlib import metadata
 

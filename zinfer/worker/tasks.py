@@ -1,52 +1,349 @@
-"""What a worker does for a command besides loading and measuring: a service is an object in the worker's process, and
-each of its methods, which takes the engine first and else what JSON can carry, is one request and one answer.
+"""The tasks of a worker: one table from a name to its request, its answer and its function.
 
-    rows (`zinfer.generation.rows`): batch jobs         chat (`zinfer.generation.chat`): a conversation
-    rerun (`zinfer.worker.prefix_reuse`): what a kept conversation saves
-    follow (`zinfer.worker.teacher_forcing`): logits along given tokens
+Requests and answers travel as JSON. The functions are imported where they run: the table needs no torch.
 """
 
-from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.plan.plan import Plan
+from zinfer.record.accuracy import Position
+from zinfer.record.measurement import Measurement
+from zinfer.spec.case import Case
 from zinfer.spec.model import ModelSpec
+from zinfer.spec.value import Frozen
 
 if TYPE_CHECKING:
-    from zinfer.engine.base import Progress
+    from zinfer.worker.session import Session
 
 
-class Services:
-    """Those of one worker, each made at its first request; `beat` hears of progress."""
+class Message(Frozen):
+    """A request or an answer; numbers that are not finite travel, too."""
 
-    def __init__(self, beat: "Progress") -> None:
-        self._beat = beat
-        self._made: dict[str, Any] = {}
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
-    def answer(self, service: str, verb: str, engine: Any, plan: Plan | None, fields: dict[str, Any]) -> dict[str, Any]:
-        """What `verb` of `service` answers, whose arguments are `fields`, for the `engine` and `plan` that are loaded.
-        Those of ``rows`` may have the `model` among them, as JSON, for before anything is."""
-        model = fields.pop("model", None) if service == "rows" else None
-        if service not in self._made:
-            self._made[service] = self._make(service, plan, model)
-        answer: dict[str, Any] = getattr(self._made[service], verb)(engine, **fields)
-        return answer
 
-    def _make(self, service: str, plan: Any, model: Any) -> Any:
-        if service == "rows":
-            from zinfer.generation.rows import Rows
+Answer = TypeVar("Answer", bound=Message)
 
-            return Rows(plan.model if plan is not None else ModelSpec.model_validate(model))
-        if service == "chat":
-            from zinfer.generation.chat import Chat
 
-            return Chat(plan)
-        if service == "rerun":
-            from zinfer.worker.prefix_reuse import Rerun
+class Request(Message, Generic[Answer]):
+    """A request whose answer is an `Answer`."""
 
-            return Rerun(plan, self._beat)
-        from zinfer.worker import teacher_forcing
 
-        verbs = ("windows", "record", "compare")
-        return SimpleNamespace(**{verb: partial(getattr(teacher_forcing, verb), beat=self._beat) for verb in verbs})
+def _unicode(value: Any) -> Any:
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+
+Text = Annotated[str, BeforeValidator(_unicode)]  # bytes of a command line that are no UTF-8 become question marks
+
+
+# Loading and measuring
+
+
+class Loaded(Message):
+    """Seconds and bytes of a load, or the point that says why the engine is not ready."""
+
+    load_s: float = 0.0
+    load_bytes: int = 0
+    refused: Measurement | None = None
+
+
+class Load(Request[Loaded]):
+    """Load the engine at `target`, ``module:Class``, for a plan."""
+
+    target: str
+    plan: Plan
+
+
+class Facts(Message):
+    """Facts of a load that every record of it has."""
+
+    machine: str = ""
+    num_layers: int | None = None
+    total_layers: int | None = None
+    started_at: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+    link_bandwidth: float | None = None  # bytes a second, host to device
+    load_s: float | None = None
+    load_bytes: int | None = None
+
+
+class About(Request[Facts]):
+    """Describe the load."""
+
+
+class Measured(Message):
+    """A measured point, whatever its status."""
+
+    point: Measurement
+
+
+class Measure(Request[Measured]):
+    """Measure a case of the loaded engine; fewer repeats do where their spread is within `tolerance`."""
+
+    case: Case
+    repeats: int
+    tolerance: float
+
+
+# Text
+
+
+class Completion(Message):
+    """A continued prompt; `output_ids` are without the end token."""
+
+    prompt: Text
+    output_ids: list[int]
+    output_text: str
+    finish_reason: Literal["stop", "length"]
+
+
+class Generated(Message):
+    """The texts of `Generate`, in the order of its prompts, and the seconds that they took."""
+
+    texts: list[Completion]
+    seconds: float
+
+
+class Generate(Request[Generated]):
+    """Continue prompts, `batch_size` at a time, by up to `output_len` tokens."""
+
+    prompts: list[Text]
+    batch_size: int
+    output_len: int = 32
+    sampling: Sampling = GREEDY
+    ignore_eos: bool = False
+
+
+class Tokenized(Message):
+    """The ids of each prompt, or why it has none."""
+
+    prompts: list[list[int] | str]
+
+
+class Tokenize(Request[Tokenized]):
+    """Turn prompts, texts or a chat's messages, into token ids; `model` where nothing is loaded yet."""
+
+    prompts: list[Text | list[dict[str, Text]]]
+    model: ModelSpec | None = None
+
+
+class BatchRow(Message):
+    """A row of a batch: the fields of a `zinfer.generation.scheduler.Sequence`."""
+
+    key: int
+    prompt_ids: list[int]
+    output_ids: list[int] = Field(default_factory=list)
+    left: int
+    sampling: Sampling = GREEDY
+    stop: tuple[Text, ...] = ()
+
+
+class RowStep(Message):
+    """The `tokens` that a row has got; one that ended has a `finish_reason` and its `text`, or an `error`."""
+
+    key: int
+    tokens: list[int]
+    finish_reason: Literal["stop", "length"] | None = None
+    text: str = ""
+    error: str | None = None
+
+
+class BatchStepped(Message):
+    """The steps that a batch has made, the seconds that they took, and the rows that went on."""
+
+    steps: int
+    seconds: float
+    rows: list[RowStep]
+
+
+class BatchStart(Request[BatchStepped]):
+    """Begin a batch with room for `reserve` more tokens a row: its prefill and first token."""
+
+    rows: list[BatchRow]
+    reserve: int
+
+
+class BatchStep(Request[BatchStepped]):
+    """Decode until a row ends, the room is used up, or a second has gone by."""
+
+
+# Conversations
+
+
+class ChatOpened(Message):
+    """Lines for the user."""
+
+    notes: tuple[str, ...] = ()
+
+
+class ChatOpen(Request[ChatOpened]):
+    """Begin a conversation whose computed turns may take `cache_size` bytes of host memory, and `folder_size` bytes of
+    the disk under `folder`."""
+
+    sampling: Sampling = GREEDY
+    output_len: int
+    ignore_eos: bool = False
+    system: Text | None = None
+    cache_size: int
+    folder: str | None = None
+    folder_size: int = 0
+
+
+class ChatToken(Message):
+    """The text that a token completes; `finish_reason` at the answer's end."""
+
+    text: str
+    finish_reason: Literal["stop", "length"] | None
+    seconds: float
+
+
+class ChatAsked(ChatToken):
+    """The first token of an answer, and how many tokens of the conversation were reloaded and computed for it."""
+
+    reloaded: int
+    computed: int
+    notes: tuple[str, ...] = ()
+
+
+class ChatAsk(Request[ChatAsked]):
+    """Compute a user's turn and the first token of its answer."""
+
+    turn: Text
+
+
+class ChatStep(Request[ChatToken]):
+    """Compute the next token of the answer."""
+
+
+class ChatEnded(Message):
+    """The answer as far as it is."""
+
+    output_ids: list[int]
+    output_text: str
+    notes: tuple[str, ...] = ()
+
+
+class ChatEnd(Request[ChatEnded]):
+    """End the answer, and keep what was computed."""
+
+
+# Studies
+
+
+class PrefixReused(Message):
+    """Samples, in ms, and findings of a `zinfer.record.prefix_reuse.Point`."""
+
+    recompute_ms: list[float]
+    memory_ms: list[float]
+    disk_ms: list[float] = Field(default_factory=list)
+    kept_bytes: int
+    same_token: bool
+    max_difference: float
+
+
+class PrefixReuse(Request[PrefixReused]):
+    """Time the first token of `context` tokens: all computed, and all but `new_tokens` reloaded from host memory, and
+    from a file in `folder`."""
+
+    context: int
+    new_tokens: int
+    repeats: int
+    folder: str | None = None
+
+
+class TextWindowed(Message):
+    """Pieces of a text, None where it is too short, how many tokens all of it has, and the tokens that end a text."""
+
+    pieces: list[list[int]] | None
+    tokens: int
+    ends: list[int]
+
+
+class TextWindows(Request[TextWindowed]):
+    """Cut `count` pieces of `length` tokens out of a text."""
+
+    model: ModelSpec
+    text: Text
+    count: int
+    length: int
+
+
+class LogitsFile(Message):
+    """Logits on disk: their type and their shape, ``[steps, B, V]``."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, int, int]
+
+
+class LogitsRecorded(Message):
+    """The tokens that followed each prompt, ``[B, steps]``, and the logits that they were chosen from."""
+
+    tokens: list[list[int]]
+    logits: LogitsFile
+
+
+class LogitsRecord(Request[LogitsRecorded]):
+    """Continue prompts of one length by `steps` tokens: those of `tokens`, or the most likely ones where a row has None
+    there; write the logits to `file`."""
+
+    prompts: list[list[int]]
+    tokens: list[list[int] | None]
+    steps: int
+    file: str
+
+
+class LogitsCompared(Message):
+    """The deviation at every step of each row."""
+
+    rows: list[list[Position]]
+
+
+class LogitsCompare(Request[LogitsCompared]):
+    """Hold the engine's logits along `tokens`, which follow `prompts`, against recorded ones, of whose rows these are
+    those from `first` on."""
+
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    first: int
+    logits: LogitsFile
+
+
+class Task(NamedTuple):
+    """A task: its request, its answer, and where its function is, as ``module:function``; that takes the worker's
+    session and the request."""
+
+    request: type[Request[Any]]
+    answer: type[Message]
+    target: str
+
+    def function(self) -> "Callable[[Session, Any], Message]":
+        """Import the function."""
+        module, _, name = self.target.partition(":")
+        found: Callable[[Session, Any], Message] = getattr(import_module(module), name)
+        return found
+
+
+TASKS: Mapping[str, Task] = {
+    "load": Task(Load, Loaded, "zinfer.worker.session:load"),
+    "about": Task(About, Facts, "zinfer.worker.session:about"),
+    "measure": Task(Measure, Measured, "zinfer.worker.session:measure"),
+    "generate": Task(Generate, Generated, "zinfer.worker.generation:generate"),
+    "tokenize": Task(Tokenize, Tokenized, "zinfer.worker.generation:tokenize"),
+    "batch_start": Task(BatchStart, BatchStepped, "zinfer.worker.generation:batch_start"),
+    "batch_step": Task(BatchStep, BatchStepped, "zinfer.worker.generation:batch_step"),
+    "chat_open": Task(ChatOpen, ChatOpened, "zinfer.worker.generation:chat_open"),
+    "chat_ask": Task(ChatAsk, ChatAsked, "zinfer.worker.generation:chat_ask"),
+    "chat_step": Task(ChatStep, ChatToken, "zinfer.worker.generation:chat_step"),
+    "chat_end": Task(ChatEnd, ChatEnded, "zinfer.worker.generation:chat_end"),
+    "prefix_reuse": Task(PrefixReuse, PrefixReused, "zinfer.worker.prefix_reuse:prefix_reuse"),
+    "text_windows": Task(TextWindows, TextWindowed, "zinfer.worker.teacher_forcing:text_windows"),
+    "logits_record": Task(LogitsRecord, LogitsRecorded, "zinfer.worker.teacher_forcing:logits_record"),
+    "logits_compare": Task(LogitsCompare, LogitsCompared, "zinfer.worker.teacher_forcing:logits_compare"),
+}
+NAMES: Mapping[type[Message], str] = {task.request: name for name, task in TASKS.items()}

@@ -1,4 +1,4 @@
-"""Intake: rows from requests, with their lengths and limits, and faults for requests that cannot be served."""
+"""Intake: rows from requests, with their token ids and limits, and faults for requests that cannot be served."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,20 +9,24 @@ from zinfer.job.batch.packing import RowDemand, order
 
 @dataclass(eq=False)
 class Row:
-    """A request under way: the length of its prompt, the limit of its answer, and the tokens made, all in tokens."""
+    """A request under way: the ids of its prompt, the limit of its answer in tokens, and the tokens made so far."""
 
     key: int
     request: Request
-    length: int
+    prompt_ids: Sequence[int]
     limit: int
-    made: list[int] = field(default_factory=list)
-    saved: int = 0  # tokens of `made` that are on disk
-    tries: int = 0  # failed batches that contained it
+    output_ids: list[int] = field(default_factory=list)
+    saved: int = 0  # tokens of `output_ids` that are on disk
+    tries: int = 0  # failed batches that it was in
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
 
     @property
     def need(self) -> RowDemand:
-        """Demand of the row from its present state on."""
-        return RowDemand(self.length + len(self.made), self.limit - len(self.made))
+        return RowDemand(self.length + len(self.output_ids), self.limit - len(self.output_ids))
 
 
 def row_order(row: Row) -> tuple[int, int, int]:
@@ -36,23 +40,24 @@ def needs(rows: Iterable[Row]) -> list[RowDemand]:
 
 def rows_of(
     requests: Sequence[Request],
-    lengths: Sequence[int | str],
+    prompts: Sequence[Sequence[int] | str],
     positions: int | None,
     output_len: int,
-    made: Mapping[str, list[int]],
+    output_ids: Mapping[str, list[int]],
 ) -> tuple[list[Row], list[Fault]]:
-    """The rows of requests, and faults for those that cannot be served.
+    """Return the requests as rows, and those that cannot be served.
 
-    `lengths` holds each prompt's number of tokens, or the reason why it could not be read; `positions` is the model's
-    limit; `output_len` applies to requests without a limit of their own, as far as positions allow; `made` holds the
-    tokens made so far, by request id.
+    `prompts` are the prompts' token ids, or a line that says why there are none; `positions` those of the model;
+    `output_len` what a request gets that does not say, as far as there are positions for it; `output_ids` what requests
+    have by id.
     """
     rows: list[Row] = []
     faults: list[Fault] = []
-    for request, length in zip(requests, lengths, strict=True):
-        if isinstance(length, str):
-            faults.append(_fault(request, "invalid_prompt", length))
+    for request, prompt in zip(requests, prompts, strict=True):
+        if isinstance(prompt, str):
+            faults.append(_fault(request, "invalid_prompt", prompt))
             continue
+        length = len(prompt)
         left = None if positions is None else positions - length
         limit = request.output_len
         if limit is None:
@@ -61,8 +66,8 @@ def rows_of(
             message = f"the prompt's {length} tokens and {limit} of the answer exceed the model's {positions} positions"
             faults.append(_fault(request, "context_length_exceeded", message))
             continue
-        before = made.get(request.id, [])[: limit - 1]
-        rows.append(Row(len(rows), request, length, limit, list(before), saved=len(before)))
+        known = output_ids.get(request.id, [])[: limit - 1]
+        rows.append(Row(len(rows), request, prompt, limit, list(known), saved=len(known)))
     return rows, faults
 
 

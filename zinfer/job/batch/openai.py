@@ -181,14 +181,21 @@ def _number(body: dict[str, Any], key: str, default: float, most: float) -> floa
 def _text(prompt: Any) -> str:
     if not isinstance(prompt, str):
         raise _Refused("invalid_type", "prompt must be a single text; write one line for each prompt", "prompt")
-    return prompt
+    return _unicode(prompt, "prompt")
+
+
+def _unicode(text: str, param: str) -> str:
+    """Return `text`, which JSON may have escaped. Raises _Refused for half of a surrogate pair."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise _Refused("invalid_value", f"{param} has half of a surrogate pair, which is no character", param)
+    return text
 
 
 def _stop(stop: Any) -> tuple[str, ...]:
     texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise _Refused("invalid_value", "stop must be a text or a list of texts, none of them empty", "stop")
-    return tuple(texts)
+    return tuple(_unicode(text, "stop") for text in texts)
 
 
 def _messages(messages: Any) -> list[dict[str, str]]:
@@ -211,7 +218,7 @@ def _message(message: Any) -> dict[str, str]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise _Refused("unsupported_parameter", "a message's content must be text", "messages")
         text += part["text"]
-    return {"role": given["role"], "content": text}
+    return {"role": _unicode(given["role"], "messages"), "content": _unicode(text, "messages")}
 
 
 def answer(

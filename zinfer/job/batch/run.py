@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zinfer.generation.sampling import Sampling
 from zinfer.job.batch import openai
 from zinfer.job.batch.intake import Row, needs, row_order
 from zinfer.job.batch.ledger import Ledger
@@ -26,7 +27,8 @@ from zinfer.job.batch.packing import (
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Status
-from zinfer.worker.process import Worker, WorkerDied
+from zinfer.worker.process import Client, WorkerDied, WorkerError
+from zinfer.worker.tasks import BatchRow, BatchStart, BatchStep, BatchStepped, Request
 
 WINDOW = 8  # batches' worth of rows that are begun before others are
 TRIES = 4  # failed batches that a row may be in
@@ -41,7 +43,7 @@ class JobFailed(RuntimeError):
 
 @dataclass
 class Standing:
-    """How far the job is. `rows` are those of this run, `ended` those of them that have an answer or an error."""
+    """Progress of the job. `rows` are those of this run, `ended` those of them that have an answer or an error."""
 
     rows: int = 0
     ended: int = 0
@@ -82,22 +84,17 @@ class Standing:
         return self.ended / (self.tokens + self.ended + 1)
 
 
-class _BatchFailed(Exception):
-    def __init__(self, status: Status, message: str) -> None:
-        super().__init__(message)
-        self.status: Status = status
-
-
 @dataclass
 class Job:
-    """What `run` needs: the load, the rows without an answer, where answers go, and who is told."""
+    """A job to run: the load, the rows without an answer, and where answers go; `loading`, `progress` and `say` hear of
+    it."""
 
     plan: Plan
     rows: Sequence[Row]
     ledger: Ledger
     model: str  # the name that answers bear
-    make_worker: Callable[[], Worker]
-    worker: Worker | None = None  # the first one, if it is there; nothing is loaded in it
+    make_worker: Callable[[], Client]
+    worker: Client | None = None  # the first one, if it is there; nothing is loaded in it
     at_most: int | None = None  # rows of a batch
     loading: Callable[[], None] = lambda: None
     progress: Callable[[Standing], None] = lambda _standing: None
@@ -121,8 +118,8 @@ class _Runner:
         self._pace = StepTimeModel(plan.case, plan.model, plan.machine)
         self._planned = room_of(plan.case, plan.model, plan.machine)
         self._share = 1.0  # of the planned rows; less after batches that failed
-        self._begun = [row for row in job.rows if row.made]
-        self._fresh = sorted((row for row in job.rows if not row.made), key=row_order)
+        self._begun = [row for row in job.rows if row.output_ids]
+        self._fresh = sorted((row for row in job.rows if not row.output_ids), key=row_order)
         self._size: int | None = None  # rows of the last batch
         self._worker, self._loaded = job.worker, False  # a worker without a load, or none, until the first batch
         self._given_up = 0  # batches, since the last that yielded a token
@@ -137,7 +134,7 @@ class _Runner:
                 active, shape = self._next()
                 try:
                     self._block(active, shape)
-                except _BatchFailed as failed:
+                except WorkerError as failed:
                     self._after(failed, active, shape)
         except (Interrupted, JobFailed) as end:
             self._stop(kill=isinstance(end, Interrupted))
@@ -178,15 +175,15 @@ class _Runner:
         wait for the next batch afterwards."""
         self.standing.padded += shape.padded
         self.standing.needed += needed(shape, needs(active))
-        answer = self._ask("start", rows=[_message(row) for row in active], reserve=shape.reserve)
-        self._pace.saw_prefill(shape, answer["seconds"])
-        made, unlooked = answer["steps"], 0.0
+        answer = self._ask(BatchStart(rows=[batch_row(row) for row in active], reserve=shape.reserve))
+        self._pace.saw_prefill(shape, answer.seconds)
+        made, unlooked = answer.steps, 0.0
         self._take(answer, active)
         while active and made < shape.reserve:
-            answer = self._ask("go_on")
-            made += answer["steps"]
-            unlooked += answer["seconds"]
-            self._pace.saw_step(shape, made, answer["seconds"] / answer["steps"])
+            answer = self._ask(BatchStep())
+            made += answer.steps
+            unlooked += answer.seconds
+            self._pace.saw_step(shape, made, answer.seconds / answer.steps)
             self._take(answer, active)
             if unlooked >= CHECK_S:
                 unlooked = 0.0
@@ -204,24 +201,24 @@ class _Runner:
         joining = [row.need for row in rows[: following.shape.rows] if row.key in fresh]
         return worth_packing_anew(now, following, joining, self._pace, self.standing.finishing)
 
-    def _take(self, answer: dict[str, Any], active: list[Row]) -> None:
+    def _take(self, answer: BatchStepped, active: list[Row]) -> None:
         """Take the worker's answer in: tokens to their rows, rows that ended to the disk."""
         standing, by_key = self.standing, {row.key: row for row in active}
-        standing.seconds += answer["seconds"]
+        standing.seconds += answer.seconds
         records, ended = [], set()
-        for told in answer["rows"]:
-            row = by_key[told["key"]]
-            row.made += told["tokens"]
-            standing.tokens += len(told["tokens"])
-            standing.left -= len(told["tokens"])
-            if "error" in told:
-                records.append(openai.failure(row.request, "nan_output", told["error"]))
-            elif "text" in told:
-                records.append(self._answered(row, told))
+        for step in answer.rows:
+            row = by_key[step.key]
+            row.output_ids += step.tokens
+            standing.tokens += len(step.tokens)
+            standing.left -= len(step.tokens)
+            if step.error is not None:
+                records.append(openai.failure(row.request, "nan_output", step.error))
+            elif step.finish_reason is not None:
+                records.append(self._answered(row, step.text, step.finish_reason))
             else:
                 continue
             ended.add(row.key)
-            self._end(row, failed="error" in told)
+            self._end(row, failed=step.error is not None)
         self._job.ledger.add(records)
         active[:] = [row for row in active if row.key not in ended]
         self._given_up = 0
@@ -229,13 +226,13 @@ class _Runner:
             self._save([*active, *self._begun])
         self._job.progress(standing)
 
-    def _answered(self, row: Row, told: dict[str, Any]) -> dict[str, Any]:
+    def _answered(self, row: Row, text: str, finish_reason: str) -> dict[str, Any]:
         self.standing.stopped += row.need.left > 0
-        self.standing.used += len(row.made)
+        self.standing.used += len(row.output_ids)
         self.standing.allowed += row.limit
-        tokens = row.length, len(row.made)
+        tokens = row.length, len(row.output_ids)
         job = self._job
-        return openai.answer(row.request, told["text"], told["finish_reason"], tokens, job.model, job.ledger.created)
+        return openai.answer(row.request, text, finish_reason, tokens, job.model, job.ledger.created)
 
     def _end(self, row: Row, failed: bool) -> None:
         self.standing.ended += 1
@@ -243,15 +240,15 @@ class _Runner:
         self.standing.left -= row.need.left
 
     def _save(self, rows: Iterable[Row]) -> None:
-        """Put on disk what unfinished rows have made since the last time."""
+        """Put on disk the tokens that unfinished rows have got since the last time."""
         rows = list(rows)
-        self._job.ledger.save((row.request.id, row.saved, row.made[row.saved :]) for row in rows)
+        self._job.ledger.save((row.request.id, row.saved, row.output_ids[row.saved :]) for row in rows)
         for row in rows:
-            row.saved = len(row.made)
+            row.saved = len(row.output_ids)
         self._saved_at = time.monotonic()
 
-    def _after(self, failed: _BatchFailed, active: list[Row], shape: Shape) -> None:
-        """What becomes of a failed batch: its rows are tried again in batches half as large, a few times."""
+    def _after(self, failed: WorkerError, active: list[Row], shape: Shape) -> None:
+        """Have the rows of a failed batch tried again in batches half as large, a few times."""
         if failed.status in FATAL:
             self._stop(kill=True)
         rows = list(active)
@@ -260,34 +257,32 @@ class _Runner:
             row.tries += 1
         lost = [row for row in rows if row.tries >= TRIES]
         self._begun += [row for row in rows if row.tries < TRIES]
-        told = f"a batch of {shape.rows} failed ({failed.status}: {failed})"
+        message = f"a batch of {shape.rows} failed ({failed.status}: {failed})"
         if lost:
             self._given_up += 1
             if self._given_up > 1:
                 self._begun += lost
-                raise JobFailed(f"{told}, and so did the one before; the same command goes on")
+                raise JobFailed(f"{message}, and so did the one before; the same command goes on")
             self._job.ledger.add(openai.failure(row.request, failed.status, str(failed)) for row in lost)
             for row in lost:
                 self._end(row, failed=True)
         if shape.rows > 1:
             self._share = shape.rows // 2 / max(1, self._planned(shape.length, shape.reserve))
-            told += f"; going on with batches of {shape.rows // 2}"
-        self._job.say(told)
+            message += f"; going on with batches of {shape.rows // 2}"
+        self._job.say(message)
 
-    def _ask(self, verb: str, **fields: Any) -> dict[str, Any]:
-        """What the worker, loaded now if need be, answers. Raises _BatchFailed, and JobFailed when it cannot load."""
+    def _ask(self, request: Request[BatchStepped]) -> BatchStepped:
+        """Ask the worker, which is loaded now if need be. Raises WorkerError where the batch fails, and JobFailed when
+        the worker cannot load."""
         worker = self._ready()
         try:
             with self._signals.raised():
-                answer = worker.serve("rows", verb, **fields)
-        except WorkerDied as death:
+                return worker.ask(request)
+        except WorkerDied:
             self._stop()
-            raise _BatchFailed(death.status, str(death)) from None
-        if "status" in answer:
-            raise _BatchFailed(answer["status"], answer["error"])
-        return answer
+            raise
 
-    def _ready(self) -> Worker:
+    def _ready(self) -> Client:
         """The worker, with its engine loaded. Raises JobFailed."""
         job, worker = self._job, self._worker
         if worker is not None and self._loaded:
@@ -312,10 +307,11 @@ class _Runner:
             worker.close()
 
 
-def _message(row: Row) -> dict[str, Any]:
-    """What the worker has to know of a row, see `zinfer.generation.rows`."""
+def batch_row(row: Row) -> BatchRow:
+    """Return what the worker has to know of a row."""
     request = row.request
-    return {
-        "key": row.key, "chat": request.chat, "prompt": request.prompt, "made": row.made, "left": row.need.left,
-        "temperature": request.temperature, "top_p": request.top_p, "seed": request.seed, "stop": request.stop,
-    }  # fmt: skip
+    sampling = Sampling(temperature=request.temperature, top_p=request.top_p, seed=request.seed)
+    return BatchRow(
+        key=row.key, prompt_ids=list(row.prompt_ids), output_ids=row.output_ids, left=row.need.left, sampling=sampling,
+        stop=request.stop,
+    )  # fmt: skip

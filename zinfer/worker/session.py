@@ -1,0 +1,217 @@
+"""The session of a worker: the engine that is loaded, the batch that runs on it, and the tasks that it is asked for.
+
+`zinfer.worker.server` runs one in a process of its own, `zinfer.worker.inline` in the caller's.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from zinfer.plan.plan import Plan
+from zinfer.record.measurement import Effective, Measurement, Status
+from zinfer.spec.case import Case, resident_bytes
+from zinfer.spec.model import ModelSpec
+from zinfer.worker.failure import Failure, failure_of
+from zinfer.worker.process import WorkerDied, now, versions
+from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure, Measured, Message
+
+if TYPE_CHECKING:
+    from zinfer.engine.base import Engine
+    from zinfer.generation.chat import Chat
+    from zinfer.generation.scheduler import Scheduler, Sequence
+    from zinfer.generation.tokenizer import Tokenizer
+
+Function = Callable[["Session", Any], Message]
+
+
+class Session:
+    """The state of one worker; `beat` hears of progress, `instead` has functions in place of those of the table."""
+
+    def __init__(self, beat: Callable[[str, float], None], instead: Mapping[str, Function] | None = None) -> None:
+        self.beat = beat
+        self.facts = Facts()
+        self._engine: Engine | None = None
+        self.scheduler: Scheduler | None = None  # of the batch that runs
+        self.sent: dict[Sequence, int] = {}  # output tokens of its sequences that were answered
+        self.chat: Chat | None = None
+        self._instead = instead or {}
+        self._tokenizer: tuple[ModelSpec, Tokenizer] | None = None
+
+    @property
+    def engine(self) -> "Engine":
+        """The loaded engine. Raises EngineError where there is none."""
+        if self._engine is None:
+            from zinfer.engine import EngineError
+
+            raise EngineError("no engine is loaded")
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: "Engine") -> None:
+        self._engine = engine
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the loaded engine."""
+        return self.engine.plan
+
+    def tokenizer(self, spec: ModelSpec | None = None) -> "Tokenizer":
+        """Return the tokenizer of `spec`, by default of the loaded model; it is loaded once."""
+        from zinfer.generation.tokenizer import Tokenizer
+
+        spec = spec or self.plan.model
+        if self._tokenizer is None or self._tokenizer[0] != spec:
+            self._tokenizer = spec, Tokenizer(spec)
+        return self._tokenizer[1]
+
+    def answer(self, message: Any) -> dict[str, Any]:
+        """Run one task: ``{"task": name, "request": {..}}`` to ``{"answer": {..}}``, or ``{"failure": {..}}`` where it
+        fails or is no task; all as JSON has it."""
+        name = str(message.get("task")) if isinstance(message, dict) else ""
+        try:
+            return {"answer": self._run(name, message).model_dump(mode="json")}
+        except _MalformedError as error:
+            failure = Failure(status="unsupported", error=str(error), stage=name)
+        except WorkerDied:  # raised by a stand-in for a process that ends
+            raise
+        except Exception as error:
+            failure = failure_of(error, name)
+        return {"failure": failure.model_dump(mode="json")}
+
+    def _run(self, name: str, message: Any) -> Message:
+        if name not in TASKS:
+            raise _MalformedError(f"no task {name!r}; there are {', '.join(TASKS)}")
+        try:
+            request = TASKS[name].request.model_validate(message.get("request"))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise _MalformedError(f"task {name}: {f'{place}: ' if place else ''}{first['msg']}") from None
+        function = self._instead.get(name) or TASKS[name].function()
+        return function(self, request)
+
+    def close(self, engine: bool = True) -> None:
+        """Free all that runs on the engine, and the engine itself unless it is somebody else's. Safe to call twice."""
+        with suppress(Exception):
+            if self.chat is not None:
+                self.chat.close()
+        self.chat = self.scheduler = None
+        loaded, self._engine = self._engine, None
+        if loaded is not None and engine:
+            loaded.close()
+
+    def point(self, case: Case, **fields: Any) -> Measurement:
+        """Return a measurement with the facts of the load."""
+        return Measurement(case=case, **(self.facts.model_dump(exclude_unset=True) | fields))
+
+
+class _MalformedError(Exception):
+    """A message that is no request."""
+
+
+def load(session: Session, request: Load) -> Loaded:
+    """Import the engine class at the request's target, and load it."""
+    return load_with(session, request.plan, lambda: _import(request.target))
+
+
+def _import(target: str) -> "Callable[[Plan, Callable[[str, float], None]], Engine]":
+    from zinfer import engine
+
+    return engine.load(target)
+
+
+def load_with(
+    session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, Callable[[str, float], None]], Engine]]"
+) -> Loaded:
+    """Load the engine that what `find` returns makes of `plan`; what is raised meanwhile becomes a refused point."""
+    session.facts = facts_of(plan)
+    try:
+        session.beat("starting", 0.0)
+        from zinfer.worker.probe import measure_link
+
+        make = find()
+        import torch
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        facts: dict[str, Any] = {"versions": versions(plan.case.engine), "link_bandwidth": measure_link(device)}
+        session.facts = session.facts.model_copy(update=facts)
+        started = time.monotonic()
+        session.engine = make(plan, session.beat)
+        facts = {"load_s": round(time.monotonic() - started, 3), "load_bytes": plan.model.weight_bytes}
+    except BaseException as error:
+        return Loaded(refused=session.point(plan.case, **failure_of(error, "load").model_dump()))
+    session.facts = session.facts.model_copy(update=facts)
+    return Loaded(**facts)
+
+
+def facts_of(plan: Plan) -> Facts:
+    """Return what is known of a load before it begins."""
+    spec = plan.model
+    return Facts(
+        machine=plan.machine.name, num_layers=spec.num_layers, total_layers=spec.total_layers, started_at=now()
+    )
+
+
+def about(session: Session, _request: About) -> Facts:
+    """Return the facts of the load."""
+    return session.facts
+
+
+def measure(session: Session, request: Measure) -> Measured:
+    """Measure one case of the loaded engine; what is raised meanwhile becomes the point's status."""
+    import gc
+    import resource
+
+    import torch
+
+    from zinfer.record.stats import relative_half_width
+    from zinfer.worker.measure import Samples
+    from zinfer.worker.measure import measure as run
+
+    engine, case, samples = session.engine, request.case, Samples()
+    session.facts = session.facts.model_copy(update={"started_at": now()})
+    cuda = engine.device.type == "cuda"
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def enough(e2e_ms: Any) -> bool:
+        spread = relative_half_width(e2e_ms)
+        return spread is not None and spread <= request.tolerance
+
+    failed: dict[str, Any] = {}
+    vocab_size = session.plan.model.vocab_size
+    try:
+        run(engine, case.workload, vocab_size, samples, repeats=request.repeats, enough=enough, beat=session.beat)
+    except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
+        failed = failure_of(error, samples.stage).model_dump()
+    effective = engine.effective()
+    fields: dict[str, Any] = {
+        "ttft_ms": samples.ttft_ms,
+        "step_ms": samples.step_ms,
+        "gpu": samples.gpu,
+        "timeline": samples.timeline,
+        "effective": effective,
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    if cuda:
+        with suppress(RuntimeError):  # of a device that was lost after the samples were taken
+            free, total = torch.cuda.mem_get_info()
+            fields |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_used_bytes": total - free}
+    status: Status = samples.status
+    if status == "ok" and (shortfall := not_as_asked(case, effective)) is not None:
+        status, fields["error"] = "offload_not_effective", shortfall
+    return Measured(point=session.point(case, **({"status": status} | fields | failed)))
+
+
+def not_as_asked(case: Case, effective: Effective) -> str | None:
+    """Return what is wrong where the weights are not where the case wants them; None when all is well."""
+    offloaded = effective.host_weight_bytes + effective.nvme_weight_bytes
+    all_may_stay = 0 < offloaded <= resident_bytes(case.gpu_weights, offloaded, automatic=offloaded)
+    if case.offload != "none" and effective.streamed_bytes_per_step == 0 and not all_may_stay:
+        return effective.shortfall or f"offload {case.offload} was asked for, and no weight is streamed"
+    return effective.shortfall

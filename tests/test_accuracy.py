@@ -20,9 +20,9 @@ from tests.results import accuracy_run as record
 from tests.running import decode, prefill
 from tests.test_cli import folder, zinfer
 from tests.test_parity import MACHINE
-from zinfer import engine
 from zinfer.cli import cli
 from zinfer.commands.accuracy import table
+from zinfer.engine import base
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.job import accuracy as study
 from zinfer.job.accuracy import Comparison, Found
@@ -31,7 +31,7 @@ from zinfer.record import accuracy
 from zinfer.record import study as studies
 from zinfer.record.accuracy import AccuracyRecord, Deviation, Position
 from zinfer.spec.case import Case, Option, Workload
-from zinfer.spec.model import from_directory
+from zinfer.spec.resolve import from_directory
 from zinfer.worker import teacher_forcing
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import Client, WorkerDied
@@ -122,7 +122,7 @@ def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpo
     rows = [row for piece in cut.pieces for row in (piece[:INPUT], piece[:INPUT])]
     freely = []
     for asked in (plan(directory), plan(directory, kv_cache_dtype="fp8")):
-        loaded = engine.load(TARGET)(asked)
+        loaded = base.load(TARGET)(asked)
         made = []
         for start in range(0, len(rows), 5):
             token_ids = torch.tensor(rows[start : start + 5])

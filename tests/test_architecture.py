@@ -16,7 +16,8 @@ from zinfer.job.sweep import prepare
 from zinfer.plan.cost import Placement, step
 from zinfer.spec.architecture import decoder_layers, empty_model, measure
 from zinfer.spec.machine import load as machine
-from zinfer.spec.model import LayerSpec, ModelError, ModelSpec, check_positions, from_config, resolve
+from zinfer.spec.model import LayerSpec, ModelError, ModelSpec, check_positions
+from zinfer.spec.resolve import from_config, resolve
 from zinfer.spec.source import find
 
 BASE: dict[str, Any] = {

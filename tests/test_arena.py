@@ -16,7 +16,7 @@ import torch
 from tests import PATIENCE_S
 from zinfer.engine import pinned
 from zinfer.engine.pinned import CHUNK, LOCK_LIMIT, PAGE, PinnedArena, lay_out
-from zinfer.spec import model
+from zinfer.spec import resolve
 from zinfer.spec.architecture import decoder_layers, empty_model
 from zinfer.spec.host import NumaNode
 from zinfer.worker.failure import status_of
@@ -33,7 +33,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("name", ["bloom-176b", "llama-3.1-405b", "mixtral-8x22b"])
 def test_the_locked_bytes_are_the_stored_bytes(name: str) -> None:
-    layers = decoder_layers(empty_model(model.from_catalogue(name)))[1]
+    layers = decoder_layers(empty_model(resolve.from_catalogue(name)))[1]
     stored = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
     size = sum(lay_out(layer.named_parameters())[1] for layer in layers)
     assert stored <= size <= 1.01 * stored

@@ -13,7 +13,7 @@ from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, make_plan, placement_of
 from zinfer.plan.published import Beside, Published, beside
 from zinfer.record.measurement import Effective, Measurement
-from zinfer.spec import machine, model
+from zinfer.spec import machine, resolve
 from zinfer.spec.case import Case, Option
 from zinfer.spec.machine import Machine
 
@@ -70,7 +70,7 @@ def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
     compared = {key: ways for key, ways in seconds.items() if len(ways) == 2}
     assert compared
     for (place, case), ways in compared.items():
-        spec = model.resolve(case.model, case.dtype, case.layers)
+        spec = resolve.resolve(case.model, case.dtype, case.layers)
         on_cpu = placement_of(case, spec, machines[place]).kv_on_cpu
         assert ("cpu" if on_cpu else "gpu") == min(ways, key=lambda way: ways[way])
 
@@ -93,7 +93,7 @@ def test_the_largest_batch_is_predicted() -> None:
         own = [p for p in own if p.case.engine == "stream" and p.case.workload.output_len == 32]
         own = [p for p in own if "kv_offload" not in dict(p.case.options)]
         edge = max(p.case.workload.batch_size for p in own if p.status == "ok")
-        spec = model.resolve(name, None, layers)
+        spec = resolve.resolve(name, None, layers)
         plan = predict(own[0].case, spec, machines[own[0].machine], factors)
         assert plan.max_batch_size == pytest.approx(edge, rel=0.125)
 
@@ -102,7 +102,7 @@ def fabricated(told: Efficiency, size: int, offload: str, place: Machine = H100,
     """Return a point of OPT-30B on a machine whose engine has exactly the factors `told`."""
     chosen = tuple(sorted({"weight_codec": "none", **options}.items()))
     asked = case(size, model="opt-30b", layers=None, offload=offload, options=chosen)
-    spec = model.resolve("opt-30b", None, None)
+    spec = resolve.resolve("opt-30b", None, None)
     plan = make_plan(asked, spec, place, factors=told)
     assert plan.prefill_s is not None
     assert plan.step_s is not None
@@ -199,7 +199,7 @@ def test_unusable_points_are_left_out() -> None:
 
 def test_an_engine_without_records_is_planned_with_defaults_and_no_band() -> None:
     asked = Case.model_validate(fabricated(Efficiency(), 1, "cpu").case.model_dump() | {"engine": "accelerate"})
-    plan = predict(asked, model.resolve("opt-30b", None, None), H100, {"stream": Efficiency(error=0.1)})
+    plan = predict(asked, resolve.resolve("opt-30b", None, None), H100, {"stream": Efficiency(error=0.1)})
     assert plan.error is None
     assert plan.output_tok_s is not None
 
@@ -209,7 +209,7 @@ def claim(low: float, high: float) -> Published:
 
 
 def test_a_published_ratio_is_explained_by_the_share_of_the_link_it_takes() -> None:
-    spec = model.resolve("bloom-176b", None, None)
+    spec = resolve.resolve("bloom-176b", None, None)
     places: list[Machine] = [
         H100.model_copy(update={"name": name, "h2d_bandwidth": bandwidth, "host_bandwidth": None})
         for name, bandwidth in (("a", 50e9), ("b", 300e9))

@@ -336,7 +336,9 @@ def main(folder: Path) -> None:
     for name, data, numel, sections, warps in torch.load(folder / "jobs"):
         kernel.WARPS = warps or usual
         out = guarded(2 * numel).view(torch.bfloat16).fill_(torch.nan)
-        kernel.launch(guarded(data.numel()).copy_(data), Layout(numel, tuple(sections)), out)
+        constants = {"BLOCK": BLOCK, "LEVELS": codec.LEVELS, "MAX_ESCAPES": codec.MAX_ESCAPES}
+        blocks, offsets = numel // BLOCK, sections[:-1]
+        kernel.launch(guarded(data.numel()).copy_(data), out, blocks, offsets, **constants)
         results[name] = out.clone()
     torch.save(results, folder / "results")
 

@@ -22,11 +22,11 @@ from zinfer.plan.cost import (
 )
 from zinfer.plan.plan import CAUTIOUS, largest_batch, make_plan, placement_of, split_free_memory
 from zinfer.plan.search import advice, best_batch
-from zinfer.spec import machine, model
+from zinfer.spec import machine, resolve
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.machine import FIGURES, Machine
 
-BLOOM = model.resolve("bloom-176b", None, None)
+BLOOM = resolve.resolve("bloom-176b", None, None)
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
 RAW = (("weight_codec", "none"),)
 PHYSICS = Efficiency(link_share=1.0)
@@ -89,14 +89,14 @@ def test_int4_fits_one_h200_and_then_the_answer_is_not_to_stream() -> None:
     assert advice(plans).startswith("Do not stream: stream none")
     raw = [best_batch(asked(offload=offload), BLOOM, h200) for offload in ("none", "cpu")]
     assert advice(raw).startswith("Stream: without it the weights do not fit. stream cpu")
-    small = model.resolve("bloom-560m", None, None)
+    small = resolve.resolve("bloom-560m", None, None)
     assert advice([best_batch(asked("bloom-560m", "none"), small, h200)]).startswith("Do not stream: all of it fits.")
     assert advice([]) == "Nothing was planned."
     assert advice(raw[:1]) == "Nothing fits; see why below."
 
 
 def test_residency_takes_bytes_off_the_link_at_a_given_batch() -> None:
-    opt = model.resolve("opt-66b", None, None)
+    opt = resolve.resolve("opt-66b", None, None)
     full, some = (make_plan(asked("opt-66b", batch_size=4, gpu_weights=share), opt, H100) for share in ("0%", "auto"))
     assert some.resident_bytes == split_free_memory(asked("opt-66b", batch_size=4), opt, H100)[1] > 0
     assert some.resident_bytes % opt.layer_bytes == 0
@@ -187,7 +187,7 @@ def test_heads_that_share_a_key_keep_the_cpu_longer_at_it() -> None:
     assert [place.attention_rate(sharing) for sharing in (1, 8)] == [100e9, 100e9]
     told = place.model_copy(update={"grouped_attention_bandwidth": 40e9, "host_bytes": 800 << 30})
     assert [told.attention_rate(sharing) for sharing in (1, 2, 4, 8, 16)] == [100e9, 100e9, 80e9, 40e9, 20e9]
-    llama, options = model.resolve("llama-3.1-70b"), (("kv_attention", "cpu"), ("kv_offload", "cpu"))
+    llama, options = resolve.resolve("llama-3.1-70b"), (("kv_attention", "cpu"), ("kv_offload", "cpu"))
     case = asked(batch_size=2048, options=options).model_copy(update={"model": "llama-3.1-70b"})
     slow, quick = (make_plan(case, llama, one) for one in (told, place.model_copy(update={"host_bytes": 800 << 30})))
     assert slow.bound_by == quick.bound_by == "cpu attention"
@@ -212,7 +212,7 @@ def test_a_prefill_also_waits_for_its_intermediate_results() -> None:
     between = {length: limits[length] - seconds for length, seconds in flops.items()}
     assert all(0.05 * limits[length] < seconds < 0.5 * limits[length] for length, seconds in between.items())
     assert between[4096] > 5 * between[1024]
-    opt = model.resolve("opt-175b", None, None)
+    opt = resolve.resolve("opt-175b", None, None)
     flat = [
         prefill(Placement(), opt, fast, 1, length).limits["compute"]
         - opt.prefill_flops(1, length) / (0.6 * (H100.matmul_flops or 1))
@@ -384,7 +384,7 @@ def test_every_gpu_brings_its_own_link() -> None:
 
 
 def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
-    mixtral = model.resolve("mixtral-8x22b", None, None)
+    mixtral = resolve.resolve("mixtral-8x22b", None, None)
     one, many = (step(Placement(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))
     read = one.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(1, 512)
     assert read == pytest.approx(mixtral.active_parameters * mixtral.dtype_bytes, rel=1e-6)
@@ -407,7 +407,7 @@ def test_times_without_overlap_add_up() -> None:
 
 def test_launches_are_a_floor_and_nvme_is_a_link() -> None:
     slow = Efficiency(link_share=1.0, layer_s=2e-3)
-    opt = model.resolve("opt-30b", None, None)
+    opt = resolve.resolve("opt-30b", None, None)
     found = step(Placement(), opt, H100, 1, 512, slow)
     assert (found.bound_by, found.seconds) == ("launch", pytest.approx(2e-3 * opt.num_layers))
     disk = H100.model_copy(update={"nvme_bandwidth": 5e9})
@@ -440,7 +440,7 @@ SETUPS = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(SETUPS, st.sampled_from(NAMES), st.integers(1, 512), st.sampled_from(FIGURES), st.floats(1.0, 8.0))
 def test_a_better_machine_is_never_slower(setup: Placement, name: str, batch: int, figure: str, factor: float) -> None:
-    spec = model.resolve(name, None, None)
+    spec = resolve.resolve(name, None, None)
     better = H100.model_copy(update={figure: (getattr(H100, figure) or 0) * factor or None})
     before, after = (seconds(step(setup, spec, place, batch, 512)) for place in (H100, better))
     assert after <= before * (1 + 1e-12)
@@ -451,7 +451,7 @@ def test_a_better_machine_is_never_slower(setup: Placement, name: str, batch: in
 def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
     setup: Placement, name: str, batch: int, more: int
 ) -> None:
-    spec = model.resolve(name, None, None)
+    spec = resolve.resolve(name, None, None)
     small, large = (tiers(setup, spec, H100, size, 256, 32) for size in (batch, batch + more))
     assert all(one.total <= other.total for one, other in zip(small, large, strict=True))
     stored = layers_stored(setup, spec)
@@ -466,7 +466,7 @@ def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(0, 100), st.integers(0, 100))
 def test_more_on_the_gpu_means_less_over_the_link(name: str, one: int, other: int) -> None:
-    spec = model.resolve(name, None, None)
+    spec = resolve.resolve(name, None, None)
     low, high = sorted((one, other))
     less, more = (make_plan(asked(name, gpu_weights=f"{share}%"), spec, H100) for share in (low, high))
     assert more.streamed_bytes <= less.streamed_bytes

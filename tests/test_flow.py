@@ -74,6 +74,14 @@ def test_imports_lead_downstairs() -> None:
     assert {room(module) for module in MODULES} - {"zinfer"} == set().union(*FLOORS)
 
 
+def test_no_module_imports_itself_through_others() -> None:
+    arrows = {module: {other for other in imports(path) if other in MODULES} for module, path in MODULES.items()}
+    arrows = {module: others - {module} for module, others in arrows.items() if module != "zinfer.engine"}
+    while ends := {module for module, others in arrows.items() if not others & arrows.keys()}:
+        arrows = {module: others for module, others in arrows.items() if module not in ends}
+    assert not arrows, "these import each other in a circle, or modules that do"
+
+
 def test_engines_do_not_know_each_other() -> None:
     kinds = {"accelerate", "deepspeed", "stream", "tensorrt"}
     for module, path in MODULES.items():

@@ -9,7 +9,8 @@ import pytest
 from tests.test_architecture import GQA, MLA, ROUTED
 from zinfer.spec.architecture import measure
 from zinfer.spec.formula import shape
-from zinfer.spec.model import ModelError, from_directory
+from zinfer.spec.model import ModelError
+from zinfer.spec.resolve import from_directory
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": GQA | {"head_dim": 20},
@@ -77,7 +78,7 @@ def test_a_checkpoint_counts_the_same_without_torch(architecture: str, checkpoin
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
 from pathlib import Path
-from zinfer.spec.model import from_directory, from_catalogue
+from zinfer.spec.resolve import from_directory, from_catalogue
 print(from_directory(Path({str(folder)!r})).model_dump_json(include={{"layers", "other_parameters"}}))
 assert from_catalogue("mixtral-8x7b").parameters > 0
 """

@@ -9,14 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.test_parity import MACHINE
-from zinfer.engine.base import silent
 from zinfer.engine.stream import Stream
 from zinfer.generation import scheduler
 from zinfer.generation.sampling import NotFiniteError, Sampling
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Case, Workload
-from zinfer.spec.model import ModelError, ModelSpec, from_directory
+from zinfer.spec.model import ModelError, ModelSpec
+from zinfer.spec.progress import silent
+from zinfer.spec.resolve import from_directory
 
 PROMPTS = ["Once upon a time", "No", "weights"]
 

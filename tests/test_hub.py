@@ -102,12 +102,12 @@ def ask(home: Path, *calls: str, **env: str) -> list[str]:
 import json, sys
 from tests import PATIENCE_S
 from zinfer.spec import hub
-from zinfer.spec import model
+from zinfer.spec import resolve
 answers = []
 for call in sys.argv[1:]:
     try:
-        answers.append(str(eval(call, vars(hub) | vars(model))))
-    except model.ModelError as error:
+        answers.append(str(eval(call, vars(hub) | vars(resolve))))
+    except resolve.ModelError as error:
         answers.append(f"ModelError: {error}")
 print(json.dumps(answers))
 """
@@ -123,7 +123,7 @@ print(json.dumps(answers))
     return answers
 
 
-CALLS = ("spec_from_hub('owner/good')", "download('owner/good')", "cached('owner/good')")
+CALLS = ("from_hub('owner/good')", "download('owner/good')", "cached('owner/good')")
 
 
 def test_offline_without_a_copy(tmp_path: Path) -> None:
@@ -144,16 +144,16 @@ def test_hub_out_of_reach(tmp_path: Path) -> None:
 
 def test_a_failed_download_is_one_line(tmp_path: Path, hub: str) -> None:
     wrong = {
-        "spec_from_hub('owner/missing')": "no such model, or it is private",
-        "spec_from_hub('owner/gated')": "its access is restricted: accept its terms",
-        "spec_from_hub('owner/empty')": "no config.json",
-        "spec_from_hub('owner/remote-code')": "code of the repository, which zinfer does not run",
-        "spec_from_hub('owner/quantised')": "quantised",
-        "spec_from_hub('owner/broken')": "cannot be read",
-        "spec_from_hub('owner/vision')": "decoder-only language model",
+        "from_hub('owner/missing')": "no such model, or it is private",
+        "from_hub('owner/gated')": "its access is restricted: accept its terms",
+        "from_hub('owner/empty')": "no config.json",
+        "from_hub('owner/remote-code')": "code of the repository, which zinfer does not run",
+        "from_hub('owner/quantised')": "quantised",
+        "from_hub('owner/broken')": "cannot be read",
+        "from_hub('owner/vision')": "decoder-only language model",
         "download('owner/missing')": "no such model",
         "download('owner/pickled')": "it has no safetensors, and pickled weights are not read",
-        "spec_from_hub('owner/bad--name')": "owner/bad--name: ",
+        "from_hub('owner/bad--name')": "owner/bad--name: ",
         "cached('owner/bad--name')": "None",
     }
     for (call, says), answer in zip(wrong.items(), ask(tmp_path, *wrong, HF_ENDPOINT=hub), strict=True):
@@ -175,7 +175,7 @@ def test_a_download_is_complete_and_holds_no_code(tmp_path: Path, hub: str) -> N
     assert before == "None"
     assert folder == after
     assert {path.name for path in Path(folder).iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
-    offline = ask(tmp_path, CALLS[1], "spec_from_hub('owner/good').parameters", HF_HUB_OFFLINE="1")
+    offline = ask(tmp_path, CALLS[1], "from_hub('owner/good').parameters", HF_HUB_OFFLINE="1")
     assert offline[0] == folder
     assert offline[1].isdigit()
     (Path(folder) / "model.safetensors").unlink()

@@ -21,7 +21,7 @@ from zinfer.record import study
 from zinfer.record.codec import CodecError, CodecRecord, Rate
 from zinfer.record.store import Store
 from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.model import from_directory
+from zinfer.spec.resolve import from_directory
 from zinfer.worker import codec, probe
 
 MIB = 1 << 20

@@ -7,8 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zinfer.spec import model as models
+from zinfer.spec import resolve
 from zinfer.spec.formula import fields
-from zinfer.spec.model import ModelError, ModelSpec, resolve
+from zinfer.spec.model import ModelError, ModelSpec
 
 
 def build(spec: ModelSpec) -> torch.nn.Module:
@@ -27,9 +28,9 @@ def cached_bytes_per_token(spec: ModelSpec, tokens: int = 3) -> int:
     return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values)) // tokens
 
 
-@pytest.mark.parametrize("name", models.catalogue_names())
+@pytest.mark.parametrize("name", resolve.catalogue_names())
 def test_counts_are_those_of_the_transformers_model(name: str) -> None:
-    spec = models.from_catalogue(name)
+    spec = resolve.from_catalogue(name)
     real = build(spec)
     stack = next(
         part for part in real.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == spec.num_layers
@@ -46,15 +47,15 @@ def test_counts_are_those_of_the_transformers_model(name: str) -> None:
     assert spec.expert_parameters == experts
 
 
-@pytest.mark.parametrize("name", models.catalogue_names())
+@pytest.mark.parametrize("name", resolve.catalogue_names())
 def test_kv_bytes_are_those_of_the_transformers_cache(name: str) -> None:
-    spec = models.from_catalogue(name).slice(2)
+    spec = resolve.from_catalogue(name).slice(2)
     assert spec.kv_bytes_per_token == cached_bytes_per_token(spec)
 
 
-@pytest.mark.parametrize("name", models.catalogue_names())
+@pytest.mark.parametrize("name", resolve.catalogue_names())
 def test_catalogue_is_sound(name: str) -> None:
-    spec = models.from_catalogue(name)
+    spec = resolve.from_catalogue(name)
     assert spec.architecture == spec.config["model_type"]
     assert spec.num_heads % spec.num_kv_heads == 0
     assert spec.max_position is not None
@@ -63,7 +64,7 @@ def test_catalogue_is_sound(name: str) -> None:
 
 
 def test_golden_arithmetic_of_bloom_176b() -> None:
-    spec = models.from_catalogue("bloom-176b")
+    spec = resolve.from_catalogue("bloom-176b")
     assert spec.parameters == 176_247_271_424
     assert spec.weight_bytes / 1e9 == pytest.approx(352.5, abs=0.05)
     assert spec.layer_bytes / 1e9 == pytest.approx(4.93, abs=0.005)
@@ -76,25 +77,25 @@ def test_published_totals() -> None:
     published = {"opt-1.3b": 1.3157, "llama-2-70b": 68.977, "llama-3.1-8b": 8.030, "llama-3.1-405b": 405.85}
     published |= {"mixtral-8x7b": 46.703, "mixtral-8x22b": 140.62, "qwen2.5-72b": 72.706, "bloom-7b1": 7.069}
     for name, billions in published.items():
-        assert models.from_catalogue(name).parameters / 1e9 == pytest.approx(billions, rel=2e-4), name
+        assert resolve.from_catalogue(name).parameters / 1e9 == pytest.approx(billions, rel=2e-4), name
 
 
 def test_active_parameters_of_experts() -> None:
-    assert models.from_catalogue("mixtral-8x7b").active_parameters / 1e9 == pytest.approx(12.9, abs=0.05)
-    assert models.from_catalogue("mixtral-8x22b").active_parameters / 1e9 == pytest.approx(39.2, abs=0.1)
-    dense = models.from_catalogue("bloom-7b1")
+    assert resolve.from_catalogue("mixtral-8x7b").active_parameters / 1e9 == pytest.approx(12.9, abs=0.05)
+    assert resolve.from_catalogue("mixtral-8x22b").active_parameters / 1e9 == pytest.approx(39.2, abs=0.1)
+    dense = resolve.from_catalogue("bloom-7b1")
     assert dense.active_parameters == dense.parameters
 
 
 def test_flops_are_two_a_weight_and_token() -> None:
-    spec = models.from_catalogue("llama-3.1-8b")
+    spec = resolve.from_catalogue("llama-3.1-8b")
     assert spec.decode_flops(1, 0) == 2 * (spec.parameters - spec.vocab_size * spec.hidden_size - spec.hidden_size)
     assert spec.decode_flops(8, 100) == 8 * spec.decode_flops(1, 100)
     assert spec.prefill_flops(1, 1) == pytest.approx(spec.decode_flops(1, 1), rel=1e-3)
 
 
 def test_slice_keeps_the_first_layers() -> None:
-    whole = models.from_catalogue("qwen2.5-72b")
+    whole = resolve.from_catalogue("qwen2.5-72b")
     part = whole.slice(3)
     assert (part.num_layers, part.total_layers) == (3, 80)
     assert part.other_parameters == whole.other_parameters
@@ -105,7 +106,7 @@ def test_slice_keeps_the_first_layers() -> None:
 
 
 def test_slice_cuts_lists_of_a_layer_each() -> None:
-    spec = resolve("bloom-tiny")
+    spec = resolve.resolve("bloom-tiny")
     spec = spec.model_copy(update={"config": spec.config | {"layer_types": ["full_attention"] * 8}})
     assert spec.slice(2).config["layer_types"] == ["full_attention"] * 2
 
@@ -113,7 +114,7 @@ def test_slice_cuts_lists_of_a_layer_each() -> None:
 @pytest.mark.parametrize("layers", [0, 9, -1])
 def test_slice_outside_the_model_is_an_error(layers: int) -> None:
     with pytest.raises(ModelError, match="bloom-tiny has 8 layers"):
-        resolve("bloom-tiny", layers=layers)
+        resolve.resolve("bloom-tiny", layers=layers)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_shape_of_a_model_without_a_decoder_is_an_error() -> None:
     with pytest.raises(ModelError, match="decoder-only"):
         fields({"model_type": "clip", "text_config": {}})
     with pytest.raises(ModelError, match="quantised"):
-        models.shape_of("x", {"quantization_config": {"quant_method": "gptq"}})
+        resolve.shape_of("x", {"quantization_config": {"quant_method": "gptq"}})
 
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 320}
@@ -170,7 +171,7 @@ def saved(request: pytest.FixtureRequest, tmp_path):
 @pytest.mark.parametrize("saved", TINY, indirect=True)
 def test_saved_checkpoints_are_counted_exactly(saved) -> None:
     kind, model, folder = saved
-    spec = resolve(str(folder))
+    spec = resolve.resolve(str(folder))
     layers = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == 3)
     assert spec.parameters == sum(weight.numel() for weight in model.parameters())
     assert spec.layer_parameters == tuple(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
@@ -178,7 +179,7 @@ def test_saved_checkpoints_are_counted_exactly(saved) -> None:
     assert spec.architecture == kind.split("-")[0]
     assert (spec.dtype, spec.directory, spec.total_layers) == ("bfloat16", str(folder), 3)
     assert spec.kv_bytes_per_token == cached_bytes_per_token(spec)
-    assert resolve(str(folder), dtype="float32", layers=1).weight_bytes < 4 * spec.parameters
+    assert resolve.resolve(str(folder), dtype="float32", layers=1).weight_bytes < 4 * spec.parameters
 
 
 @pytest.mark.parametrize("saved", ["bloom", "gpt2", "gpt_neox", "llama"], indirect=True)
@@ -201,7 +202,7 @@ def test_buffers_and_a_stored_tied_head_do_not_count(saved) -> None:
     save_file(weights | {name: torch.zeros(shape) for name, shape in extra.items()}, folder / "model.safetensors")
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"tie_word_embeddings": true,', ""))  # as older configurations
-    assert resolve(str(folder)).parameters == sum(weight.numel() for weight in model.parameters())
+    assert resolve.resolve(str(folder)).parameters == sum(weight.numel() for weight in model.parameters())
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)
@@ -210,7 +211,7 @@ def test_a_checkpoint_without_some_layer_is_an_error(saved) -> None:
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
     with pytest.raises(ModelError, match="no weights of decoder layer 3 of 4"):
-        resolve(str(folder))
+        resolve.resolve(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -225,18 +226,18 @@ def test_a_checkpoint_without_some_layer_is_an_error(saved) -> None:
 def test_resolve_errors_are_one_line(reference: str, says: str, request: pytest.FixtureRequest) -> None:
     path = str(request.config.rootpath / reference) if reference == "tests" else reference
     with pytest.raises(ModelError) as error:
-        resolve(path)
+        resolve.resolve(path)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_building_a_model_leaves_its_spec_as_it_was() -> None:
-    spec = resolve("llama-3.1-8b")
+    spec = resolve.resolve("llama-3.1-8b")
     before = models.config_text(spec)
     AutoConfig.for_model(**spec.config)  # transformers writes rope_theta into the rope_scaling it is given
-    assert models.config_text(resolve("llama-3.1-8b")) == before
+    assert models.config_text(resolve.resolve("llama-3.1-8b")) == before
 
 
 @pytest.mark.parametrize(("name", "matrices"), [("bloom-176b", 2), ("llama-3.1-70b", 3), ("mixtral-8x7b", 3)])
 def test_a_gate_is_a_third_matrix(name: str, matrices: int) -> None:
-    assert resolve(name, None, None).ffn_matrices == matrices
+    assert resolve.resolve(name, None, None).ffn_matrices == matrices

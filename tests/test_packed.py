@@ -13,7 +13,8 @@ from tests.test_parity import BATCHES, greedy, load
 from zinfer.engine import EngineError
 from zinfer.engine.stream import codec, packed
 from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.model import ModelSpec, resolve
+from zinfer.spec.model import ModelSpec
+from zinfer.spec.resolve import resolve
 from zinfer.spec.source import revision_of
 
 Checkpoints = Callable[..., Path]

@@ -29,7 +29,7 @@ from zinfer.job.batch.packing import (
 )
 from zinfer.plan.plan import CAUTIOUS, largest_batch, make_plan
 from zinfer.spec import machine
-from zinfer.spec.model import from_catalogue
+from zinfer.spec.resolve import from_catalogue
 
 H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
 BLOOM = from_catalogue("bloom-176b")

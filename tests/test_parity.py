@@ -13,9 +13,10 @@ from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE
 from tests.running import decode, prefill
 from tests.steered import steered
 from zinfer import engine
+from zinfer.engine import base
 from zinfer.engine.base import Engine
 from zinfer.plan.plan import make_plan
-from zinfer.spec import model
+from zinfer.spec import resolve
 from zinfer.spec.case import Case, Offload, Option, Workload
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import Dtype
@@ -75,8 +76,8 @@ def load(
         load_format="safetensors",
         options=tuple(sorted(options.items())),
     )
-    plan = make_plan(case, model.from_directory(directory).with_dtype(dtype), MACHINE, str(nvme_path))
-    return engine.load(engine.kind(name).target)(steered(plan, here, tokens))
+    plan = make_plan(case, resolve.from_directory(directory).with_dtype(dtype), MACHINE, str(nvme_path))
+    return base.load(engine.kind(name).target)(steered(plan, here, tokens))
 
 
 def greedy(loaded: Engine, lengths: tuple[int, ...]) -> Tensor:

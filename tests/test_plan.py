@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zinfer.plan.plan import make_plan, pinned_block
-from zinfer.spec import machine, model
+from zinfer.spec import machine, resolve
 from zinfer.spec.case import Case, Workload, resident_bytes
 from zinfer.spec.machine import Machine
 
@@ -21,7 +21,7 @@ def case(name: str, offload: Any = "cpu", batch_size: int = 1, engine: str = "st
 
 def planned(name: str, place: Machine = BIG, **fields: Any) -> Any:
     asked = case(name, **fields)
-    return make_plan(asked, model.resolve(name, layers=asked.layers), place)
+    return make_plan(asked, resolve.resolve(name, layers=asked.layers), place)
 
 
 @pytest.mark.parametrize(("bandwidth", "seconds"), [(25e9, 13.8), (55e9, 6.28), (375e9, 0.921)])

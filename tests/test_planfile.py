@@ -23,7 +23,8 @@ from zinfer.engine.tensorrt.build import COPIES, Cancelled, build, plan_key
 from zinfer.engine.tensorrt.library import Library, find_library
 from zinfer.engine.tensorrt.planfile import PLANS, PlanFile, PlanKey
 from zinfer.spec import atomic
-from zinfer.spec.model import ModelSpec, resolve
+from zinfer.spec.model import ModelSpec
+from zinfer.spec.resolve import resolve
 
 Checkpoints = Callable[..., Path]
 

@@ -18,7 +18,7 @@ from tests import PATIENCE_S
 from zinfer.engine import read
 from zinfer.engine.read import Group, groups_mapped, groups_read
 from zinfer.engine.state import ModelState
-from zinfer.spec import model
+from zinfer.spec import resolve
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
 
 GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]
@@ -102,7 +102,7 @@ def test_who_stops_early_leaves_no_thread(opened: Checkpoint, monkeypatch: pytes
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_weights_that_are_not_taken_to_the_end_leave_no_thread(mapped: bool, checkpoint: Callable[..., Path]) -> None:
-    spec = model.from_directory(checkpoint("llama"))
+    spec = resolve.from_directory(checkpoint("llama"))
     source = ModelState(spec, "safetensors").load(torch.device("cpu"), mapped=mapped)
     assert next(source)
     assert (readers() == []) is mapped

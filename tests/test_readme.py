@@ -20,7 +20,7 @@ from zinfer.record.codec import CodecRecord
 from zinfer.record.measurement import Measurement
 from zinfer.record.prefix_reuse import Run
 from zinfer.record.store import read
-from zinfer.spec import machine, model
+from zinfer.spec import machine, resolve
 
 ROOT = Path(__file__).parents[1]
 README, GUIDE = ((ROOT / name).read_text() for name in ("README.md", "GUIDE.md"))
@@ -119,7 +119,7 @@ def test_the_whole_models_rates_are_those_of_the_record() -> None:
     assert re.search(rf"batch {batches[0]} the KV cache of {on_gpu} sequences is on the GPU", text)
     assert re.search(rf"batch {batches[1]} that of {large.effective.settings['kv_host_rows']} is in host memory", text)
     factors = fit(load_points(RESULTS), load_machines(RESULTS), [])["deepspeed"]
-    plan = make_plan(theirs.case, model.resolve("bloom-176b"), machine.load(WHOLE.parent), factors=factors)
+    plan = make_plan(theirs.case, resolve.resolve("bloom-176b"), machine.load(WHOLE.parent), factors=factors)
     assert f"{theirs.decode_tok_s:.1f} tok/s at batch {theirs.case.workload.batch_size}; by the plan" in text
     assert f"room for {plan.max_batch_size}." in text
     ratio = (large.decode_tok_s or 0) / (theirs.decode_tok_s or 1)

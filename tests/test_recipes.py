@@ -9,7 +9,7 @@ from zinfer import engine
 from zinfer.commands.options import locate
 from zinfer.job.recipe import RecipeError, engine_recipe, make_sweep, read_toml
 from zinfer.record.store import read
-from zinfer.spec import model
+from zinfer.spec import resolve
 from zinfer.spec.machine import load as load_machine
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +23,7 @@ def test_sweep_recipes_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert loads
     assert sweep.description
     for load in loads:
-        spec = model.resolve(load.model, load.dtype, load.layers)
+        spec = resolve.resolve(load.model, load.dtype, load.layers)
         assert load.case("dummy", spec.dtype, *next(sweep.lengths())).model == load.model
         assert load.offload in engine.kind(load.engine).offloads
 

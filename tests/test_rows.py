@@ -24,7 +24,7 @@ from zinfer.job.batch.packing import best_plan
 from zinfer.job.batch.run import Job
 from zinfer.plan.plan import Plan
 from zinfer.spec.case import Case, Workload
-from zinfer.spec.model import from_directory
+from zinfer.spec.resolve import from_directory
 from zinfer.worker import generation as worker_side
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import Answer, BatchStart, Request, Tokenize

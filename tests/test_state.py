@@ -18,7 +18,7 @@ from tests.test_parity import BATCHES, COMPARED, greedy, load, reference
 from zinfer.engine import EngineError
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream import codec, packed
-from zinfer.spec import model
+from zinfer.spec import resolve
 from zinfer.spec.architecture import empty_model
 from zinfer.spec.case import Offload
 from zinfer.spec.checkpoint import CheckpointError
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def copy(checkpoint: Callable[..., Path], tmp_path: Path) -> ModelSpec:
     """Copy a llama checkpoint of several shards, which a test may damage; the spec is that of the undamaged one."""
-    return model.from_directory(Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama")))
+    return resolve.from_directory(Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama")))
 
 
 def shards(spec: ModelSpec) -> list[Path]:
@@ -58,7 +58,7 @@ def refused(spec: ModelSpec, mention: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_parameter_comes_once_with_its_shape(architecture: str, checkpoint: Callable[..., Path]) -> None:
-    spec = model.from_directory(checkpoint(architecture))
+    spec = resolve.from_directory(checkpoint(architecture))
     state = ModelState(spec, "safetensors")
     shapes = [(name, tensor.shape) for name, tensor in state.load(CPU)]
     assert sorted(shapes) == sorted((name, parameter.shape) for name, parameter in state.model.named_parameters())
@@ -109,19 +109,19 @@ def test_a_tensor_of_another_shape_is_refused(copy: ModelSpec) -> None:
 
 
 def test_a_model_without_a_checkpoint_says_what_to_do() -> None:
-    spec = model.from_catalogue(model.catalogue_names()[0])
+    spec = resolve.from_catalogue(resolve.catalogue_names()[0])
     with pytest.raises(CheckpointError, match="--load-format dummy"):
         ModelState(spec.slice(1), "safetensors")
 
 
 def test_an_unknown_architecture_is_one_line() -> None:
-    spec = model.from_catalogue(model.catalogue_names()[0])
+    spec = resolve.from_catalogue(resolve.catalogue_names()[0])
     with pytest.raises(ModelError, match="perceptron"):
         empty_model(spec.model_copy(update={"architecture": "perceptron"}))
 
 
 def test_dummy_weights_are_drawn_as_a_fresh_model_is(checkpoint: Callable[..., Path]) -> None:
-    state = ModelState(model.from_directory(checkpoint("llama")), "dummy")
+    state = ModelState(resolve.from_directory(checkpoint("llama")), "dummy")
     state.model.config.initializer_range = 0.02
     drawn = {name: tensor.clone() for name, tensor in state.load(CPU)}
     again = {name: tensor.clone() for name, tensor in state.load(CPU)}
@@ -136,7 +136,7 @@ def test_dummy_weights_are_drawn_as_a_fresh_model_is(checkpoint: Callable[..., P
 
 
 def test_tied_weights_stay_tied(checkpoint: Callable[..., Path]) -> None:
-    state = ModelState(model.from_directory(checkpoint("qwen2")), "safetensors")
+    state = ModelState(resolve.from_directory(checkpoint("qwen2")), "safetensors")
     entry = state.entries["model.embed_tokens.weight"]
     assert set(entry.names) == {"model.embed_tokens.weight", "lm_head.weight"}
     new = entry.put(torch.ones(entry.tensor.shape))
@@ -166,7 +166,7 @@ def store(directory: Path, tensors: dict[str, Tensor]) -> ModelSpec:
     for file in (*directory.glob("*.safetensors"), directory / "model.safetensors.index.json"):
         file.unlink(missing_ok=True)
     save_file(tensors, directory / "model.safetensors")
-    return model.from_directory(directory)
+    return resolve.from_directory(directory)
 
 
 @pytest.mark.parametrize(("name", "offload"), COMPARED)
@@ -183,7 +183,7 @@ def test_persistent_buffers_keep_the_values_of_their_layers(
 
 def test_packed_layers_hold_persistent_buffers(glm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
-    spec = model.from_directory(glm).with_dtype("bfloat16")
+    spec = resolve.from_directory(glm).with_dtype("bfloat16")
     packed.write(spec, revision_of(spec, "safetensors"), tmp_path / "packed", CPU)
     texts = []
     for options in ({"weight_codec": "lossless", "packed": str(tmp_path / "packed")}, {"weight_codec": "none"}):
@@ -194,7 +194,7 @@ def test_packed_layers_hold_persistent_buffers(glm: Path, tmp_path: Path, monkey
 
 
 def test_layers_without_a_buffer_are_not_those_of_the_model(glm: Path, tmp_path: Path) -> None:
-    spec = model.from_directory(glm)
+    spec = resolve.from_directory(glm)
     folder = tmp_path / "packed"
     packed.write(spec, revision_of(spec, "safetensors"), folder, CPU)
     told = json.loads((folder / packed.INDEX).read_text())
@@ -209,7 +209,7 @@ def test_entries_that_transformers_keeps_in_float32_are_loaded_so(dtype: Dtype, 
     theirs = AutoModelForCausalLM.from_pretrained(glm, dtype=getattr(torch, dtype)).state_dict()
     ours = {
         name: tensor.clone()
-        for name, tensor in ModelState(model.from_directory(glm).with_dtype(dtype), "safetensors").load(CPU)
+        for name, tensor in ModelState(resolve.from_directory(glm).with_dtype(dtype), "safetensors").load(CPU)
     }
     assert torch.float32 in {tensor.dtype for tensor in ours.values()}
     assert {name: tensor.dtype for name, tensor in ours.items()} == {name: theirs[name].dtype for name in ours}
@@ -243,7 +243,7 @@ def test_weights_that_decoder_layers_share_are_theirs_wherever_they_are(tmp_path
         "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "mamba", "hybrid", "mamba"],
     }  # fmt: skip
     directory = save_config(tmp_path / "zamba", "zamba", **shape)
-    state = ModelState(model.from_directory(directory), "safetensors")
+    state = ModelState(resolve.from_directory(directory), "safetensors")
     shared = [entry for entry in state.entries.values() if len(entry.names) > 1 and f"{state.stack}." in entry.name]
     assert shared
     assert all(entry.layer is None for entry in shared)
@@ -311,17 +311,17 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_kept_apart(
 
 
 def test_a_reader_that_skips_a_layer_gets_the_next(glm: Path) -> None:
-    state = ModelState(model.from_directory(glm), "safetensors")
+    state = ModelState(resolve.from_directory(glm), "safetensors")
     layers = [index for index, _ in by_layer(state, state.load(CPU))]
     assert layers == [None, *range(6)]
 
 
 def test_float32_entries_of_shared_modules_stay_their_own(glm: Path) -> None:
     """A module that occurs twice is cast once, and no entry replaces another one."""
-    empty = empty_model(model.from_directory(glm).with_dtype("bfloat16"))
+    empty = empty_model(resolve.from_directory(glm).with_dtype("bfloat16"))
     for name in ("again", "and_again"):  # the same modules under further names
         empty.model.add_module(name, empty.model.layers)
-    found = ModelState(model.from_directory(glm).with_dtype("bfloat16"), "dummy", empty).entries
+    found = ModelState(resolve.from_directory(glm).with_dtype("bfloat16"), "dummy", empty).entries
     biases = [entry for name, entry in found.items() if name.endswith("e_score_correction_bias")]
     assert len(biases) == 5
     assert all(entry.tensor.dtype == torch.float32 and len(entry.places) == 3 for entry in biases)

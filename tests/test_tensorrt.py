@@ -26,7 +26,8 @@ from zinfer.engine.tensorrt.network import make_network
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.spec.architecture import empty_model
 from zinfer.spec.case import Case, Workload
-from zinfer.spec.model import ModelSpec, resolve
+from zinfer.spec.model import ModelSpec
+from zinfer.spec.resolve import resolve
 from zinfer.spec.units import gb
 from zinfer.worker.session import not_as_asked
 

@@ -18,7 +18,7 @@ from tests.running import decode, prefill
 from tests.steered import steered
 from zinfer import engine
 from zinfer.commands import pack
-from zinfer.engine import EngineError
+from zinfer.engine import EngineError, base
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Case, Offload, Option, Workload
 from zinfer.spec.checkpoint import CheckpointError
@@ -206,7 +206,7 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
         options=tuple(sorted(options.items())),
     )
     plan = make_plan(case, source.spec, MACHINE, None)
-    running = engine.load(engine.kind("stream").target)(steered(plan, tokens=way.prefill_tokens))
+    running = base.load(engine.kind("stream").target)(steered(plan, tokens=way.prefill_tokens))
     try:
         yield running
     finally:

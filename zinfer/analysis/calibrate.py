@@ -23,7 +23,8 @@ from zinfer.record.store import files, read
 from zinfer.spec import machine
 from zinfer.spec.case import Case
 from zinfer.spec.machine import Machine, MachineError
-from zinfer.spec.model import ModelError, ModelSpec, resolve
+from zinfer.spec.model import ModelError, ModelSpec
+from zinfer.spec.resolve import resolve
 from zinfer.spec.value import Frozen
 
 BAND = 0.9  # share of the cross-validated errors that lie within `Efficiency.error`

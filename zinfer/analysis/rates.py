@@ -14,7 +14,7 @@ from zinfer.analysis.group import Points, by_load
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import ci95_half_width
 from zinfer.spec.case import Case, Offload
-from zinfer.spec.model import catalogue_names, from_catalogue
+from zinfer.spec.resolve import catalogue_names, from_catalogue
 from zinfer.spec.units import figures
 from zinfer.spec.value import Frozen
 

@@ -116,14 +116,16 @@ def _compiler_row() -> Row:
 
 def engine_rows() -> list[Row]:
     """Every engine: its offloads if it can run here, else the reason why not."""
-    from zinfer.engine import EngineError, kind, load
+    from zinfer.engine import EngineError, kind
     from zinfer.spec.engine import ENGINES
 
     rows = []
     for name in ENGINES:
         try:
             offloads = sorted(kind(name).offloads)
-            unable = load(ENGINES[name].target).unable()  # an installed package may still fail to import
+            from zinfer.engine import base
+
+            unable = base.load(ENGINES[name].target).unable()  # an installed package may still fail to import
             found = "cannot run" if unable else f"can run; offload {', '.join(offloads)}"
             rows.append(Row("engine", name, found, unable or ""))
         except (EngineError, ImportError) as error:

@@ -13,10 +13,10 @@ def command(name: str | None, as_json: bool) -> None:
     from rich.table import Column, Table
 
     from zinfer.commands.out import console
-    from zinfer.spec import model
+    from zinfer.spec import resolve
     from zinfer.spec.units import gb
 
-    specs = [model.resolve(name)] if name else [model.from_catalogue(entry) for entry in model.catalogue_names()]
+    specs = [resolve.resolve(name)] if name else [resolve.from_catalogue(entry) for entry in resolve.catalogue_names()]
     if as_json:
         keys = ("parameters", "expert_parameters", "weight_bytes", "layer_bytes", "other_bytes", "kv_bytes_per_token")
         rows = [spec.model_dump(exclude={"layers"}) | {key: getattr(spec, key) for key in keys} for spec in specs]

@@ -150,7 +150,8 @@ def _plans(
     from zinfer.plan.cost import Efficiency
     from zinfer.plan.plan import make_plan
     from zinfer.plan.search import best_batch
-    from zinfer.spec.model import check_positions, resolve
+    from zinfer.spec.model import check_positions
+    from zinfer.spec.resolve import resolve
 
     for place, (input_len, output_len), name, layers in product(places, wanted.lengths(), wanted.model, wanted.layers):
         own, cases = [], set()

@@ -129,7 +129,7 @@ def _questions(folder: Path) -> "tuple[Question, ...]":
     from zinfer.job.recipe import make_sweep, read_toml
     from zinfer.report.findings import Question
     from zinfer.spec import machine
-    from zinfer.spec.model import resolve
+    from zinfer.spec.resolve import resolve
 
     found = []
     for path in sorted(folder.glob("*.toml")):

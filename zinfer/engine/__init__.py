@@ -1,17 +1,12 @@
-"""The ways to run a model: whether this installation can, and where the code is.
+"""Engines: the ways to run a model. `zinfer.spec.engine` has the table of them, `zinfer.engine.base` their contract.
 
-`zinfer.spec.engine` has the table of engines. The code behind it is imported in the process that runs it, because that
-costs seconds and gigabytes.
+Their code is imported in the process that runs it, because that costs seconds and gigabytes.
 """
 
-from importlib import import_module, util
-from typing import TYPE_CHECKING
+from importlib import util
 
 from zinfer.spec.engine import ENGINES, EngineKind
 from zinfer.spec.errors import ZinferError
-
-if TYPE_CHECKING:
-    from zinfer.engine.base import Engine
 
 
 class EngineError(ZinferError):
@@ -31,10 +26,3 @@ def kind(name: str) -> EngineKind:
         packages = ", ".join(" or ".join(wanted.split("|")) for wanted in missing)
         raise EngineError(f"engine {name} needs {packages}: pip install 'zinfer[{found.extra}]'")
     return found
-
-
-def load(target: str) -> "type[Engine]":
-    """Import and return the engine class at ``module:Class``."""
-    module, _, name = target.partition(":")
-    engine: type[Engine] = getattr(import_module(module), name)
-    return engine

@@ -5,25 +5,19 @@ decides what each pass carries, and one loop, one clock and one sampler serve al
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zinfer.engine import EngineError
+from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.engine import EngineOptions, parse_options
-
-if TYPE_CHECKING:
-    from zinfer.engine.kv_snapshot import KVSnapshot
-
-Progress = Callable[[str, float], None]  # the stage under way, and the share of it that is done (0 to 1)
-
-
-def silent(_what: str, _share: float) -> None:
-    """Progress callback that does nothing."""
+from zinfer.spec.progress import Progress, silent
 
 
 class MicroBatch:
@@ -67,7 +61,7 @@ class Engine(ABC):
         return None
 
     @abstractmethod
-    def admit(self, attention_mask: Tensor, capacity: int, past: "Sequence[KVSnapshot]" = ()) -> MicroBatch:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[KVSnapshot] = ()) -> MicroBatch:
         """Reserve the KV cache of a new micro-batch; compute nothing.
 
         `attention_mask` ``[B, S]`` belongs to its left-padded prompts (1 token, 0 padding); `capacity` counts the
@@ -111,7 +105,7 @@ class Engine(ABC):
         """Reason why the engine can neither copy what it computed nor take it up again; None where it can do both."""
         return f"engine {self.plan.case.engine} keeps no keys and values"
 
-    def snapshot(self, batch: MicroBatch, first: int, last: int) -> "KVSnapshot":
+    def snapshot(self, batch: MicroBatch, first: int, last: int) -> KVSnapshot:
         """Copy to host memory the keys and values of positions `first` up to `last` (excluded), which are computed.
 
         Raises EngineError where `cannot_snapshot` gives a reason, MemoryError where there is no room.
@@ -156,3 +150,10 @@ def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:
 def is_step(works: Sequence[Work]) -> bool:
     """Tell whether a pass is a decode step: a token for each row, behind others."""
     return all(work.token_ids.shape[1] == 1 and work.batch.length for work in works)
+
+
+def load(target: str) -> type[Engine]:
+    """Import and return the engine class at ``module:Class``."""
+    module, _, name = target.partition(":")
+    engine: type[Engine] = getattr(import_module(module), name)
+    return engine

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine, MicroBatch, Progress, Work, check_works, silent
+from zinfer.engine.base import Engine, MicroBatch, Work, check_works
 from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.plan.plan import Plan
+from zinfer.spec.progress import Progress, silent
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # what forward passes call their cache
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zinfer.engine.base import Progress, silent
 from zinfer.spec.host import NumaNode, available_bytes, numa_node
+from zinfer.spec.progress import Progress, silent
 from zinfer.spec.units import gb
 
 ALIGNMENT = 256  # bytes; the alignment that cuBLAS wants for operands, and a multiple of every dtype's size

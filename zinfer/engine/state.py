@@ -38,12 +38,12 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from zinfer.engine.base import Progress, silent
 from zinfer.engine.read import DTYPES, Group, empty_tensor, groups_mapped, groups_read
 from zinfer.spec.architecture import decoder_layers, empty_model
 from zinfer.spec.case import LoadFormat
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from zinfer.spec.model import ModelSpec
+from zinfer.spec.progress import Progress, silent
 
 logging.disable_progress_bar()
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine, MicroBatch, Progress, Work
+from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.generation import passes
 from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, choose
 from zinfer.generation.tokenizer import NO_TOKENS, Tokenizer
 from zinfer.record.measurement import Span
 from zinfer.spec.model import ModelError, ModelSpec, check_positions
+from zinfer.spec.progress import Progress
 
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot

@@ -14,7 +14,8 @@ from zinfer.record.prefix_reuse import Run
 from zinfer.record.store import Header
 from zinfer.spec.case import Case
 from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelError, ModelSpec, catalogue_names, resolve
+from zinfer.spec.model import ModelError, ModelSpec
+from zinfer.spec.resolve import catalogue_names, resolve
 
 
 class WorkloadFindings(NamedTuple):

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
-from zinfer.spec.model import Dtype, ModelError, ModelSpec, dtype_of, from_config
+from zinfer.spec.model import ModelError
 
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 _NOT = ["*/*", "consolidated*"]  # folders and Mistral's second copy of the weights would double the download
@@ -50,11 +50,10 @@ def _explained(hub_id: str) -> Iterator[None]:
     raise ModelError(f"{hub_id}: {message}")
 
 
-def spec_from_hub(hub_id: str) -> ModelSpec:
-    """The spec of the hub's model `hub_id` (``owner/name``), from its config.json and the `transformers` model it
-    describes.
+def config_of(hub_id: str) -> dict[str, Any]:
+    """The config.json of the hub's model `hub_id` (``owner/name``).
 
-    Raises ModelError, in one line, if the configuration cannot be fetched or transformers does not know the model.
+    Raises ModelError, in one line, if it cannot be fetched or read.
     """
     with _explained(hub_id):
         from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
@@ -71,9 +70,7 @@ def spec_from_hub(hub_id: str) -> ModelSpec:
         raise ModelError(f"{hub_id}: its config.json cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{hub_id}: its config.json is not a JSON object")
-    dtype = dtype_of(config)
-    known = next((name for name in get_args(Dtype) if name == dtype), "bfloat16")
-    return from_config(hub_id, config, dtype=known, hub_id=hub_id)
+    return config
 
 
 def download(hub_id: str, revision: str | None = None) -> Path:

@@ -11,7 +11,8 @@ from typing import Literal
 
 from zinfer.spec.case import LoadFormat
 from zinfer.spec.checkpoint import Checkpoint
-from zinfer.spec.model import Dtype, ModelError, ModelSpec, config_text, resolve
+from zinfer.spec.model import Dtype, ModelError, ModelSpec, config_text
+from zinfer.spec.resolve import resolve
 
 Asked = Literal["auto", "safetensors", "dummy"]
 

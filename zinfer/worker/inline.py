@@ -5,14 +5,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from zinfer.plan.plan import Plan
-from zinfer.worker.process import Client, Notice, OnLoaded
+from zinfer.spec.progress import Progress, silent
+from zinfer.worker.process import Client, OnLoaded
 from zinfer.worker.session import Function, Session, facts_of, load_with
 from zinfer.worker.tasks import NAMES, Load, Loaded, Message, Request
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
 
-MakeEngine = Callable[[Plan, Callable[[str, float], None]], "Engine"]
+MakeEngine = Callable[[Plan, Progress], "Engine"]
 
 
 class InlineWorker(Client):
@@ -29,7 +30,7 @@ class InlineWorker(Client):
         engine: str | MakeEngine = "",
         *,
         timeout_s: float = 0,
-        notice: Notice = lambda _what, _share: None,
+        notice: Progress = silent,
         loaded: OnLoaded = lambda _size, _seconds: None,
         debug: bool = False,
         instead: Mapping[type[Request[Any]], Callable[[Session, Any], Message]] | None = None,

@@ -19,6 +19,7 @@ from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.measurement import Span, Status
 from zinfer.spec.case import Workload
+from zinfer.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 WARM_UP_STEPS = 2
 SAMPLE_SECONDS = 0.25
 
-Beat = Callable[[str, float], None]  # stage, and the share of the point that is done
 Clock = Callable[[], float]  # seconds
 
 
@@ -82,7 +82,7 @@ def measure(
     *,
     repeats: int = 3,
     enough: Callable[[Sequence[float]], bool] = lambda _e2e_ms: False,
-    beat: Beat = lambda _stage, _share: None,
+    beat: Progress = silent,
     clock: Clock = time.perf_counter,
 ) -> None:
     """Fill `samples` with up to `repeats` whole runs of `workload`, fewer once `enough` says so of their times (ms).

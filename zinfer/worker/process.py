@@ -25,10 +25,10 @@ from zinfer import __version__
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.spec.case import Case
+from zinfer.spec.progress import Progress, silent
 from zinfer.worker.failure import Failure
 from zinfer.worker.tasks import NAMES, TASKS, Answer, Load, Measure, Request
 
-Notice = Callable[[str, float], None]  # what is being done, and the share of it that is done
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
 # as long. Sleeping costs next to nothing.
@@ -61,7 +61,7 @@ class WorkerDied(WorkerError):
 class Client(ABC):
     """Whoever answers requests: a process (`Worker`), or this one (`zinfer.worker.inline.InlineWorker`)."""
 
-    def __init__(self, target: str, notice: Notice, loaded: OnLoaded) -> None:
+    def __init__(self, target: str, notice: Progress, loaded: OnLoaded) -> None:
         self._target, self._notice, self._loaded = target, notice, loaded
 
     def ask(self, request: Request[Answer]) -> Answer:
@@ -113,7 +113,7 @@ class Worker(Client):
         target: str,
         *,
         timeout_s: float,
-        notice: Notice = lambda _what, _share: None,
+        notice: Progress = silent,
         loaded: OnLoaded = lambda _size, _seconds: None,
         debug: bool = False,
     ) -> None:

@@ -14,6 +14,7 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.spec.case import Case, resident_bytes
 from zinfer.spec.model import ModelSpec
+from zinfer.spec.progress import Progress
 from zinfer.worker.failure import Failure, failure_of
 from zinfer.worker.process import WorkerDied, now, versions
 from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure, Measured, Message
@@ -30,7 +31,7 @@ Function = Callable[["Session", Any], Message]
 class Session:
     """The state of one worker; `beat` hears of progress, `instead` has functions in place of those of the table."""
 
-    def __init__(self, beat: Callable[[str, float], None], instead: Mapping[str, Function] | None = None) -> None:
+    def __init__(self, beat: Progress, instead: Mapping[str, Function] | None = None) -> None:
         self.beat = beat
         self.facts = Facts()
         self._engine: Engine | None = None
@@ -117,15 +118,13 @@ def load(session: Session, request: Load) -> Loaded:
     return load_with(session, request.plan, lambda: _import(request.target))
 
 
-def _import(target: str) -> "Callable[[Plan, Callable[[str, float], None]], Engine]":
-    from zinfer import engine
+def _import(target: str) -> "Callable[[Plan, Progress], Engine]":
+    from zinfer.engine import base
 
-    return engine.load(target)
+    return base.load(target)
 
 
-def load_with(
-    session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, Callable[[str, float], None]], Engine]]"
-) -> Loaded:
+def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, Progress], Engine]]") -> Loaded:
     """Load the engine that what `find` returns makes of `plan`; what is raised meanwhile becomes a refused point."""
     session.facts = facts_of(plan)
     try:

@@ -5,7 +5,7 @@ Requests and answers travel as JSON. The functions are imported where they run: 
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -16,9 +16,6 @@ from zinfer.record.measurement import Measurement
 from zinfer.spec.case import Case
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.value import Frozen
-
-if TYPE_CHECKING:
-    from zinfer.worker.session import Session
 
 
 class Message(Frozen):
@@ -322,10 +319,10 @@ class Task(NamedTuple):
     answer: type[Message]
     target: str
 
-    def function(self) -> "Callable[[Session, Any], Message]":
+    def function(self) -> Callable[[Any, Any], Message]:
         """Import the function."""
         module, _, name = self.target.partition(":")
-        found: Callable[[Session, Any], Message] = getattr(import_module(module), name)
+        found: Callable[[Any, Any], Message] = getattr(import_module(module), name)
         return found
 
 

@@ -158,7 +158,8 @@ def decode(data: Tensor, layout: Layout, out: Tensor) -> None:
     if out.is_cuda:
         from zinfer.engine.stream.decode import launch
 
-        launch(data, layout, values)
+        constants = {"BLOCK": BLOCK, "LEVELS": LEVELS, "MAX_ESCAPES": MAX_ESCAPES}
+        launch(data, values, layout.blocks, layout.sections[:-1], **constants)
     else:
         _decode_blocks(data, layout, values)
     if rest := layout.numel % BLOCK:

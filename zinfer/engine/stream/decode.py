@@ -15,30 +15,29 @@ are clamped to the streams and to the block's part.
 Triton comes with torch for CUDA; with TRITON_INTERPRET=1 in the environment the kernel runs on a CPU.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from zinfer.engine.stream.codec import BLOCK, LEVELS, MAX_ESCAPES, Layout
 
 # A tile is one row per thread. More warps waste work on levels 3 and 4, which seldom fill a tile (25, 26, 30
 # instructions a value for 1, 2, 4 warps); fewer warps hide less latency and leave longer tails.
 WARPS = 2
 
 
-def launch(data: Tensor, layout: Layout, out: Tensor) -> None:
+def launch(data: Tensor, out: Tensor, blocks: int, offsets: Sequence[int], **constants: int) -> None:
     """Decode the whole blocks of `data` (uint8) into `out` (bf16 ``[numel]``) on the current stream, without the tail.
 
-    Checks nothing: `codec.decode` does.
+    `offsets` are those of levels 2 to 4, of the bytes and of the tail, in units of 16 bytes; `constants` are the
+    codec's BLOCK, LEVELS and MAX_ESCAPES. Checks nothing: `codec.decode` does.
     """
-    _decode[(layout.blocks,)](
+    _decode[(blocks,)](
         data,
         out,
-        layout.blocks,
-        *layout.sections[:-1],
-        BLOCK=BLOCK,
-        LEVELS=LEVELS,
-        MAX_ESCAPES=MAX_ESCAPES,
+        blocks,
+        *offsets,
+        **constants,
         ROWS=32 * WARPS,
         num_warps=WARPS,
         num_stages=1,  # a load moved ahead of a barrier would read data that is not written yet

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zinfer.engine.base import Progress, silent
 from zinfer.engine.cache import FixedLayer, Slots, Step
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 from zinfer.engine.stream.cpu_attention import code, fetched, host, keep_freed
 from zinfer.engine.stream.cpu_kernel import coded, library
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
+from zinfer.spec.progress import Progress, silent
 
 IN_FLIGHT = 512 << 20  # bytes on their way to the host at a time, which take as much of the device's memory
 

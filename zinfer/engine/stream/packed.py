@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from zinfer.engine import EngineError
-from zinfer.engine.base import Progress, silent
 from zinfer.engine.pinned import Block, PinnedArena, check_free, lay_out
 from zinfer.engine.read import as_bytes, fill, reading
 from zinfer.engine.state import ModelState, by_layer
@@ -27,6 +26,7 @@ from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, pack
 from zinfer.spec import atomic
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.model import ModelSpec
+from zinfer.spec.progress import Progress, silent
 from zinfer.spec.units import gb
 
 PACKED = Path("engines/packed")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine, MicroBatch, Progress, Work, check_works, silent
+from zinfer.engine.base import Engine, MicroBatch, Work, check_works
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.build import plan_key
@@ -21,6 +21,7 @@ from zinfer.engine.tensorrt.library import find_library
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective
 from zinfer.spec.engine import TensorRTOptions
+from zinfer.spec.progress import Progress, silent
 
 
 class TensorRTBatch(MicroBatch):

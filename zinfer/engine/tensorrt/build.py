@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from zinfer.engine import EngineError
-from zinfer.engine.base import Progress, silent
 from zinfer.engine.pinned import lay_out
 from zinfer.engine.state import ModelState
 from zinfer.engine.tensorrt import planfile
@@ -30,6 +29,7 @@ from zinfer.spec import atomic
 from zinfer.spec.case import LoadFormat
 from zinfer.spec.checkpoint import Checkpoint
 from zinfer.spec.model import ModelSpec
+from zinfer.spec.progress import Progress, silent
 from zinfer.spec.source import revision_of
 from zinfer.spec.units import gb
 

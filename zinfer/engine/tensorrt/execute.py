@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from zinfer.engine import EngineError
-from zinfer.engine.base import Progress, silent
 from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.planfile import PlanFile
 from zinfer.spec.case import resident_bytes
+from zinfer.spec.progress import Progress, silent
 from zinfer.spec.units import gb
 
 PREFILL, DECODE = 0, 1  # numbers of the plan's optimisation profiles

@@ -1,0 +1,205 @@
+"""Model references: a catalogue name, a checkpoint folder, a config.json or a hub id, turned into a `ModelSpec`.
+
+The shape of a model is measured on the `transformers` model that its configuration describes, built without memory
+(`zinfer.spec.architecture`); on machines without torch the closed forms of `zinfer.spec.formula` replace it.
+"""
+
+import hashlib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
+from functools import cache
+from importlib.metadata import version
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from zinfer.spec import atomic, formula, hub
+from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config
+from zinfer.spec.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, text_config
+
+# Families that tie the head to the embedding by default; their checkpoints may hold both even so.
+_TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2"})
+_HEADS = ("lm_head.weight", "embed_out.weight")
+# Causal masks and rotary frequencies: older checkpoints hold them, the model computes them.
+_BUFFER = re.compile(r"(?:^|\.)(?:attention|attn)\.(?:masked_)?bias$|rotary_emb\.inv_freq$")
+_TENSOR_DTYPES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = None) -> ModelSpec:
+    """The model of a reference: a catalogue name, a checkpoint folder, a config.json, or a Hugging Face hub id.
+
+    Raises ModelError, in one line, for anything else.
+    """
+    if not reference:
+        raise ModelError("--model is empty; `zinfer models` lists the catalogue")
+    path = Path(reference).expanduser()
+    if reference in _catalogue():
+        spec = from_catalogue(reference)
+    elif path.is_dir() or (path.is_file() and path.suffix == ".json"):
+        spec = from_directory(path).model_copy(update={"name": reference})
+    elif path.exists():
+        raise ModelError(f"{reference} is a file: --model takes the folder that holds config.json and the safetensors")
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", reference):
+        spec = from_hub(reference)
+    else:
+        close = [name for name in catalogue_names() if name.split("-")[0] in reference or reference in name]
+        hint = f"; did you mean {', '.join(close)}?" if close else "; `zinfer models` lists the catalogue"
+        raise ModelError(f"no model {reference!r}: not in the catalogue, not a folder, not a hub id{hint}")
+    if dtype is not None:
+        spec = spec.with_dtype(dtype)
+    return spec if layers is None else spec.slice(layers)
+
+
+def catalogue_names() -> tuple[str, ...]:
+    """Names that `--model` takes without a download, in the catalogue's order."""
+    return tuple(_catalogue())
+
+
+def from_catalogue(name: str) -> ModelSpec:
+    """The catalogue's entry `name`. Raises KeyError if there is none."""
+    entry = _catalogue()[name]
+    shape = formula.fields(entry["config"])
+    layer = LayerSpec(
+        parameters=entry["layer_parameters"],
+        expert_parameters=entry.get("expert_parameters", 0),
+        kv_width=2 * shape["num_kv_heads"] * shape["head_dim"],
+        attention=shape["num_heads"] * shape["head_dim"],
+    )
+    return ModelSpec(
+        name=name,
+        **shape,
+        architecture=entry["config"]["model_type"],
+        total_layers=shape["num_layers"],
+        layers=(layer,) * shape["num_layers"],
+        other_parameters=entry["other_parameters"],
+        dtype=entry.get("dtype", "bfloat16"),
+        config=deepcopy(entry["config"]),
+        hub_id=entry.get("hub_id"),
+    )
+
+
+@cache
+def _catalogue() -> dict[str, Any]:
+    with (files("zinfer") / "catalog" / "models.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def from_directory(path: Path) -> ModelSpec:
+    """The spec of a local checkpoint folder, of a folder with a `config.json` alone, or of such a file; reads no
+    weights.
+
+    Raises ModelError if there is no usable `config.json`, or if the weights are not safetensors.
+    """
+    try:
+        bare = bare_config(path)
+        checkpoint = None if bare is not None else Checkpoint.open(path)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from None
+    if checkpoint is None:
+        assert bare is not None
+        return from_config(str(path), bare, dtype=_supported(str(path), dtype_of(bare)))
+    config = checkpoint.config
+    tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
+    tensors = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if not (_BUFFER.search(name) or (tied and name in _HEADS))
+    }
+    largest = max(tensors.values(), key=lambda tensor: tensor.end - tensor.start)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    dtype = dtype_of(config, _TENSOR_DTYPES.get(largest.dtype, largest.dtype))
+    spec = from_config(str(path), config, shapes, directory=str(path))
+    present = {int(match[1]) for name in shapes if (match := LAYER_INDEX.search(name))}
+    missing = sorted(set(range(spec.num_layers)) - present) if present else []
+    if missing:
+        raise ModelError(f"{path}: no weights of decoder layer {missing[0]} of {spec.num_layers}")
+    return spec.with_dtype(_supported(str(path), dtype))
+
+
+def from_hub(hub_id: str) -> ModelSpec:
+    """The spec of the hub's model `hub_id` (``owner/name``), from its config.json and the `transformers` model it
+    describes.
+
+    Raises ModelError, in one line, if the configuration cannot be fetched or transformers does not know the model.
+    """
+    config = hub.config_of(hub_id)
+    dtype = dtype_of(config)
+    known = next((name for name in get_args(Dtype) if name == dtype), "bfloat16")
+    return from_config(hub_id, config, dtype=known, hub_id=hub_id)
+
+
+def from_config(
+    name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None, **others: Any
+) -> ModelSpec:
+    """The spec of the model that `config` describes; see `shape_of` for `counted` and the errors."""
+    shape = shape_of(name, config, counted)
+    return ModelSpec(
+        name=name,
+        architecture=config.get("model_type", ""),
+        total_layers=shape.num_layers,
+        **dict(shape),
+        config=deepcopy(dict(config)),
+        **others,
+    )
+
+
+def dtype_of(config: Mapping[str, Any], default: str = "bfloat16") -> str:
+    """Dtype of the weights, as the configuration names it."""
+    for part in (config, text_config(config)):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key):
+                return str(part[key]).removeprefix("torch.")
+    return default
+
+
+def _supported(name: str, dtype: str) -> Dtype:
+    found = next((known for known in get_args(Dtype) if known == dtype), None)
+    if found is None:
+        raise ModelError(f"{name}: weights of type {dtype} are not supported; use one of {', '.join(get_args(Dtype))}")
+    return cast(Dtype, found)
+
+
+def refuse_quantised(config: Mapping[str, Any]) -> None:
+    """Raise ModelError if the weights are quantised."""
+    if config.get("quantization_config") or text_config(config).get("quantization_config"):
+        raise ModelError("the weights are quantised, which zinfer does not read: use the unquantised checkpoint")
+
+
+def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
+    """The shape of the model that `config` describes: measured on the model if torch and transformers are installed;
+    else by the closed forms of `zinfer.spec.formula`, with the weights `counted` (names and shapes), if given.
+
+    Raises ModelError, with `name` in it, if `config` is not that of a decoder-only model with unquantised weights.
+    """
+    try:
+        refuse_quantised(config)
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
+    if not all(map(find_spec, ("torch", "transformers", "accelerate"))):
+        return formula.shape(name, config, counted)
+    file = _measured_file(config)
+    with suppress(OSError, ValueError):
+        return Shape.model_validate_json(file.read_bytes())
+    from zinfer.spec.architecture import measure
+
+    shape = measure(name, config)
+    with suppress(OSError):  # without the file it is measured again next time
+        atomic.write(file, shape.model_dump_json())
+    return shape
+
+
+def _measured_file(config: Mapping[str, Any]) -> Path:
+    """File in the user's cache folder that holds the shape of `config`, which takes seconds to measure. Its name
+    depends on all that the shape depends on: the configuration, the installed transformers, and the measuring code."""
+    made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    made_of.update(version("transformers").encode())
+    made_of.update((files("zinfer.spec") / "architecture.py").read_bytes())
+    made_of.update(repr(sorted(Shape.model_fields) + sorted(LayerSpec.model_fields)).encode())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "zinfer"
+    return folder / f"shape-{made_of.hexdigest()[:24]}.json"

@@ -40,7 +40,7 @@ def test_an_engine_that_fails_to_import_is_reported(monkeypatch: pytest.MonkeyPa
     def broken(target: str) -> type:
         raise ImportError("libcudart.so.13: cannot open\nshared object file")
 
-    monkeypatch.setattr("zinfer.engine.load", broken)
+    monkeypatch.setattr("zinfer.engine.base.load", broken)
     assert all("libcudart.so.13: cannot open shared" in row.advice for row in doctor.engine_rows())
 
 

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests import PATIENCE_S
-from zinfer.commands.probe import command, write
+from zinfer.commands.out import write
+from zinfer.commands.probe import command
 from zinfer.spec import host, local
 from zinfer.spec.machine import Machine, MachineError, load
 from zinfer.worker import probe

@@ -288,7 +288,7 @@ def test_resident_layers_change_with_the_batch(checkpoint: Callable[..., Path], 
         tight = type(engine)(engine.plan.model_copy(update={"case": case, "machine": machine}))
         for batch_size, expected in ((1, most), (1 << 14, 0), (1, most)):
             workload = Workload(batch_size=batch_size, input_len=64, output_len=8)
-            tight._share_out(tight._ring, workload)  # type: ignore[attr-defined]
+            tight._share_out(tight._ring, tight.plan.at(workload).placement)  # type: ignore[attr-defined]
             assert tight.effective().settings["resident_layers"] == expected
         tight.close()
     engine.close()

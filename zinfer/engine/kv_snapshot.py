@@ -7,12 +7,15 @@ a snapshot that another one made.
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from zinfer.engine.cache import FixedLayer
 from zinfer.engine.pinned import Block, PinnedArena
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and every engine imports this
+    from zinfer.engine.cache import FixedLayer
 
 HALVES = ("keys", "values")
 
@@ -28,7 +31,7 @@ class KVSnapshot:
         self._arena = PinnedArena(self.nbytes, pin)
 
     @classmethod
-    def of(cls, layers: Sequence[FixedLayer], first: int, last: int, pin: bool) -> "KVSnapshot":
+    def of(cls, layers: "Sequence[FixedLayer]", first: int, last: int, pin: bool) -> "KVSnapshot":
         """Copy the positions from `first` to `last` (exclusive) out of `layers`; the copy is complete on return.
 
         Raises MemoryError where the host has no room for it.
@@ -65,7 +68,7 @@ class KVSnapshot:
         part.length = length
         return part
 
-    def put(self, layers: Sequence[FixedLayer], device: torch.device) -> None:
+    def put(self, layers: "Sequence[FixedLayer]", device: torch.device) -> None:
         """Append the snapshot to `layers`, which hold exactly the positions before it.
 
         The copies run on the current stream, before its next work; the snapshot must not be closed until they have run.

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
-
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from zinfer.spec.model import ModelError, ModelSpec
+
+if TYPE_CHECKING:  # it takes seconds to import, and whoever decodes without text does not need it
+    from transformers import PreTrainedTokenizerBase
 
 NO_TOKENS = "has no tokens: it needs at least one"
 
@@ -48,9 +47,11 @@ class Tokenizer:
         return str(self.hf.decode(list(token_ids), skip_special_tokens=True))
 
 
-def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+def load_tokenizer(spec: ModelSpec) -> "PreTrainedTokenizerBase":
     """Load the checkpoint's own tokenizer, or bytes as tokens for dummy weights. Raises ModelError where there is
     none."""
+    from transformers import AutoTokenizer
+
     if spec.directory is None:
         return byte_tokenizer()
     try:
@@ -63,8 +64,12 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def byte_tokenizer() -> PreTrainedTokenizerBase:
+def byte_tokenizer() -> "PreTrainedTokenizerBase":
     """Make a tokenizer with a token for each byte: for dummy weights, whose text means nothing but has a length."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": 0} | {letter: index for index, letter in enumerate(alphabet, start=1)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -73,9 +78,11 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", padding_side="left")
 
 
-def eos_token_ids(spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def eos_token_ids(spec: ModelSpec, tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
     """Return the tokens that end a text, by the checkpoint's generation settings, else its configuration, else its
     tokenizer."""
+    from transformers import GenerationConfig
+
     found: Any = None
     if spec.directory is not None:
         with suppress(OSError):

@@ -69,9 +69,17 @@ def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:
     return Case(model="fake", engine=TARGET, offload=offload, workload=workload, options=tuple(sorted(options.items())))
 
 
-def start(asked: Case, timeout_s: float = PATIENCE_S) -> tuple[Worker, Measurement | None]:
-    worker = Worker(TARGET, timeout_s=timeout_s)
+def start(asked: Case) -> tuple[InlineWorker, Measurement | None]:
+    """Load the fake engine without a process: for what does not end one."""
+    worker = InlineWorker(TARGET)
     return worker, worker.load(make_plan(asked, SPEC, MACHINE))
+
+
+def spawn(asked: Case) -> Worker:
+    """Load the fake engine in a process of its own."""
+    worker = Worker(TARGET, timeout_s=PATIENCE_S)
+    assert worker.load(make_plan(asked, SPEC, MACHINE)) is None
+    return worker
 
 
 def test_a_point_holds_every_sample() -> None:
@@ -189,7 +197,7 @@ def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, sta
 
 def test_a_hang_ends_at_the_timeout() -> None:
     asked = case(fail="hang")
-    worker, _ = start(asked)
+    worker = spawn(asked)
     worker._timeout = 1.0
     began = time.monotonic()
     with pytest.raises(WorkerDied, match="no answer within 1 s") as death:
@@ -211,7 +219,7 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     pid = os.fork()
     if pid == 0:
-        worker, _ = start(case())
+        worker = spawn(case())
         told.write_text(str(worker._process.pid))
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
 from tests import PATIENCE_S
+from zinfer.cli import cli
 from zinfer.record.store import read
 from zinfer.spec.host import slug
 from zinfer.spec.machine import Machine
+from zinfer.worker.inline import InlineWorker
 
 ROOT = Path(__file__).parents[1]
 TINY = ["-m", "bloom-tiny", "--engine", "stream", "--input-len", "8", "--output-len", "4", "--repeats", "1"]
@@ -104,31 +107,38 @@ def test_debug_shows_the_traceback(folder: Path) -> None:
     assert "Traceback" in result.stderr
 
 
-def test_sweep_to_best_and_back(folder: Path) -> None:
+def inline(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, stdin: str | None = None) -> Result:
+    """Run zinfer in this process, engines included, in `folder`: where a process of its own would show no more."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
+    return CliRunner().invoke(cli, words, input=stdin)
+
+
+def test_sweep_to_best_and_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure, refuse to overwrite, resume without new points, show the change, draw and decide."""
-    words = ["sweep", *TINY, "--offload", "none,cpu", "--batch-size", "1,2"]
+    words = ["sweep", *TINY, "--offload", "cpu", "--batch-size", "1,2"]
     first = zinfer(folder, *words)
     assert first.returncode == 0, first.stderr
     path = folder / first.stdout.strip()
     assert path == folder / "sweeps" / "results" / slug() / "bloom-tiny.jsonl"
-    assert [p.status for p in read(path).points] == ["ok"] * 4
+    assert [p.status for p in read(path).points] == ["ok"] * 2
     assert len(read(path).headers) == 1
-    assert len(re.findall(r"^loaded \S+ [GM]B in .*: \S+ [GM]B/s$", first.stderr, re.MULTILINE)) == 2
+    assert len(re.findall(r"^loaded \S+ [GM]B in .*: \S+ [GM]B/s$", first.stderr, re.MULTILINE)) == 1
 
     again = zinfer(folder, *words)
     assert again.returncode == 2
     assert "--resume" in again.stderr
     resumed = zinfer(folder, *words, "--resume")
     assert resumed.returncode == 0
-    assert resumed.stderr.count("[recorded]") == 4
-    assert len(read(path).points) == 4
+    assert resumed.stderr.count("[recorded]") == 2
+    assert len(read(path).points) == 2
 
     changed = zinfer(folder, *words[:-1], "1,2,4", "--resume")
     assert changed.returncode == 6
     assert "recipe.batch_size: [1, 2] -> [1, 2, 4]" in changed.stderr
-    forced = zinfer(folder, *words[:-1], "1,2,4", "--resume", "--force")
-    assert forced.returncode == 0
-    assert len(read(path).points) == 6
+    forced = inline(monkeypatch, folder, *words[:-1], "1,2,4", "--resume", "--force")
+    assert forced.exit_code == 0
+    assert len(read(path).points) == 3
 
     best = json.loads(zinfer(folder, "best", "--json").stdout)
     command = best[0]["best"]["command"].split()
@@ -169,7 +179,7 @@ def test_dry_run_loads_nothing(folder: Path) -> None:
     assert not list(folder.rglob("*.jsonl"))
 
 
-def test_a_full_disk_keeps_what_was_measured(folder: Path) -> None:
+def test_a_full_disk_keeps_what_was_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["sweep", *TINY, "--offload", "none", "--batch-size", "1,2,4,8", "-o", "r.jsonl"]
     limit = 2500
 
@@ -182,8 +192,8 @@ def test_a_full_disk_keeps_what_was_measured(folder: Path) -> None:
     kept = read(folder / "r.jsonl")
     assert not kept.damaged
     assert 0 < len(kept.points) < 4
-    resumed = zinfer(folder, *words, "--resume")
-    assert resumed.returncode == 0
+    resumed = inline(monkeypatch, folder, *words, "--resume")
+    assert resumed.exit_code == 0
     assert [p.case.workload.batch_size for p in read(folder / "r.jsonl").points] == [1, 2, 4, 8]
 
 
@@ -259,15 +269,15 @@ def test_spoilt_checkpoints_are_refused_before_loading(
         assert "Traceback" not in result.stderr
 
 
-def test_prompts_come_from_options_files_and_stdin(folder: Path, checkpoint: Callable[..., Path]) -> None:
+def test_prompts_come_from_options_files_and_stdin(
+    folder: Path, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "prompts.txt").write_text("second\n\nthird\n")
     words = ["run", "-m", str(checkpoint("llama")), "--offload", "cpu", "--output-len", "3", "--json"]
     result = zinfer(folder, *words, "-p", "first", "--prompt-file", "prompts.txt")
     assert result.returncode == 0, result.stderr
     assert [text["prompt"] for text in json.loads(result.stdout)] == ["first", "second", "third"]
     assert "tok/s" in result.stderr
-    (folder / "stdin.txt").write_text("fourth\n")
-    with (folder / "stdin.txt").open() as stdin:
-        piped = zinfer(folder, *words, stdin=stdin)
+    piped = inline(monkeypatch, folder, *words, stdin="fourth\n")
     assert [text["prompt"] for text in json.loads(piped.stdout)] == ["fourth"]
     assert json.loads(piped.stdout)[0].keys() == {"prompt", "output_ids", "output_text", "finish_reason"}

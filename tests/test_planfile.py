@@ -14,9 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from tests import PATIENCE_S
+from tests.inline import MACHINE
 from tests.test_cli import zinfer
+from zinfer.cli import cli
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.build import COPIES, Cancelled, build, plan_key
@@ -25,6 +28,7 @@ from zinfer.engine.tensorrt.planfile import PLANS, PlanFile, PlanKey
 from zinfer.spec import atomic
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.resolve import resolve
+from zinfer.worker.inline import InlineWorker
 
 Checkpoints = Callable[..., Path]
 
@@ -188,24 +192,26 @@ def test_a_disk_that_fills_up_leaves_nothing(folder: Path, spec: ModelSpec) -> N
     assert list((folder / PLANS).iterdir()) == []
 
 
-def test_build_on_the_command_line(folder: Path, spec: ModelSpec) -> None:
+def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("build", "-m", str(spec.directory), "--max-batch-size", "2", "--max-seq-len", "16", "--dtype", "bf16")
     first = zinfer(folder, *words)
     assert first.returncode == 0, first.stderr
     path = Path(first.stdout.strip())
     assert (folder / path).stat().st_size > spec.weight_bytes
-    again = zinfer(folder, *words)
+    again = CliRunner().invoke(cli, words)
     assert again.stdout == first.stdout
     assert "is there already" in again.stderr
-    other = zinfer(folder, *words, "-o", str(path), "--load-format", "dummy")
-    assert other.returncode == 2
+    other = CliRunner().invoke(cli, [*words, "-o", str(path), "--load-format", "dummy"])
+    assert other.exit_code == 2
     assert "--force replaces it" in other.stderr
     if not torch.cuda.is_available():
-        sweep = zinfer(
-            folder, "sweep", "-m", str(spec.directory), "--engine", "tensorrt", "--offload", "cpu", "--gpu-weights",
+        monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
+        monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: MACHINE)
+        sweep = CliRunner().invoke(cli, [
+            "sweep", "-m", str(spec.directory), "--engine", "tensorrt", "--offload", "cpu", "--gpu-weights",
             "50%", "--dtype", "bf16", "--input-len", "8", "--output-len", "4", "--batch-size", "1", "-o", "r.jsonl",
-        )  # fmt: skip
-        assert sweep.returncode == 4
+        ])  # fmt: skip
+        assert sweep.exit_code == 4
         assert sweep.stderr.count("engine tensorrt needs a GPU") == 1
 
 

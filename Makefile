@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test lint conformance codec accuracy plots report
+.PHONY: setup demo test quick lint conformance codec accuracy plots report
 
 setup: .venv/installed .venv/installed-dev
 
@@ -25,6 +25,10 @@ demo: .venv/installed
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Run the tests that load no torch.
+quick: setup
+	$(BIN)/python -m pytest --quick -n 2
 
 # Compare small random models of every causal type of the installed transformers, in every way, with `generate`.
 conformance: setup

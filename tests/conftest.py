@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.quick import Quick
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in zinfer.worker.process, and before torch is imported
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs the tests in the background ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,6 +32,12 @@ settings.load_profile("zinfer")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in the random order that SEED gives")
+    parser.addoption("--quick", action="store_true", help="run only the tests that load no torch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("quick"):
+        config.pluginmanager.register(Quick())
 
 
 @pytest.hookimpl(trylast=True)

@@ -5,12 +5,13 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from zinfer.job import recipe
 from zinfer.job.recipe import Sweep
-from zinfer.job.sweep import FINAL, Events, prepare, run
+from zinfer.job.sweep import FINAL, Events, Job, prepare, run
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.store import Header, Store, read
 from zinfer.spec.case import Case
@@ -71,14 +72,21 @@ class FakeWorker(InlineWorker):
         return Measured(point=Measurement(case=case, status=status, machine="test", effective=effective, **samples))
 
 
-def run_inline(path: Path, sweep: Sweep, worker: FakeWorker, events: Events | None = None) -> list[Measurement]:
-    """Run or resume `sweep` with records in `path`."""
-    done = read(path).points if path.is_file() else ()
+def prepared(sweep: Sweep) -> list[Job]:
+    """Return the jobs of `sweep` with the model `SPEC` on `MACHINE`."""
 
     def resolve(_load: recipe.Load) -> Source:
         return Source(SPEC, "dummy", "r1")
 
-    jobs = prepare(sweep, MACHINE, resolve, lambda load: load.engine)
+    return prepare(sweep, MACHINE, resolve, lambda load: load.engine)
+
+
+def run_inline(
+    path: Path, sweep: Sweep, worker: FakeWorker, events: Events | None = None, jobs: Sequence[Job] | None = None
+) -> list[Measurement]:
+    """Run or resume `sweep`, whose `jobs` may be `prepared` before, with records in `path`."""
+    done = read(path).points if path.is_file() else ()
+    jobs = prepared(sweep) if jobs is None else jobs
     with Store.open(path) as store:
         store.append_header(Header(machine="test"))
         return run(sweep, jobs, store, done, events, worker)
@@ -105,6 +113,7 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
     their points, and of points found on disk. Exit with a message if a point is lost or doubled."""
     dice = random.Random(seed)
     sweep = Sweep(model=("fake",), engine=("stream",), batch_size=tuple(range(1, 33)))
+    jobs = prepared(sweep)
     finished = points = 0
     told: set[Case] = set()
     path = folder / "0.jsonl"
@@ -118,7 +127,7 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
                 if not resumed:
                     os.write(writer, point.case.model_dump_json().encode() + b"\n")
 
-            run_inline(path, sweep, FakeWorker(edge=99, pause_s=0.0005), Events(point=report))
+            run_inline(path, sweep, FakeWorker(edge=99, pause_s=0.0005), Events(point=report), jobs)
             os._exit(0)
         os.close(writer)
         written = kill_after(child, reader, dice.randrange(8), dice.uniform(0, 0.01))

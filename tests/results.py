@@ -135,7 +135,13 @@ def accuracy_run(**fields: Any) -> AccuracyRecord:
         Deviation.of(int8, "own", own),
         Deviation.of(int8, "text", [[position(0.5, True, 1.1)]]),
     )
-    given = {"machine": "h100", "device": "H100", "started_at": "2026-01-01", "versions": {}, "told": "llama"}
+    given: dict[str, Any] = {
+        "machine": "h100",
+        "device": "H100",
+        "started_at": "2026-01-01",
+        "versions": {},
+        "told": "llama",
+    }
     given |= {"revision": "r", "reference": case, "logits_dtype": "bfloat16", "samples": 2, "deviations": deviations}
     given |= {"prompts": {"name": "book.txt", "sha256": "0" * 64, "tokens": 1000}}
     return AccuracyRecord.model_validate(given | fields)

@@ -38,7 +38,8 @@ from zinfer.worker.process import Client, WorkerDied
 from zinfer.worker.tasks import Answer, Load, LogitsCompare, Request, TextWindowed, TextWindows
 
 assert folder  # a fixture
-Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
+Checkpoints = Callable[..., Path]
+Patch = pytest.MonkeyPatch
 TEXT = "".join(f"{number} is {number * number}, which is more than {number}. " for number in range(60))
 INPUT, OUTPUT, SAMPLES = 12, 10, 6
 TARGET = "zinfer.engine.stream:Stream"
@@ -83,7 +84,7 @@ def comparison(directory: Path, *storages: str, make_worker: Callable[[], Client
 
 
 def by_setting(found: Found) -> dict[tuple[str, str], Deviation]:
-    return {(dict(d.case.options).get("kv_cache_dtype", "noise"), d.along): d for d in found.deviations}
+    return {(str(dict(d.case.options).get("kv_cache_dtype", "noise")), d.along): d for d in found.deviations}
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
@@ -185,7 +186,7 @@ def test_a_failed_setting_is_reported_and_the_others_run(checkpoint: Checkpoints
 
 @pytest.mark.parametrize("dies_at", [1, 2])
 def test_the_death_of_a_worker_is_reported(dies_at: int, checkpoint: Checkpoints) -> None:
-    workers = []
+    workers: list[Client] = []
 
     class Mortal(InlineWorker):
         def ask(self, request: Request[Answer]) -> Answer:

@@ -1,7 +1,9 @@
 """Properties of a model that are read from the model itself: parameters, experts, and the size of its cache."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,7 +99,7 @@ def cached(spec: ModelSpec, length: int) -> tuple[int, ...]:
             *getattr(part, "recurrent_states", {}).values(),
         ]
         for part in ({"keys": None, "values": None} | vars(layer) for layer in parts)
-        for part in (type("Part", (), part),)
+        for part in (SimpleNamespace(**part),)
     ]
     return tuple(sum(tensor.numel() for tensor in part if tensor is not None) for part in states)
 
@@ -246,7 +248,7 @@ def test_run_counts_the_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_run_counts_them_with_the_tokenizer_of_the_checkpoint(checkpoint) -> None:
+def test_run_counts_them_with_the_tokenizer_of_the_checkpoint(checkpoint: Callable[..., Path]) -> None:
     folder = str(checkpoint("opt"))
     assert _longest(folder, ["abc", "defgh"]) == 5
     assert _longest(None, ["abc", "d\u00e9"]) == 3

@@ -147,8 +147,13 @@ def test_a_refusal_of_the_driver_names_its_cause(size: int, hint: bool, monkeypa
 
 def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[tuple[int, int]] = []
+
+    def register(address: int, size: int, _flags: int) -> int:
+        locked.append((address, size))
+        return 0
+
     driver = SimpleNamespace(
-        cudaHostRegister=lambda address, size, _flags: locked.append((address, size)) or 0,
+        cudaHostRegister=register,
         cudaHostUnregister=lambda address: locked.remove((address, 3 * PAGE + 1)),
     )
     monkeypatch.setattr("torch.cuda.cudart", lambda: driver)

@@ -55,7 +55,7 @@ def lesser(request: pytest.FixtureRequest, compiler: None, monkeypatch: Patch, t
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
     cpu_kernel.library.cache_clear()
-    monkeypatch.setattr(cpu_kernel.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     yield
     cpu_kernel.library.cache_clear()
 
@@ -166,10 +166,9 @@ def test_attention_is_that_of_torch(groups: int, mask: str | None, length: int) 
         seen = (torch.arange(50) >= torch.tensor([0, 7, 20])[:, None])[:, None, None]
     elif mask is not None:
         seen = noise(3, 8 if "head" in mask else 1, 1, 50)
-    shared = {"attn_mask": seen, "enable_gqa": groups != 8}
+    shared: dict[str, Any] = {"attn_mask": seen, "enable_gqa": groups != 8}
     expected = scaled_dot_product_attention(query.float(), keys.float(), values.float(), **_wide(shared))
-    held = (host(states, CPU) for states in (keys, values))
-    found = scaled_dot_product_attention(query, *held, **shared)
+    found = scaled_dot_product_attention(query, host(keys, CPU), host(values, CPU), **shared)
     assert isinstance(found, Hosted)
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.float(), expected, atol=0.03)
@@ -289,13 +288,13 @@ def test_without_a_compiler_torch_computes_the_same() -> None:
 
 def test_a_failing_compiler_is_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu_kernel.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
 
     def fail(command: list[str], **_: Any) -> None:
         raise subprocess.CalledProcessError(1, command)
 
     cpu_kernel.library.cache_clear()
-    monkeypatch.setattr(cpu_kernel.subprocess, "run", fail)
+    monkeypatch.setattr(subprocess, "run", fail)
     try:
         assert cpu_kernel.library() is None
         assert list((tmp_path / "zinfer").iterdir()) == []
@@ -308,7 +307,7 @@ def test_a_user_without_a_home_folder_is_not_an_error(monkeypatch: pytest.Monkey
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cpu_kernel.Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", homeless)
     cpu_kernel.library.cache_clear()
     try:
         assert cpu_kernel.library() is None

@@ -89,7 +89,7 @@ def expected(directory: Path, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     token_ids, mask = prompts(lengths)
-    output = model.generate(token_ids, attention_mask=mask, max_new_tokens=OUTPUT_LEN, do_sample=False)
+    output: Tensor = model.generate(token_ids, attention_mask=mask, max_new_tokens=OUTPUT_LEN, do_sample=False)
     return output[:, token_ids.shape[1] :]
 
 
@@ -132,13 +132,15 @@ def test_8_bits_are_what_the_record_says(
         with pytest.raises(EngineError, match=f"and no keys and values: kv_cache_dtype={storage}"):
             load("stream", kind(name), "cpu", tmp_path, kv_cache_dtype=storage)
         return
-    ways = [{"kv_cache_dtype": storage}] + [{"kv_cache_dtype": storage, "kv_offload": "cpu"}] * (storage == "int8")
+    ways: list[dict[str, Any]] = [{"kv_cache_dtype": storage}] + [{"kv_cache_dtype": storage, "kv_offload": "cpu"}] * (
+        storage == "int8"
+    )
     exact = load("stream", kind(name), "cpu", tmp_path)
     for way in ways:
-        engine = load("stream", kind(name), "cpu", tmp_path, **way)  # type: ignore[arg-type]
+        engine = load("stream", kind(name), "cpu", tmp_path, **way)
         token_ids, mask = prompts(LENGTHS)
         logits = [prefill(one, token_ids, mask, reserve=OUTPUT_LEN) for one in (engine, exact)]
-        assert torch.allclose(*logits, atol=1e-3), "the prompt's attention sees exact keys"
+        assert torch.allclose(logits[0], logits[1], atol=1e-3), "the prompt's attention sees exact keys"
         errors = []
         for _ in range(OUTPUT_LEN - 1):
             token = logits[1].argmax(-1)
@@ -191,6 +193,7 @@ def test_longrope_stays_on_one_side_of_its_switch(tmp_path: Path) -> None:
         {"initializer_range": 0.3, "original_max_position_embeddings": 24, "rope_parameters": rope},
     )
     engine = load("stream", directory, "cpu", tmp_path)
+    lengths: tuple[int, ...]
     for lengths in ((12, 5, 9), (40, 27, 25)):
         assert torch.equal(greedy(engine, lengths), expected(directory, lengths))
     for lengths in ((13, 5, 9), (40, 24), (24,)):
@@ -208,7 +211,7 @@ def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", [{"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}])
 def test_other_states_than_keys_and_values_are_kept_or_refused(option: dict[str, Any], tmp_path: Path) -> None:
     """The index of a sparse attention has no 8-bit form and no place in host memory."""
-    settings = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16}
+    settings: dict[str, Any] = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16}
     settings |= {"qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 8, "n_routed_experts": 4, "n_group": 1}
     settings |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "index_topk": 8}
     settings |= {"index_head_dim": 16, "index_n_heads": 2, "initializer_range": 0.3}

@@ -151,8 +151,10 @@ def test_a_fit_finds_the_factors_that_made_the_records() -> None:
 
 def test_a_cache_in_host_memory_shows_the_link_rate_if_the_link_limits() -> None:
     told = Efficiency(link_share=0.83)
-    for options in ({"kv_attention": "gpu"}, {"kv_attention": "cpu"}):
-        (one,) = calibrate._seen([fabricated(told, 64, "cpu", kv_offload="cpu", **options)], {"h100": H100})
+    for attention in ("gpu", "cpu"):
+        (one,) = calibrate._seen(
+            [fabricated(told, 64, "cpu", kv_offload="cpu", kv_attention=attention)], {"h100": H100}
+        )
         assert calibrate._link_share(one) == pytest.approx(0.83, rel=1e-3)
     slow = H100.model_copy(update={"attention_bandwidth": 1e9})
     (one,) = calibrate._seen([fabricated(told, 64, "cpu", kv_offload="cpu", kv_attention="cpu")], {"h100": slow})

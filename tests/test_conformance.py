@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,13 @@ def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest
     told: dict[str, Outcome] = {}
     expected: list[torch.Tensor] = []
     reference = compare.reference
-    monkeypatch.setattr(compare, "reference", lambda *args: (found := reference(*args), expected.append(found[2]))[0])
+
+    def observed(*args: Any) -> Any:
+        found = reference(*args)
+        expected.append(found[2])
+        return found
+
+    monkeypatch.setattr(compare, "reference", observed)
 
     def run(way: compare.Way, directory: Path, *_: object) -> torch.Tensor:
         if way.offload == "none":

@@ -16,6 +16,7 @@ def refuse(name: str) -> EngineKind:
     raise EngineError(f"engine {name} needs torch: pip install 'zinfer[engines]'")
 
 
+@pytest.mark.torch
 def test_one_engine_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.engine.kind", lambda name: ENGINES[name] if name == "stream" else refuse(name))
     result = CliRunner().invoke(doctor.command, ["--json"])

@@ -67,8 +67,8 @@ def test_every_field_has_a_column() -> None:
 
 
 def test_the_rate_of_a_load_is_empty_where_its_bytes_are_not_recorded() -> None:
-    new, old = ({"load_s": 20.0, "load_bytes": size} for size in (50_000_000_000, None))
-    points = [("a", point(case(1), **new)), ("b", point(case(1), **old))]
+    sizes = {"a": 50_000_000_000, "b": None}
+    points = [(name, point(case(1), load_s=20.0, load_bytes=size)) for name, size in sizes.items()]
     rows = [dict(zip(COLUMNS, row, strict=False)) for row in Table.of(points).rows]
     assert [row["load_bandwidth_bytes_s"] for row in rows] == [2.5e9, None]
     assert [row["load_bytes"] for row in rows] == [50_000_000_000, None]
@@ -77,6 +77,8 @@ def test_the_rate_of_a_load_is_empty_where_its_bytes_are_not_recorded() -> None:
 def test_values_are_those_of_the_record() -> None:
     ours = POINTS[0][1]
     row, _ = json.loads(to_json(Table.of(POINTS)))
+    assert ours.output_tok_s is not None
+    assert ours.effective is not None
     assert row["output_tok_s"] == ours.output_tok_s
     assert row["decode_tok_s"] == ours.decode_tok_s
     assert row["prefill_tok_s"] == ours.prefill_tok_s

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +74,7 @@ def test_without_a_closed_form_it_says_what_is_needed(config: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama", "opt", "mixtral"])
-def test_a_checkpoint_counts_the_same_without_torch(architecture: str, checkpoint) -> None:
+def test_a_checkpoint_counts_the_same_without_torch(architecture: str, checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(architecture)
     code = f"""
 import sys

@@ -6,6 +6,7 @@ CPU.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from tests.checkpoints import save_config
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
 from tests.test_state import GLM
-from zinfer.engine.base import Engine, EngineError
+from zinfer.engine import EngineError
+from zinfer.engine.base import Engine
 from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.stream.cpu_attention import _landed
 from zinfer.engine.stream.triton_check import trouble
@@ -26,7 +28,8 @@ from zinfer.spec.case import Offload
 
 pytestmark = pytest.mark.gpu
 
-Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
+Checkpoints = Callable[..., Path]
+Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
 ARCHITECTURES = ("bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mixtral")
 TURNS = 4  # copies that come too late show at some time
@@ -62,8 +65,9 @@ def check(engine: Engine, directory: Path) -> None:
 def test_a_kv_cache_in_host_memory_gives_the_same_tokens(
     architecture: str, attention: str, here: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    directory, options = checkpoint(architecture), {"kv_offload": "auto", "kv_attention": attention}
-    check(load("stream", directory, "cpu", tmp_path, here=here, tokens=9, **options), directory)
+    directory = checkpoint(architecture)
+    engine = load("stream", directory, "cpu", tmp_path, here=here, tokens=9, kv_offload="auto", kv_attention=attention)
+    check(engine, directory)
 
 
 @pytest.mark.parametrize("way", ["none", "weights", "rows", "cpu", "link"])
@@ -72,7 +76,7 @@ def test_every_kind_of_layer_gives_the_same_tokens(name: str, way: str, kind: ki
     if way in ("cpu", "link") and name in kinds.STATES_ONLY:
         pytest.skip("it has no keys and values")
     at_once = 1 if way == "rows" else None
-    options = {"cpu": {"kv_attention": "cpu"}, "link": {"kv_attention": "gpu"}}.get(way, {})
+    options: dict[str, Any] = {"cpu": {"kv_attention": "cpu"}, "link": {"kv_attention": "gpu"}}.get(way, {})
     if options:
         options |= {"kv_offload": "cpu"}
         config = AutoConfig.from_pretrained(kind(name))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,8 @@ def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoin
     with pytest.raises(EngineError, match="not in order"):
         prefill(engine, token_ids, mask, past=(rest,))
     engine.close()
-    for options in ({"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}):
+    ways: list[dict[str, Any]] = [{"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}]
+    for options in ways:
         engine = load("stream", directory, "cpu", tmp_path, **options)
         (option,) = options
         assert option in str(engine.cannot_snapshot())

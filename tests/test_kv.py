@@ -16,7 +16,8 @@ from zinfer.engine.stream.kv import CpuCache
 from zinfer.spec.engine import OptionError
 from zinfer.worker.measure import Samples, measure
 
-Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
+Checkpoints = Callable[..., Path]
+Patch = pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mixtral"])
@@ -25,8 +26,8 @@ Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
 def test_tokens_are_those_of_transformers(
     architecture: str, attention: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    directory, options = checkpoint(architecture), {"kv_offload": "cpu", "kv_attention": attention}
-    engine = load("stream", directory, "cpu", tmp_path, tokens=9 * at_once, **options)
+    directory = checkpoint(architecture)
+    engine = load("stream", directory, "cpu", tmp_path, tokens=9 * at_once, kv_offload="cpu", kv_attention=attention)
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
     engine.close()
@@ -42,8 +43,8 @@ def test_sequences_split_between_gpu_and_host_memory(
     checkpoint: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    directory, options = checkpoint(architecture), {"kv_offload": "auto", "kv_attention": attention}
-    engine = load("stream", directory, "cpu", tmp_path, here=here, **options)
+    directory = checkpoint(architecture)
+    engine = load("stream", directory, "cpu", tmp_path, here=here, kv_offload="auto", kv_attention=attention)
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
         told = engine.effective()
@@ -57,10 +58,8 @@ def test_sequences_split_between_gpu_and_host_memory(
 
 
 def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    there, here = (
-        load("stream", checkpoint("llama"), "cpu", tmp_path, tokens=1, **options)
-        for options in ({"kv_offload": "cpu", "kv_attention": "cpu"}, {"kv_offload": "none"})
-    )
+    there = load("stream", checkpoint("llama"), "cpu", tmp_path, tokens=1, kv_offload="cpu", kv_attention="cpu")
+    here = load("stream", checkpoint("llama"), "cpu", tmp_path, tokens=1, kv_offload="none")
     many: list[int] = []
     monkeypatch.setattr(CpuCache, "extend", _counted(CpuCache.extend, many))
     assert torch.equal(greedy(there, (1, 1, 1)), greedy(here, (1, 1, 1)))
@@ -113,9 +112,15 @@ def test_as_many_threads_attend_as_are_asked_for(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number is restored when the batch is done."""
-    directory, seen, before = checkpoint("llama"), set(), torch.get_num_threads()
+    directory, before = checkpoint("llama"), torch.get_num_threads()
+    seen: set[int] = set()
     run = cpu_kernel._run
-    monkeypatch.setattr(cpu_kernel, "_run", lambda *args: (seen.add(torch.get_num_threads()), run(*args))[1])
+
+    def watched(*args: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return run(*args)
+
+    monkeypatch.setattr(cpu_kernel, "_run", watched)
     for asked, threads in (("auto", before), (1, 1), (3, 3)):
         seen.clear()
         engine = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu", kv_threads=asked)
@@ -175,7 +180,7 @@ def test_a_quantised_cache_is_half_as_large_and_nearly_as_good(
     exact = load("stream", directory, "cpu", tmp_path)
     token_ids, mask = prompts((9, 5, 7))
     logits = [prefill(one, token_ids, mask, reserve=8) for one in (engine, exact)]
-    assert torch.allclose(*logits, atol=1e-4), "the prompt's attention sees exact keys"
+    assert torch.allclose(logits[0], logits[1], atol=1e-4), "the prompt's attention sees exact keys"
     for _ in range(6):
         token = logits[1].argmax(-1)
         logits = [decode(one, token) for one in (engine, exact)]
@@ -238,7 +243,7 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     token_ids, mask = prompts((9, 5, 7, 1))
     logits = [prefill(one, token_ids, mask, reserve=8) for one in (alone, split)]
     for _ in range(6):
-        assert torch.allclose(*logits, atol=2e-3)
+        assert torch.allclose(logits[0], logits[1], atol=2e-3)
         token = logits[0].argmax(-1)
         logits = [decode(one, token) for one in (alone, split)]
     assert split.effective().settings["kv_host_rows"] == 4 - here

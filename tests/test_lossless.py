@@ -4,11 +4,13 @@ bit."""
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests import trained
 from tests.results import codec_run, sweep
@@ -121,13 +123,14 @@ def test_weights_that_do_not_shrink_are_a_finding() -> None:
 
 
 def test_small_weights_are_decoded_in_many_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = set()
+    places: set[tuple[int, int]] = set()
     decode = coder.decode
-    monkeypatch.setattr(
-        coder,
-        "decode",
-        lambda data, layout, out: (places.add((data.data_ptr(), out.data_ptr())), decode(data, layout, out)),
-    )
+
+    def watched(data: Tensor, layout: Any, out: Tensor) -> None:
+        places.add((data.data_ptr(), out.data_ptr()))
+        decode(data, layout, out)
+
+    monkeypatch.setattr(coder, "decode", watched)
     values = codec.draw("gaussian", 2 * MIB, torch.device("cpu"))
     assert codec._measure("small", "", values.nbytes, values, 5 * MIB).status == "ok"
     assert len({data for data, _ in places}) == len({out for _, out in places}) == 3

@@ -1,6 +1,7 @@
 """Model specs: every catalogue entry against the real transformers model, and checkpoints against the saved model."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from zinfer.spec import resolve
 from zinfer.spec.formula import fields
 from zinfer.spec.model import ModelError, ModelSpec
 
+Saved = tuple[str, torch.nn.Module, Path]  # kind, model, folder
+
 
 def build(spec: ModelSpec) -> torch.nn.Module:
     """Return the transformers model of `spec`, without memory."""
     config = AutoConfig.for_model(**copy.deepcopy(spec.config))
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype))
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype))
+    return model
 
 
 def cached_bytes_per_token(spec: ModelSpec, tokens: int = 3) -> int:
@@ -25,7 +29,8 @@ def cached_bytes_per_token(spec: ModelSpec, tokens: int = 3) -> int:
     with torch.device("meta"):
         ids = torch.zeros(1, tokens, dtype=torch.long)
         cache = build(spec)(input_ids=ids, use_cache=True).past_key_values
-    return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values)) // tokens
+    size: int = sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
+    return size // tokens
 
 
 @pytest.mark.parametrize("name", resolve.catalogue_names())
@@ -158,7 +163,7 @@ TINY = {
 
 
 @pytest.fixture
-def saved(request: pytest.FixtureRequest, tmp_path):
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Saved:
     """Provide a tiny random model saved by transformers: (kind, the model, its folder)."""
     kind = request.param
     model = AutoModelForCausalLM.from_config(
@@ -169,7 +174,7 @@ def saved(request: pytest.FixtureRequest, tmp_path):
 
 
 @pytest.mark.parametrize("saved", TINY, indirect=True)
-def test_saved_checkpoints_are_counted_exactly(saved) -> None:
+def test_saved_checkpoints_are_counted_exactly(saved: Saved) -> None:
     kind, model, folder = saved
     spec = resolve.resolve(str(folder))
     layers = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == 3)
@@ -183,14 +188,14 @@ def test_saved_checkpoints_are_counted_exactly(saved) -> None:
 
 
 @pytest.mark.parametrize("saved", ["bloom", "gpt2", "gpt_neox", "llama"], indirect=True)
-def test_buffers_and_a_stored_tied_head_do_not_count(saved) -> None:
+def test_buffers_and_a_stored_tied_head_do_not_count(saved: Saved) -> None:
     from safetensors.torch import load_file, save_file
 
     kind, model, folder = saved
     weights = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    extra = {
+    every: dict[str, dict[str, tuple[int, ...]]] = {
         "bloom": {"lm_head.weight": (320, 64)},
         "gpt2": {"transformer.h.0.attn.bias": (1, 1, 8, 8), "transformer.h.0.attn.masked_bias": (1,)},
         "gpt_neox": {
@@ -198,15 +203,16 @@ def test_buffers_and_a_stored_tied_head_do_not_count(saved) -> None:
             "gpt_neox.layers.1.attention.rotary_emb.inv_freq": (8,),
         },
         "llama": {"model.layers.2.self_attn.rotary_emb.inv_freq": (8,)},
-    }[kind]
-    save_file(weights | {name: torch.zeros(shape) for name, shape in extra.items()}, folder / "model.safetensors")
+    }
+    extra = {name: torch.zeros(shape) for name, shape in every[kind].items()}
+    save_file(weights | extra, folder / "model.safetensors")
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"tie_word_embeddings": true,', ""))  # as older configurations
     assert resolve.resolve(str(folder)).parameters == sum(weight.numel() for weight in model.parameters())
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)
-def test_a_checkpoint_without_some_layer_is_an_error(saved) -> None:
+def test_a_checkpoint_without_some_layer_is_an_error(saved: Saved) -> None:
     _, _, folder = saved
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))

@@ -118,10 +118,10 @@ def test_records_with_options_that_are_gone_can_be_read_and_planned() -> None:
     assert not read_options("deepspeed", old.options).model_dump()["tuned"]
     spec, place = resolve.resolve("opt-30b", None, None), machine.load("h100-80gb")
     assert make_plan(old, spec, place).step_s == make_plan(case("deepspeed", tuned=False), spec, place).step_s
-    assert read_options("stream", (("kv_offload", True), ("weight_codec", "none"))) == StreamOptions(
-        weight_codec="none"
+    assert read_options("stream", (("kv_offload", True), ("weight_codec", "none"))) == StreamOptions.model_validate(
+        {"weight_codec": "none"}
     )
-    assert plan_options("no-such-engine", (("gpus", 4),)) == PlanOptions(gpus=4)
+    assert plan_options("no-such-engine", (("gpus", 4),)) == PlanOptions.model_validate({"gpus": 4})
     with pytest.raises(OptionError, match="no option 'old'"):
         parse_options("deepspeed", old.options, "cpu")
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def write(spec: ModelSpec) -> Path:
     return folder
 
 
-def tokens(directory: str, **options: str) -> list[torch.Tensor]:
+def tokens(directory: str, **options: Any) -> list[torch.Tensor]:
     loaded = load("stream", Path(directory), "cpu", Path(), "bfloat16", **options)
     try:
         return [greedy(loaded, lengths) for lengths in BATCHES]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.inline_batch import CASE, SPEC, InlineRows, line, run_inline
+from tests.inline import SPEC
+from tests.inline_batch import CASE, InlineRows, line, run_inline
 from zinfer.job.batch import packing
 from zinfer.job.batch.packing import (
     Block,

@@ -18,7 +18,8 @@ from zinfer.engine.cache import RowCache, make_cache
 from zinfer.generation import passes
 from zinfer.spec.case import Offload
 
-Checkpoints, Patch = Callable[..., Path], pytest.MonkeyPatch
+Checkpoints = Callable[..., Path]
+Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
 WAYS: dict[str, tuple[str, Offload, dict[str, Any]]] = {
     "none": ("stream", "none", {}),
@@ -221,8 +222,8 @@ def test_rows_of_windows_and_states_leave_too(name: str, kind: kinds.Kinds, tmp_
 
 
 def test_rows_in_8_bits_leave_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    for options in ({}, {"kv_offload": "cpu"}):
-        engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_cache_dtype="int8", **options)
+    for offload in ("none", "cpu"):
+        engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_cache_dtype="int8", kv_offload=offload)
         token_ids, mask = sequences(FIRST, 4, 3)
         expected = alone(engine, token_ids, mask)
         batch, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)

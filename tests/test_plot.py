@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from tests.results import LAYERS_BYTES, case, point, sweep, traced
 from zinfer.analysis.group import groups
@@ -55,17 +56,24 @@ def drawn(points: Sequence[Measurement]) -> dict[str, Figure]:
     return plot.draw(group, own)
 
 
+def values(data: Any) -> list[float]:
+    """Return the coordinates of a line."""
+    return [float(value) for value in data]
+
+
 def measured(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
     """Return the solid lines by label."""
     return {
-        str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))
+        str(line.get_label()): (values(line.get_xdata()), values(line.get_ydata()))
         for line in axes.lines
         if line.get_linestyle() == "-" and not str(line.get_label()).startswith("_")
     }
 
 
 def crosses(figure: Figure) -> set[float]:
-    return {x for axes in figure.axes for line in axes.lines if line.get_marker() == "x" for x in line.get_xdata()}
+    return {
+        x for axes in figure.axes for line in axes.lines if line.get_marker() == "x" for x in values(line.get_xdata())
+    }
 
 
 @pytest.fixture
@@ -182,8 +190,8 @@ def test_axes_hold_all_their_points(name: str) -> None:
             (left, right), (low, high) = axes.get_xlim(), sorted(axes.get_ylim())
             for line in axes.lines:
                 if line.get_marker() != "None":
-                    assert all(left < x < right for x in line.get_xdata())
-                    assert all(low < y < high for y in line.get_ydata())
+                    assert all(left < x < right for x in values(line.get_xdata()))
+                    assert all(low < y < high for y in values(line.get_ydata()))
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -194,7 +202,8 @@ def test_titles_legend_and_data_do_not_overlap(name: str) -> None:
         renderer = canvas.get_renderer()
         legend = figure.legends[0].get_window_extent(renderer)
         texts = [text.get_window_extent(renderer) for text in figure.texts]
-        panels = [axes.get_tightbbox(renderer) for axes in figure.axes]
+        panels = [box for axes in figure.axes if (box := axes.get_tightbbox(renderer))]
+        assert len(panels) == len(figure.axes)
         for box in [legend, *texts, *panels]:
             assert box.x0 >= 0
             assert box.y0 >= 0
@@ -209,7 +218,7 @@ def test_limits_are_dashed_and_lie_above_what_is_not_compressed() -> None:
     axes = drawn(sweep())["throughput"].axes[0]
     (limit,) = [line for line in axes.lines if line.get_linestyle() == "--"]
     assert limit.get_marker() == "None"
-    (x, _), (y, _) = limit.get_xdata(), limit.get_ydata()
+    (x, _), (y, _) = values(limit.get_xdata()), values(limit.get_ydata())
     rate = y / x
     lines = measured(axes)
     assert rate == pytest.approx(54.6e9 / 69_057_937_408)
@@ -338,7 +347,7 @@ def test_bars_are_as_long_as_their_values(rows: list[plot.Bar], limit: tuple[flo
     (group, _), *_ = groups(sweep()).items()
     figure = plot.bars(group, "how much?", ("a note",), rows, COLOURS, "GiB", limit)
     (axes,) = figure.axes
-    segments = [(patch.get_x(), patch.get_width()) for patch in axes.patches]
+    segments = [(patch.get_x(), patch.get_width()) for patch in axes.patches if isinstance(patch, Rectangle)]
     assert segments == ([(0, 6.5), (6.5, 2), (0, 6.5), (6.5, 3.5), (0, 4)] if rows is ROWS else [])
     assert {row.text for row in rows} <= set(labels(axes))
     assert [text.get_text() for text in axes.get_yticklabels()] == [row.tag for row in rows]

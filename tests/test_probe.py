@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from tests import PATIENCE_S
+from zinfer.cli import Failure
 from zinfer.commands.out import write
 from zinfer.commands.probe import command
 from zinfer.spec import host, local
@@ -32,6 +34,7 @@ def swift(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     monkeypatch.setattr(probe, "_matmul", lambda device, dtype, size, repeats: [3e9 if dtype == "bfloat16" else 2e9])
 
 
+@pytest.mark.torch
 def test_quick_probe_of_this_machine(no_gpu: None) -> None:
     machine = probe.probe(quick=True)
     assert machine.source == "measured"
@@ -46,6 +49,7 @@ def test_quick_probe_of_this_machine(no_gpu: None) -> None:
     assert {"bfloat16", "float32"} == set(machine.details["matmul"])
 
 
+@pytest.mark.torch
 def test_figures_are_medians_and_keep_their_spread(swift: None) -> None:
     machine = probe.probe()
     assert (machine.h2d_bandwidth, machine.host_bandwidth, machine.hbm_bandwidth) == (5e9, 1e10, 1e10)
@@ -55,9 +59,15 @@ def test_figures_are_medians_and_keep_their_spread(swift: None) -> None:
     assert "no GPU" in machine.note
 
 
+@pytest.mark.torch
 def test_the_cpu_attends_to_more_than_its_caches_hold(swift: None, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(probe, "_attention", lambda size, repeats, sharing: sizes.append(size) or [1e9])
+
+    def attention(size: int, repeats: int, sharing: Any) -> list[float]:
+        sizes.append(size)
+        return [1e9]
+
+    monkeypatch.setattr(probe, "_attention", attention)
     monkeypatch.setattr(probe, "host_bytes", lambda: 64 << 30)
     for cache in (32, 300, 1 << 20):
         monkeypatch.setattr(host, "cache_bytes", lambda cache=cache: cache << 20)
@@ -71,6 +81,7 @@ def test_a_disturbed_copy_is_not_the_links_rate() -> None:
     assert probe._pinned_rate(blocks) == 53e9
 
 
+@pytest.mark.torch
 def test_disk_is_read_and_left_as_it_was(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "NVME_BLOCK", 1 << 20)
     monkeypatch.setattr(probe, "BUDGET_S", 0.05)
@@ -80,6 +91,7 @@ def test_disk_is_read_and_left_as_it_was(swift: None, tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.torch
 def test_a_disk_without_direct_io_is_noted(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
@@ -199,6 +211,7 @@ def test_memory_limit(groups: str, files: dict[str, str], limit: int | None, tmp
     assert host.memory_limit(tmp_path / "groups", tmp_path) == limit
 
 
+@pytest.mark.torch
 def test_command_writes_where_plans_look(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(command, [])
@@ -210,6 +223,7 @@ def test_command_writes_where_plans_look(swift: None, tmp_path: Path, monkeypatc
     assert "measuring host memory" in result.stderr
 
 
+@pytest.mark.torch
 def test_command_prints_json(swift: None, tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["--json", "--quick", "-o", str(tmp_path)])
     assert json.loads(result.stdout) == json.loads((tmp_path / "machine.json").read_text())
@@ -218,11 +232,12 @@ def test_command_prints_json(swift: None, tmp_path: Path) -> None:
 
 def test_writing_where_one_may_not_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Exception, match=r"cannot write .*File exists.*-o") as error:
+    with pytest.raises(Failure, match=r"cannot write .*File exists.*-o") as error:
         write(tmp_path / "file" / "machine.json", "{}")
     assert error.value.exit_code == 5
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("changes", "same"),
     [
@@ -252,6 +267,7 @@ def test_figures_of_another_host_are_left_to_it(
     assert (path.read_text() == before) is not same
 
 
+@pytest.mark.torch
 @pytest.mark.gpu
 def test_probe_of_a_gpu() -> None:
     machine = probe.probe(quick=True)

@@ -69,7 +69,7 @@ def test_the_next_group_is_read_while_one_is_used(opened: Checkpoint, monkeypatc
         done.release()
 
     monkeypatch.setattr(read, "_read", tell)
-    groups = [("big",), ("wide",), ("last",)]
+    groups: list[tuple[str, ...]] = [("big",), ("wide",), ("last",)]
     source = groups_read(opened, groups)
     for begun in (2, 3, 3):
         tensors = next(source)

@@ -175,7 +175,8 @@ def test_what_a_reload_saves_is_that_of_the_record() -> None:
 
 def test_every_engine_wrote_the_same_text() -> None:
     """The checksums are those of the original outputs; the repository keeps one of several equal outputs."""
-    sums = dict(reversed(line.split()) for line in (H100 / "text" / "md5sums").read_text().splitlines())
+    lines = (H100 / "text" / "md5sums").read_text().splitlines()
+    sums = {name: md5 for md5, name in map(str.split, lines)}
     for dtype in ("float32", "bfloat16"):
         kept = (H100 / "text" / f"{dtype}.json").read_bytes()
         own = {name: md5 for name, md5 in sums.items() if name.endswith(f"-{dtype}.json")}

@@ -3,6 +3,7 @@ paper."""
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -86,7 +87,9 @@ def hostile() -> list[Measurement]:
 @pytest.fixture(scope="module", params=["committed", "made", "hostile", "oom", "empty"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    results = ROOT / "sweeps" / "results" if request.param == "committed" else folder / "results"
+    if request.param == "committed":  # tests/test_report.py checks that it is that of the committed records
+        return Path(shutil.copy(ROOT / "plots" / "report.html", folder))
+    results = folder / "results"
     made = {
         "made": sweep(),
         "hostile": hostile(),

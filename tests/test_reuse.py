@@ -43,7 +43,8 @@ def test_the_break_even(gains: tuple[float, ...], expected: float | None, words:
     points.append(Point(context=9999, new_tokens=8, skipped="too long"))
     found = break_even(points, "memory")
     assert found == (None if expected is None else pytest.approx(expected, rel=2e-3))
-    assert break_even(points, "disk") is verdict(points, "disk") is None
+    assert break_even(points, "disk") is None
+    assert verdict(points, "disk") is None
     assert words is None or str(verdict(points, "memory")).endswith(words)
 
 

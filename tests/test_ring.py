@@ -140,13 +140,16 @@ class Bench:
         self.arena = PinnedArena(images[-1].end, pin=False)
         for weight, image in zip(weights, images, strict=True):
             self.arena.views(image.blocks, image.start)["weight"].copy_(weight)
-        real_copy, real_unpack = PrefetchRing._copy, prefetch.unpack
+        real_copy, real_unpack = PrefetchRing._copy, packed_layer.unpack
 
         def copy(ring: PrefetchRing, transfer: Transfer) -> None:
             buffer = ring._buffers[ring._issued % ring.depth]
-            before = transfer.before
-            real_copy(ring, Transfer(transfer.layer, transfer.source, transfer.piece, transfer.ready,
-                                     lambda: (before(), queues.write(buffer))[0]))  # fmt: skip
+
+            def before() -> None:
+                transfer.before()
+                queues.write(buffer)
+
+            real_copy(ring, Transfer(transfer.layer, transfer.source, transfer.piece, transfer.ready, before))
 
         def unpack(piece: packed_layer.Chunk, content: Tensor, slot: Tensor) -> None:
             if any(content.data_ptr() == buffer.data_ptr() for buffer in self.ring._buffers):

@@ -35,7 +35,8 @@ def told() -> list[str]:
 def shelf(engine: Engine, told: list[str], positions: int = 1000, **fields: Any) -> PrefixCache:
     """Return a prefix cache with memory for a number of positions."""
     size = engine.plan.model.kv_bytes(1, positions)
-    return PrefixCache(**({"identity": MODEL, "size": size, "folder_size": 1 << 30, "say": told.append} | fields))
+    known: dict[str, Any] = {"identity": MODEL, "size": size, "folder_size": 1 << 30, "say": told.append}
+    return PrefixCache(**(known | fields))
 
 
 def run(engine: Engine, tokens: list[int], own: PrefixCache | None = None) -> tuple[torch.Tensor, int]:

@@ -196,7 +196,7 @@ def test_interleaved_passes_share_a_layers_weights() -> None:
 
     for _ in range(2):
         before = ring.bytes_copied
-        passes = [lambda rows=rows: forward(rows) for rows in range(4)]  # type: ignore[misc]
+        passes = [lambda rows=rows: forward(rows) for rows in range(4)]
         found = interleave(ring, passes, lambda part, layer: order.append((layer, part)))
         assert [int(one) for one in found] == [0, 1, 2, 3]
         assert order == [(layer, part) for layer in range(3) for part in range(4)]

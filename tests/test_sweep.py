@@ -22,7 +22,8 @@ from zinfer.record.store import Store, read
 
 def drive(batches: Batches, edge: int, failure: Status = "oom_gpu") -> list[Try]:
     """Return the batches that are tried on a machine where `edge` is the largest that runs."""
-    tried, status = [], None
+    tried: list[Try] = []
+    status: Status | None = None
     while True:
         try:
             attempt = next(batches) if status is None else batches.send(status)
@@ -55,7 +56,8 @@ def test_a_good_guess_of_the_edge_saves_attempts() -> None:
 
 
 def test_an_edge_that_only_one_run_reaches_is_not_the_edge() -> None:
-    batches, status, tried = to_the_edge(100, 2, (1,), 10), None, []
+    batches, tried = to_the_edge(100, 2, (1,), 10), list[Try]()
+    status: Status | None = None
     while True:
         try:
             attempt = next(batches) if status is None else batches.send(status)

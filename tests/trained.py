@@ -18,6 +18,7 @@ import platform
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -74,7 +75,10 @@ def train(
     model = LlamaForCausalLM(config).to(device)
     drawn = layers_of(model)
     matrices = [p for p in model.parameters() if p.dim() == 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.dim() != 2]}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() != 2]},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     seen, unseen = texts()
     data = torch.frombuffer(bytearray(seen), dtype=torch.uint8).to(device)

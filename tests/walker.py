@@ -84,7 +84,12 @@ class _Walker:
     def _elementwise(self, layer: Any, a: Tensor, b: Tensor) -> Tensor:
         assert a.dtype == b.dtype
         assert a.dim() == b.dim(), "TensorRT broadcasts dimensions of 1, it does not add any"
-        operations = {"SUM": torch.add, "PROD": torch.mul, "LESS": torch.lt, "AND": torch.logical_and}
+        operations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+            "SUM": torch.add,
+            "PROD": torch.mul,
+            "LESS": torch.lt,
+            "AND": torch.logical_and,
+        }
         return operations[layer.op.name](a, b)
 
     def _unary(self, layer: Any, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Row(NamedTuple):
             return self.outcomes["all"].verdict
         for bad in ("crash", "differs"):
             if bad in verdicts:
-                return bad  # type: ignore[return-value]
+                return bad
         return "right" if all(self.outcomes[way].verdict == "right" for way in ("none", "cpu")) else "refused"
 
 

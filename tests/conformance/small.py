@@ -93,7 +93,7 @@ def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig
     default = _default(config_class)
     adjustment = ADJUSTMENTS.get(config_class.model_type)
     adjusted = adjustment.settings if adjustment is not None else {}
-    known = [field.name for field in fields(config_class)]  # type: ignore[arg-type]
+    known = [field.name for field in fields(config_class)]
     layers = _value(default, "num_hidden_layers")
     settings: dict[str, Any] = {}
     for name in known:
@@ -237,7 +237,7 @@ def randomise(model: PreTrainedModel, gain: float) -> None:
     if head is not None:  # never generate special tokens, for images or the like
         head[:FIRST_TOKEN] = 0
     for _, owner, leaf in persistent_buffers(model):
-        buffer = owner._buffers[leaf]
+        buffer = owner.get_buffer(leaf)
         noise = torch.randn(buffer.shape, generator=generator)
         owner._buffers[leaf] = torch.where(buffer == 0, NOISE * noise, buffer * (1 + 2 * NOISE * noise)).to(buffer)
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test quick lint conformance codec accuracy plots report
+.PHONY: setup demo test quick lint conformance readme codec accuracy plots report
 
 setup: .venv/installed .venv/installed-dev
 
@@ -33,7 +33,11 @@ quick: setup
 # Compare small random models of every causal type of the installed transformers, in every way, with `generate`.
 conformance: setup
 	$(BIN)/python -m tests.conformance
-	$(BIN)/python -m tests.conformance --table
+	$(BIN)/python -m tests.readme
+
+# Write the tables of README.md and docs/models.md anew from the records.
+readme: setup
+	$(BIN)/python -m tests.readme
 
 lint: setup
 	$(BIN)/ruff check .

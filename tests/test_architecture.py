@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from transformers import DynamicCache
 
+from tests import mentions
 from zinfer.cli import cli
 from zinfer.commands.run import _longest
 from zinfer.job.recipe import make_sweep
@@ -225,7 +226,7 @@ def test_a_bare_configuration_is_planned(tmp_path: Path) -> None:
 def test_lengths_beyond_the_positions_are_refused() -> None:
     spec = spec_of("gpt2")
     check_positions(spec, 60, 4)
-    with pytest.raises(ModelError, match="--input-len 60 and --output-len 5 exceed the 64 positions of gpt2"):
+    with pytest.raises(ModelError, match=r"--input-len 60 .*--output-len 5 .*\b64 positions of gpt2"):
         check_positions(spec, 60, 5)
     check_positions(spec.model_copy(update={"max_position": None}), 10**6, 1)
 
@@ -233,9 +234,9 @@ def test_lengths_beyond_the_positions_are_refused() -> None:
 def test_plan_and_sweep_refuse_them_before_anything_is_loaded() -> None:
     words = ["--model", "opt-1.3b", "--machine", "h100-80gb", "--input-len", "8,2040", "--output-len", "16"]
     result = CliRunner().invoke(cli, ["plan", *words])
-    assert "exceed the 2048 positions of opt-1.3b" in str(result.exception)
+    assert "2048 positions of opt-1.3b" in str(result.exception)
     sweep = make_sweep({"model": "opt-1.3b", "input_len": [8, 2040], "output_len": 16}, "test")
-    with pytest.raises(ModelError, match="exceed the 2048 positions of opt-1"):
+    with pytest.raises(ModelError, match="2048 positions of opt-1"):
         prepare(sweep, machine("h100-80gb"), lambda load: find(load.model, None, None, "dummy"), lambda _: "engine")
 
 
@@ -243,9 +244,7 @@ def test_run_counts_the_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: pytest.fail("the machine was asked"))
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--prompt", "x" * 2040, "--output-len", "16"]
     result = CliRunner().invoke(cli, ["run", *words])
-    assert "a prompt of 2040 tokens and --output-len 16 exceed the 2048 positions of bloom-tiny" in str(
-        result.exception
-    )
+    assert mentions(str(result.exception), "2040 tokens", "--output-len 16", "2048 positions", "bloom-tiny")
 
 
 def test_run_counts_them_with_the_tokenizer_of_the_checkpoint(checkpoint: Callable[..., Path]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import mentions
 from zinfer.job.batch.intake import rows_of, split
 from zinfer.job.batch.openai import Done, Fault, Request, answer, decode, encode, failure, read_requests, refusal
 from zinfer.record.jsonl import Garbled
@@ -109,7 +110,8 @@ def test_the_good_lines_around_a_bad_one_are_kept() -> None:
     assert [type(item) for item in found] == [Request, Fault, Request, Fault, Request]
     repeated = found[3]
     assert isinstance(repeated, Fault)
-    assert (repeated.code, repeated.message) == ("duplicate_custom_id", "line 6: line 1 has the custom_id 'a' too")
+    assert repeated.code == "duplicate_custom_id"
+    assert mentions(repeated.message, "line 6", "line 1", "'a'")
 
 
 def test_ids_depend_on_the_lines_alone() -> None:
@@ -186,9 +188,9 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
     assert [(fault.custom_id, fault.code) for fault in faults] == [
         ("3", "context_length_exceeded"), ("4", "invalid_prompt"), ("5", "context_length_exceeded")
     ]  # fmt: skip
-    assert "exceed the model's 100 positions" in faults[0].message
+    assert "100 positions" in faults[0].message
     assert (rows[3].output_ids, rows[3].saved, rows[3].need) == ([1, 2, 3], 3, (6, 1))
     assert rows_of(requests[:1], [range(10**6)], None, 20, {})[0][0].limit == 20
     kept, refused = split(rows, [True, False, True, True], "the machine")
     assert [row.key for row in kept] == [0, 2, 3]
-    assert "more memory than the machine has" in refused[0].message
+    assert "memory" in refused[0].message

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import PATIENCE_S
+from tests import PATIENCE_S, mentions
 from tests.test_cli import ROOT, folder, zinfer
 from tests.test_rows import TEMPLATE
 
@@ -43,8 +43,7 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
     assert result.stdout == ""
     *_, last = told = result.stderr.strip().splitlines()
     assert len(told) <= 4
-    assert last.startswith("7 answers and 5 errors in out.jsonl; ")
-    assert "tok/s" in last
+    assert mentions(last, "7 answers", "5 errors", "out.jsonl", "tok/s")
     found = records(output)
     assert len(output.read_text().splitlines()) == len(found) == 12
     codes = {name: record["error"]["code"] for name, record in found.items() if record["error"]}
@@ -62,7 +61,8 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
     before = output.read_bytes()
     again = zinfer(folder, *words)
     assert again.returncode == 3
-    assert again.stderr == "7 answers and 5 errors in out.jsonl\n"
+    assert mentions(again.stderr, "7 answers", "5 errors", "out.jsonl")
+    assert "tok/s" not in again.stderr
     with prompts.open("a") as file:
         file.write(line("more", prompt="x", echo=True))
     other = zinfer(folder, *words, "--dtype", "bf16")
@@ -73,7 +73,7 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
     assert output.read_bytes() == before
     forced = zinfer(folder, *words, "--force")
     assert forced.returncode == 3
-    assert "7 answers and 6 errors" in forced.stderr
+    assert mentions(forced.stderr, "7 answers", "6 errors")
     assert output.read_bytes().startswith(before)
     assert len(records(output)) == 13
 
@@ -131,7 +131,7 @@ def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, stderr
-    assert "the same command goes on" in stderr
+    assert "same command" in stderr
     assert "Traceback" not in stderr
     assert 0 < len(records(output)) < 40
     assert b'"tokens"' in (folder / "out.jsonl.job").read_bytes()

@@ -1,6 +1,7 @@
 """Command `zinfer best`: names the best configuration, in a table and as JSON."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from tests import mentions
 from tests.results import case, point, sweep
 from zinfer.cli import cli
 from zinfer.record.store import Store
@@ -33,18 +35,18 @@ def test_the_table_answers_with_a_command(results: Path) -> None:
     done = best(results)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert lines[0] == "bloom-176b, 14 of 70 layers, 512 in / 32 out"
+    assert mentions(lines[0], "bloom-176b", "14 of 70 layers", "512 in", "32 out")
     assert "slice" in lines[1]
     assert "dummy weights" in lines[1]
     command = "zinfer run --model bloom-176b --engine stream --offload none --batch-size 8 --dtype bfloat16"
     assert any(line.startswith(command) and "--layers 14 --prompt" in line for line in lines)
-    assert "Best: stream none, batch 8" in lines
-    assert sum("A slice takes a slice's memory" in line for line in lines) == 1
-    assert "deepspeed: Offload cpu reaches 18.7 tok/s at batch 32; nothing was measured without it." in lines
-    assert any(line.startswith("Any engine: Offload cpu gives 0.") for line in lines)
-    assert any(line.startswith("stream: Offload cpu gives 0.") for line in lines)
-    assert "opt-[x]-30b, 512 in / 32 out" in lines
-    assert "accelerate cpu: nothing succeeded (crashed from batch 1)." in lines
+    assert mentions(done.stdout, "Best", "stream none", "batch 8")
+    assert sum("zinfer plan --model bloom-176b" in line for line in lines) == 1, "the warning about a slice"
+    assert mentions(done.stdout, "deepspeed:", "cpu", "18.7 tok/s", "batch 32")
+    for engine in ("Any engine:", "stream:"):
+        assert any(line.startswith(engine) and re.search(r" cpu .* 0\.\d\dx", line) for line in lines)
+    assert mentions(done.stdout, "opt-[x]-30b", "512 in", "32 out")
+    assert mentions(done.stdout, "accelerate cpu", "crashed", "batch 1")
     (row,) = [line.strip("│").split("│") for line in lines if line.startswith("│ deepspeed cpu")]
     assert [cell.strip() for cell in row][-3:] == ["74%", "20.0 GiB", "64"]
 

@@ -110,7 +110,7 @@ def test_tokens_are_those_of_transformers(
     monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 2)  # the window moves every other step
     offload, options = WAYS[way]
     if options and name in STATES_ONLY:
-        with pytest.raises(EngineError, match="keep a state of fixed size, and no keys and values: kv_offload=cpu"):
+        with pytest.raises(EngineError, match=r"fixed size.* kv_offload=cpu"):
             load("stream", kind(name), offload, tmp_path, **options)  # type: ignore[arg-type]
         return
     tokens = max(LENGTHS) * at_once
@@ -129,7 +129,7 @@ def test_8_bits_are_what_the_record_says(
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)  # a row at a time
     monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 2)
     if name in STATES_ONLY:
-        with pytest.raises(EngineError, match=f"and no keys and values: kv_cache_dtype={storage}"):
+        with pytest.raises(EngineError, match=f"no keys and values.* kv_cache_dtype={storage}"):
             load("stream", kind(name), "cpu", tmp_path, kv_cache_dtype=storage)
         return
     ways: list[dict[str, Any]] = [{"kv_cache_dtype": storage}] + [{"kv_cache_dtype": storage, "kv_offload": "cpu"}] * (
@@ -197,14 +197,14 @@ def test_longrope_stays_on_one_side_of_its_switch(tmp_path: Path) -> None:
     for lengths in ((12, 5, 9), (40, 27, 25)):
         assert torch.equal(greedy(engine, lengths), expected(directory, lengths))
     for lengths in ((13, 5, 9), (40, 24), (24,)):
-        with pytest.raises(EngineError, match=r"from position 24 on .* turns all keys by other angles"):
+        with pytest.raises(EngineError, match=r"position 24 .*longrope"):
             greedy(engine, lengths)
     engine.close()
 
 
 def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
     directory = _saved(tmp_path / "gpt", "openai-gpt", {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64})
-    with pytest.raises(ModelError, match="OpenAIGPTLMHeadModel keeps nothing of the tokens that it has seen"):
+    with pytest.raises(ModelError, match="OpenAIGPTLMHeadModel"):
         load("stream", directory, "none", tmp_path)
 
 
@@ -216,7 +216,7 @@ def test_other_states_than_keys_and_values_are_kept_or_refused(option: dict[str,
     settings |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "index_topk": 8}
     settings |= {"index_head_dim": 16, "index_n_heads": 2, "initializer_range": 0.3}
     directory = _saved(tmp_path / "glm", "glm_moe_dsa", settings)
-    with pytest.raises(EngineError, match=r"more than keys and values \(DynamicIndexedLayer\): " + next(iter(option))):
+    with pytest.raises(EngineError, match=r"\(DynamicIndexedLayer\).* " + next(iter(option))):
         load("stream", directory, "cpu", tmp_path, **option)
     engine = load("stream", directory, "cpu", tmp_path)
     greedy(engine, LENGTHS)
@@ -234,7 +234,7 @@ def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(name: str, tmp_path
     for _ in range(2):
         assert torch.equal(greedy(engine, LENGTHS), expected(directory))
     engine.close()
-    with pytest.raises(EngineError, match="keep a state of its own kind: kv_cache_dtype=int8 is not for them"):
+    with pytest.raises(EngineError, match=r"of its own kind.* kv_cache_dtype=int8"):
         load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
 
 
@@ -242,7 +242,7 @@ def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(name: str, tmp_path
 def test_a_model_that_adds_tokens_of_its_own_is_refused(reserve: int, tmp_path: Path) -> None:
     directory = _saved(tmp_path / "cpmant", "cpmant", {"dim_head": 16, "dim_ff": 96, "prompt_types": 4})
     engine = load("stream", directory, "cpu", tmp_path)
-    with pytest.raises(EngineError, match="computes other tokens than those of its prompt"):
+    with pytest.raises(EngineError, match="other tokens"):
         prefill(engine, *prompts(LENGTHS), reserve=reserve)
     engine.close()
 

@@ -19,7 +19,7 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
-from tests import PATIENCE_S
+from tests import PATIENCE_S, mentions
 from tests.test_cli import ROOT, folder, zinfer  # noqa: F401
 from tests.test_dialogue import EXTENDING, TRIMMING
 from tests.test_parity import load
@@ -97,7 +97,7 @@ def test_answers_are_those_of_transformers(
         assert found[2]["reloaded_tokens"] == total + found[1]["computed_tokens"] + 9
     assert found[2]["reloaded_tokens"] >= found[1]["computed_tokens"]
     assert len(said) == (4 if template is None else 3)
-    assert re.fullmatch(r"\[0 tokens reloaded, \d+ computed: TTFT .*s, then [\d,.]+ tok/s\]", said[-3])
+    assert re.search(r"\b0 tokens reloaded, \d+ computed: TTFT .*s, .*[\d,.]+ tok/s", said[-3])
     assert ("no chat template" in said[0]) == (template is None)
 
 
@@ -139,7 +139,7 @@ def test_a_conversation_ends_where_positions_do(
     checkpoint: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = load("stream", checkpoint("opt"), "none", tmp_path)
-    with pytest.raises(Failure, match=r"the conversation has 74 tokens, and .* 64 positions"):
+    with pytest.raises(Failure, match=r"\b74 tokens.* 64 positions"):
         talk(Inline.around(engine), capsys, turns=["a" * 20, "b" * 20, "c" * 14, "d"])
     lengths = [len(json.loads(line)["output_ids"]) for line in capsys.readouterr().out.splitlines()]
     assert lengths == [10, 10], "as many as there is room for, and no more"
@@ -152,7 +152,7 @@ def test_an_engine_without_reuse_says_so_and_answers(
     other = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu")
     found, said = talk(Inline.around(other), capsys)
     other.close()
-    assert said[1] == "each turn computes the whole conversation: a KV cache with kv_offload=cpu is not kept"
+    assert mentions(said[1], "whole", "kv_offload=cpu")
     assert [told["reloaded_tokens"] for told in found] == [0, 0, 0]
     kept, _ = talk(Inline.around(engine), capsys)
     assert [told["output_ids"] for told in found] == [told["output_ids"] for told in kept]
@@ -216,9 +216,9 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F81
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--system", "x"], "--system is for a conversation: add --chat"),
-        (["--kv-cache-dir", "kv"], "--kv-cache-dir is for a conversation: add --chat"),
-        (["--chat", "--batch-size", "2"], "a conversation is one row"),
+        (["--system", "x"], "--system"),
+        (["--kv-cache-dir", "kv"], "--kv-cache-dir"),
+        (["--chat", "--batch-size", "2"], "--batch-size"),
         (["--chat", "--kv-cache-size", "lots"], "'lots' is not a size"),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests import PATIENCE_S, environment
+from tests import PATIENCE_S, environment, mentions
 from zinfer.cli import cli, main
 from zinfer.record.store import read
 from zinfer.spec.host import slug
@@ -60,13 +60,13 @@ def zinfer(folder: Path, *words: str, timeout: float = PATIENCE_S, **settings: A
         (["sweep", "-m", "bloom-tiny", "--offload", "nvme"], 2, "--nvme-path"),
         (["sweep", "-m", "bloom-tiny", "--layers", "99"], 2, "has 8 layers"),
         (["sweep", "no-such-recipe"], 2, "no recipe sweeps/no-such-recipe.toml"),
-        (["sweep", "-m", "bloom-176b", "--offload", "cpu"], 5, "needs 362.2 GB of host memory"),
+        (["sweep", "-m", "bloom-176b", "--offload", "cpu"], 5, "362.2 GB of host memory"),
         (["run", "-m", "bloom-tiny"], 2, "no prompt"),
         (RUN, 2, "--load-format dummy"),
-        ([*RUN, "--load-format", "dummy", "--offload", "none", "--gpu-weights", "9%"], 2, "leave out --offload none"),
+        ([*RUN, "--load-format", "dummy", "--offload", "none", "--gpu-weights", "9%"], 2, "--offload none"),
         (["plan", "-m", "bloom-176b", "--machine", "cray-1"], 2, "h100-80gb"),
         (["plan"], 2, "say what to plan"),
-        (["plan", "-m", "opt-30b", "--machine", "h200", "--figure", "x.pdf"], 2, "end it in .png or .svg"),
+        (["plan", "-m", "opt-30b", "--machine", "h200", "--figure", "x.pdf"], 2, ".png or .svg"),
         (["plan", "-m", "opt-30b", "--machine", "h200", "--calibrate", "."], 4, "no point to calibrate with"),
         (["plan", "-m", "opt-30b", "--machine", "h200", "--set", "speed=3"], 2, "FIELD=VALUE"),
         (["plan", "-m", "opt-30b", "--machine", "h200", "--gpu-weights", "lots"], 2, "write auto, a share"),
@@ -128,7 +128,7 @@ def test_sweep_to_best_and_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert path == folder / "sweeps" / "results" / slug() / "bloom-tiny.jsonl"
     assert [p.status for p in read(path).points] == ["ok"] * 2
     assert len(read(path).headers) == 1
-    assert len(re.findall(r"^loaded \S+ [GM]B in .*: \S+ [GM]B/s$", first.stderr, re.MULTILINE)) == 1
+    assert len(re.findall(r"^loaded .* [GM]B\b.* [GM]B/s$", first.stderr, re.MULTILINE)) == 1
 
     again = zinfer(folder, *words)
     assert again.returncode == 2
@@ -140,7 +140,7 @@ def test_sweep_to_best_and_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
     changed = zinfer(folder, *words[:-1], "1,2,4", "--resume")
     assert changed.returncode == 6
-    assert "recipe.batch_size: [1, 2] -> [1, 2, 4]" in changed.stderr
+    assert mentions(changed.stderr, "recipe.batch_size", "[1, 2]", "[1, 2, 4]")
     forced = inline(monkeypatch, folder, *words[:-1], "1,2,4", "--resume", "--force")
     assert forced.exit_code == 0
     assert len(read(path).points) == 3
@@ -262,7 +262,7 @@ def _spoil(directory: Path, how: str) -> None:
         ("truncated", "is cut off"),
         ("oversized", "longer than its header says"),
         ("header", "is not a safetensors file"),
-        ("outside", "shards are .safetensors files of this folder"),
+        ("outside", ".safetensors files"),
         ("pickled", "is pickled and is not read"),
     ],
 )

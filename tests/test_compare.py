@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 from click.testing import CliRunner, Result
 
+from tests import mentions
 from tests.results import case, point
 from zinfer.analysis.compare import HIGHER_IS_BETTER, CompareError, Metric, compare, value
 from zinfer.cli import cli
@@ -151,7 +152,7 @@ def test_engines_are_compared_across_the_axis() -> None:
     (change,) = compare(ours, theirs, across=("engine",)).changes
     assert change.label == "stream cpu → deepspeed cpu"
     assert change.verdict == "worse"
-    with pytest.raises(CompareError, match="stream cpu and deepspeed cpu, which are one case without engine"):
+    with pytest.raises(CompareError, match="stream cpu and deepspeed cpu"):
         compare([*ours, *theirs], ours, across=("engine",))
 
 
@@ -170,15 +171,15 @@ def test_the_table_says_what_is_noise_and_what_is_unknown(files: Files) -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[:2] == [f"A: {a}", f"B: {b}"]
-    assert "bloom-176b, 14 layers, 512 in / 4 out · dummy weights · bfloat16" in lines
+    assert mentions(done.stdout, "bloom-176b", "14 layers", "512 in", "4 out", "dummy", "bfloat16")
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
     assert [row[1] for row in rows] == ["1", "2", "4", "8"]
     assert [row[-1] for row in rows] == ["~", "worse", "?", "broken"]
     assert rows[1][4] == "-16.7%"
     assert rows[3][2:4] == ["80 tok/s", "oom_gpu"]
-    assert "only in A: stream cpu, batch 32" in lines
-    assert "only in B: stream cpu, batch 64 (oom_gpu)" in lines
-    assert sum(line.startswith(("? one side has a single repeat", "~ within the noise")) for line in lines) == 2
+    assert mentions(done.stdout, "only in A", "stream cpu", "batch 32")
+    assert mentions(done.stdout, "only in B", "stream cpu", "batch 64", "oom_gpu")
+    assert sum(line.startswith(("? ", "~ ")) for line in lines) == 2, "the legend"
 
 
 def test_versions_stand_in_the_header(files: Files) -> None:
@@ -205,7 +206,7 @@ def test_a_regression_exits_seven(files: Files, after: Measurement, allowed: str
     a, b = files([timed(STEADY)], [after])
     done = run(a, b, "--fail-on-regression", allowed)
     assert done.exit_code == code, done.output
-    assert ("1 of 1 points regressed: stream cpu batch 1" in done.stderr) == (code == 7)
+    assert mentions(done.stderr, "1 of 1", "stream cpu", "batch 1") == (code == 7)
     assert "stream cpu" in done.stdout, "the table comes all the same"
     assert run(a, b).exit_code == 0
 
@@ -228,14 +229,14 @@ def test_json_has_values_noise_and_verdicts(files: Files) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["no.jsonl", "b.jsonl"], 4, "no results in no.jsonl: measure first"),
+        (["no.jsonl", "b.jsonl"], 4, "no results in no.jsonl"),
         (["empty.jsonl", "b.jsonl"], 4, "no results in empty.jsonl"),
         (["torn.jsonl", "b.jsonl"], 4, "torn.jsonl:1: not a whole record"),
-        (["a.jsonl", "."], 2, ". is not a results file: name a .jsonl"),
+        (["a.jsonl", "."], 2, "name a .jsonl"),
         (["a.jsonl", "machine.json"], 2, "is not a results file"),
-        (["a.jsonl", "c.jsonl"], 2, "engine is stream in a.jsonl, deepspeed in c.jsonl; try --across engine"),
-        (["a.jsonl", "d.jsonl"], 2, "batch sizes, lengths or combinations of settings differ"),
-        (["two.jsonl", "b.jsonl"], 2, "two.jsonl holds points of h100 and h200"),
+        (["a.jsonl", "c.jsonl"], 2, "--across engine"),
+        (["a.jsonl", "d.jsonl"], 2, "batch sizes"),
+        (["two.jsonl", "b.jsonl"], 2, "h100 and h200"),
         (["a.jsonl", "b.jsonl", "--fail-on-regression", "5"], 2, "'5' is not a percentage: write 5%"),
         (["a.jsonl", "b.jsonl", "--fail-on-regression", "-5%"], 2, "is not a percentage"),
         (["a.jsonl", "b.jsonl", "--metric", "speed"], 2, "output_tok_s"),

@@ -1,4 +1,4 @@
-"""Conformance record: agrees with `docs/models.md`, and, if asked for, with the installed transformers."""
+"""Conformance record, and, if asked for, its agreement with the installed transformers."""
 
 import os
 from pathlib import Path
@@ -14,17 +14,6 @@ from tests.conformance.small import Subject, cut, family, persistent_buffers, sm
 from zinfer.engine import EngineError
 
 NEEDED = 125  # types that must be right
-
-
-def test_the_page_agrees_with_the_record() -> None:
-    page = record.PAGE.read_text()
-    assert record.replace_table(page, record.read()) == page, "run `python -m tests.conformance --table`"
-
-
-def test_the_readme_has_the_counts_of_the_record() -> None:
-    found = record.counts(record.read())
-    line = f"{found['right']} of the {found.total()} types that transformers"
-    assert line in " ".join(Path("README.md").read_text().split())
 
 
 def test_the_record_has_no_wrong_text_in_it() -> None:

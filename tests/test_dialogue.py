@@ -82,7 +82,7 @@ def test_a_turn_without_an_answer_is_not_part_of_the_conversation(checkpoint: Ca
 
 def test_a_template_that_says_no_is_one_line(checkpoint: Callable[..., Path]) -> None:
     talk = Dialogue(characters(checkpoint, "{{ raise_exception('no system\nturns') }}"), "Be brief.")
-    with pytest.raises(ModelError, match="chat template refuses the conversation: no system turns"):
+    with pytest.raises(ModelError, match=r"chat template .*no system turns"):
         talk.ask("Hi")
     with pytest.raises(ModelError, match="no tokens"):
         Dialogue(byte_tokenizer()).ask("")

@@ -6,6 +6,7 @@ import re
 import pytest
 from click.testing import CliRunner
 
+from tests import mentions
 from zinfer.commands import doctor
 from zinfer.engine import EngineError
 from zinfer.spec import host
@@ -22,7 +23,7 @@ def test_one_engine_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(doctor.command, ["--json"])
     rows = {row["name"]: row for row in json.loads(result.stdout)}
     assert result.exit_code == 0
-    assert rows["stream"]["found"] == "can run; offload cpu, none"
+    assert mentions(rows["stream"]["found"], "can run", "cpu, none")
     assert rows["deepspeed"]["found"] == "cannot run"
     assert "pip install" in rows["deepspeed"]["advice"]
     assert set(ENGINES) | set(doctor.PACKAGES) | {"python", "GPU", "host memory", "memlock limit", "free disk"} <= set(
@@ -59,8 +60,8 @@ def test_machine_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "memory_limit", lambda: 2 << 30)
     monkeypatch.setattr("shutil.which", lambda name: {"gcc": "/usr/bin/gcc"}.get(name))
     rows = {row.name: row.found for row in doctor.machine_rows()}
-    assert rows["GPU"] == "2 x NVIDIA H200, driver 580"
-    assert re.fullmatch(r"2\.0 GiB, the control group's limit; \d+\.\d GiB of it free", rows["host memory"])
+    assert mentions(rows["GPU"], "2 x NVIDIA H200", "580")
+    assert re.search(r"2\.0 GiB, .*control group.* \d+\.\d GiB", rows["host memory"])
     assert rows["C compiler"].endswith("/gcc")
     assert "CUDA" in rows["memlock limit"]
 

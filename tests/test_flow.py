@@ -1,6 +1,7 @@
 """Order of imports, and the cost of starting the command line."""
 
 import ast
+import re
 import subprocess
 import sys
 import time
@@ -80,6 +81,14 @@ def test_no_module_imports_itself_through_others() -> None:
     while ends := {module for module, others in arrows.items() if not others & arrows.keys()}:
         arrows = {module: others for module, others in arrows.items() if module not in ends}
     assert not arrows, "these import each other in a circle, or modules that do"
+
+
+def test_the_architecture_describes_every_room_in_its_order() -> None:
+    table = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "architecture.md").read_text(), flags=re.MULTILINE)
+    described = [[f"zinfer.{name}" for name in re.findall(r"`(\w+)", cell)] for cell in table]
+    assert {name for names in described for name in names} == {"zinfer.catalog"}.union(*FLOORS)
+    floors = [number for names in described for number, floor in enumerate(FLOORS) if floor & set(names)]
+    assert floors == sorted(floors)
 
 
 def test_engines_do_not_know_each_other() -> None:

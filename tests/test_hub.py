@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 
-from tests import PATIENCE_S
+from tests import PATIENCE_S, mentions
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LLAMA = {
@@ -100,7 +100,7 @@ def ask(home: Path, *calls: str, **env: str) -> list[str]:
     reads its settings once, when it is imported)."""
     code = """
 import json, sys
-from tests import PATIENCE_S
+from tests import PATIENCE_S, mentions
 from zinfer.spec import hub
 from zinfer.spec import resolve
 answers = []
@@ -129,15 +129,15 @@ CALLS = ("from_hub('owner/good')", "download('owner/good')", "cached('owner/good
 def test_offline_without_a_copy(tmp_path: Path) -> None:
     spec, copy, folder = ask(tmp_path, *CALLS, HF_HUB_OFFLINE="1")
     assert spec == copy
-    assert spec.startswith("ModelError: owner/good: HF_HUB_OFFLINE is set and no complete copy")
+    assert mentions(spec, "ModelError", "owner/good", "HF_HUB_OFFLINE")
     assert all("--load-format dummy" in answer and "local folder" in answer for answer in (spec, copy))
     assert folder == "None"
 
 
 def test_hub_out_of_reach(tmp_path: Path) -> None:
     spec, copy, folder = ask(tmp_path, *CALLS, HF_ENDPOINT="http://127.0.0.1:9")
-    assert spec.startswith("ModelError: owner/good: the hub cannot be used")
-    assert copy.startswith("ModelError: owner/good: the hub cannot be used")
+    assert mentions(spec, "ModelError", "owner/good", "hub")
+    assert mentions(copy, "ModelError", "owner/good", "hub")
     assert all("--load-format dummy" in answer for answer in (spec, copy))
     assert folder == "None"
 

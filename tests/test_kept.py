@@ -103,7 +103,7 @@ def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoin
     kept, rest = snapshot(engine, 0, 6), snapshot(engine, 6, 9)
     with pytest.raises(EngineError, match="positions 6 to 10 have not been computed"):
         snapshot(engine, 6, 10)
-    with pytest.raises(EngineError, match="hold 9 positions of a prompt of 9"):
+    with pytest.raises(EngineError, match=r"9 positions .* prompt of 9"):
         prefill(engine, token_ids, mask, past=(kept, rest))
     with pytest.raises(EngineError, match="not in order"):
         prefill(engine, token_ids, mask, past=(rest,))

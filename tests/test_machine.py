@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests import mentions
 from zinfer.cli import cli
 from zinfer.spec import machine as machines
 from zinfer.spec.machine import FIGURES, Machine, MachineError, load, override
@@ -48,8 +49,8 @@ def test_the_catalogue_holds_what_people_plan_for() -> None:
         *("a100-pcie-80gb", "rtx-a6000", "l40s", "rtx-4090", "rtx-5090", "h100-80gb", "h100-pcie-80gb", "h200"),
         *("gh200-96gb", "gh200-144gb", "b200", "b200-pcie6", "gb200", "mi300x"),
     } <= set(machines.catalogue_names())
-    assert load("a100-80gb").told("h2d_bandwidth") == "25.2 GB/s (measured by others, PCIe4 x16)"
-    assert load("a100-80gb").told("matmul_flops") == "312 TFLOP/s (datasheet of the A100, dense)"
+    assert load("a100-80gb").told("h2d_bandwidth").startswith("25.2 GB/s (measured by others")
+    assert load("a100-80gb").told("matmul_flops").startswith("312 TFLOP/s (datasheet")
     assert load("a100-80gb").told("host_bytes") == "unknown"
 
 
@@ -127,7 +128,7 @@ def test_a_figure_can_be_replaced_and_says_so(setting: str, field: str, value: f
 
 def test_a_replaced_figure_keeps_what_stood_there() -> None:
     told = override(load("a100-80gb"), "h2d_bandwidth=50GB/s").told("h2d_bandwidth")
-    assert told == "50.0 GB/s (set by hand, in place of 25.2 GB/s (measured by others, PCIe4 x16))"
+    assert mentions(told, "50.0 GB/s", "set by hand", "25.2 GB/s", "measured by others")
     assert override(load("a100-80gb"), "host_bytes=1TB").told("host_bytes") == "1000.0 GB (set by hand)"
 
 
@@ -159,11 +160,11 @@ def test_a_plan_is_made_with_what_was_set_and_shows_it() -> None:
     words = ["plan", "-m", "bloom-176b", "--machine", "a100-80gb", "--offload", "cpu", "--batch-size", "8"]
     plain = CliRunner().invoke(cli, words)
     assert plain.exit_code == 0, plain.output
-    assert "a100-80gb: h2d_bandwidth 25.2 GB/s (measured by others, PCIe4 x16)" in plain.stdout
+    assert mentions(plain.stdout, "a100-80gb", "h2d_bandwidth 25.2 GB/s", "measured by others")
     words += ["--set", "h2d_bandwidth=50.4GB/s", "--set", "host_bytes=1TB"]
     changed = CliRunner().invoke(cli, words)
     assert "a100-80gb*" in changed.stdout
-    assert "h2d_bandwidth 50.4 GB/s (set by hand, in place of 25.2 GB/s" in changed.stdout
+    assert mentions(changed.stdout, "h2d_bandwidth 50.4 GB/s", "set by hand", "25.2 GB/s")
     assert "host_bytes 1000.0 GB (set by hand)" in changed.stdout
     steps = [json.loads(CliRunner().invoke(cli, [*part, "--json"]).stdout)[0] for part in (words[:-4], words)]
     assert steps[0]["step_s"] == pytest.approx(2 * steps[1]["step_s"])

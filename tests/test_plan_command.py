@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests import mentions
 from zinfer.cli import cli
 
 ROOT = Path(__file__).parents[1]
@@ -56,13 +57,12 @@ def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
     assert limit["error"] is None
     assert 0 < told["error"] < 0.15
     assert 0.85 * limit["output_tok_s"] < told["output_tok_s"] < limit["output_tok_s"]
-    assert "physical limits, nothing was run" in plan(*words)
+    assert "physical limits" in plan(*words)
     text = plan(*words, "--calibrate", RESULTS)
-    assert "predicted, nothing was run" in text
+    assert "physical limits" not in text
+    assert "predicted" in text
     assert "±" in text
-    assert re.search(
-        r"^stream: \d+\.\d% of the link, .* ms to launch a layer, .* within \d+% in 9 of 10 cases$", text, re.M
-    )
+    assert re.search(r"^stream: \d+\.\d% of the link, .* ms .* within \d+% ", text, re.M)
 
 
 def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:
@@ -79,16 +79,15 @@ def test_replaced_figures_are_shown() -> None:
     assert before["step_s"] == pytest.approx(2 * after["step_s"])
     text = plan(*words, "--set", "h2d_bandwidth=109.8GB/s")
     assert "h100-80gb*" in text
-    assert "109.8 GB/s (set by hand, in place of 54.9 GB/s" in text
+    assert mentions(text, "109.8 GB/s", "set by hand", "54.9 GB/s")
 
 
 def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     text = plan("bloom-176b-machines", "--calibrate", "sweeps/results")
-    assert text.count("predicted, nothing was run") == 3
-    assert "one GH200 over one H100 with deepspeed: published 4-5x" in text
-    assert "one GH200 over one A100 with deepspeed: published 9-11x" in text
-    assert text.count("of the link instead of") == 2
+    assert text.count("predicted,") == 3
+    assert mentions(text, "GH200", "H100", "deepspeed", "4-5x")
+    assert mentions(text, "GH200", "A100", "deepspeed", "9-11x")
     refused = CliRunner().invoke(cli, ["sweep", "bloom-176b-machines"])
     assert "zinfer plan bloom-176b-machines" in str(refused.exception)
 
@@ -105,4 +104,4 @@ def test_a_model_that_does_not_fit_is_reported_once_with_a_remedy() -> None:
     result = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "h100-80gb"])
     assert result.exit_code == 0
     assert "does not fit" in result.stdout
-    assert result.stderr.count("needs 355.8 GB of GPU memory") == 1
+    assert result.stderr.count("355.8 GB of GPU memory") == 1

@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from tests import mentions
 from tests.results import LAYERS_BYTES, case, point, sweep, traced
 from zinfer.analysis.group import groups
 from zinfer.cli import cli
@@ -155,14 +156,12 @@ def test_the_timeline_shows_the_fastest_configurations_whole_and_magnified() -> 
         "stream cpu",
         "stream cpu gpu-weights=40GiB kv_offload=True weight_cod…",
     ]
-    assert heads[1].startswith("stream cpu, batch 64: 1,277.5 ms (timed: 1,2")
-    assert "the fastest 3 of 4 configurations" in figure.texts[1].get_text()
+    assert mentions(heads[1], "stream cpu", "batch 64", "1,277.5 ms", "timed")
+    assert "3 of 4" in figure.texts[1].get_text()
     assert len({axes.get_xlim() for axes in figure.axes[::2]}) == 1, "whole steps share a scale"
-    assert labels(figure.axes[0])[1:] == [
-        "Busy: link 99.2%, unpack 10.2%, compute 5.9%; the busy link carries 81.4 GB/s, 149.2% of what it was "
-        "measured at.",
-        "The link waits 6.9 ms (0.8%): 6.9 before its first copy; the GPU works in 6.5 of them.",
-    ]
+    busy, waits = labels(figure.axes[0])[1:]
+    assert mentions(busy, "link 99.2%", "unpack 10.2%", "compute 5.9%", "81.4 GB/s", "149.2%")
+    assert mentions(waits, "link", "6.9 ms", "0.8%", "6.9", "GPU", "6.5")
     low, high = figure.axes[1].get_xlim()
     assert low < 0 < 3 * 60.5 < high < 4 * 60.5
     assert {"waits 6.9 ms", "layer 2", "layer 4", "0"} <= set(labels(figure.axes[1]))
@@ -179,7 +178,7 @@ def test_only_traced_steps_over_a_link_make_a_timeline() -> None:
 @pytest.mark.parametrize("launch_ms", [0.001, 5.0])
 def test_a_link_that_hardly_waits_is_not_called_idle(launch_ms: float) -> None:
     axes = drawn([point(case(1), timeline=traced(running=True, launch_ms=launch_ms))])["timeline"].axes
-    assert labels(axes[0])[2].startswith("The link hardly waits: 0.0")
+    assert re.search(r"hardly .*\b0\.0\d* ms", labels(axes[0])[2])
     assert not any("waits" in label for label in labels(axes[1]))
 
 
@@ -234,9 +233,9 @@ def test_link_share_passes_a_hundred_percent_with_compression() -> None:
 def test_the_title_asks_and_the_notes_say_what_was_measured() -> None:
     for figure in drawn(sweep()).values():
         title, *notes = (text.get_text() for text in figure.texts)
-        assert title.startswith("bloom-176b, 14 of 70 layers, 512 in / 32 out: ")
+        assert mentions(title, "bloom-176b", "14 of 70 layers", "512 in", "32 out")
         assert title.endswith("?")
-        assert any("h100 · a slice of the model · dummy weights · bfloat16" in note for note in notes)
+        assert any(mentions(note, "h100", "slice", "dummy", "bfloat16") for note in notes)
 
 
 def test_series_differ_without_colour_and_engines_keep_theirs() -> None:
@@ -296,7 +295,7 @@ def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
     assert {Path(line).name for line in done.stdout.splitlines()} == {"bloom-link.svg", "bloom-throughput.svg"}
     none = CliRunner().invoke(cli, [*words, "link,timeline"])
     assert (none.exit_code, len(none.stdout.splitlines())) == (4, 2)
-    assert "figure timeline would show; `zinfer sweep` traces" in none.stderr
+    assert mentions(none.stderr, "timeline", "`zinfer sweep`")
     unknown = CliRunner().invoke(cli, [*words, "gantt"])
     assert (unknown.exit_code, "choose from throughput, latency" in unknown.stderr) == (2, True)
     with Store.open(results / "h100" / "bloom.jsonl") as store:

@@ -1,199 +1,71 @@
-"""Tests of README and guide: every figure comes from a record, every command is understood, every link leads to a file.
+"""Tests of README, guide and docs: figures come from records, commands are understood, links and names exist."""
 
-The tables are made again from the records and must be in the README."""
-
+import ast
 import hashlib
 import json
 import re
 import shlex
-from pathlib import Path
+from functools import cache
 
 import click
 import pytest
 
-from zinfer.analysis.calibrate import fit, load_machines, load_points
-from zinfer.cli import cli
-from zinfer.plan.plan import make_plan
-from zinfer.record import prefix_reuse, study
-from zinfer.record.accuracy import AccuracyRecord
-from zinfer.record.codec import CodecRecord
-from zinfer.record.measurement import Measurement
-from zinfer.record.prefix_reuse import Run
-from zinfer.record.store import read
-from zinfer.spec import machine, resolve
+from tests import found, mentions, readme
+from tests.readme import RESULTS, ROOT
+from zinfer.cli import VERBS, cli
+from zinfer.spec.engine import ENGINES
 
-ROOT = Path(__file__).parents[1]
 README, GUIDE = ((ROOT / name).read_text() for name in ("README.md", "GUIDE.md"))
-RESULTS = ROOT / "sweeps" / "results"
-H100 = RESULTS / "nvidia-h100-80gb-hbm3"
-WHOLE = RESULTS / "nvidia-h200" / "bloom-176b-whole.jsonl"
+TEXT = RESULTS / "nvidia-h100-80gb-hbm3" / "text"
+CODE = ROOT / "zinfer"
 
 
-def section(title: str) -> str:
-    """Return the paragraph of the README that begins with `title` in bold, as one line."""
-    return " ".join(README.split(f"**{title}", 1)[1].split("\n\n", 1)[0].split())
+def test_pages_are_those_that_make_readme_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    status = readme.cog("--check", "--diff")
+    assert status == 0, f"run `make readme`\n{capsys.readouterr().out}"
 
 
-def timed(path: Path) -> list[Measurement]:
-    """Return the timed points of a result file; the last one of a case that was measured twice."""
-    return list({point.case: point for point in read(path).points if point.usable}.values())
+@pytest.mark.parametrize("title", readme.figures())
+def test_paragraphs_quote_the_figures_of_the_records(title: str) -> None:
+    """The ratios in a paragraph are these and no others."""
+    figures = readme.figures()[title]
+    text = " ".join(README.split(f"**{title}", 1)[1].split("\n\n", 1)[0].split())
+    assert found(figures, text) == figures
+    assert set(re.findall(r"[\d.]+x\b", text)) == {figure for figure in figures if figure.endswith("x")}
 
 
-def rows(path: Path) -> list[str]:
-    """Return the table of a result file, as lines of Markdown."""
-    return [row(point) for point in timed(path)]
+def test_a_fact_is_found_whole_and_in_its_place() -> None:
+    assert found(["1.5x", "30"], "1.5x, batch 30.") == ["1.5x", "30"]
+    assert found(["30"], "130, 300, 30.5, 30,000, 2.30 and v30") == []
+    assert found(["2.0x", "1.5x"], "1.5x and 2.0x") == ["2.0x"]
+    assert mentions("a\nbatch 8: 2 s (100%)", "batch 8", "2 s", "100%")
+    assert not mentions("batch 8\n2 s", "batch 8", "2 s")
 
 
-def row(point: Measurement) -> str:
-    """Return the line of a point in the README's tables."""
-    share = f"{point.link_share:.0%}" if point.link_share else "-"
-    ttft = sum(point.ttft_ms) / len(point.ttft_ms) / 1e3
-    step = (point.step_median_ms or 0) / 1e3
-    batch = point.case.workload.batch_size
-    return f"| {point.case.label()} | {batch} | {point.output_tok_s:.2f} | {ttft:.2f} s | {step:.3f} s | {share} |"
-
-
-SHOWN = [
-    H100 / f"{name}.jsonl"
-    for name in (
-        "bloom-176b-slice",
-        "bloom-176b-peers",
-        "bloom-176b-kv",
-        "bloom-176b-kv-ways",
-        "dense-peers",
-        "opt-30b",
-    )
-]
-
-
-@pytest.mark.parametrize("path", [*SHOWN, WHOLE], ids=lambda path: path.stem)
-def test_tables_are_those_of_the_records(path: Path) -> None:
-    found = rows(path)
-    assert found
-    missing = [line for line in found if line not in README]
-    assert not missing, "\n".join(missing)
-
-
-def steps(name: str) -> dict[tuple[str, str, int], float]:
-    """Return the median decode step (ms) of each timed point of a result file, by model, label and batch."""
-    points = timed(H100 / f"{name}.jsonl")
-    return {(p.case.model, p.case.label(), p.case.workload.batch_size): p.step_median_ms or 0.0 for p in points}
-
-
-def test_ratios_are_those_of_the_records() -> None:
-    found = {label: ms for (_, label, _), ms in steps("bloom-176b-peers").items()}
-    labels = "|".join(sorted(map(re.escape, found), key=len, reverse=True))
-    published = re.findall(rf"\*\*([\d.]+)x\*\* as fast as that of ({labels})", section("Every engine in one run"))
-    assert {label: ratio for ratio, label in published} == {
-        label: f"{ms / found['stream cpu']:.2f}" for label, ms in found.items() if label != "stream cpu"
+def test_the_table_of_engines_is_that_of_the_code() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", README, flags=re.MULTILINE)
+    assert {name: set(offloads.split(", ")) for name, offloads in rows} == {
+        name: set(kind.offloads) for name, kind in ENGINES.items()
     }
-
-
-def test_gains_over_deepspeed_are_those_of_the_records() -> None:
-    gains = {
-        (name, model, batch): theirs / times[model, "stream cpu", batch]
-        for name in ("bloom-176b-slice", "dense-peers")
-        for times in [steps(name)]
-        for (model, label, batch), theirs in times.items()
-        if label == "deepspeed cpu" and (model, "stream cpu", batch) in times
-    }
-    slices = [gain for (name, _, _), gain in gains.items() if name == "bloom-176b-slice"]
-    assert f"{min(slices):.2f}x to {max(slices):.2f}x" in section("A slice of BLOOM-176B")
-    others = {model: gain for (name, model, _), gain in gains.items() if name == "dense-peers"}
-    assert f"{others['opt-30b']:.2f}x and {others['llama-3.1-70b']:.2f}x" in section("Other families")
-    best: dict[str, float] = {}
-    for point in read(H100 / "bloom-176b-slice.jsonl").points:
-        best[point.case.label()] = max(best.get(point.case.label(), 0.0), point.output_tok_s or 0.0)
-    assert f"{best['stream cpu'] / best['deepspeed cpu']:.2f}x DeepSpeed's tok/s" in section("A slice of BLOOM-176B")
-
-
-def test_the_whole_models_rates_are_those_of_the_record() -> None:
-    found = sorted(timed(WHOLE), key=lambda point: (point.case.engine, point.case.workload.batch_size))
-    theirs, small, *_, large = found
-    assert small.effective is not None
-    assert large.effective is not None
-    text = section("All of BLOOM-176B on one GPU")
-    assert f"**{small.decode_tok_s:.1f}** and **{large.decode_tok_s:.1f}** tok/s" in text
-    batches = [point.case.workload.batch_size for point in (small, large)]
-    on_gpu = batches[0] - int(small.effective.settings["kv_host_rows"])
-    assert re.search(rf"batch {batches[0]} the KV cache of {on_gpu} sequences is on the GPU", text)
-    assert re.search(rf"batch {batches[1]} that of {large.effective.settings['kv_host_rows']} is in host memory", text)
-    factors = fit(load_points(RESULTS), load_machines(RESULTS), [])["deepspeed"]
-    plan = make_plan(theirs.case, resolve.resolve("bloom-176b"), machine.load(WHOLE.parent), factors=factors)
-    assert f"{theirs.decode_tok_s:.1f} tok/s at batch {theirs.case.workload.batch_size}; by the plan" in text
-    assert f"room for {plan.max_batch_size}." in text
-    ratio = (large.decode_tok_s or 0) / (theirs.decode_tok_s or 1)
-    assert f"**{ratio:.2f}x** that" in text
-    assert f"{(large.output_tok_s or 0) / (theirs.output_tok_s or 1):.2f}x with the prefill" in text
-    bound = 32 * (small.link_bandwidth or 0) / (small.effective.streamed_bytes_per_step or 1)
-    assert f"full rate, would give {bound:.1f} tok/s" in text
-
-
-def test_the_gain_of_a_kv_cache_in_host_memory_is_that_of_the_record() -> None:
-    rates: dict[str, float] = {}
-    hosted: dict[str, list[int]] = {}
-    for point in timed(H100 / "bloom-176b-kv.jsonl"):
-        if point.effective is not None:
-            label = point.case.label()
-            rates[label] = max(rates.get(label, 0.0), point.output_tok_s or 0.0)
-            hosted.setdefault(label, []).append(int(point.effective.settings.get("kv_host_rows", 0)))
-    text = section("Batches beyond the GPU's memory")
-    over_link, on_cpu = (f"stream cpu kv_attention={way} kv_offload=auto" for way in ("gpu", "cpu"))
-    first, second, third = sorted(hosted[on_cpu])
-    assert f"{min(hosted[over_link])} sequences comes over the link" in text
-    assert f"{first}, {second} and {third} sequences (kv_attention=cpu)" in text
-    best = max(rate for label, rate in rates.items() if label.startswith("stream"))
-    peers = ("stream cpu", "deepspeed cpu", "accelerate cpu")
-    assert re.findall(r"\*\*([\d.]+)x\*\*", text) == [f"{best / rates[label]:.2f}" for label in peers]
-
-
-@pytest.mark.parametrize("name", ["llama-70b-long", "llama-70b-documents"])
-def test_long_contexts_are_those_of_the_records(name: str) -> None:
-    (point,) = read(H100 / f"{name}.jsonl").points
-    label, *figures = row(point).strip("| ").split(" | ")
-    assert f"| {label} | {point.case.workload.input_len:,} | {' | '.join(figures)} |" in README
-
-
-def test_the_table_of_accuracy_is_that_of_its_record() -> None:
-    found = [f"| {' | '.join(cells)} |" for cells in study.last(WHOLE.parent, AccuracyRecord).cells()]
-    assert [line for line in found if line not in README] == []
-
-
-def test_the_gain_of_resident_layers_is_that_of_the_record() -> None:
-    found = {point.case.gpu_weights: point for point in read(H100 / "bloom-176b-resident.jsonl").points if point.usable}
-    share = (found["25%"].step_median_ms or 0.0) / (found["0%"].step_median_ms or 1.0)
-    assert f"a step takes **{share:.2f}x** as long" in section("Resident layers")
-
-
-def test_what_a_reload_saves_is_that_of_the_record() -> None:
-    (run,) = (run for run in study.read(H100 / "reuse.json", Run).runs if run.case.offload == "cpu")
-    longest = run.measured[-1]
-    text = section("Reloading a KV cache")
-    assert f"from {prefix_reuse.break_even(run.points, 'memory'):,.0f} tokens on" in text
-    assert f"at {longest.context:,} tokens it is {longest.gain('memory'):.2f}x as fast" in text
 
 
 def test_every_engine_wrote_the_same_text() -> None:
     """The checksums are those of the original outputs; the repository keeps one of several equal outputs."""
-    lines = (H100 / "text" / "md5sums").read_text().splitlines()
-    sums = {name: md5 for md5, name in map(str.split, lines)}
+    lines = [line.split() for line in (TEXT / "md5sums").read_text().splitlines()]
+    sums = {name: md5 for md5, name in lines}
     for dtype in ("float32", "bfloat16"):
-        kept = (H100 / "text" / f"{dtype}.json").read_bytes()
+        kept = (TEXT / f"{dtype}.json").read_bytes()
         own = {name: md5 for name, md5 in sums.items() if name.endswith(f"-{dtype}.json")}
         assert {name.split("-")[0] for name in own} == {"stream", "deepspeed", "accelerate"}
         assert set(own.values()) == {hashlib.md5(kept).hexdigest()}
         assert all(output["output_ids"] for output in json.loads(kept))
 
 
-def test_the_codecs_table_is_that_of_its_record() -> None:
-    found = [f"| {' | '.join(cells)} |" for cells in study.last(H100, CodecRecord).cells()]
-    assert [line for line in found if line not in README] == []
-
-
-def test_linked_files_exist() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README + GUIDE)
-    assert len(links) > 5
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", ["README.md", "GUIDE.md", "docs/models.md", "plots/README.md", "sweeps/README.md"])
+def test_linked_files_exist(page: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", " ".join((ROOT / page).read_text().split()))
+    assert links or page == "sweeps/README.md"
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
 def commands() -> list[str]:
@@ -213,5 +85,77 @@ def test_commands_of_readme_and_guide_are_understood(line: str) -> None:
         command.make_parser(click.Context(command, info_name=verb)).parse_args(words)
 
 
-def test_readme_and_guide_show_the_main_commands() -> None:
-    assert {line.split()[1] for line in commands()} >= {"sweep", "plan", "run", "batch", "best", "report", "build"}
+def test_readme_and_guide_show_every_verb() -> None:
+    assert {verb for verb in VERBS if f"zinfer {verb}" not in README + GUIDE} == set()
+
+
+@cache
+def names_by_module() -> dict[str, dict[str, set[str]]]:
+    """Return the top-level names of each module of ``zinfer`` (without that prefix), and the attributes of classes."""
+    found = {}
+    for path in CODE.rglob("*.py"):
+        module = ".".join(path.relative_to(CODE).with_suffix("").parts).removesuffix(".__init__")
+        found[module] = _names(ast.parse(path.read_text()).body)
+    return found
+
+
+def _names(body: list[ast.stmt]) -> dict[str, set[str]]:
+    names: dict[str, set[str]] = {}
+    for node in body:
+        match node:
+            case ast.ClassDef():
+                names[node.name] = set(_names(node.body))
+            case ast.FunctionDef():
+                names[node.name] = set()
+            case ast.Assign():
+                names |= {name.id: set() for target in node.targets for name in ast.walk(target)
+                          if isinstance(name, ast.Name)}  # fmt: skip
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names[name] = set()
+    return names
+
+
+def exists(name: str) -> bool:
+    """Tell whether `name` is a file, a module, a name in a module, or one that some module or class defines.
+
+    Files are named from the repository's root or from ``zinfer``; modules from ``zinfer``.
+    """
+    if "/" in name or name.endswith((".py", ".c", ".toml")):
+        return (ROOT / name).exists() or (CODE / name).exists()
+    modules = names_by_module()
+    first, *rest = name.split(".")
+    if not rest:
+        return first in modules or any(
+            first in names or any(first in own for own in names.values()) for names in modules.values()
+        )
+    if name in modules:
+        return True
+    owner, _, last = name.rpartition(".")
+    if owner in modules:
+        return last in modules[owner]
+    module, _, owner = owner.rpartition(".")
+    places = [modules[module]] if module in modules else [] if module else modules.values()
+    return any(last in names.get(owner, ()) for names in places)
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "README.md"])
+def test_names_of_code_on_a_page_exist(page: str) -> None:
+    words = set(re.findall(r"`([A-Za-z_][\w./]*)`", (ROOT / page).read_text())) - {*ENGINES, "transformers"}
+    if page == "README.md":  # its other words in backticks are of the command line
+        words = {word for word in words if re.match(r"zinfer/|tests/|Engine\b", word)}
+    assert words
+    assert {word for word in words if not exists(word)} == set()
+
+
+@pytest.mark.parametrize(
+    "name", ["engine/base.py", "engine.base.Engine.forward", "Engine.admit", "Plan.placement", "spec.engine.settle"]
+)
+def test_a_name_that_exists_is_found(name: str) -> None:
+    assert exists(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["engine/basis.py", "engine.base.Engine.decode", "Engine.prefill", "plan.Plan.at", "spec.engine.unsettle"]
+)
+def test_a_name_that_does_not_exist_is_missed(name: str) -> None:
+    assert not exists(name)

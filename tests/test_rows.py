@@ -180,9 +180,9 @@ def test_a_chat_needs_the_models_template(checkpoint: Callable[..., Path]) -> No
     worker = Watched(checkpoint("llama"))
     talk = [{"role": "user", "content": "hi"}]
     refused, plain, empty = worker.tokenize([talk, "hi", ""])
-    assert refused == "the model has no chat template: use /v1/completions"
+    assert "chat template" in str(refused)
     assert len(plain) == 2
-    assert empty == "the prompt has no tokens: it needs at least one"
+    assert "no tokens" in str(empty)
     worker.session.tokenizer(worker.spec).hf.chat_template = TEMPLATE
     chat, bad, text = worker.tokenize([talk, [{"role": "bad", "content": ""}], "[user]hi[assistant]"])
     assert bad == "no such role"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import mentions
 from tests.running import prefill
 from tests.test_parity import load
 from zinfer.engine import kv_file
@@ -86,7 +87,7 @@ def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning(eng
     assert sum(part.length for part in own.find(other)) == 0
     assert told == []
     run(engine, [8, *TOKENS, 5], own)
-    assert "more of the conversation are not kept: memory for it is limited" in told[0]
+    assert "limited" in told[0]
     own.close()
 
 
@@ -157,14 +158,14 @@ def test_files_of_others_are_left_alone(engine: Engine, told: list[str], tmp_pat
     other = shelf(engine, told, folder=tmp_path, identity=MODEL | {"revision": "r2"})
     check(engine, other, TOKENS[:20], 0)
     other.close()
-    assert told == [f"skipped: 1 files in {tmp_path} are of other models or versions"]
+    assert [mentions(note, "skipped", "1 files", str(tmp_path)) for note in told] == [True]
     assert len(list(tmp_path.iterdir())) == 2
     told.clear()
     (tmp_path / "0.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     own = shelf(engine, told, folder=tmp_path)
     check(engine, own, TOKENS[:21], 20)
     own.close()
-    assert told[0].endswith("0.safetensors is not a kept conversation")
+    assert "0.safetensors" in told[0]
 
 
 def test_the_disk_has_a_budget_and_may_fail(engine: Engine, told: list[str], tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_every_parameter_has_its_place(
 def test_more_positions_than_the_model_has_are_refused(library: Library, checkpoint: Checkpoints) -> None:
     spec = resolve(str(checkpoint("opt")), None, None)
     key = make_key(library, spec).model_copy(update={"max_seq_len": 65})
-    with pytest.raises(EngineError, match="--max-seq-len 65 is more than the 64 positions"):
+    with pytest.raises(EngineError, match=r"--max-seq-len 65 .* 64 positions"):
         build(library, key, spec, planfile.PLANS / "x.plan")
 
 
@@ -230,7 +230,7 @@ def test_shapes_beyond_the_plan_name_the_command_that_helps(library: Library, ch
     build_here(library, spec)
     engine = WalkingTensorRT(case_plan(spec))
     ids = torch.full((5, 4), 9)
-    with pytest.raises(EngineError, match=r"batch 5 is more than the 4 .* --max-batch-size 5 --max-seq-len 32"):
+    with pytest.raises(EngineError, match=r"batch 5 .* --max-batch-size 5 --max-seq-len 32"):
         prefill(engine, ids, torch.ones_like(ids), reserve=4)
     with pytest.raises(EngineError, match=r"33 tokens a sequence .* --max-batch-size 4 --max-seq-len 33"):
         prefill(engine, ids[:1], torch.ones_like(ids[:1]), reserve=29)

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-from zinfer.spec.errors import INTERNAL, USAGE, ZinferError
+from zinfer.spec.errors import EXIT_CODES, INTERNAL, USAGE, ZinferError
 
 # verb -> its line in the help; its code is zinfer.commands.<verb>:command
 VERBS = {
@@ -51,6 +51,10 @@ class _Verbs(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(VERBS.items()))
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes"):
+            formatter.write_dl(list(EXIT_CODES.items()))
 
 
 def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:

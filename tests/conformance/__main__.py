@@ -1,7 +1,7 @@
 """Command line: `python -m tests.conformance [TYPE ...] [--jobs N] [--output FILE]` compares, prints a table and writes
 the record.
 
-`python -m tests.conformance --table` makes the tables of ``docs/models.md`` anew from the record.
+`make readme` writes the tables of ``docs/models.md`` anew from the record.
 """
 
 import os
@@ -32,15 +32,11 @@ SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": 
     type=click.Path(dir_okay=False, path_type=Path),
     help=f"File of the record; with TYPE, its entries are replaced.  [default: {record.RECORD} if all types run]",
 )
-@click.option("--table", is_flag=True, help=f"Only make {record.PAGE} anew from the record.")
-def main(types: tuple[str, ...], jobs: int, output: Path | None, table: bool) -> None:
+def main(types: tuple[str, ...], jobs: int, output: Path | None) -> None:
     """Compare zinfer with transformers on a small random checkpoint of each TYPE, by default of all types.
 
     TYPE+wrapper names the multimodal model that contains the language model.
     """
-    if table:
-        record.PAGE.write_text(record.replace_table(record.PAGE.read_text(), record.read(output or record.RECORD)))
-        return
     told = conformance(types, jobs)
     if types and output is not None and output.exists():
         told["types"] = record.read(output)["types"] | told["types"]

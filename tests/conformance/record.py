@@ -1,4 +1,4 @@
-"""Record of a conformance run as JSON, and the tables in ``docs/models.md`` that are made from it."""
+"""Record of a conformance run as JSON, and the tables in ``docs/models.md`` that are made from it (`make readme`)."""
 
 import json
 from collections import Counter, defaultdict
@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from tests.conformance.run import Row
 
 RECORD = Path("sweeps/results/conformance.json")
-PAGE = Path("docs/models.md")
-BEGIN, END = "<!-- made by `python -m tests.conformance --table`: begin -->", "<!-- end -->"
 WRAPPER = "+wrapper"
 REASON = 200  # characters of a reason that the page shows
 FAMILIES = ("Dense", "Mixtures of experts", "Recurrent and hybrid")
@@ -84,7 +82,7 @@ def table(record: dict[str, Any]) -> str:
         if refused:
             ways = "; ".join(record["ways"][way] for way in refused)
             partly[ways].append(_shown(name))
-    lines = [BEGIN, "", summary(record), "", "| | |", "|---|---|"]
+    lines = ["", summary(record), "", "| | |", "|---|---|"]
     families = [family for family in (*FAMILIES, "Inside multimodal models") if right[family]]
     lines += [f"| {family} ({len(right[family])}) | {', '.join(right[family])} |" for family in families]
     if partly:
@@ -94,7 +92,7 @@ def table(record: dict[str, Any]) -> str:
         if left[verdict]:
             lines += ["", f"### {title}", "", "| type | why |", "|---|---|"]
             lines += [f"| {_shown(name)} | {_cell(why)} |" for name, why in left[verdict]]
-    return "\n".join([*lines, "", END])
+    return "\n".join([*lines, ""])
 
 
 def _shown(name: str) -> str:
@@ -105,12 +103,3 @@ def _cell(why: str) -> str:
     """Return a reason as a table cell, cut if it is long."""
     short = why if len(why) <= REASON else why[: why.rfind(" ", 0, REASON)] + " .."
     return short.replace("|", "/").replace("<", "&lt;")
-
-
-def replace_table(page: str, record: dict[str, Any]) -> str:
-    """Replace the generated part of `page`. Raises ValueError for a page without the markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{PAGE} lacks the markers {BEGIN} and {END}")
-    return before + table(record) + after

@@ -2,6 +2,17 @@
 
 # click itself uses 2 for usage errors
 INTERNAL, USAGE, PARTIAL, NOTHING, ENVIRONMENT, INTEGRITY, REGRESSION = 1, 2, 3, 4, 5, 6, 7
+EXIT_CODES = {
+    "0": "all points ok",
+    str(INTERNAL): "an internal error: `zinfer --debug ..` shows where",
+    str(USAGE): "wrong usage",
+    str(PARTIAL): "some points, or lines of a batch job, failed; the results are usable",
+    str(NOTHING): "nothing succeeded",
+    str(ENVIRONMENT): "this machine cannot do it (memory, disk, missing package)",
+    str(INTEGRITY): "the results were made with other settings, or the codec returned wrong bits",
+    str(REGRESSION): "a regression (`zinfer compare --fail-on-regression 5%`)",
+    "130, 143": "interrupted",
+}
 
 
 class ZinferError(ValueError):

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from zinfer.job import recipe
 from zinfer.job.recipe import Sweep
-from zinfer.job.sweep import FINAL, Events, Job, prepare, run
+from zinfer.job.sweep import FINAL, Events, LoadJob, prepare, run
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.store import Header, Store, read
 from zinfer.spec.case import Case
@@ -72,17 +72,17 @@ class FakeWorker(InlineWorker):
         return Measured(point=Measurement(case=case, status=status, machine="test", effective=effective, **samples))
 
 
-def prepared(sweep: Sweep) -> list[Job]:
+def prepared(sweep: Sweep) -> list[LoadJob]:
     """Return the jobs of `sweep` with the model `SPEC` on `MACHINE`."""
 
-    def resolve(_load: recipe.Load) -> Source:
+    def resolve(_load: recipe.SweepLoad) -> Source:
         return Source(SPEC, "dummy", "r1")
 
     return prepare(sweep, MACHINE, resolve, lambda load: load.engine)
 
 
 def run_inline(
-    path: Path, sweep: Sweep, worker: FakeWorker, events: Events | None = None, jobs: Sequence[Job] | None = None
+    path: Path, sweep: Sweep, worker: FakeWorker, events: Events | None = None, jobs: Sequence[LoadJob] | None = None
 ) -> list[Measurement]:
     """Run or resume `sweep`, whose `jobs` may be `prepared` before, with records in `path`."""
     done = read(path).points if path.is_file() else ()

@@ -18,9 +18,9 @@ from tests.inline import MACHINE, SPEC, kill_after
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import Ledger, job_path
-from zinfer.job.batch.openai import Request, read_requests, refusal
-from zinfer.job.batch.packing import Shape, StepTimeModel
-from zinfer.job.batch.run import Job, Standing
+from zinfer.job.batch.openai import BatchRequest, read_requests, refusal
+from zinfer.job.batch.packing import BatchShape, StepTimeModel
+from zinfer.job.batch.run import BatchJob, Standing
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.spec.case import Case, Workload
@@ -83,7 +83,7 @@ class InlineRows(InlineWorker):
         self.edge, self.status, self.dies, self.pace, self.pause_s = edge, status, dies, pace, pause_s
         self.refused, self.steps = refused, steps
         self.loads, self.closed = 0, 0
-        self.shapes: list[Shape] = []
+        self.shapes: list[BatchShape] = []
         self.read: list[int] = []  # tokens that each prefill read
         self.before: Callable[[str], None] = lambda _task: None
 
@@ -104,7 +104,7 @@ class InlineRows(InlineWorker):
 
     def _start(self, _session: Session, request: BatchStart) -> BatchStepped:
         length = max(len(row.prompt_ids) + len(row.output_ids) for row in request.rows)
-        self.shape, self.made = Shape(len(request.rows), length, request.reserve), 0
+        self.shape, self.made = BatchShape(len(request.rows), length, request.reserve), 0
         self.shapes.append(self.shape)
         self.read.append(len(request.rows) * length)
         if len(request.rows) > self.edge:
@@ -168,13 +168,15 @@ def run_inline(
     requests = read_requests(b"\n".join(lines))
     with Ledger.open(path, more.pop("settings", SETTINGS), 7, force) as ledger:
         ledger.add(
-            refusal(fault) for fault in requests if not isinstance(fault, Request) and fault.id not in ledger.done
+            refusal(fault) for fault in requests if not isinstance(fault, BatchRequest) and fault.id not in ledger.done
         )
-        waiting = [request for request in requests if isinstance(request, Request) and request.id not in ledger.done]
+        waiting = [
+            request for request in requests if isinstance(request, BatchRequest) and request.id not in ledger.done
+        ]
         prompts = [prompt_ids(request.prompt) for request in waiting]
         rows, faults = rows_of(waiting, prompts, plan.model.max_position, 40, ledger.made)
         ledger.add(map(refusal, faults))
-        standing = Job(plan, rows, ledger, "fake", worker, **more).run()
+        standing = BatchJob(plan, rows, ledger, "fake", worker, **more).run()
         ledger.finish()
     return standing
 

@@ -108,7 +108,7 @@ def traced(
     for layer in range(layers):
         now = max(now, ready[layer]) + 0.05
         if decode_ms:
-            spans.append(Span(lane="decode", layer=layer, start_ms=now, end_ms=now + decode_ms))
+            spans.append(Span(lane="unpack", layer=layer, start_ms=now, end_ms=now + decode_ms))
             now += decode_ms
             copy(now)
         end = now + compute_ms * noise.uniform(0.97, 1.05)

@@ -26,7 +26,7 @@ from zinfer.commands.accuracy import table
 from zinfer.engine import base
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.job import accuracy as study
-from zinfer.job.accuracy import Comparison, Found
+from zinfer.job.accuracy import AccuracyStudy, Found
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record import accuracy
 from zinfer.record import study as studies
@@ -74,8 +74,8 @@ def plan(directory: Path, batch_size: int = 5, **options: Option) -> Plan:
     return make_plan(case, from_directory(directory).with_dtype("float32"), MACHINE)
 
 
-def comparison(directory: Path, *storages: str, make_worker: Callable[[], Client] = inline) -> Comparison:
-    return Comparison(
+def comparison(directory: Path, *storages: str, make_worker: Callable[[], Client] = inline) -> AccuracyStudy:
+    return AccuracyStudy(
         reference=plan(directory),
         settings=[plan(directory, kv_cache_dtype=storage) for storage in storages],
         text=TEXT,
@@ -226,7 +226,7 @@ def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_p
     worker.load(plan(checkpoint("llama")))
     pieces = windows(checkpoint("llama")).pieces
     assert pieces is not None
-    rows = [study.Row(pieces[0][:INPUT], None), study.Row(pieces[0][:INPUT], pieces[0][INPUT:])]
+    rows = [study.AccuracyRow(pieces[0][:INPUT], None), study.AccuracyRow(pieces[0][:INPUT], pieces[0][INPUT:])]
     free = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset())
     assert free.lengths == [OUTPUT, OUTPUT]
     assert free.tokens[1] == pieces[0][INPUT:]

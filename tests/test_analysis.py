@@ -11,7 +11,7 @@ from zinfer.analysis.rates import (
     best,
     best_by_load,
     command,
-    compare,
+    compare_with_baseline,
     edges,
     offload_verdicts,
     pareto,
@@ -75,8 +75,8 @@ def test_offload_is_judged_at_each_sides_best_and_at_equal_batch() -> None:
     assert (verdict.engine, verdict.offload) == ("stream", "cpu")
     assert verdict.comparison.gain == pytest.approx(1.5)
     assert dict(verdict.comparison.equal) == pytest.approx({4: 0.125 / 0.21, 8: 0.15 / 0.21, 16: 0.2 / 0.21})
-    assert mentions(verdict.words, "cpu", "1.50x", "120 tok/s", "batch 32", "80 tok/s", "batch 16")
-    assert mentions(verdict.words, "batch 16", "4 to 16", "60%", "95%")
+    assert mentions(verdict.text, "cpu", "1.50x", "120 tok/s", "batch 32", "80 tok/s", "batch 16")
+    assert mentions(verdict.text, "batch 16", "4 to 16", "60%", "95%")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_offload_is_judged_at_each_sides_best_and_at_equal_batch() -> None:
 )
 def test_a_verdict_names_a_missing_side(points: list[Measurement], facts: list[str]) -> None:
     (verdict,) = offload_verdicts(points)
-    assert mentions(verdict.words, *facts)
+    assert mentions(verdict.text, *facts)
     assert (verdict.comparison.gain is None) == ("2.00x" not in facts)
 
 
@@ -119,11 +119,11 @@ def test_edges_are_the_last_that_fits_and_the_first_that_does_not() -> None:
 def test_engines_are_compared_at_best_and_at_equal_batch() -> None:
     points = [exact(8, 1.0), exact(16, 1.0), exact(8, 2.0, "deepspeed"), failed(16, engine="deepspeed")]
     engines = {name: [point for point in points if point.case.engine == name] for name in ("stream", "deepspeed")}
-    found = compare(engines["stream"], engines["deepspeed"])
+    found = compare_with_baseline(engines["stream"], engines["deepspeed"])
     assert found.gain == pytest.approx(4)
     assert dict(found.equal) == {8: pytest.approx(2)}
-    assert compare(engines["stream"], []).gain is None
-    assert compare([], []).equal == ()
+    assert compare_with_baseline(engines["stream"], []).gain is None
+    assert compare_with_baseline([], []).equal == ()
 
 
 def test_pareto_keeps_what_nothing_beats_in_both() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from zinfer.engine.stream import cpu_kernel
-from zinfer.engine.stream.cpu_attention import Coded, Hosted, code, host
+from zinfer.engine.stream.cpu_attention import Hosted, HostedCoded, code, host
 
 CPU = torch.device("cpu")
 Patch = pytest.MonkeyPatch
@@ -191,7 +191,7 @@ def test_products_of_a_model_that_computes_attention_itself() -> None:
 
 
 @pytest.fixture
-def in_8_bits() -> tuple[Coded, Tensor]:
+def in_8_bits() -> tuple[HostedCoded, Tensor]:
     """Return 8-bit keys as a model sees them, and their exact values: 2 sequences, 3 heads, 40 tokens, 16 values."""
     content = cpu_kernel.coded(noise(2, 3, 50, 16)).view(torch.int8)[:, :, :40, :16]
     return code(content, CPU, torch.bfloat16), cpu_kernel.widened(content, torch.bfloat16)
@@ -213,7 +213,7 @@ def in_8_bits() -> tuple[Coded, Tensor]:
         lambda keys: torch.empty_like(keys).copy_(keys),
     ],
 )
-def test_8_bit_tensors_report_the_models_type(use: Any, in_8_bits: tuple[Coded, Tensor]) -> None:
+def test_8_bit_tensors_report_the_models_type(use: Any, in_8_bits: tuple[HostedCoded, Tensor]) -> None:
     keys, exact = in_8_bits
     found, expected = use(keys), use(exact)
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
@@ -222,12 +222,12 @@ def test_8_bit_tensors_report_the_models_type(use: Any, in_8_bits: tuple[Coded, 
     assert (keys.dtype, keys.shape, keys.size(1), len(keys)) == (torch.bfloat16, (2, 3, 40, 16), 3, 2)
 
 
-def test_products_of_attention_read_8_bits_directly(in_8_bits: tuple[Coded, Tensor], monkeypatch: Patch) -> None:
+def test_products_of_attention_read_8_bits_directly(in_8_bits: tuple[HostedCoded, Tensor], monkeypatch: Patch) -> None:
     keys, exact = in_8_bits
     query, bias = noise(6, 1, 16), noise(6, 1, 40)
-    monkeypatch.setattr(Coded, "widened", lambda _: pytest.fail("a copy was made"))
+    monkeypatch.setattr(HostedCoded, "widened", lambda _: pytest.fail("a copy was made"))
     flat = keys.reshape(6, 40, 16)
-    assert type(flat) is type(flat.transpose(-1, -2)) is type(flat.mT) is Coded
+    assert type(flat) is type(flat.transpose(-1, -2)) is type(flat.mT) is HostedCoded
     scores = bias.baddbmm(batch1=query, batch2=flat.mT, alpha=0.25)
     assert torch.allclose(
         scores.float(), torch.baddbmm(bias, query, exact.view(6, 40, 16).mT, alpha=0.25).float(), atol=0.05

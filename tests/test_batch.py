@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests import mentions
 from zinfer.job.batch.intake import rows_of, split
-from zinfer.job.batch.openai import Done, Fault, Request, answer, decode, encode, failure, read_requests, refusal
+from zinfer.job.batch.openai import BatchRequest, Done, Fault, answer, decode, encode, failure, read_requests, refusal
 from zinfer.record.jsonl import Garbled
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -21,7 +21,7 @@ def line(body: Any, chat: bool = False, **fields: Any) -> bytes:
     return json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body} | fields).encode()
 
 
-def one(content: bytes) -> Request | Fault:
+def one(content: bytes) -> BatchRequest | Fault:
     (found,) = read_requests(content)
     return found
 
@@ -32,10 +32,10 @@ def test_a_request_is_understood() -> None:
         "n": 1, "stream": False, "logprobs": None, "user": "me", "logit_bias": {}, "presence_penalty": 0.0,
     }  # fmt: skip
     found = one(line(body))
-    assert isinstance(found, Request)
+    assert isinstance(found, BatchRequest)
     assert found[1:] == ("a", False, "Once", 9, 0.0, 0.5, ("\n",), "3")
     plain = one(line({"prompt": ""}))
-    assert isinstance(plain, Request)
+    assert isinstance(plain, BatchRequest)
     assert (plain.output_len, plain.temperature, plain.top_p, plain.stop) == (None, 1.0, 1.0, ())
     assert plain.id == f"batch_req_{plain.seed}"
 
@@ -44,7 +44,7 @@ def test_a_chat_is_understood() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     messages = [{"role": "system", "content": parts}, {"role": "user", "content": "x", "name": "me"}]
     found = one(line({"messages": messages, "max_tokens": 5, "max_completion_tokens": 7}, chat=True))
-    assert isinstance(found, Request)
+    assert isinstance(found, BatchRequest)
     assert (found.chat, found.output_len) == (True, 7)
     assert found.prompt == [{"role": "system", "content": "one two"}, {"role": "user", "content": "x"}]
 
@@ -107,7 +107,7 @@ def test_the_good_lines_around_a_bad_one_are_kept() -> None:
     content = b"\xef\xbb\xbf" + b"\n".join([good[0], b"", b"  ", b"broken", good[1] + b"\r", good[0], good[2]])
     found = read_requests(content)
     assert [item.custom_id for item in found] == ["a", None, "b", "a", "c"]
-    assert [type(item) for item in found] == [Request, Fault, Request, Fault, Request]
+    assert [type(item) for item in found] == [BatchRequest, Fault, BatchRequest, Fault, BatchRequest]
     repeated = found[3]
     assert isinstance(repeated, Fault)
     assert repeated.code == "duplicate_custom_id"
@@ -125,8 +125,8 @@ def test_ids_depend_on_the_lines_alone() -> None:
 
 def test_answers_are_those_of_the_endpoint() -> None:
     text, chat = one(line({"prompt": "x"})), one(line({"messages": TALK}, chat=True))
-    assert isinstance(text, Request)
-    assert isinstance(chat, Request)
+    assert isinstance(text, BatchRequest)
+    assert isinstance(chat, BatchRequest)
     record = answer(text, "é", "stop", (3, 2), "llama", 1700000000)
     assert list(record) == ["id", "custom_id", "response", "error"]
     assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("a", None, 200)
@@ -153,7 +153,7 @@ def test_errors_stand_where_readers_look_for_them() -> None:
     assert record["response"]["body"] == {"error": error}
     assert record["error"] == {"code": error["code"], "message": error["message"]}
     request = one(line({"prompt": "x"}))
-    assert isinstance(request, Request)
+    assert isinstance(request, BatchRequest)
     lost = failure(request, "oom_gpu", "no room")
     assert (lost["response"], lost["error"]) == (None, {"code": "oom_gpu", "message": "no room"})
     assert decode(encode(record)) == Done(fault.id, False, 0)
@@ -180,7 +180,7 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
     lines = [line({"prompt": "x"} | more, custom_id=str(key)) for key, more in enumerate(
         ({}, {"max_tokens": 10}, {}, {"max_tokens": 11}, {"max_tokens": 5}, {}, {"max_tokens": 4})
     )]  # fmt: skip
-    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, Request)]
+    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchRequest)]
     made = {requests[6].id: [1, 2, 3, 4, 5]}
     prompts = [n if isinstance(n, str) else [7] * n for n in (10, 90, 95, 90, "no template", 100, 3)]
     rows, faults = rows_of(requests, prompts, 100, 20, made)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.results import case, point
 from zinfer.analysis import calibrate
-from zinfer.analysis.calibrate import Row, fit, load_machines, load_points, predict, table
+from zinfer.analysis.calibrate import PredictedPoint, fit, load_machines, load_points, predict, table
 from zinfer.plan import cost
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, make_plan, placement_of
@@ -22,11 +22,11 @@ H100 = machine.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes"
 
 
 @pytest.fixture(scope="module")
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[PredictedPoint, ...]:
     return table(load_points(RESULTS), load_machines(RESULTS))
 
 
-def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Row, ...]) -> None:
+def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[PredictedPoint, ...]) -> None:
     """Holds for all points of `stream`. The misses of the peers are known: DeepSpeed's prefill at its edge, where its
     allocator is short of memory, and Accelerate's pageable copies, whose rate differs between hosts."""
     errors = {row.case: row.tok_s_error for row in rows if row.tok_s_error is not None}
@@ -38,13 +38,13 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Row, 
     assert max(map(abs, errors.values())) <= 0.25
 
 
-def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[Row, ...]) -> None:
+def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[PredictedPoint, ...]) -> None:
     """A choice by predictions, which do not know the point, loses a twentieth at most.
 
     The candidates are all that was measured of a model and a pair of lengths on a machine: engines, batches, place and
     type of the KV cache.
     """
-    groups: dict[tuple[object, ...], list[Row]] = {}
+    groups: dict[tuple[object, ...], list[PredictedPoint]] = {}
     for row in rows:
         if row.predicted_tok_s is not None and row.measured_tok_s is not None:
             load = row.case.workload
@@ -75,7 +75,7 @@ def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
         assert ("cpu" if on_cpu else "gpu") == min(ways, key=lambda way: ways[way])
 
 
-def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tuple[Row, ...]) -> None:
+def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tuple[PredictedPoint, ...]) -> None:
     """DeepSpeed holds one layer of BLOOM at a time and two of smaller models, with the same settings."""
     errors = {row.case: row.gpu_error for row in rows if row.gpu_error is not None}
     assert len(errors) == len({row.case for row in rows})
@@ -223,12 +223,12 @@ def test_a_published_ratio_is_explained_by_the_share_of_the_link_it_takes() -> N
     assert 4 < (found.planned or 0) <= 6
     low, high = found.explaining or (0, 0)
     assert low == pytest.approx(0.9 * 2 / (found.planned or 1))
-    assert "planned 6.0x" in found.words or "planned 5." in found.words
-    assert f"{low:.0%} to {high:.0%} of the link instead of 90%" in found.words
+    assert "planned 6.0x" in found.describe() or "planned 5." in found.describe()
+    assert f"{low:.0%} to {high:.0%} of the link instead of 90%" in found.describe()
     (same,) = beside([claim(1.0, 9.0)], plans, factors)
     assert same.explaining is None
     (unknown,) = beside([claim(1.0, 9.0)], plans[:1], factors)
-    assert unknown.words.endswith("planned unknown.")
+    assert unknown.describe().endswith("planned unknown.")
     assert Beside(published=claim(1, 2)).explaining is None
 
 

@@ -1,5 +1,6 @@
 """Commands from the user's side: each mistake gives one message and an exit code, never a traceback."""
 
+import io
 import json
 import re
 import resource
@@ -85,6 +86,7 @@ def test_mistakes_get_one_message_and_a_code(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["zinfer", *words])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SystemExit) as end:
         main()
     stdout, stderr = capsys.readouterr()

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from tests.results import case, point, sweep
 from zinfer.cli import cli
-from zinfer.record.export import COLUMNS, WRITERS, Table, to_csv, to_json, to_md
+from zinfer.record.export import COLUMNS, WRITERS, FlatTable, to_csv, to_json, to_md
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.store import Store
 from zinfer.spec.case import Case, Workload
@@ -60,7 +60,7 @@ def test_every_field_has_a_column() -> None:
         "timeline",
     }
     assert set(Measurement.model_fields) - elsewhere <= set(COLUMNS)
-    table = Table.of(POINTS)
+    table = FlatTable.of(POINTS)
     assert tuple(table.columns) == (
         *COLUMNS, "predicted_step_ms", "predicted_ttft_ms", "version_torch", "version_zinfer",
     )  # fmt: skip
@@ -69,14 +69,14 @@ def test_every_field_has_a_column() -> None:
 def test_the_rate_of_a_load_is_empty_where_its_bytes_are_not_recorded() -> None:
     sizes = {"a": 50_000_000_000, "b": None}
     points = [(name, point(case(1), load_s=20.0, load_bytes=size)) for name, size in sizes.items()]
-    rows = [dict(zip(COLUMNS, row, strict=False)) for row in Table.of(points).rows]
+    rows = [dict(zip(COLUMNS, row, strict=False)) for row in FlatTable.of(points).rows]
     assert [row["load_bandwidth_bytes_s"] for row in rows] == [2.5e9, None]
     assert [row["load_bytes"] for row in rows] == [50_000_000_000, None]
 
 
 def test_values_are_those_of_the_record() -> None:
     ours = POINTS[0][1]
-    row, _ = json.loads(to_json(Table.of(POINTS)))
+    row, _ = json.loads(to_json(FlatTable.of(POINTS)))
     assert ours.output_tok_s is not None
     assert ours.effective is not None
     assert row["output_tok_s"] == ours.output_tok_s
@@ -96,7 +96,7 @@ def test_values_are_those_of_the_record() -> None:
 
 
 def test_a_failure_is_a_row_of_empty_cells_never_of_zeros() -> None:
-    for rows in (read_csv(to_csv(Table.of(POINTS))), json.loads(to_json(Table.of(POINTS)))):
+    for rows in (read_csv(to_csv(FlatTable.of(POINTS))), json.loads(to_json(FlatTable.of(POINTS)))):
         failed = rows[1]
         assert (failed["status"], failed["stage"], failed["error"]) == ("oom_gpu", "prefill", ERROR)
         for column in ("output_tok_s", "ttft_ms", "tpot_ms_half_width", "gpu_peak_bytes", "repeats", "options",
@@ -106,41 +106,43 @@ def test_a_failure_is_a_row_of_empty_cells_never_of_zeros() -> None:
 
 def test_rates_of_an_unusable_point_are_left_out() -> None:
     idle = point(case(8)).model_copy(update={"status": "offload_not_effective"})
-    (row,) = json.loads(to_json(Table.of([("a", idle)])))
+    (row,) = json.loads(to_json(FlatTable.of([("a", idle)])))
     assert (row["status"], row["output_tok_s"], row["ttft_ms"], row["repeats"]) == (idle.status, None, None, 3)
 
 
 def test_the_last_point_of_equal_cases_counts() -> None:
     once, again = point(case(8), status="crashed"), point(case(8))
-    table = Table.of([("a", once), ("a", again), ("b", once)])
+    table = FlatTable.of([("a", once), ("a", again), ("b", once)])
     assert [(row[0], row[list(table.columns).index("status")]) for row in table.rows] == [("a", "ok"), ("b", "crashed")]
 
 
 def test_numbers_in_csv_are_exact() -> None:
-    row = read_csv(to_csv(Table.of(POINTS)))[0]
+    row = read_csv(to_csv(FlatTable.of(POINTS)))[0]
     assert float(row["output_tok_s"]) == POINTS[0][1].output_tok_s
     assert row["gpu_peak_bytes"] == str(20 << 30)
-    assert to_csv(Table.of(POINTS)).count(b"\r") == 0
+    assert to_csv(FlatTable.of(POINTS)).count(b"\r") == 0
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "  =HYPERLINK(1)", "＝1", "\n=1"])
 def test_no_cell_of_csv_starts_a_formula(text: str) -> None:
     nasty = point(case(1, model=text), status="crashed", error=text, machine=text, versions={text: text})
-    row = read_csv(to_csv(Table.of([(text, nasty)])))[0]
+    row = read_csv(to_csv(FlatTable.of([(text, nasty)])))[0]
     for column in ("file", "model", "error", "machine"):
         assert row[column] == "'" + text.replace("\r", "\n")
     assert row["version_" + text.replace("\r", "\n")].startswith("'")
-    assert json.loads(to_json(Table.of([(text, nasty)])))[0]["error"] == text, "JSON runs nowhere and stays as it is"
+    assert json.loads(to_json(FlatTable.of([(text, nasty)])))[0]["error"] == text, (
+        "JSON runs nowhere and stays as it is"
+    )
 
 
 def test_numbers_are_not_touched_by_it() -> None:
     below = point(case(1)).model_copy(update={"load_s": -1.5})
-    assert read_csv(to_csv(Table.of([("a", below)])))[0]["load_s"] == "-1.5"
+    assert read_csv(to_csv(FlatTable.of([("a", below)])))[0]["load_s"] == "-1.5"
 
 
 def test_markdown_has_one_line_a_point_and_no_markup() -> None:
     nasty = point(case(1, model="a|b`c\\d_e[x](y)"), status="crashed", error="one\n| two\x1b[31m<img src=x>&")
-    lines = to_md(Table.of([*POINTS, ("a.jsonl", nasty)])).decode().splitlines()
+    lines = to_md(FlatTable.of([*POINTS, ("a.jsonl", nasty)])).decode().splitlines()
     assert len(lines) == 2 + 3
     widths = {line.replace("\\\\", "").replace("\\|", "").count("|") for line in lines}
     assert len(widths) == 1
@@ -247,7 +249,7 @@ def test_parquet_keeps_types_values_and_nulls(results: Path) -> None:
 def test_failures_alone_have_the_same_types_in_parquet() -> None:
     import pyarrow.parquet
 
-    tables = [pyarrow.parquet.read_table(io.BytesIO(WRITERS["parquet"](Table.of([one])))) for one in POINTS]
+    tables = [pyarrow.parquet.read_table(io.BytesIO(WRITERS["parquet"](FlatTable.of([one])))) for one in POINTS]
     shared = set(tables[0].column_names) & set(tables[1].column_names)
     assert shared >= set(COLUMNS)
     assert all(tables[0].schema.field(name) == tables[1].schema.field(name) for name in shared)

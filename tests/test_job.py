@@ -18,9 +18,9 @@ from tests.inline_batch import CASE, SETTINGS, InlineRows, line, prompt_of, run_
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import JobChanged, Ledger, job_path
-from zinfer.job.batch.openai import Request, read_requests
-from zinfer.job.batch.packing import Shape, shaped
-from zinfer.job.batch.run import Job, JobFailed, Standing
+from zinfer.job.batch.openai import BatchRequest, read_requests
+from zinfer.job.batch.packing import BatchShape, shaped
+from zinfer.job.batch.run import BatchJob, JobFailed, Standing
 from zinfer.job.signals import Interrupted
 from zinfer.plan.plan import make_plan
 from zinfer.record.jsonl import StoreError
@@ -247,13 +247,13 @@ def test_more_rows_are_begun_only_within_bounds(tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     """Real processes: with eight rows the engine's process ends, with four it does not."""
     case = CASE.model_copy(update={"engine": TARGET, "options": (("at_batch", 5), ("fail", "exit"))})
-    plan = make_plan(shaped(case, Shape(1, 8, 4)), SPEC, MACHINE)
+    plan = make_plan(shaped(case, BatchShape(1, 8, 4)), SPEC, MACHINE)
     lines = [
         json.dumps({"custom_id": str(key), "method": "POST", "url": "/v1/completions",
                     "body": {"prompt": "x" * (key + 1), "max_tokens": 4}}).encode()
         for key in range(8)
     ]  # fmt: skip
-    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, Request)]
+    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchRequest)]
 
     def make_worker() -> Worker:
         return Worker(TARGET, timeout_s=PATIENCE_S)
@@ -265,7 +265,7 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     told: list[str] = []
     path = tmp_path / "out.jsonl"
     with Ledger.open(path, SETTINGS, 7) as ledger:
-        Job(plan, rows, ledger, "fake", make_worker, worker, say=told.append).run()
+        BatchJob(plan, rows, ledger, "fake", make_worker, worker, say=told.append).run()
     assert len(told) == 1
     assert "a batch of 8 failed (crashed: the worker ended: exit code 7" in told[0]
     records = [json.loads(one) for one in path.read_text().splitlines()]

@@ -18,9 +18,8 @@ from zinfer.cli import cli
 from zinfer.engine.stream import codec as coder
 from zinfer.generation.tokenizer import load_tokenizer
 from zinfer.plan.published import codecs
-from zinfer.record import codec as lossless
 from zinfer.record import study
-from zinfer.record.codec import CodecError, CodecRecord, Rate
+from zinfer.record.codec import COLUMNS, CodecError, CodecRecord, Rate
 from zinfer.record.store import Store
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.resolve import from_directory
@@ -242,7 +241,7 @@ def test_cells_are_text_with_units() -> None:
     assert codec_run("gaussian").cells() == [
         ("gaussian", "1.1 GB", "50.0%", "45.0%", "800", "800 ± 1.0%", "yes, 2.00x")
     ]
-    assert len(codec_run("gaussian").cells()[0]) == len(lossless.COLUMNS)
+    assert len(codec_run("gaussian").cells()[0]) == len(COLUMNS)
 
 
 def test_the_report_shows_measured_and_published_apart(tmp_path: Path) -> None:

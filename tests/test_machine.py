@@ -49,9 +49,9 @@ def test_the_catalogue_holds_what_people_plan_for() -> None:
         *("a100-pcie-80gb", "rtx-a6000", "l40s", "rtx-4090", "rtx-5090", "h100-80gb", "h100-pcie-80gb", "h200"),
         *("gh200-96gb", "gh200-144gb", "b200", "b200-pcie6", "gb200", "mi300x"),
     } <= set(machines.catalogue_names())
-    assert load("a100-80gb").told("h2d_bandwidth").startswith("25.2 GB/s (measured by others")
-    assert load("a100-80gb").told("matmul_flops").startswith("312 TFLOP/s (datasheet")
-    assert load("a100-80gb").told("host_bytes") == "unknown"
+    assert load("a100-80gb").describe("h2d_bandwidth").startswith("25.2 GB/s (measured by others")
+    assert load("a100-80gb").describe("matmul_flops").startswith("312 TFLOP/s (datasheet")
+    assert load("a100-80gb").describe("host_bytes") == "unknown"
 
 
 def test_generations_are_in_order() -> None:
@@ -101,7 +101,7 @@ def test_a_description_from_before_sources_is_still_read(tmp_path: Path) -> None
     old = Machine(name="old", source="measured", gpu_count=1, gpu_bytes=80 << 30, h2d_bandwidth=55e9)
     (tmp_path / "machine.json").write_text(old.model_dump_json(exclude={"sources"}))
     assert load(tmp_path) == old
-    assert load(tmp_path).told("h2d_bandwidth") == "55.0 GB/s (measured)"
+    assert load(tmp_path).describe("h2d_bandwidth") == "55.0 GB/s (measured)"
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,15 @@ def test_a_figure_can_be_replaced_and_says_so(setting: str, field: str, value: f
     after = override(before, setting)
     assert getattr(after, field) == value
     assert after.overridden == (field,)
-    assert after.told(field).split("(")[1].startswith("set by hand")
+    assert after.describe(field).split("(")[1].startswith("set by hand")
     assert after.model_copy(update={field: getattr(before, field), "sources": before.sources}) == before
     assert Machine.model_validate_json(after.model_dump_json()) == after
 
 
 def test_a_replaced_figure_keeps_what_stood_there() -> None:
-    told = override(load("a100-80gb"), "h2d_bandwidth=50GB/s").told("h2d_bandwidth")
+    told = override(load("a100-80gb"), "h2d_bandwidth=50GB/s").describe("h2d_bandwidth")
     assert mentions(told, "50.0 GB/s", "set by hand", "25.2 GB/s", "measured by others")
-    assert override(load("a100-80gb"), "host_bytes=1TB").told("host_bytes") == "1000.0 GB (set by hand)"
+    assert override(load("a100-80gb"), "host_bytes=1TB").describe("host_bytes") == "1000.0 GB (set by hand)"
 
 
 @pytest.mark.parametrize(

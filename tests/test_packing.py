@@ -12,10 +12,10 @@ from tests.inline import SPEC
 from tests.inline_batch import CASE, InlineRows, line, run_inline
 from zinfer.job.batch import packing
 from zinfer.job.batch.packing import (
-    Block,
+    BatchShape,
+    PlannedBatch,
     Progress,
     RowDemand,
-    Shape,
     StepTimeModel,
     best_plan,
     expected,
@@ -43,10 +43,10 @@ class Ruler(StepTimeModel):
     def __init__(self, again: float = 0.0, base: float = 1.0) -> None:
         self.again, self.base = again, base
 
-    def prefill(self, shape: Shape) -> float:
+    def prefill(self, shape: BatchShape) -> float:
         return max(self.base, self.again * shape.rows * shape.length)
 
-    def step(self, _shape: Shape, _made: int) -> float:
+    def step(self, _shape: BatchShape, _made: int) -> float:
         return 1.0
 
 
@@ -89,7 +89,7 @@ def test_rows_of_like_lengths_lie_side_by_side() -> None:
                 if count and (count + 1) * (longer + more) > 20_000:
                     break
                 length, left, count = longer, more, count + 1
-            shape = Shape(count, length, left)
+            shape = BatchShape(count, length, left)
             padded, real = padded + shape.padded, real + needed(shape, sequence[:count])
             sequence = sequence[count:]
         return padded / real
@@ -129,10 +129,10 @@ def test_a_row_without_room_is_taken_alone() -> None:
 
 
 def test_a_thin_batch_is_left_where_reading_again_is_cheap() -> None:
-    shape, following = Shape(100, 100, 200), Block(Shape(100, 150, 200), 20_000, 200)
+    shape, following = BatchShape(100, 100, 200), PlannedBatch(BatchShape(100, 150, 200), 20_000, 200)
     alive, joining = [RowDemand(150, 150)] * 10, [RowDemand(100, 200)] * 90
 
-    def worth(rows: int, pace: StepTimeModel, finishing: float = 0.0, block: Block = following) -> bool:
+    def worth(rows: int, pace: StepTimeModel, finishing: float = 0.0, block: PlannedBatch = following) -> bool:
         return worth_packing_anew(Progress(shape, 50, alive[:1] * rows), block, joining, pace, finishing)
 
     assert worth(10, Ruler(0.001))
@@ -140,13 +140,13 @@ def test_a_thin_batch_is_left_where_reading_again_is_cheap() -> None:
     assert not worth(60, Ruler(0.1))  # reading it again takes 900 steps
     assert worth(10, Ruler(0.01))
     assert not worth(10, Ruler(0.01), finishing=0.09)  # in a moment there is nothing to be read again
-    nobody_waits = Block(Shape(10, 150, 150), 1500, 150)
+    nobody_waits = PlannedBatch(BatchShape(10, 150, 150), 1500, 150)
     assert not worth_packing_anew(Progress(shape, 50, alive), nobody_waits, [], Ruler(), 0.0)
 
 
 def test_room_is_the_plans_with_caution() -> None:
     plan_room = room_of(STREAMED, BLOOM, H100)
-    exact = largest_batch(shaped(STREAMED, Shape(1, 512, 32)), BLOOM, H100)
+    exact = largest_batch(shaped(STREAMED, BatchShape(1, 512, 32)), BLOOM, H100)
     assert 0.8 * exact <= plan_room(512, 32) <= exact
     assert plan_room(500, 20) == plan_room(512, 32)
     assert plan_room(1024, 32) < plan_room(512, 32)
@@ -158,7 +158,7 @@ def test_no_more_rows_share_a_batch_than_make_it_fast() -> None:
     options = (("kv_attention", "cpu"), ("kv_offload", "auto"))
     case = STREAMED.model_copy(update={"options": options})
     rows = room_of(case, BLOOM, slow)(512, 32)
-    asked = shaped(case, Shape(1, 512, 32))
+    asked = shaped(case, BatchShape(1, 512, 32))
     assert room_of(STREAMED, BLOOM, slow)(512, 32) < rows < largest_batch(asked, BLOOM, slow, CAUTIOUS) / 2
     here, more = (make_plan(asked.with_batch(size), BLOOM, slow, factors=CAUTIOUS) for size in (rows, 2 * rows))
     assert (here.output_tok_s or 0) > 1.05 * (more.output_tok_s or 0)
@@ -167,20 +167,20 @@ def test_no_more_rows_share_a_batch_than_make_it_fast() -> None:
 
 
 def test_seconds_are_the_plans_until_they_are_measured() -> None:
-    pace, shape = StepTimeModel(STREAMED, BLOOM, H100), Shape(8, 512, 32)
+    pace, shape = StepTimeModel(STREAMED, BLOOM, H100), BatchShape(8, 512, 32)
     plan = make_plan(shaped(STREAMED, shape), BLOOM, H100)
     assert plan.prefill_s
     assert plan.step_s
     assert pace.prefill(shape) == pytest.approx(plan.prefill_s, rel=0.1)
     assert pace.step(shape, 16) == pytest.approx(plan.step_s, rel=0.1)
-    ratio = pace.prefill(Shape(64, 2048, 32)) / pace.prefill(shape)
+    ratio = pace.prefill(BatchShape(64, 2048, 32)) / pace.prefill(shape)
     pace.saw_prefill(shape, 100.0)
     pace.saw_step(shape, 16, 3.0)
     assert pace.prefill(shape) == pytest.approx(100)
-    assert pace.prefill(Shape(64, 2048, 32)) == pytest.approx(100 * ratio)
+    assert pace.prefill(BatchShape(64, 2048, 32)) == pytest.approx(100 * ratio)
     assert pace.step(shape, 16) == pytest.approx(3)
     unknown = StepTimeModel(CASE, SPEC, H100.model_copy(update={"matmul_flops": None}))
-    assert unknown.prefill(Shape(4, 20, 1)) == 2 * unknown.prefill(Shape(4, 10, 1))
+    assert unknown.prefill(BatchShape(4, 20, 1)) == 2 * unknown.prefill(BatchShape(4, 10, 1))
     assert unknown.step(shape, 1) == unknown.step(shape, 20)
 
 
@@ -205,7 +205,7 @@ def test_refilling_is_faster_than_batches_that_run_to_their_end(tmp_path: Path) 
     """BLOOM-176B on an H100, by the plan's seconds: 120 prompts that end before their limit of 400 tokens."""
     dice = random.Random(2)
     prompts = [line(f"a{dice.randint(20, 600)}/{dice.randint(5, 300)}/{key}", 400) for key in range(120)]
-    plan = make_plan(shaped(STREAMED, Shape(1, 600, 400)), BLOOM, H100)
+    plan = make_plan(shaped(STREAMED, BatchShape(1, 600, 400)), BLOOM, H100)
     pace = StepTimeModel(plan.case, plan.model, plan.machine)
     run = run_inline(tmp_path / "out.jsonl", prompts, InlineRows(pace=pace, steps=8), plan=plan)
     assert run.ended == run.rows == 120
@@ -217,7 +217,7 @@ def test_refilling_is_faster_than_batches_that_run_to_their_end(tmp_path: Path) 
     plan_room = room_of(plan.case, plan.model, plan.machine)
     while waiting:
         count = plan_room(waiting[0][0], 400)
-        shape, batch = Shape(count, waiting[0][0], 400), waiting[:count]
+        shape, batch = BatchShape(count, waiting[0][0], 400), waiting[:count]
         last = max(natural for _, natural, _ in batch)
         static += pace.prefill(shape) + (last - 1) * pace.step(shape, last // 2)
         waiting = waiting[count:]

@@ -16,12 +16,11 @@ from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import Stream
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.job.batch import run as jobs
-from zinfer.job.batch.intake import Row, needs, rows_of
+from zinfer.job.batch.intake import RequestRow, needs, rows_of
 from zinfer.job.batch.ledger import Ledger
-from zinfer.job.batch.openai import Request as BatchRequest
-from zinfer.job.batch.openai import read_requests
+from zinfer.job.batch.openai import BatchRequest, read_requests
 from zinfer.job.batch.packing import best_plan
-from zinfer.job.batch.run import Job
+from zinfer.job.batch.run import BatchJob
 from zinfer.plan.plan import Plan
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.resolve import from_directory
@@ -61,7 +60,7 @@ class Watched(InlineWorker):
         return self.ask(Tokenize(model=self.spec, prompts=prompts)).prompts
 
 
-def plan_for(worker: Watched, directory: Path, rows: list[Row]) -> Plan:
+def plan_for(worker: Watched, directory: Path, rows: list[RequestRow]) -> Plan:
     workload = Workload(batch_size=1, input_len=1, output_len=1)
     case = Case(model=str(directory), engine="stream", offload="cpu", workload=workload, dtype="float32",
                 load_format="safetensors")  # fmt: skip
@@ -77,7 +76,7 @@ def answers(
     rows, faults = rows_of(requests, prompts, worker.spec.max_position, 20, {})
     assert not faults
     with Ledger.open(output, {}, 7) as ledger:
-        Job(plan_for(worker, directory, rows), rows, ledger, "m", lambda: worker, **settings).run()
+        BatchJob(plan_for(worker, directory, rows), rows, ledger, "m", lambda: worker, **settings).run()
     found = map(json.loads, output.read_text().splitlines())
     return {one["custom_id"]: one["response"]["body"] for one in found}, worker
 

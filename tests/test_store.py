@@ -281,6 +281,15 @@ def test_a_timeline_is_stored_as_short_rows() -> None:
     assert found.timeline == spans
 
 
+def test_spans_of_earlier_records_are_read() -> None:
+    fields = json.loads(encode(POINTS[0])) | {"timeline": [["decode", 3, 1.0, 2.5]]}
+    del fields["checksum"]
+    found = decode(jsonl._sealed(fields))
+    assert isinstance(found, Measurement)
+    assert found.timeline == (Span(lane="unpack", layer=3, start_ms=1.0, end_ms=2.5),)
+    assert json.loads(encode(found))["timeline"] == [["unpack", 3, 1.0, 2.5]]
+
+
 def test_records_without_a_timeline_are_read() -> None:
 
     fields = json.loads(encode(POINTS[0]))
@@ -318,7 +327,7 @@ cases = st.builds(
     layers=st.none() | counts,
     options=options.map(lambda found: tuple(sorted(found.items()))),
 )
-LANES: tuple[Literal["copy", "decode", "compute"], ...] = ("copy", "decode", "compute")
+LANES: tuple[Literal["copy", "unpack", "compute"], ...] = ("copy", "unpack", "compute")
 measurements = st.builds(
     Measurement,
     case=cases,

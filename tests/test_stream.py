@@ -334,7 +334,7 @@ def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -
     spans = engine.timeline([Work(engine.batches[0], torch.tensor([[9], [9]]))])
     computed = [span for span in spans if span.lane == "compute"]
     assert [span.layer for span in computed if span.layer is not None] == [0, 1, 2]
-    assert list(dict.fromkeys(span.layer for span in spans if span.lane == "decode")) == [0, 1, 2]
+    assert list(dict.fromkeys(span.layer for span in spans if span.lane == "unpack")) == [0, 1, 2]
     assert all(one.end_ms <= other.start_ms for one, other in pairwise(computed))
     assert engine._ring._trace is None  # type: ignore[attr-defined]
     engine.close()

@@ -28,8 +28,8 @@ def test_busy_and_idle_fill_the_step() -> None:
     assert length_ms(STEP) == 70
     assert busy(STEP, "copy") == ((10, 40), (45, 65))
     assert idle(STEP) == ((0, 10), (40, 45), (65, 70))
-    assert busy(STEP, "decode") == ()
-    assert idle(STEP, "decode") == ((0, 70),)
+    assert busy(STEP, "unpack") == ()
+    assert idle(STEP, "unpack") == ((0, 70),)
     assert share(STEP, "copy") == pytest.approx(50 / 70)
     assert share(STEP, "compute") == pytest.approx(22 / 70)
 

@@ -20,7 +20,7 @@ from zinfer.plan.plan import make_plan
 from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.spec.case import Case, Option, Workload
-from zinfer.worker.failure import Failure
+from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied
 from zinfer.worker.session import Session, not_as_asked
@@ -347,7 +347,7 @@ def test_each_task_goes_through_json_and_comes_back_as_it_was(name: str) -> None
     ],
 )
 def test_what_is_no_request_is_a_failure_of_one_line(sent: Any, error: str) -> None:
-    failure = Failure.model_validate(InlineWorker().session.answer(sent)["failure"])
+    failure = TaskFailure.model_validate(InlineWorker().session.answer(sent)["failure"])
     assert failure.status == "unsupported"
     assert failure.error.startswith(error)
     assert "\n" not in failure.error

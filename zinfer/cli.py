@@ -80,7 +80,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 
 def main() -> None:
-    """Entry point of the `zinfer` console script. A traceback is printed only with --debug or ZINFER_DEBUG=1."""
+    """Run the `zinfer` console script. A traceback is printed only with --debug or ZINFER_DEBUG=1."""
     debug = "--debug" in sys.argv or os.environ.get("ZINFER_DEBUG") == "1"
     if debug:
         os.environ["ZINFER_DEBUG"] = "1"

@@ -14,7 +14,7 @@ Objective = Literal["throughput", "cost", "energy", "latency"]
 
 
 class Decision(Frozen):
-    """Answer for one group of points.
+    """Decision for one group of points.
 
     `point` is None if no point keeps every level; `nearest` is then the point that misses by least. `point` is also
     None if the objective's value is not known for any point that keeps them.
@@ -28,7 +28,7 @@ class Decision(Frozen):
     front: tuple[Measurement, ...] = ()  # Pareto front of the points that keep the levels: tok/s, tok/s of one user
     keeping: int = 0  # points that keep the levels
     usable: int = 0
-    unknown: int = 0  # points that keep the levels and whose cost or energy is not known
+    unknown: int = 0  # points that keep the levels, without a known cost or energy
 
 
 def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Prices) -> Decision:
@@ -69,7 +69,7 @@ def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Pr
 
 
 def known_cost(point: Measurement, prices: Prices) -> Cost:
-    """Cost of the point; without USD if energy has a price and the point has no energy reading."""
+    """Return the cost of the point; without USD if energy has a price and the point has no energy reading."""
     try:
         return cost(point, prices) or Cost()
     except EconomicsError:

@@ -34,7 +34,7 @@ PLAIN = 1.5  # a prefill this many times longer than its other limits is decided
 EVIDENT = 1.15  # a step this many times longer than its physical limits is decided by launches alone
 
 
-class Row(Frozen):
+class PredictedPoint(Frozen):
     """Measured point beside its prediction from the other records; None if there is no prediction or measurement."""
 
     case: Case
@@ -79,7 +79,7 @@ class _Seen(Frozen):
 
 
 def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
-    """Machine descriptions beside the result files under `results`, by name."""
+    """Return the machine descriptions beside the result files under `results`, by name."""
     found: dict[str, Machine] = {}
     for file in files(results):
         try:
@@ -95,7 +95,9 @@ def load_points(results: Path = Path("sweeps/results")) -> tuple[Measurement, ..
     return latest(read(results).points)
 
 
-def fit(points: Points, machines: Mapping[str, Machine], rows: Sequence[Row] | None = None) -> dict[str, Efficiency]:
+def fit(
+    points: Points, machines: Mapping[str, Machine], rows: Sequence[PredictedPoint] | None = None
+) -> dict[str, Efficiency]:
     """Fit the factors of each engine in `points`, error bands included, by engine name; `rows` is their `table` if it
     is already known.
 
@@ -120,8 +122,9 @@ def predict(
     return make_plan(case, model, machine, nvme_path, factors.get(case.engine, Efficiency()))
 
 
-def table(points: Points, machines: Mapping[str, Machine]) -> tuple[Row, ...]:
-    """Predicted against measured, a row for each point that ran, each predicted from all other points of its engine.
+def table(points: Points, machines: Mapping[str, Machine]) -> tuple[PredictedPoint, ...]:
+    """Predict each point that ran from all other points of its engine, and return a row for each, beside its
+    measurement.
 
     A point has no prediction if its engine has no other point.
     """
@@ -130,7 +133,7 @@ def table(points: Points, machines: Mapping[str, Machine]) -> tuple[Row, ...]:
     for one in seen:
         point, case = one.point, one.point.case
         others = [other for other in seen if other is not one and other.point.case.engine == case.engine]
-        row = Row(
+        row = PredictedPoint(
             case=case,
             machine=point.machine,
             measured_tok_s=point.output_tok_s if point.usable else None,
@@ -163,7 +166,7 @@ def _seen(points: Points, machines: Mapping[str, Machine]) -> list[_Seen]:
 
 
 def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
-    """Placement of the point as the engine recorded it; as planned if it recorded none."""
+    """Return the placement of the point as the engine recorded it; as planned if it recorded none."""
     effective = point.effective
     if effective is None:
         return placement_of(point.case, model, place)
@@ -186,7 +189,8 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
 
 
 def _as_run(one: _Seen) -> Case:
-    """The point's case with the number of CPU attention threads that the engine chose, which today's plan may not."""
+    """Return the point's case with the number of CPU attention threads that the engine chose, which today's plan may
+    not."""
     host, case = one.machine.details.get("host", {}), one.point.case
     if not one.setup.kv_on_cpu or not host.get("cores"):
         return case
@@ -195,7 +199,7 @@ def _as_run(one: _Seen) -> Case:
 
 
 def _fit(seen: Sequence[_Seen]) -> Efficiency:
-    """Each factor as the median over the points that determine it; its default if none does."""
+    """Return each factor as the median over the points that determine it; its default if none does."""
     default = Efficiency()
     names = ("link_share", "layer_s", "mfu", "memory")
     found = {name: _median((one.factors[name] for one in seen), getattr(default, name)) for name in names}
@@ -203,7 +207,7 @@ def _fit(seen: Sequence[_Seen]) -> Efficiency:
 
 
 def _link_share(one: _Seen) -> float | None:
-    """Reached share of the machine's link bandwidth, from a decode step that is bound by the link."""
+    """Return the share of the machine's link bandwidth that a decode step reached which the link bounds."""
     seconds, limits = one.point.step_median_ms, _limits(one)
     if not seconds or "link" not in limits or one.setup.tier != "host":
         return None
@@ -218,7 +222,7 @@ def _link_share(one: _Seen) -> float | None:
 
 
 def _layer_s(one: _Seen) -> float | None:
-    """Launch time of a layer in s, from a decode step without offload that no physical limit explains."""
+    """Return the launch time of a layer in s, from a decode step without offload that no physical limit explains."""
     seconds = one.point.step_median_ms
     if not seconds or one.setup.tier != "gpu":
         return None
@@ -227,7 +231,7 @@ def _layer_s(one: _Seen) -> float | None:
 
 
 def _limits(one: _Seen) -> Mapping[str, float]:
-    """Seconds of a decode step by physical limit; empty if the machine's figures are not known."""
+    """Return the seconds of a decode step by physical limit; empty if the machine's figures are not known."""
     load = one.point.case.workload
     context = load.input_len + load.output_len // 2
     times = cost.step(one.setup, one.model, one.place, load.batch_size, context, Efficiency(link_share=1.0))
@@ -235,8 +239,8 @@ def _limits(one: _Seen) -> Mapping[str, float]:
 
 
 def _mfu(one: _Seen) -> float | None:
-    """Reached share of the matmul rate, from a prefill with enough tokens to be bound by compute: without offload, or
-    in one pass over the weights that took much longer than its other limits."""
+    """Return the share of the matmul rate reached in a prefill with enough tokens to be bound by compute: without
+    offload, or in one pass over the weights that took much longer than its other limits."""
     load, flops = one.point.case.workload, one.machine.matmul_flops
     one_pass = one.setup.tier == "gpu" or one.setup.blocks
     if not flops or not one_pass or load.batch_size * load.input_len < COMPUTE_BOUND:
@@ -253,7 +257,8 @@ def _mfu(one: _Seen) -> float | None:
 
 
 def _memory(one: _Seen) -> float | None:
-    """Ratio of measured to estimated GPU bytes of buffers and activations; weights and KV cache are counted exactly."""
+    """Return the ratio of measured to estimated GPU bytes of buffers and activations; weights and KV cache are counted
+    exactly."""
     load, measured = one.point.case.workload, one.point.gpu_peak_bytes
     if not measured or not one.machine.gpu_count:
         return None

@@ -103,13 +103,14 @@ class Change(Frozen):
         return "worse" if self.loss else "better"
 
     def regressed(self, share: float) -> bool:
-        """True if the case ran before and fails now, or is worse by more than `share` and by more than the noise;
-        unknown noise counts as none."""
+        """Return True if the case ran before and fails now, or is worse by more than `share` and by more than the
+        noise; unknown noise counts as none."""
         return self.verdict == "broken" or (self.verdict in ("worse", "unknown") and self.loss > share)
 
 
 class Difference(NamedTuple):
-    """Property in which the sides differ as a whole (a machine, a version); empty if a side has none recorded."""
+    """Property in which the sides differ as a whole (a machine, a version); empty on a side that has not recorded
+    it."""
 
     name: str
     before: str
@@ -150,7 +151,7 @@ def compare(
 
 
 def value(point: Measurement, metric: Metric) -> Value:
-    """The metric of a point and how far its repeats pin it down; nothing from a point that is not usable."""
+    """Return a point's metric and its noise; both None for a point that is not usable."""
     if metric == "gpu_peak_bytes":
         return Value(mean=point.gpu_peak_bytes if point.usable else None)
     repeats = samples(point, metric)
@@ -196,7 +197,7 @@ def _order(point: Measurement) -> tuple[str | int, ...]:
 
 
 def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) -> tuple[Difference, ...]:
-    """Differences between the sides: machine, model revision, then versions by name."""
+    """Return the differences between the sides: machine, model revision, then versions by name."""
     first, second = _properties(before), _properties(after)
     names = [*dict.fromkeys(["machine", "model revision", *sorted(first.keys() | second.keys())])]
     pairs = [Difference(name, first.get(name, ""), second.get(name, "")) for name in names]

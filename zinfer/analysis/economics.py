@@ -71,7 +71,7 @@ class Fleet(Frozen):
 
 
 def energy(point: Measurement) -> tuple[float, str] | None:
-    """Energy in J an output token, over all repeats, and the method; None without a reading.
+    """Return the energy in J an output token, over all repeats, and the method; None without a reading.
 
     The reading spans prefill and decode of all repeats, so the tokens are those of all repeats, first ones included.
     """
@@ -85,7 +85,7 @@ def energy(point: Measurement) -> tuple[float, str] | None:
 
 
 def cost(point: Measurement, prices: Prices) -> Cost | None:
-    """Cost of the point's tokens on one GPU; None for a point that is not usable.
+    """Return the cost of the point's tokens on one GPU; None for a point that is not usable.
 
     Raises EconomicsError if energy has a price and was not measured.
     """
@@ -105,7 +105,7 @@ def cost(point: Measurement, prices: Prices) -> Cost | None:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of ``8h``, ``30 min``, ``2s`` or ``250ms``. Raises EconomicsError."""
+    """Return the seconds of ``8h``, ``30 min``, ``2s`` or ``250ms``. Raises EconomicsError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|h|d|day)\s*", text)
     value = 0.0 if match is None else float(match[1]) * (1e-3 if match[2] == "ms" else _SECONDS[match[2]])
     if not value or not isfinite(value):
@@ -114,8 +114,8 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
-    """Tokens, and the seconds in which they are due: ``2Mtok/day`` is spread over a day, or due within `deadline` of
-    each; ``5Mtok`` needs a `deadline`. Raises EconomicsError."""
+    """Return the tokens of a demand, and the seconds in which they are due: ``2Mtok/day`` is spread over a day, or due
+    within `deadline` of each; ``5Mtok`` needs a `deadline`. Raises EconomicsError."""
     match = re.fullmatch(
         r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kKMGBT]?)\s*(?:tok(?:ens?)?)?\s*(?:/\s*(s|min|h|d|day))?\s*", text
     )
@@ -139,8 +139,8 @@ def fleet(
     spare: int = 1,
     gpus_per_server: int = 1,
 ) -> Fleet:
-    """GPUs and servers that generate `tokens` in `seconds` with the point's configuration: ceil(tokens / (tok/s ·
-    utilisation · seconds)) GPUs, and `spare` more. Raises EconomicsError for a point without a throughput."""
+    """Return the GPUs and servers that generate `tokens` in `seconds` with the point's configuration: ceil(tokens /
+    (tok/s · utilisation · seconds)) GPUs, and `spare` more. Raises EconomicsError for a point without a throughput."""
     rate = point.output_tok_s
     if not rate or not 0 < utilisation <= 1 or tokens <= 0 or seconds <= 0 or spare < 0 or gpus_per_server < 1:
         raise EconomicsError("a fleet needs a measured throughput, a demand, and a utilisation above 0% up to 100%")

@@ -18,7 +18,7 @@ from zinfer.spec.resolve import catalogue_names, from_catalogue
 from zinfer.spec.units import figures
 from zinfer.spec.value import Frozen
 
-Objective = Literal["output_tok_s", "decode_tok_s"]
+RateObjective = Literal["output_tok_s", "decode_tok_s"]
 OFFLOADS: tuple[Offload, ...] = ("cpu", "nvme")  # offloads that are compared with none
 
 
@@ -40,7 +40,7 @@ class Edge(Frozen):
     smallest_oom: int | None = None
 
 
-class Comparison(Frozen):
+class BaselineComparison(Frozen):
     """Points against a baseline: each at its own best batch, then at every batch size that both have."""
 
     best: Measurement | None = None
@@ -53,39 +53,39 @@ class Comparison(Frozen):
         return _ratio(self.best, self.baseline) if self.best and self.baseline else None
 
 
-class Verdict(Frozen):
+class OffloadVerdict(Frozen):
     """Verdict on an offload for one engine; for all engines together if `engine` is None."""
 
     engine: str | None
     offload: Offload
-    comparison: Comparison
-    words: str
+    comparison: BaselineComparison
+    text: str
 
 
-def best(points: Points, objective: Objective = "output_tok_s") -> Measurement | None:
-    """The fastest usable point, the smaller batch if two are equal; None if none is usable."""
+def best(points: Points, objective: RateObjective = "output_tok_s") -> Measurement | None:
+    """Return the fastest usable point, the smaller batch if two are equal; None if none is usable."""
     usable = [point for point in points if point.usable and getattr(point, objective) is not None]
     return max(usable, key=lambda p: (getattr(p, objective), -p.case.workload.batch_size), default=None)
 
 
-def best_by_load(points: Points, objective: Objective = "output_tok_s") -> tuple[Measurement, ...]:
-    """The best point of each load that has a usable one, the fastest first."""
+def best_by_load(points: Points, objective: RateObjective = "output_tok_s") -> tuple[Measurement, ...]:
+    """Return the best point of each load that has a usable one, the fastest first."""
     found = [point for own in by_load(points).values() if (point := best(own, objective))]
     return tuple(sorted(found, key=lambda point: -getattr(point, objective)))
 
 
-def compare(points: Points, baseline: Points) -> Comparison:
+def compare_with_baseline(points: Points, baseline: Points) -> BaselineComparison:
     """Compare `points` with `baseline` by `output_tok_s`; at equal batch the fastest point of each side counts."""
     ours, theirs = _by_batch(points), _by_batch(baseline)
-    return Comparison(
+    return BaselineComparison(
         best=best(points),
         baseline=best(baseline),
         equal=tuple((size, _ratio(ours[size], theirs[size])) for size in sorted(ours.keys() & theirs.keys())),
     )
 
 
-def offload_verdicts(points: Points) -> tuple[Verdict, ...]:
-    """Verdicts on each offload against none: over all engines first if there are several, then by engine."""
+def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
+    """Return the verdicts on each offload against none: over all engines first if there are several, then by engine."""
     engines = sorted({point.case.engine for point in points})
     verdicts = []
     for engine in [*([None] if len(engines) > 1 else []), *engines]:
@@ -93,14 +93,15 @@ def offload_verdicts(points: Points) -> tuple[Verdict, ...]:
         without = [point for point in own if point.case.offload == "none"]
         for offload in OFFLOADS:
             if using := [point for point in own if point.case.offload == offload]:
-                comparison = compare(using, without)
+                comparison = compare_with_baseline(using, without)
                 text = _sentence(offload, comparison, using, without)
-                verdicts.append(Verdict(engine=engine, offload=offload, comparison=comparison, words=text))
+                verdicts.append(OffloadVerdict(engine=engine, offload=offload, comparison=comparison, text=text))
     return tuple(verdicts)
 
 
 def edges(points: Points) -> tuple[Edge, ...]:
-    """Edge of each load: the largest batch size that ran, timed or only tried, and the smallest out of memory."""
+    """Return the edge of each load: the largest batch size that ran, timed or only tried, and the smallest out of
+    memory."""
     return tuple(
         Edge(
             load=load,
@@ -112,8 +113,8 @@ def edges(points: Points) -> tuple[Edge, ...]:
 
 
 def pareto(points: Points) -> tuple[Measurement, ...]:
-    """Pareto front: usable points that no other beats in both output tok/s and tok/s of one user (1000 / tpot_ms), by
-    ascending throughput."""
+    """Return the Pareto front: usable points that no other beats in both output tok/s and tok/s of one user (1000 /
+    tpot_ms), by ascending throughput."""
     front: list[Measurement] = []
     usable = [point for point in points if point.usable and point.tpot_ms]
     for point in sorted(usable, key=lambda p: (-(p.output_tok_s or 0), p.tpot_ms or 0)):
@@ -123,7 +124,8 @@ def pareto(points: Points) -> tuple[Measurement, ...]:
 
 
 def spread(samples: Sequence[float]) -> Spread | None:
-    """Mean, sample standard deviation and half the 95% confidence interval of samples; None without samples."""
+    """Return the mean, sample standard deviation and half the 95% confidence interval of samples; None without
+    samples."""
     if not samples:
         return None
     deviation = stdev(samples) if len(samples) > 1 else None
@@ -131,7 +133,7 @@ def spread(samples: Sequence[float]) -> Spread | None:
 
 
 def statuses(points: Points) -> str:
-    """Statuses of points, each with the smallest batch size that ended so: ``oom_gpu from batch 16``."""
+    """Return the statuses of points, each with the smallest batch size that ended so: ``oom_gpu from batch 16``."""
     smallest: dict[str, int] = {}
     for point in sorted(points, key=lambda point: -point.case.workload.batch_size):
         smallest[point.status] = point.case.workload.batch_size
@@ -139,8 +141,8 @@ def statuses(points: Points) -> str:
 
 
 def command(case: Case) -> str:
-    """The shell command that runs `case`, quoted: with the model's real weights, or with random ones for a model that
-    has no others."""
+    """Return the shell command that runs `case`, quoted: with the model's real weights, or with random ones for a model
+    that has no others."""
     arguments = ["zinfer", "run", "--model", case.model, "--engine", case.engine, "--offload", case.offload]
     arguments += ["--batch-size", str(case.workload.batch_size), "--dtype", case.dtype]
     arguments += ["--output-len", str(case.workload.output_len)]
@@ -156,7 +158,7 @@ def command(case: Case) -> str:
 
 
 def _by_batch(points: Points) -> dict[int, Measurement]:
-    """The fastest usable point of each batch size."""
+    """Return the fastest usable point of each batch size."""
     ascending = sorted((point for point in points if point.usable), key=lambda point: point.output_tok_s or 0)
     return {point.case.workload.batch_size: point for point in ascending}
 
@@ -165,8 +167,8 @@ def _ratio(point: Measurement, baseline: Measurement) -> float:
     return (point.output_tok_s or 0) / (baseline.output_tok_s or 1)  # usable points have both
 
 
-def _sentence(offload: Offload, comparison: Comparison, using: Points, without: Points) -> str:
-    """The verdict in one or two sentences, also if a side has no usable point."""
+def _sentence(offload: Offload, comparison: BaselineComparison, using: Points, without: Points) -> str:
+    """Return the verdict in one or two sentences, also if a side has no usable point."""
     ours, theirs = comparison.best, comparison.baseline
     if theirs is not None:
         other = f"without it {_rate(theirs)}"

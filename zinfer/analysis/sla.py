@@ -37,12 +37,12 @@ class Sla(Frozen):
     bound: float
 
     def describe(self) -> str:
-        """The condition as text: ``ttft p99 <= 2 s``."""
+        """Return the condition as text: ``ttft p99 <= 2 s``."""
         return f"{self.metric} {self.statistic} {'<=' if self.at_most else '>='} {_amount(self.metric, self.bound)}"
 
 
 class SlaCheck(Frozen):
-    """A condition with the value that a point has; `actual` is None where the point has no sample."""
+    """A condition with the value that a point has; `actual` is None if the point has no sample."""
 
     sla: Sla
     actual: float | None
@@ -72,7 +72,7 @@ class SlaCheck(Frozen):
         return f", missed by {amount} ({figures(self.miss * 100, 2)}%)"
 
     def describe(self) -> str:
-        """State the value measured, and how far it may be trusted."""
+        """Describe the value measured, and how far it may be trusted."""
         if self.actual is None:
             return f"{self.sla.describe()}: not measured"
         few = ""
@@ -82,7 +82,7 @@ class SlaCheck(Frozen):
 
 
 def parse(text: str) -> Sla:
-    """The condition of a text such as ``ttft:p99:<=:2s`` or ``output_tok_s:mean:>=:30``. Raises SlaError."""
+    """Return the condition of a text such as ``ttft:p99:<=:2s`` or ``output_tok_s:mean:>=:30``. Raises SlaError."""
     parts = [part.strip() for part in text.split(":")]
     form = f"METRIC:STATISTIC:<= or >=:VALUE with {', '.join(TIMES + RATES)} and {', '.join(STATISTICS)}"
     metric: Metric | None = next((name for name in TIMES + RATES if name == parts[0]), None)
@@ -110,8 +110,8 @@ def check(point: Measurement, slas: Iterable[Sla]) -> tuple[SlaCheck, ...]:
 
 
 def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> float:
-    """The statistic `name` (see `STATISTICS`) of at least one sample. Percentiles by nearest rank, counted from the
-    good end."""
+    """Return the statistic `name` (see `STATISTICS`) of at least one sample. Percentiles by nearest rank, counted from
+    the good end."""
     if name == "mean":
         return mean(samples)
     if name in ("max", "min"):
@@ -130,7 +130,7 @@ def _samples(point: Measurement, metric: Metric) -> Sequence[float]:
 
 
 def _needed(statistic: str) -> int:
-    """Smallest number of samples whose percentile is not their worst."""
+    """Return the smallest number of samples whose percentile is not their worst."""
     return ceil(1 / (1 - int(statistic[1:]) / 100) - 1e-9)
 
 

@@ -30,7 +30,7 @@ class Waits(NamedTuple):
 
 
 def length_ms(spans: Spans) -> float:
-    """End of the step, in ms.
+    """Return the end of the step, in ms.
 
     A step that found a copy under way leaves as much to the next one, and ends with its last computation. A step that
     found the link idle, because its clock waits for the whole device, ends with its last span.
@@ -41,7 +41,7 @@ def length_ms(spans: Spans) -> float:
 
 
 def busy(spans: Spans, *lanes: Lane) -> tuple[Interval, ...]:
-    """Intervals of the step in which any of `lanes` works, ascending and disjoint."""
+    """Return the intervals of the step in which any of `lanes` works, ascending and disjoint."""
     end = length_ms(spans)
     own = [(max(0.0, span.start_ms), min(end, span.end_ms)) for span in spans if span.lane in lanes]
     merged: list[Interval] = []
@@ -54,28 +54,29 @@ def busy(spans: Spans, *lanes: Lane) -> tuple[Interval, ...]:
 
 
 def idle(spans: Spans, lane: Lane = "copy") -> tuple[Interval, ...]:
-    """Intervals of the step in which `lane` does not work."""
+    """Return the intervals of the step in which `lane` does not work."""
     edges = [0.0, *(edge for interval in busy(spans, lane) for edge in interval), length_ms(spans)]
     return tuple((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
 
 
 def share(spans: Spans, lane: Lane) -> float:
-    """Share of the step in which `lane` works, 0 to 1."""
+    """Return the share of the step in which `lane` works, 0 to 1."""
     end = length_ms(spans)
     return _total(busy(spans, lane)) / end if end > 0 else 0.0
 
 
 def waits(spans: Spans) -> Waits:
-    """Idle time of the link, by position in the step. A link that never works waits before its first copy."""
+    """Return the idle time of the link, by position in the step. A link that never works waits before its first
+    copy."""
     copies, gaps = busy(spans, "copy"), idle(spans)
     first, last = (copies[0][0], copies[-1][1]) if copies else (length_ms(spans),) * 2
     before = _overlap(gaps, [(0.0, first)])
     after = _overlap(gaps, [(last, length_ms(spans))])
-    return Waits(before, _total(gaps) - before - after, after, _overlap(gaps, busy(spans, "decode", "compute")))
+    return Waits(before, _total(gaps) - before - after, after, _overlap(gaps, busy(spans, "unpack", "compute")))
 
 
 def busy_bandwidth(point: Measurement) -> float | None:
-    """Bytes a second that cross the link while it works, in a traced step; None if that is not known."""
+    """Return the bytes a second that cross the link while it works, in a traced step; None if that is not known."""
     seconds = _total(busy(point.timeline, "copy")) / 1e3
     if point.effective is None or not seconds:
         return None
@@ -84,7 +85,8 @@ def busy_bandwidth(point: Measurement) -> float | None:
 
 
 def focus(spans: Spans, layers: float = 3.5) -> Interval:
-    """Interval of about `layers` copies in which the link waits longest, with the wait in its middle if possible."""
+    """Return the interval of about `layers` copies in which the link waits longest, with the wait in its middle if
+    possible."""
     end = length_ms(spans)
     copies = [span.end_ms - span.start_ms for span in spans if span.lane == "copy"]
     width = min(end, layers * median(copies)) if copies else end
@@ -100,5 +102,6 @@ def _total(intervals: Iterable[Interval]) -> float:
 
 
 def _overlap(first: Iterable[Interval], second: Sequence[Interval]) -> float:
-    """Total time in ms in which an interval of `first` and one of `second` overlap; each sequence is disjoint."""
+    """Return the total time in ms in which an interval of `first` and one of `second` overlap; each sequence is
+    disjoint."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)

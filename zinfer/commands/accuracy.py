@@ -1,4 +1,4 @@
-"""`zinfer accuracy`: the cost of an engine's setting in accuracy, against the same engine without it."""
+"""`zinfer accuracy`: the error that a setting of an engine adds, against the same engine without it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command("accuracy", cls=options.LoadCommand)
 @click.option("-m", "--model", required=True, help=options.MODEL_HELP)
-@click.option("--engine", default="stream", show_default=True, help="Engine, or a recipe in the folder engines/.")
+@click.option("--engine", default="stream", show_default=True, help=options.ENGINE_HELP)
 @click.option(
     "--offload",
     type=click.Choice(options.OFFLOADS),
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--reference", multiple=True, callback=options.engine_options, metavar="KEY=VALUE",
-    help="Setting of the reference; the engine's defaults otherwise. Repeatable.",
+    help="Setting of the reference, as key=value; the engine's defaults otherwise. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--prompt-file", default="default", show_default=True, help="UTF-8 text file; default: Python's own manual."
 )
-@click.option("--input-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens a prompt.")
-@click.option("--output-len", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens compared a row.")
+@click.option("--input-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a prompt.")
+@click.option(
+    "--output-len", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens compared in each row."
+)
 @click.option(
     "--samples",
     type=click.IntRange(min=1),
@@ -95,8 +97,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     from hashlib import sha256
 
     from zinfer.commands.watch import Watch
-    from zinfer.job import accuracy as deviate
-    from zinfer.job.accuracy import describe, text_of
+    from zinfer.job.accuracy import AccuracyStudy, describe, text_of
     from zinfer.job.signals import Interrupted, Signals
     from zinfer.record.accuracy import AccuracyRecord, Prompts
     from zinfer.spec import host, local
@@ -115,7 +116,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     started, (reference, settings, target) = now(), _plans(how, source)
     name, text = text_of(how["prompt_file"])
     with Watch() as watch, Signals() as signals:
-        comparison = deviate.Comparison(
+        study = AccuracyStudy(
             reference=reference,
             settings=settings,
             text=text,
@@ -127,7 +128,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
         )
         try:
             with signals.raised():
-                found = comparison.run()
+                found = study.run()
         except WorkerError as error:
             raise Failure(f"the reference: {error.status}: {error}", ENVIRONMENT) from None
         except Interrupted as interrupt:
@@ -150,7 +151,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
 
 
 def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
-    """The reference's plan, those of the settings, and the engine's class as module:Class."""
+    """Return the reference's plan, those of the settings, and the engine's class as module:Class."""
     from zinfer.job import recipe
     from zinfer.plan.plan import make_plan
     from zinfer.spec import local

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zinfer.commands.watch import Watch
-    from zinfer.job.batch.openai import Request
+    from zinfer.job.batch.openai import BatchRequest
     from zinfer.job.batch.run import Standing
     from zinfer.spec.model import ModelSpec
     from zinfer.worker.process import Client
@@ -31,7 +31,7 @@ AT_ONCE = 500  # prompts of one request to the worker: progress shows in between
     help="JSON-lines file of the answers, each appended when it is complete.",
 )
 @click.option("-m", "--model", required=True, help=options.MODEL_HELP)
-@click.option("--engine", default="stream", show_default=True, help="Engine, or a recipe in the folder engines/.")
+@click.option("--engine", default="stream", show_default=True, help=options.ENGINE_HELP)
 @click.option(
     "--offload",
     type=click.Choice(options.OFFLOADS),
@@ -115,7 +115,7 @@ def command(
 
 
 def _run(
-    waiting: "list[Request]",
+    waiting: "list[BatchRequest]",
     loads: dict[Any, str],
     source: Any,
     ledger: Any,
@@ -128,7 +128,7 @@ def _run(
     from zinfer.job.batch import packing
     from zinfer.job.batch.intake import needs, rows_of, split
     from zinfer.job.batch.openai import refusal
-    from zinfer.job.batch.run import Job, JobFailed
+    from zinfer.job.batch.run import BatchJob, JobFailed
     from zinfer.job.signals import Interrupted
     from zinfer.spec import local
     from zinfer.worker.process import Worker, WorkerError
@@ -163,7 +163,7 @@ def _run(
         worker.kill()
         worker.close()
         raise
-    job = Job(
+    job = BatchJob(
         plan, rows, ledger, plan.case.model, make_worker, worker, how["batch_size"],
         lambda: watch.loading(plan), watch.rows, watch.say,
     )  # fmt: skip
@@ -177,9 +177,9 @@ def _run(
 
 
 def _tokenize(
-    waiting: "list[Request]", worker: "Client", spec: "ModelSpec", watch: "Watch"
+    waiting: "list[BatchRequest]", worker: "Client", spec: "ModelSpec", watch: "Watch"
 ) -> "list[Sequence[int] | str]":
-    """Return the token ids of each prompt, or why it has none. Raises WorkerError."""
+    """Return the token ids of each prompt, or the reason why it has none. Raises WorkerError."""
     from array import array
 
     from zinfer.worker.tasks import Tokenize

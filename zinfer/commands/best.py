@@ -1,4 +1,4 @@
-"""`zinfer best`: which configuration to use, and the command that runs it."""
+"""`zinfer best`: the best configuration, and the command that runs it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--objective", type=click.Choice(["throughput", "cost", "energy", "latency"]), default="throughput",
-    show_default=True, help="Quantity that the best configuration is best in.",
+    show_default=True, help="Quantity to choose the best configuration by.",
 )  # fmt: skip
 @click.option("--pareto", is_flag=True, help="Show the points that nothing beats in both tok/s and tok/s a user.")
 @price_options
@@ -117,7 +117,7 @@ def _show(points: "Points", command: bool) -> None:
             own = [point for point in points if point.case.load == edge.load]
             click.echo(f"{edge.load.label()}: nothing succeeded ({rates.statuses(own)}).")
     for verdict in rates.offload_verdicts(points):
-        click.echo(f"{verdict.engine or 'Any engine'}: {verdict.words}")
+        click.echo(f"{verdict.engine or 'Any engine'}: {verdict.text}")
     if command:
         click.echo(
             f"\nBest: {winner.case.label()}, batch {winner.case.workload.batch_size}\n{rates.command(winner.case)}"
@@ -125,7 +125,7 @@ def _show(points: "Points", command: bool) -> None:
 
 
 def _summary(group: "Group", points: "Points") -> dict[str, Any]:
-    """One group as JSON: milliseconds, bytes, bytes a second; null is unknown."""
+    """Return one group as JSON: milliseconds, bytes, bytes a second; null is unknown."""
     from zinfer.analysis import rates
 
     return {
@@ -140,7 +140,7 @@ def _summary(group: "Group", points: "Points") -> dict[str, Any]:
                 "best": _point(verdict.comparison.best),
                 "baseline": _point(verdict.comparison.baseline),
                 "equal_batch": [{"batch_size": size, "ratio": ratio} for size, ratio in verdict.comparison.equal],
-                "words": verdict.words,
+                "words": verdict.text,
             }
             for verdict in rates.offload_verdicts(points)
         ],

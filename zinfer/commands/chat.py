@@ -42,12 +42,12 @@ def chat_options(function: Command) -> Command:
     for option in (
         click.option(
             "--kv-cache-dir-size", type=Size(), default="64GiB", show_default=True,
-            help="Most disk space for --kv-cache-dir.",
+            help="Most disk space for --kv-cache-dir, as 8GiB.",
         ),
         click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Folder that also keeps the KV caches."),
         click.option(
             "--kv-cache-size", type=Size(), default="8GiB", show_default=True,
-            help="Most host memory for KV caches of conversations.",
+            help="Most host memory for KV caches of conversations, as 8GiB.",
         ),
         click.option("--system", help="System message, before the first turn."),
         click.option("--chat", is_flag=True, help="Conversation: each prompt, else each line of stdin, is a turn."),
@@ -57,7 +57,8 @@ def chat_options(function: Command) -> Command:
 
 
 def turns(prompts: Iterable[str]) -> Iterator[str]:
-    """Turns of a conversation: the prompts given, or the lines of stdin, with a prompt sign if that is a terminal."""
+    """Yield the turns of a conversation: the prompts given, or the lines of stdin, with a prompt sign if that is a
+    terminal."""
     asked = sys.stdin.isatty()
     given = list(prompts)
     if given:
@@ -152,7 +153,7 @@ def _show(text: str, as_json: bool) -> None:
 
 
 def summary(turn: dict[str, Any]) -> str:
-    """One line about a turn: tokens reloaded and computed, TTFT, decode rate."""
+    """Return one line about a turn: tokens reloaded and computed, TTFT, decode rate."""
     from zinfer.spec.units import duration, figures
 
     rate = "" if turn["decode_tok_s"] is None else f", then {figures(turn['decode_tok_s'])} tok/s"

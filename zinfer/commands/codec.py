@@ -15,8 +15,15 @@ if TYPE_CHECKING:
 
 @click.command("codec")
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...", type=click.Path(path_type=Path))
-@click.option("--dtype", type=options.Dtype(), help="bf16: take other floats, too, as bf16. Only bf16 is coded.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/codec.jsonl.")
+@click.option(
+    "--dtype", type=options.Dtype(), help="bf16: code other floats, too, cast to bf16; without it bf16 alone is coded."
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="File or folder.  [default: sweeps/results/MACHINE/codec.jsonl]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
 def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | None, as_json: bool) -> None:
     """Code and decode weights of known distributions, and those of each CHECKPOINT (a folder, or one safetensors file).

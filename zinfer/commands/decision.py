@@ -14,7 +14,7 @@ from zinfer.record.measurement import Measurement
 from zinfer.spec.units import duration, figures
 
 
-class Answer(NamedTuple):
+class GroupDecision(NamedTuple):
     """Decision for one group of points, and the machines for the demand."""
 
     decision: Decision
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
     too_slow: float | None = None  # seconds of one batch, if that alone is longer than the deadline
 
 
-class Question(NamedTuple):
+class DecisionCriteria(NamedTuple):
     """Options of the command line, for any group of points."""
 
     slas: tuple[Sla, ...]
@@ -36,8 +36,8 @@ class Question(NamedTuple):
     pareto: bool
     due: bool = False  # a deadline was given
 
-    def answer(self, points: Points) -> Answer:
-        """The decision for `points`, and the fleet for the demand if there is one."""
+    def answer(self, points: Points) -> GroupDecision:
+        """Return the decision for `points`, and the fleet for the demand if there is one."""
         found = decide(points, self.slas, self.objective, self.prices)
         machines = too_slow = None
         if self.demand is not None and found.point is not None:
@@ -47,7 +47,7 @@ class Question(NamedTuple):
             else:
                 gpus = self.prices.gpus_per_server
                 machines = fleet(found.point, *self.demand, self.utilisation, self.spare, gpus)
-        return Answer(found, self.prices, machines, self.pareto, too_slow)
+        return GroupDecision(found, self.prices, machines, self.pareto, too_slow)
 
 
 def question(
@@ -59,9 +59,9 @@ def question(
     utilisation: float,
     spare: int,
     **prices: float | int | None,
-) -> Question | None:
-    """The Question of the options; None if they ask for no more than the fastest point. Raises UsageError or
-    EconomicsError."""
+) -> DecisionCriteria | None:
+    """Return the criteria that the options state; None if they ask for no more than the fastest point. Raises
+    UsageError or EconomicsError."""
     if deadline is not None and demand is None:
         raise click.UsageError("--deadline needs a --demand, such as 2Mtok/day")
     try:
@@ -71,12 +71,12 @@ def question(
     if not (levels or pareto or demand or paid.known or objective != "throughput"):
         return None
     needed = None if demand is None else parse_demand(demand, deadline)
-    return Question(
+    return DecisionCriteria(
         tuple(map(parse, levels)), objective, paid, needed, utilisation, spare, pareto, deadline is not None
     )
 
 
-def show(answer: Answer) -> None:
+def show(answer: GroupDecision) -> None:
     """Print the answer below the table, in a few lines."""
     from zinfer.analysis import rates
 
@@ -107,7 +107,7 @@ def show(answer: Answer) -> None:
             click.echo(f"  {_named(one)}: {figures(one.output_tok_s or 0)} tok/s, {figures(user)} a user")
 
 
-def _costs(answer: Answer) -> list[str]:
+def _costs(answer: GroupDecision) -> list[str]:
     found, machines = answer.decision.cost, answer.fleet
     lines = []
     if found is not None and found.usd_per_mtok is not None:
@@ -134,8 +134,8 @@ def _named(point: Measurement) -> str:
     return f"{point.case.label()}, batch {point.case.workload.batch_size}"
 
 
-def row(answer: Answer) -> dict[str, Any]:
-    """The answer as JSON: seconds, USD, J; null is unknown."""
+def row(answer: GroupDecision) -> dict[str, Any]:
+    """Return the answer as JSON: seconds, USD, J; null is unknown."""
     from zinfer.analysis import rates
 
     found, machines = answer.decision, answer.fleet

@@ -25,7 +25,7 @@ PACKAGES = {
 LOCKS = "; does not limit CUDA's page-locking"
 
 
-class Row(NamedTuple):
+class Finding(NamedTuple):
     """One line of the report: its subject, the finding, and advice if that is not enough."""
 
     group: str
@@ -60,25 +60,26 @@ def command(as_json: bool) -> None:
         raise SystemExit(ENVIRONMENT)
 
 
-def package_rows() -> list[Row]:
-    """Versions of Python, zinfer and every package that a verb or an engine uses."""
+def package_rows() -> list[Finding]:
+    """Return rows on the versions of Python, zinfer and every package that a verb or an engine uses."""
     import platform
 
     from zinfer.spec.host import metadata_version
 
     rows = [
-        Row("package", "python", platform.python_version()),
-        Row("package", "zinfer", metadata_version("zinfer") or "not installed"),
+        Finding("package", "python", platform.python_version()),
+        Finding("package", "zinfer", metadata_version("zinfer") or "not installed"),
     ]
     for package, extra in PACKAGES.items():
         version = metadata_version(package)
         advice = "" if version else f"pip install 'zinfer[{extra}]'" if extra else "pip install zinfer"
-        rows.append(Row("package", package, version or "missing", advice))
+        rows.append(Finding("package", package, version or "missing", advice))
     return rows
 
 
-def machine_rows() -> list[Row]:
-    """The GPU, memory that may be used and page-locked, disk space in this folder, and the C compiler."""
+def machine_rows() -> list[Finding]:
+    """Return rows on the GPU, memory that may be used and page-locked, disk space in this folder, and the C
+    compiler."""
     import resource
     import shutil
     from pathlib import Path
@@ -95,27 +96,28 @@ def machine_rows() -> list[Row]:
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     why = "the control group's limit" if memory_limit() == host_bytes() else "all of it"
     return [
-        Row("machine", "GPU", gpu, advice),
-        Row("machine", "host memory", f"{gib(host_bytes())}, {why}; {gib(available_bytes())} of it free"),
+        Finding("machine", "GPU", gpu, advice),
+        Finding("machine", "host memory", f"{gib(host_bytes())}, {why}; {gib(available_bytes())} of it free"),
         # NVIDIA's driver pins pages itself and ignores the limit (os-mlock.c of open-gpu-kernel-modules). It applies to
         # io_uring and to mlock, with which DeepSpeed locks the buffers of offload nvme.
-        Row("machine", "memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + LOCKS),
-        Row("machine", "free disk", gib(shutil.disk_usage(".").free)),
+        Finding("machine", "memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + LOCKS),
+        Finding("machine", "free disk", gib(shutil.disk_usage(".").free)),
         _compiler_row(),
     ]
 
 
-def _compiler_row() -> Row:
-    """The C compiler, which builds launchers of GPU kernels, the CPU attention kernel, and DeepSpeed's file I/O."""
+def _compiler_row() -> Finding:
+    """Return the row on the C compiler, which builds launchers of GPU kernels, the CPU attention kernel, and
+    DeepSpeed's file I/O."""
     import shutil
 
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     advice = "" if found else "install gcc: without it `stream` cannot unpack weights and --kv-offload is slow"
-    return Row("machine", "C compiler", found or "none", advice)
+    return Finding("machine", "C compiler", found or "none", advice)
 
 
-def engine_rows() -> list[Row]:
-    """Every engine: its offloads if it can run here, else the reason why not."""
+def engine_rows() -> list[Finding]:
+    """Return a row for every engine: its offloads if it can run here, else the reason why not."""
     from zinfer.engine import EngineError, kind
     from zinfer.spec.engine import ENGINES
 
@@ -127,7 +129,9 @@ def engine_rows() -> list[Row]:
 
             unable = base.load(ENGINES[name].target).unable()  # an installed package may still fail to import
             found = "cannot run" if unable else f"can run; offload {', '.join(offloads)}"
-            rows.append(Row("engine", name, found, unable or ""))
+            rows.append(Finding("engine", name, found, unable or ""))
         except (EngineError, ImportError) as error:
-            rows.append(Row("engine", name, "cannot run", " ".join(str(error).split())[:200] or type(error).__name__))
+            rows.append(
+                Finding("engine", name, "cannot run", " ".join(str(error).split())[:200] or type(error).__name__)
+            )
     return rows

@@ -25,7 +25,7 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
     zinfer export -o all.parquet
     """
     from zinfer.cli import Failure
-    from zinfer.record.export import WRITERS, Table
+    from zinfer.record.export import WRITERS, FlatTable
     from zinfer.record.store import Records, StoreError, files, read
     from zinfer.spec import atomic
     from zinfer.spec.errors import ENVIRONMENT, NOTHING
@@ -48,7 +48,7 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
             raise Failure(f"{output} is one of the result files: name another file with -o")
         points += [(file, point) for file, records in own for point in records.points]
     try:
-        content = WRITERS[chosen](Table.of(points))
+        content = WRITERS[chosen](FlatTable.of(points))
     except ModuleNotFoundError as error:
         raise Failure("--format parquet needs pyarrow: pip install 'pyarrow>=17'", ENVIRONMENT) from error
     if output is None:

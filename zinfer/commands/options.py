@@ -1,4 +1,4 @@
-"""Options that several verbs share, under one name with one meaning, and the loads that they stand for."""
+"""Options that several verbs share, each with one name and one meaning, and the loads that they stand for."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ import click
 from zinfer.spec.engine import ENGINES, OptionError, StreamOptions, values
 
 if TYPE_CHECKING:
-    from zinfer.job.recipe import Load, Sweep
+    from zinfer.job.recipe import Sweep, SweepLoad
     from zinfer.spec.case import LoadFormat
     from zinfer.spec.machine import Machine
     from zinfer.spec.source import Source
@@ -21,6 +21,8 @@ OFFLOADS = ("none", "cpu", "nvme")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 MODEL_HELP = "Catalogue name (see `zinfer models`), Hugging Face hub id, checkpoint folder, or config.json."
+ENGINE_HELP = "Engine (accelerate, deepspeed, stream, tensorrt), or a recipe in the folder engines/."
+ENGINES_HELP = "Engines (accelerate, deepspeed, stream, tensorrt), or recipes in engines/.  [default: stream]"
 
 
 class Words(click.ParamType[Any]):
@@ -109,7 +111,7 @@ class Dtype(click.ParamType[Any]):
 
 
 def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
-    """``-O key=v1,v2`` as axes."""
+    """Return ``-O key=v1,v2`` as axes."""
     from zinfer.job.recipe import parse_option
 
     axes = {}
@@ -129,28 +131,28 @@ SHORTHANDS = {  # options of `stream` that have a flag of their own
 
 
 def shorthand(name: str) -> Callable[[Command], Command]:
-    """The click option ``--name`` of an option of `stream`, a comma list of its values."""
+    """Return the click option ``--name`` of an option of `stream`, a comma list of its values."""
     choices = tuple(values(StreamOptions.model_fields[name]))
     return click.option(f"--{name.replace('_', '-')}", name, type=Words(choices), help=SHORTHANDS[name])
 
 
 def _shorthands(function: Command) -> Command:
-    """Options that stand for ``-O key=..``."""
+    """Add the options that stand for ``-O key=..``."""
 
     @functools.wraps(function)
-    def told(*args: Any, settings: dict[str, tuple[Any, ...]], **given: Any) -> Any:
+    def merged(*args: Any, settings: dict[str, tuple[Any, ...]], **given: Any) -> Any:
         short = {key: values for key in SHORTHANDS if (values := given.pop(key)) is not None}
         for key in sorted(short.keys() & settings.keys()):
             raise click.UsageError(f"--{key.replace('_', '-')} and -O {key} say the same: leave out one")
         return function(*args, settings=settings | short, **given)
 
     for key in reversed(SHORTHANDS):
-        told = shorthand(key)(told)
-    return cast("Command", told)
+        merged = shorthand(key)(merged)
+    return cast("Command", merged)
 
 
 def load_options(function: Command) -> Command:
-    """Options of a load: weights, type, slice, NVMe folder, engine settings."""
+    """Add the options of a load: weights, type, slice, NVMe folder, engine settings."""
     function = _shorthands(function)
     for option in (
         click.option(
@@ -165,9 +167,9 @@ def load_options(function: Command) -> Command:
         click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only."),
         click.option(
             "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default=None,
-            help="Real weights or random ones of the same size.",
+            help="Real weights (safetensors), random ones (dummy), or real ones if there are any (auto).",
         ),
-        click.option("--dtype", type=Dtype(), default=None, help="Weight type; the model's own by default."),
+        click.option("--dtype", type=Dtype(), default=None, help="Weight type.  [default: the model's own]"),
     ):  # fmt: skip
         function = option(function)
     return function
@@ -189,18 +191,18 @@ class LoadCommand(click.Command):
 
 
 def _typed(value: object) -> str:
-    """A default value as a person types it."""
+    """Return a default value as it is typed on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_nvme(offloads: Iterable[str | None], nvme_path: str | None) -> None:
-    """Raise UsageError where offload `nvme` is among `offloads` and has no folder."""
+    """Raise UsageError if offload `nvme` is among `offloads` and has no folder."""
     if "nvme" in offloads and nvme_path is None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
 
 
 def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
-    """`machine` with the space that is free at `nvme_path` right now."""
+    """Return `machine` with the space that is free at `nvme_path` right now."""
     if nvme_path is None:
         return machine
     import shutil
@@ -211,7 +213,8 @@ def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
 
 
 def weights_of(model: str, dtype: Any, layers: int | None, load_format: "LoadFormat | str | None") -> "Source":
-    """The model with real weights, fetched if need be; with random ones only where ``--load-format dummy`` says so.
+    """Return the model with real weights, fetched if need be; with random ones only if ``--load-format dummy`` asks for
+    them.
 
     Raises ModelError for a model without weights.
     """
@@ -225,9 +228,9 @@ def weights_of(model: str, dtype: Any, layers: int | None, load_format: "LoadFor
 
 
 def offload_choices(offload: Any, gpu_weights: tuple[str, ...] | None) -> tuple[Any, ...]:
-    """The offloads that may serve, the preferred one first: `offload` itself where it is given.
+    """Return the offloads that may serve, the preferred one first: `offload` itself if it is given.
 
-    Raises UsageError for weights that are to stay on the GPU where all of them do.
+    Raises UsageError for a share of weights on the GPU if all of them stay there.
     """
     if gpu_weights and offload == "none":
         raise click.UsageError("--gpu-weights is a share of offloaded weights: leave out --offload none")
@@ -243,8 +246,8 @@ def one_load(
     gpu_weights: tuple[str, ...] | None,
     settings: dict[str, tuple[Any, ...]],
     nvme_path: str | None,
-) -> "dict[Load, str]":
-    """The load that the flags of a verb stand for, for each offload that may serve, with its engine's target.
+) -> "dict[SweepLoad, str]":
+    """Return the load that the flags of a verb stand for, for each offload that may serve, with its engine's target.
 
     Raises UsageError for axes, for a missing ``--nvme-path`` and for an offload that the engine lacks; OptionError and
     EngineError as `located` does.
@@ -265,11 +268,12 @@ def one_load(
     return loads
 
 
-def located(wanted: "Sweep") -> "dict[Load, str]":
-    """The loads of a sweep that an engine can serve, with its target; those with contradictory options are left out.
+def located(wanted: "Sweep") -> "dict[SweepLoad, str]":
+    """Return the loads of a sweep that an engine can serve, with its target; those with contradictory options are left
+    out.
 
-    Raises OptionError where options are unknown or wrong, or contradict each other in every load; EngineError for an
-    engine that is not there.
+    Raises OptionError if options are unknown or wrong, or contradict each other in every load; EngineError for an
+    engine that is not installed.
     """
     loads = {load: target for load in wanted.loads() if (target := locate(load)) is not None}
     able = {load: target for load, target in loads.items() if load.conflict is None}
@@ -278,10 +282,10 @@ def located(wanted: "Sweep") -> "dict[Load, str]":
     return able
 
 
-def locate(load: "Load") -> str | None:
-    """The target, module:Class, of a load's engine; None where the engine lacks that offload.
+def locate(load: "SweepLoad") -> str | None:
+    """Return the target, module:Class, of a load's engine; None if the engine lacks that offload.
 
-    Raises EngineError for an engine that is not there, and for one that keeps no share of the weights where
+    Raises EngineError for an engine that is not installed, and for one that keeps no share of the weights although
     ``--gpu-weights`` asks for it.
     """
     from zinfer import engine

@@ -14,7 +14,7 @@ WIDTH = 160  # columns of a table in a file or a pipe
 
 
 def console() -> Console:
-    """Return stdout for tables, whose cells are cut to fit a terminal, but never a file or a pipe."""
+    """Return stdout for tables; cells are cut to fit a terminal, but never a file or a pipe."""
     found = Console()
     return found if found.is_terminal else Console(width=WIDTH)
 

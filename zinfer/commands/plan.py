@@ -13,7 +13,7 @@ from zinfer.commands import options
 from zinfer.spec.engine import PlanOptions, values
 
 if TYPE_CHECKING:
-    from zinfer.job.recipe import Load, Sweep
+    from zinfer.job.recipe import Sweep, SweepLoad
     from zinfer.plan.cost import Efficiency
     from zinfer.plan.plan import Plan
     from zinfer.spec.engine import Options
@@ -32,15 +32,15 @@ SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "k
     "--set", "settings", multiple=True, metavar="FIELD=VALUE",
     help="Replace a figure of every machine, as h2d_bandwidth=200GB/s. Repeatable.",
 )  # fmt: skip
-@click.option("--engine", type=options.Words(), help="Engines, or recipes of the folder engines/.  [default: stream]")
+@click.option("--engine", type=options.Words(), help=options.ENGINES_HELP)
 @click.option(
     "--offload", type=options.Words(options.OFFLOADS),
-    help="Places of the weights: none (GPU), cpu (host memory), nvme.  [default: none,cpu]",
+    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
 )  # fmt: skip
 @click.option("--batch-size", type=options.Batches(), help="auto: the batch with the best throughput.  [default: auto]")
 @click.option("--input-len", type=options.Numbers(), help="Prompt tokens.  [default: 512]")
 @click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
-@click.option("--dtype", type=options.Dtype(), help="Weight type; the model's own by default.")
+@click.option("--dtype", type=options.Dtype(), help="Weight type.  [default: the model's own]")
 @click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
 @click.option(
     "--gpu-weights", type=options.GpuWeights(),
@@ -49,14 +49,14 @@ SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "k
 @options.shorthand("weight_codec")
 @click.option(
     "--weight-bits", type=options.Words(tuple(values(PlanOptions.model_fields["weight_bits"]))),
-    help="Bits of a weight, with 16-bit scales.  [default: 16]",
+    help="Bits of a weight (16, 8 or 4), with 16-bit scales.  [default: 16]",
 )  # fmt: skip
 @options.shorthand("kv_offload")
 @options.shorthand("kv_cache_dtype")
 @click.option("--gpus", type=options.Numbers(), help="GPUs, each with its own link.  [default: 1]")
 @click.option(
     "--calibrate", type=click.Path(exists=True, path_type=Path), metavar="RESULTS",
-    help="Predict what engines reach, from these records, instead of the physical limit.",
+    help="Predict the speed that engines reach, from these records, instead of the physical limit.",
 )  # fmt: skip
 @click.option(
     "--figure", type=click.Path(dir_okay=False, path_type=Path), help="Draw throughput over batch (png, svg)."
@@ -102,18 +102,18 @@ def command(
     click.echo()
     for place in places:
         shown = dict.fromkeys(("h2d_bandwidth", *place.overridden))
-        click.echo(f"{place.name}: " + "; ".join(f"{field} {place.told(field)}" for field in shown))
+        click.echo(f"{place.name}: " + "; ".join(f"{field} {place.describe(field)}" for field in shown))
     for engine, told in factors.items():
         if any(plan.case.engine == engine for plan in plans):
-            click.echo(f"{engine}: {told.words}")
+            click.echo(f"{engine}: {told.describe()}")
     for claim in beside(wanted.published, plans, factors):
-        click.echo(claim.words)
+        click.echo(claim.describe())
     for reason in dict.fromkeys(plan.why_not for plan in plans if plan.why_not):
         click.echo(reason, err=True)
 
 
 def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
-    """The recipe with the given options in place of its own."""
+    """Return the recipe with the given options in place of its own."""
     from zinfer.job.recipe import make_sweep, read_toml
 
     fields: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def _factors(results: Path | None) -> "Mapping[str, Efficiency]":
 def _plans(
     wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Efficiency]"
 ) -> "Iterator[tuple[str, list[Plan]]]":
-    """The plans of each model, machine and pair of lengths, with a title."""
+    """Yield the plans of each model, machine and pair of lengths, with a title."""
     from zinfer.plan.cost import Efficiency
     from zinfer.plan.plan import make_plan
     from zinfer.plan.search import best_batch
@@ -174,8 +174,8 @@ def _plans(
         yield f"{name}{part} on {place.name}{'*' * bool(place.overridden)}, {input_len} in / {output_len} out", own
 
 
-def _telling(load: "Load") -> "Options":
-    """The options that change something: a codec does nothing for weights that stay."""
+def _telling(load: "SweepLoad") -> "Options":
+    """Return the options that change something: a codec does nothing for weights that stay."""
     idle = SCENARIOS | ({"weight_codec": dict(load.options).get("weight_codec")} if load.offload == "none" else {})
     return tuple((key, value) for key, value in load.options if key not in idle or idle[key] != value)
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 @click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
 @click.option("-o", "--output", default="plots", show_default=True, type=click.Path(path_type=Path), help="Folder.")
 @click.option("--format", "formats", default="png,svg", show_default=True, help="png, svg, or both.")
-@click.option("--figure", "wanted", default="all", show_default=True, help="Names, separated by commas.")
+@click.option(
+    "--figure", "wanted", default="all", show_default=True, help="Names of figures, separated by commas, or all."
+)
 def command(results: Path, output: Path, formats: str, wanted: str) -> None:
     """Draw the figures of each sweep in RESULTS (a file or a folder): throughput, latency and link use over batch size,
     throughput over residency, and the timeline of a decode step where one was traced; and those of `zinfer reuse`.

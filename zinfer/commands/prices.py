@@ -14,7 +14,7 @@ def price_options(function: Command) -> Command:
         click.option("--spare", type=click.IntRange(min=0), default=1, show_default=True, help="Number of spare GPUs."),
         click.option(
             "--utilisation", type=click.FloatRange(0, 1, min_open=True), default=0.8, show_default=True,
-            help="Share of a GPU's throughput that is planned with.",
+            help="Share of a GPU's throughput to plan with, 0 to 1.",
         ),
         click.option("--deadline", metavar="TIME", help="Time in which the demand is due: 8h, 30min, 2s."),
         click.option("--demand", metavar="TOKENS", help="Output tokens to size for: 2Mtok/day, 5Mtok."),

@@ -43,7 +43,7 @@ def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: b
 
 
 def table(machine: "Machine") -> "Table":
-    """Table of the measured figures, one a line; unknown ones are left out."""
+    """Return a table of the measured figures, one a line; unknown ones are left out."""
     from rich.table import Table
 
     from zinfer.spec.units import gb, gib

@@ -9,7 +9,7 @@ from zinfer.commands.prices import price_options
 
 if TYPE_CHECKING:
     from zinfer.record.study import Study
-    from zinfer.report.findings import Findings, Question
+    from zinfer.report.findings import Findings, PlanningQuestion
     from zinfer.spec.machine import Machine
 
 S = TypeVar("S", bound="Study")
@@ -20,9 +20,9 @@ FORMS = (".html", ".md")
 @click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", default="plots/report.html", show_default=True, type=click.Path(path_type=Path),
-    help="The page, or its Markdown twin; both are written, side by side.",
+    help="The page (.html), or its Markdown twin (.md); both are written, side by side.",
 )  # fmt: skip
-@click.option("--baseline", type=click.Path(exists=True, path_type=Path), help="Results to compare with.")
+@click.option("--baseline", type=click.Path(exists=True, path_type=Path), help="Result file or folder to compare with.")
 @price_options
 def command(
     results: Path,
@@ -124,10 +124,10 @@ def _runs(folder: Path, kind: "type[S]", damaged: list[str]) -> "list[S]":
     return found
 
 
-def _questions(folder: Path) -> "tuple[Question, ...]":
+def _questions(folder: Path) -> "tuple[PlanningQuestion, ...]":
     """Return the questions of the planning recipes in `folder`."""
     from zinfer.job.recipe import make_sweep, read_toml
-    from zinfer.report.findings import Question
+    from zinfer.report.findings import PlanningQuestion
     from zinfer.spec import machine
     from zinfer.spec.resolve import resolve
 
@@ -141,7 +141,7 @@ def _questions(folder: Path) -> "tuple[Question, ...]":
                 for lengths in wanted.lengths()
             )
             title = f"{wanted.description.split(' (')[0]} (zinfer plan {path.stem})"
-            found.append(Question(title, cases, tuple(map(machine.load, wanted.machine)), wanted.published))
+            found.append(PlanningQuestion(title, cases, tuple(map(machine.load, wanted.machine)), wanted.published))
     return tuple(found)
 
 

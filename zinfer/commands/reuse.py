@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from zinfer.commands.watch import Watch
-    from zinfer.job.sweep import Job
+    from zinfer.job.sweep import LoadJob
     from zinfer.record.prefix_reuse import Point, Run
 
 
@@ -45,7 +45,7 @@ class Contexts(click.ParamType[Any]):
     type=options.Words(),
     default="stream",
     show_default=True,
-    help="Engines, or recipes in the folder engines/.",
+    help="Engines (accelerate, deepspeed, stream, tensorrt), or recipes in the folder engines/.",
 )
 @click.option(
     "--offload", type=options.Words(options.OFFLOADS), default="cpu", show_default=True,
@@ -72,7 +72,12 @@ class Contexts(click.ParamType[Any]):
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=3600, show_default=True,
     help="Limit for a load or a context, in seconds.",
 )  # fmt: skip
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: sweeps/results/MACHINE/reuse.jsonl.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="File or folder.  [default: sweeps/results/MACHINE/reuse.jsonl]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
 @click.pass_obj
 def command(
@@ -150,7 +155,7 @@ def _json(runs: "Sequence[Run]") -> str:
 
 @contextmanager
 def _scratch(folder: str | None) -> Iterator[str | None]:
-    """Temporary folder in `folder`, removed at the end even if the worker is killed; None without `folder`."""
+    """Make a temporary folder in `folder`, removed at the end even if the worker is killed; None without `folder`."""
     if folder is None:
         yield None
         return
@@ -159,7 +164,7 @@ def _scratch(folder: str | None) -> Iterator[str | None]:
         yield found
 
 
-def _run(job: "Job", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
+def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
     """Measure one load, context after context; a context that cannot be measured gets a reason."""
     from zinfer.record.prefix_reuse import Point, Run
     from zinfer.spec.case import Workload
@@ -192,7 +197,7 @@ def _run(job: "Job", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
             )
             try:
                 answer = worker.ask(request)
-            except TaskFailed as error:  # what does not run at one context does not at a longer one
+            except TaskFailed as error:  # a longer context would fail, too
                 points.append(point.model_copy(update={"skipped": f"{error.status}: {error}"}))
                 failed = f"{point.context:,} tokens failed ({error.status})"
             else:
@@ -219,7 +224,7 @@ def _run(job: "Job", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
 
 
 def _why_not(plan: Any) -> str | None:
-    """The reason why a context cannot be measured; None if it can."""
+    """Return the reason why a context cannot be measured; None if it can."""
     length, most = plan.case.workload.input_len, plan.model.max_position
     if most is not None and length > most:
         return f"{plan.model.name} has {most:,} positions"
@@ -233,12 +238,12 @@ def _device(machine: Any) -> str:
 
 
 def _line(point: "Point") -> str:
-    """One line about a measured context."""
-    from zinfer.record.prefix_reuse import SOURCES, told
+    """Return one line about a measured context."""
+    from zinfer.record.prefix_reuse import SOURCES, median_text
 
     gains = {source: point.gain(source) for source in SOURCES}
-    ways = [f"{source} {told(point.samples(source))} ({gain:.2f}x)" for source, gain in gains.items() if gain]
-    text = ", ".join([f"{point.context:,} tokens: recompute {told(point.recompute_ms)}", *ways])
+    ways = [f"{source} {median_text(point.samples(source))} ({gain:.2f}x)" for source, gain in gains.items() if gain]
+    text = ", ".join([f"{point.context:,} tokens: recompute {median_text(point.recompute_ms)}", *ways])
     return text if point.same_token else f"{text}, with ANOTHER token"
 
 

@@ -1,4 +1,4 @@
-"""`zinfer run`: text from a model that does not fit the GPU."""
+"""`zinfer run`: generate text with a model that does not fit the GPU."""
 
 import json
 import sys
@@ -14,19 +14,27 @@ from zinfer.spec.errors import ENVIRONMENT, INTERNAL
 
 @click.command("run", cls=options.LoadCommand)
 @click.option("-m", "--model", required=True, help=options.MODEL_HELP)
-@click.option("--engine", default="stream", show_default=True, help="An engine, or a recipe of the folder engines/.")
+@click.option("--engine", default="stream", show_default=True, help=options.ENGINE_HELP)
 @click.option(
     "--offload",
     type=click.Choice(options.OFFLOADS),
-    help="Place of the weights: none (GPU), cpu (host memory), nvme.  [default: none if they fit]",
+    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: none if they fit]",
 )
-@click.option("-p", "--prompt", "prompts", multiple=True, help="A prompt. Repeatable; stdin, a line each, without one.")
-@click.option("--prompt-file", type=click.File("r"), help="A file with a prompt a line.")
+@click.option(
+    "-p", "--prompt", "prompts", multiple=True, help="A prompt. Repeatable; without one each line of stdin is a prompt."
+)
+@click.option("--prompt-file", type=click.File("r"), help="File with a prompt in each line.")
 @click.option(
     "--output-len", type=click.IntRange(min=1), help="Most tokens of an answer.  [default: 32; with --chat 512]"
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Prompts at once.  [default: all that fit]")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Sampling temperature; 0 is greedy.",
+)
 @click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
 @click.option("--ignore-eos", is_flag=True, help="Generate --output-len tokens, past the end of a text.")
@@ -37,9 +45,14 @@ from zinfer.spec.errors import ENVIRONMENT, INTERNAL
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
     default=36000,
-    help="Most seconds of the whole run.",
+    help="Limit for the whole run, in seconds.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON list, an object a prompt; or a line a turn.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print a JSON list with an object for each prompt; with --chat a line for each turn.",
+)
 @click.pass_obj
 def command(
     debug: bool,
@@ -71,8 +84,8 @@ def command(
 ) -> None:
     """Continue prompts with a model of any size; greedy unless --temperature is set.
 
-    With --chat they are turns of one conversation, with the model's chat template if it has one. What was computed of
-    it stays in host memory, and in --kv-cache-dir, so that a turn computes only what is new. Ctrl-C ends an answer.
+    With --chat they are turns of one conversation, with the model's chat template if it has one. Its KV cache
+    stays in host memory, and in --kv-cache-dir, so that a turn computes only its new tokens. Ctrl-C ends an answer.
 
     \b
     zinfer run --model ./my-checkpoint --prompt "Once upon a time"
@@ -151,8 +164,8 @@ def command(
 
 
 def _longest(directory: str | None, texts: list[str]) -> int:
-    """Tokens of the longest prompt, one at least: counted by the checkpoint's tokenizer where it is in one file; bytes
-    with random weights, as then each is a token."""
+    """Return the tokens of the longest prompt, one at least: counted by the checkpoint's tokenizer if it is in one
+    file; bytes with random weights, where each is a token."""
     from pathlib import Path
 
     if directory is None:
@@ -166,7 +179,7 @@ def _longest(directory: str | None, texts: list[str]) -> int:
 
 
 def _check_chat(chat: bool, batch_size: int | None, system: str | None, kv_cache_dir: str | None) -> None:
-    """Raises UsageError for options that do not go together."""
+    """Raise UsageError for options that do not go together."""
     alone = {"--system": system, "--kv-cache-dir": kv_cache_dir}
     given = [name for name, value in alone.items() if value is not None]
     if given and not chat:
@@ -176,7 +189,7 @@ def _check_chat(chat: bool, batch_size: int | None, system: str | None, kv_cache
 
 
 def _prompts(prompts: tuple[str, ...], prompt_file: Any) -> list[str]:
-    """The prompts of the options, of the file, or of stdin. Raises UsageError when there is none."""
+    """Return the prompts of the options, of the file, or of stdin. Raises UsageError if there is none."""
     texts = list(prompts)
     if prompt_file is not None:
         texts += [line.rstrip("\n") for line in prompt_file if line.strip()]

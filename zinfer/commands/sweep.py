@@ -1,4 +1,4 @@
-"""`zinfer sweep`: measure, and keep every point."""
+"""`zinfer sweep`: measure points, and keep every one."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,11 @@ from zinfer.spec.errors import ENVIRONMENT, INTEGRITY
 @click.command("sweep", cls=options.LoadCommand)
 @click.argument("recipe", required=False)
 @click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
-@click.option("--engine", type=options.Words(), help="Engines, or recipes of the folder engines/.  [default: stream]")
+@click.option("--engine", type=options.Words(), help=options.ENGINES_HELP)
 @click.option(
     "--offload",
     type=options.Words(options.OFFLOADS),
-    help="Places of the weights: none (GPU), cpu (host memory), nvme.  [default: none,cpu]",
+    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
 )
 @click.option("--batch-size", type=options.Batches(), help="auto: double up to the edge of memory.  [default: auto]")
 @click.option("--input-len", type=options.Numbers(), help="Prompt tokens.  [default: 512]")
@@ -26,10 +26,13 @@ from zinfer.spec.errors import ENVIRONMENT, INTEGRITY
 @options.load_options
 @click.option("--repeats", type=click.IntRange(min=1), help="Most runs of a point.  [default: 3]")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), help="Most seconds of a point or a load."
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Limit for a point or a load, in seconds.",
 )
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Result file (JSON lines).")
-@click.option("--resume", is_flag=True, help="Go on with a result file: measure only what it lacks.")
+@click.option("--resume", is_flag=True, help="Continue a result file: measure only the points that it lacks.")
 @click.option("--force", is_flag=True, help="Resume although the recipe, the model or a version changed.")
 @click.option("--dry-run", is_flag=True, help="Print the plan of every point and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the points as JSON, not the result file's path.")
@@ -135,7 +138,7 @@ def command(
 
 
 def _name(recipe: str | None, plan: Any) -> str:
-    """The result file's stem: the recipe's, or the model's and the slice's."""
+    """Return the result file's stem: the recipe's, or the model's and the slice's."""
     if recipe is not None:
         return Path(recipe).stem
     models = "-".join(Path(model).name for model in plan.model)
@@ -154,7 +157,7 @@ def _versions(engines: tuple[str, ...]) -> dict[str, str]:
 
 
 def _changes(before: Any, after: Any) -> str:
-    """Differences between two headers, a line each."""
+    """Return the differences between two headers, a line each."""
     from zinfer.job.recipe import Sweep
 
     defaults = Sweep.model_construct(model=()).model_dump(mode="json")  # keys that an older file does not have

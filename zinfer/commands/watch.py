@@ -87,5 +87,5 @@ class Watch:
         self.progress(what, standing.ended / max(1, standing.rows))
 
     def events(self) -> Events:
-        """Callbacks for a sweep that print to this watch."""
+        """Return the callbacks for a sweep that print to this watch."""
         return Events(point=self.point, loading=self.loading, loaded=self.loaded, progress=self.progress)

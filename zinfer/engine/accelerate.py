@@ -2,8 +2,8 @@
 
 A fetch is a blocking copy, one weight at a time, on the stream that computes, and ends with freeing the device's cached
 memory (`set_module_tensor_to_device`). Nothing overlaps: a step takes copies, allocations and compute together.
-Page-locked memory is what a user can add, and it is worth a factor of six on PCIe; Accelerate pins nothing by itself.
-What stands outside the decoder layers stays on the device, as a user's device map would have it.
+Page-locked memory, which a user can add, is worth a factor of six on PCIe; Accelerate pins nothing by itself.
+Weights outside the decoder layers stay on the device, as a user's device map would have it.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,11 @@ from zinfer.spec.engine import AccelerateOptions
 
 
 class Accelerate(Decoder):
-    """The model whole on the device (`none`), or its layers in host memory (`cpu`) or in files (`nvme`).
+    """Engine `accelerate`: the model whole on the device (`none`), or its layers in host memory (`cpu`) or in files
+    (`nvme`).
 
-    Files are read through the page cache, as Accelerate does it: what fits into free host memory is read from there.
+    Files are read through the page cache, as Accelerate does it: files that fit into free host memory are read from
+    there.
     """
 
     options: AccelerateOptions
@@ -70,7 +72,8 @@ class Accelerate(Decoder):
         self._ready()
 
     def _attach(self, layers: list[str]) -> None:
-        """Accelerate's own hooks on `layers`, as `dispatch_model` sets them for a device map that offloads these."""
+        """Set Accelerate's own hooks on `layers`, as `dispatch_model` sets them for a device map that offloads
+        these."""
         attach_align_device_hook_on_blocks(
             self.model,
             execution_device=dict.fromkeys(["", *layers], self.device),
@@ -115,7 +118,8 @@ class Accelerate(Decoder):
 
 
 class _Weights(OffloadedWeightsLoader):  # type: ignore[misc]
-    """Accelerate's map from names to offloaded weights, in memory or in files, which counts what is taken from it."""
+    """Accelerate's map from names to offloaded weights, in memory or in files, with a count of the bytes read from
+    it."""
 
     def __init__(self, host: dict[str, Tensor], folder: str | None) -> None:
         super().__init__(state_dict=host, save_folder=folder)

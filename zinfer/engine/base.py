@@ -45,7 +45,7 @@ class Work(NamedTuple):
 class Engine(ABC):
     """A model ready to run. Constructed means loaded; every error of loading is raised by the constructor."""
 
-    one_trip: ClassVar[bool] = False  # whether several works share one trip of the weights, or take one each
+    one_trip: ClassVar[bool] = False  # True if several works share one trip of the weights, instead of one each
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         self.plan = plan
@@ -53,11 +53,12 @@ class Engine(ABC):
         self.options: EngineOptions = parse_options(case.engine, case.options, case.offload)
         self.progress = progress
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.batches: list[Any] = []  # admitted and not retired
+        self.batches: list[Any] = []  # micro-batches admitted and not retired
 
     @classmethod
     def unable(cls) -> str | None:
-        """Reason why this machine cannot run the engine though all it requires is installed; None when it can."""
+        """Return the reason why this machine cannot run the engine though its packages are installed; None if it
+        can."""
         return None
 
     @abstractmethod
@@ -75,7 +76,7 @@ class Engine(ABC):
 
     @abstractmethod
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
-        """Compute one pass: of each work the next ``[B, n]`` tokens, appended to its micro-batch's KV cache.
+        """Compute one pass: the next ``[B, n]`` tokens of each work, appended to its micro-batch's KV cache.
 
         Returns the logits of each work's last `keep` positions, ``[B, keep, V]``, on the device. A micro-batch may
         occur once. Raises EngineError for work that the engine cannot do (`Engine.cannot_chunk`), IndexError beyond the
@@ -84,7 +85,7 @@ class Engine(ABC):
 
     @abstractmethod
     def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
-        """Give the room of a micro-batch back, or of its `rows` only; the others close up, in their order.
+        """Free the KV cache of a micro-batch, or of its `rows` only; the other rows close up, in their order.
 
         Retiring a micro-batch a second time does nothing.
         """
@@ -93,16 +94,18 @@ class Engine(ABC):
         """Forget positions (rejected drafts): keep the first `lengths`, ``[B]``, of each row's positions in the cache.
 
         The micro-batch's new length is the largest of them; shorter rows have padding in between, which nothing attends
-        to. Positions that the last `forward` has added can be forgotten; EngineError says which others cannot.
+        to. Positions that the last `forward` has added can be forgotten; raises EngineError for others that cannot.
         """
         raise EngineError(f"engine {self.plan.case.engine} cannot forget positions")
 
     def cannot_chunk(self) -> str | None:
-        """Reason why prompts cannot be computed in several chunks, nor several tokens after the prompt; None if so."""
+        """Return the reason why a pass cannot compute part of a prompt, or several tokens after a prompt; None if it
+        can."""
         return f"engine {self.plan.case.engine} computes whole prompts and single tokens"
 
     def cannot_snapshot(self) -> str | None:
-        """Reason why the engine can neither copy what it computed nor take it up again; None where it can do both."""
+        """Return the reason why the engine can neither copy computed keys and values nor continue from a copy; None if
+        it can."""
         return f"engine {self.plan.case.engine} keeps no keys and values"
 
     def snapshot(self, batch: MicroBatch, first: int, last: int) -> KVSnapshot:
@@ -113,16 +116,16 @@ class Engine(ABC):
         raise EngineError(self.cannot_snapshot() or "there is nothing to copy")
 
     def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
-        """Trace one more pass, of `works`; without spans, and without a pass, where the engine cannot tell.
+        """Run one more pass, of `works`, and return its spans; run nothing and return none if the engine cannot trace.
 
         Spans cover all that was under way during the pass, also copies that began before it or end after it. A span
-        begins when its stream has done waiting: time that no span of a lane covers counts as idle.
+        begins when its stream has finished waiting: time that no span of a lane covers counts as idle.
         """
         return ()
 
     @abstractmethod
     def effective(self) -> Effective:
-        """Count where the weights are and what a decode step streams, as it is and not as it was planned."""
+        """Return the weight bytes on each tier and the bytes that a decode step streams, counted and not planned."""
 
     def clear(self) -> None:
         """Retire every micro-batch; weights stay. For callers that lost track of them in an exception."""
@@ -134,7 +137,8 @@ class Engine(ABC):
 
 
 def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:
-    """Raise ValueError unless each work belongs to another of the `live` micro-batches and has tokens for its rows."""
+    """Raise ValueError unless the works belong to different `live` micro-batches and have tokens for all of their rows,
+    IndexError for tokens beyond a capacity."""
     seen: set[int] = set()
     for work in works:
         batch, (rows, count) = work.batch, work.token_ids.shape
@@ -148,7 +152,7 @@ def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:
 
 
 def is_step(works: Sequence[Work]) -> bool:
-    """Tell whether a pass is a decode step: a token for each row, behind others."""
+    """Tell whether a pass is a decode step: one token a row, with earlier ones in the cache."""
     return all(work.token_ids.shape[1] == 1 and work.batch.length for work in works)
 
 

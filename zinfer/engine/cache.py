@@ -2,8 +2,8 @@
 
 `transformers`' DynamicCache copies itself at every step to grow by one token, and its StaticCache makes attention read
 the whole capacity. Here the memory is static and attention sees a view of the part that is filled: no copy, no waste,
-and an out-of-memory comes in prefill or not at all. Every layer can be narrowed to some of the rows, so that a batch
-goes through the model a few rows at a time.
+and an out-of-memory error comes in prefill or not at all. Every layer can be narrowed to some of the rows, so that a
+batch goes through the model a few rows at a time.
 
 A layer that attends within a sliding window (or a chunk) has memory for that window, and reads no more. A layer with a
 state of fixed size (recurrent, convolutional) keeps `transformers`' own tensors. A model that has layers of yet another
@@ -24,15 +24,16 @@ class CacheFullError(IndexError):
     """More tokens were computed than the cache was made for."""
 
 
-SPARE = 8  # a sliding window has a part of its size as room to move in; the window moves to the front when that is full
+SPARE = 8  # a sliding window has 1/8 of its size as spare room; when that is full, the window moves to the front
 LEAST_SPARE = 16  # tokens
 
 
 class Slots:
-    """Which of a layer's `room` slots holds which position. Without a `window` each has its own; else there is room
-    for the last ones, in order, and what is still seen moves to the front when the room is full.
+    """Slots of one layer: the map from positions to its `room` slots. Without a `window` each position has its own
+    slot; with one there is room for the last positions, in order, and the visible ones move to the front when it is
+    full.
 
-    `window` counts the tokens that one attends to, itself included. Slots are the same for all rows at a position.
+    `window` counts the tokens that a token attends to, itself included. Slots are the same for all rows at a position.
     """
 
     def __init__(self, capacity: int, window: int | None = None) -> None:
@@ -40,14 +41,14 @@ class Slots:
         self.room = capacity
         if window is not None:
             self.room = min(capacity, window - 1 + max(LEAST_SPARE, window // SPARE))
-        self._bases = {0: 0}  # length of what is stored: the position in the first slot
+        self._bases = {0: 0}  # number of stored positions -> position in the first slot
 
     def first(self, length: int) -> int:
-        """The first position that is still seen, by the next token of `length` ones."""
+        """Return the first position that the next token after `length` ones still sees."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     def held(self, length: int) -> slice:
-        """The slots of all positions that the next token of `length` ones sees."""
+        """Return the slots of all positions that the next token after `length` ones sees."""
         base = self._bases[length]
         return slice(self.first(length) - base, length - base)
 
@@ -59,14 +60,14 @@ class Slots:
         past, base = self.held(start), self._bases[start]
         moved = end - base > self.room
         if moved:
-            whole = end - self.first(start) > self.room  # more than there is room for: what the next token sees
+            whole = end - self.first(start) > self.room  # no room for all: store what the next token sees
             base = self.first(end) if whole else self.first(start)
         # Other rows may still have to go from `start` to `end`; nobody goes further back.
         self._bases = {at: first for at, first in self._bases.items() if at >= start} | {end: base}
         return Step(moved, past, slice(0 if moved else start - base, end - base))
 
     def back(self, length: int) -> None:
-        """Forget the positions from `length` on. Raises EngineError where earlier ones are seen again, and are gone."""
+        """Forget the positions from `length` on. Raises EngineError if positions that become visible again are gone."""
         end = max(self._bases)
         base = self._bases[end]
         if length > end or self.first(length) < base:
@@ -82,7 +83,8 @@ class Step:
         self.moved, self.past, self.new = moved, past, new
 
     def store(self, memory: Tensor, states: Tensor) -> Tensor:
-        """Put `states`, ``[.., n, D]``, into `memory`, ``[.., room, D]``; all that the new positions see."""
+        """Write `states`, ``[.., n, D]``, into `memory`, ``[.., room, D]``; return all states that the new positions
+        see."""
         if not self.moved:
             memory[..., self.new, :] = states
             return memory[..., self.past.start : self.new.stop, :]
@@ -92,12 +94,12 @@ class Step:
         return states
 
     def kept(self, states: Tensor) -> Tensor:
-        """Cut from all `states` seen, ``[.., n, D]``, the last positions, which stay."""
+        """Return the last positions of all `states` seen, ``[.., n, D]``: those that stay in memory."""
         return states[..., states.shape[-2] - (self.new.stop - self.new.start) :, :]
 
 
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one decoder layer, ``[B, kv_heads, room, head_dim]`` each, of which head_dim may differ.
+    """Keys and values of one decoder layer, ``[B, kv_heads, room, head_dim]`` each; their head_dim may differ.
 
     `window` limits what is written and seen to some of the rows, so that a batch can be prefilled a few rows at a time.
     """
@@ -110,7 +112,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self.rows, self.length = slice(0, batch_size), 0
 
     def window(self, rows: slice, length: int) -> None:
-        """Go on at position `length` of `rows` only."""
+        """Continue at position `length` of `rows` only."""
         self.rows, self.length = rows, length
         if self.is_initialized:
             self._show()
@@ -138,7 +140,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return self.length if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Number of keys that the next `query_length` tokens see, and the position of the first key."""
+        """Return the number of keys that the next `query_length` tokens see, and the position of the first key."""
         count = query_length if isinstance(query_length, int) else query_length.shape[0]  # positions, before 5.4
         length = self.get_seq_length()
         first = self.slots.first(length)
@@ -175,27 +177,26 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
 class QuantizedLayer(FixedLayer):
     """Keys and values in 8 bits (`storage` is int8 or float8_e4m3fn), each head of each token with a scale of its own.
 
-    The prompt's attention sees exact ones. A later pass sees all that is stored, brought back to the model's type: in
-    memory of its own, so the rows of a pass should be few. That saves memory and no time: beside an unquantised cache
-    in 16 bits, of which attention reads 2 bytes a value, a step reads 1, writes 2 and reads these 2.
+    The prompt's attention sees exact keys and values. A later pass sees the stored ones, converted to the model's type
+    in memory of their own, so a pass should have few rows. This saves memory, not time: attention over a cache in 16
+    bits reads 2 bytes a value; here a step reads 1, writes 2 and reads these 2.
     """
 
     def __init__(self, batch_size: int, capacity: int, storage: torch.dtype, window: int | None = None) -> None:
         super().__init__(batch_size, capacity, window)
         self._storage = storage
         self._largest = 127.0 if storage == torch.int8 else torch.finfo(storage).max
-        # The least that scales to all of the range by a normal number: 0, and what is as good as that, must not be a
-        # divisor.
+        # Smallest maximum of a row whose scale is a normal number; a row of zeros must not divide by zero.
         self._least = self._largest * torch.finfo(torch.float32).tiny
-        self._stored: list[tuple[Tensor, Tensor]] = []  # of keys, and of values: 8 bits, and scales
+        self._stored: list[tuple[Tensor, Tensor]] = []  # keys, then values: 8-bit numbers and their scales
 
     @property
     def dequantized_bytes(self) -> int:
-        """Bytes of a row's keys and values in the model's type; 0 before there are any."""
+        """Bytes of a row's keys and values in the model's type; 0 before any are stored."""
         return sum(content[0].numel() * self.dtype.itemsize for content, _ in self._stored) if self.batch_size else 0
 
     def _show(self) -> None:
-        """Nothing is to be seen without a pass."""
+        """Show nothing: the model's type exists only during a pass."""
 
     def _take_rows(self, rows: Tensor) -> None:
         self._stored = [
@@ -227,13 +228,13 @@ class QuantizedLayer(FixedLayer):
 
 
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-STATES = ("conv_states", "recurrent_states")  # of transformers' layers with a state of fixed size, by their number
+STATES = ("conv_states", "recurrent_states")  # attributes of transformers' layers with states of fixed size, by number
 _DUMMY = getattr(cache_utils, "DummyLayer", ())  # a layer that keeps nothing
 
 
 class _StateRows:
-    """A layer of `transformers` with a state of fixed size, narrowed to some of the rows: goes before the layer's own
-    class, by `_of_rows`. What that writes in place lands in the states of all rows."""
+    """Mixin for a layer of `transformers` with a state of fixed size, narrowed to some of the rows. `_of_rows` puts it
+    before the layer's own class, whose writes in place reach the states of all rows."""
 
     rows: slice
     has_previous_state: dict[int, bool]
@@ -241,10 +242,10 @@ class _StateRows:
     def take_rows(self, batch_size: int) -> None:
         self.batch_size, self.rows = batch_size, slice(0, batch_size)
         self._whole: dict[str, dict[int, Tensor]] = {name: {} for name in STATES}
-        self._begun: set[int] = set()  # the states that tell of something before
+        self._begun: set[int] = set()  # numbers of the states that hold earlier tokens
 
     def window(self, rows: slice, length: int) -> None:
-        """Go on at position `length` of `rows` only."""
+        """Continue at position `length` of `rows` only."""
         self.rows = rows
         flags = self.has_previous_state
         self._begun |= {number for number, begun in flags.items() if begun}
@@ -269,13 +270,13 @@ class _StateRows:
                 if states is None or number in whole:
                     continue
                 if states.shape[0] != self.rows.stop - self.rows.start:
-                    raise EngineError(f"{type(self).__name__} keeps a state whose first dimension is no batch")
+                    raise EngineError(f"{type(self).__name__} keeps a state whose first dimension is not the batch")
                 whole[number] = states.new_zeros((self.batch_size, *states.shape[1:]))
                 shown[number] = whole[number][self.rows]
 
 
 class _MixedRows(_StateRows):
-    """A layer that has keys and values, too, in `attention`."""
+    """Mixin for a layer with a state that also has keys and values, in `attention`."""
 
     attention: FixedLayer
 
@@ -299,7 +300,7 @@ class _MixedRows(_StateRows):
 
 
 def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
-    """`layer`, of `transformers`, with a state of fixed size, as one that can be narrowed to some of the rows."""
+    """Return `layer`, of `transformers` with a state of fixed size, as one that can be narrowed to some of the rows."""
     kind, own = type(layer), _StateRows if attention is None else _MixedRows
     made: Any = object.__new__(type(f"{kind.__name__}OfRows", (own, kind), {}))
     vars(made).update(vars(layer))
@@ -313,7 +314,7 @@ class RowCache(Cache):  # type: ignore[misc]
     """A cache that can be narrowed to some of the rows, layer by layer."""
 
     def window(self, rows: slice, length: int, layer: int | None = None) -> None:
-        """Go on at position `length` of `rows` only: in `layer`, or in all."""
+        """Continue at position `length` of `rows` only: in `layer`, or in all layers."""
         for one in self.layers if layer is None else (self.layers[layer],):
             if not isinstance(one, _DUMMY):
                 one.window(rows, length)
@@ -328,14 +329,14 @@ class RowCache(Cache):  # type: ignore[misc]
     def rollback(self, length: int) -> None:
         """Forget the positions from `length` on. Raises EngineError for states that cannot forget (`only_keys`)."""
         if not self.only_keys:
-            raise EngineError("a state of fixed size forgets no single positions")
+            raise EngineError("a state of fixed size cannot forget single positions")
         for layer in self.attention.values():
             if layer.is_initialized:
                 layer.rollback(length)
 
     @property
     def only_keys(self) -> bool:
-        """Tell whether all that the layers hold is keys and values."""
+        """True if the layers hold nothing but keys and values."""
         return not any(isinstance(layer, _StateRows) for layer in self.layers)
 
     def has_length(self, length: int) -> bool:
@@ -344,12 +345,12 @@ class RowCache(Cache):  # type: ignore[misc]
 
     @property
     def attention(self) -> dict[int, FixedLayer]:
-        """The keys and values, by the number of the layer."""
+        """Keys and values by layer number."""
         found = {index: getattr(layer, "attention", layer) for index, layer in enumerate(self.layers)}
         return {index: layer for index, layer in found.items() if isinstance(layer, FixedLayer)}
 
     def put(self, index: int, attention: FixedLayer) -> None:
-        """Have layer `index` keep its keys and values in `attention`."""
+        """Make layer `index` keep its keys and values in `attention`."""
         if isinstance(self.layers[index], FixedLayer):
             self.layers[index] = attention
         else:
@@ -359,9 +360,12 @@ class RowCache(Cache):  # type: ignore[misc]
 def make_cache(
     config: PreTrainedConfig, batch_size: int, capacity: int, storage: str = "auto", here: int | None = None
 ) -> Cache:
-    """A cache for `batch_size` sequences of up to `capacity` tokens, in the model's type or in `STORAGE`'s, with the
-    keys and values of the first `here` sequences only, if given. It is a `RowCache`, except for a model whose layers
-    keep something that is neither keys and values nor a state of fixed size: then it is `transformers`' own."""
+    """Return a cache for `batch_size` sequences of up to `capacity` tokens, in the model's type or in `STORAGE`'s, with
+    the keys and values of the first `here` sequences only, if given.
+
+    It is a `RowCache`, except for a model whose layers keep something that is neither keys and values nor a state of
+    fixed size: then it is `transformers`' own.
+    """
     default = DynamicCache(config=config)
     if other_layers(default) or len(default.layers) != config.get_text_config(decoder=True).num_hidden_layers:
         return default
@@ -383,14 +387,14 @@ def make_cache(
 
 
 def other_layers(cache: Cache) -> set[str]:
-    """The kinds of layers in `transformers`' `cache` that `make_cache` leaves to it."""
+    """Return the kinds of layers in `transformers`' `cache` that `make_cache` leaves to it."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     layers = [layer for layer in cache.layers if not isinstance(layer, _DUMMY) and not _has_states(layer)]
     return {type(layer).__name__ for layer in layers if type(layer) not in plain}
 
 
 def shares_keys(config: PreTrainedConfig) -> bool:
-    """Tell whether layers attend to keys and values of layers before them."""
+    """Tell whether layers attend to keys and values of earlier layers."""
     return any(isinstance(layer, _DUMMY) for layer in DynamicCache(config=config).layers)
 
 

@@ -1,7 +1,7 @@
-"""Passes over any `transformers` decoder; an engine on top of it only says where the weights are.
+"""Passes over any `transformers` decoder; an engine on top of it only places the weights.
 
-No per-architecture code: what `AutoModelForCausalLM` builds, runs. Positions follow the attention mask, so that
-left-padded rows count from their own first token, as `generate` does it.
+There is no code for single architectures: whatever `AutoModelForCausalLM` builds runs. Positions follow the attention
+mask, so that left-padded rows count from their own first token, as `generate` does it.
 """
 
 import inspect
@@ -23,15 +23,15 @@ from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.plan.plan import Plan
 from zinfer.spec.progress import Progress, silent
 
-CACHE_NAMES = ("past_key_values", "cache_params")  # what forward passes call their cache
+CACHE_NAMES = ("past_key_values", "cache_params")  # names of the cache argument of forward passes
 
 
 class DecoderBatch(MicroBatch):
-    """A micro-batch of a `Decoder`: its KV cache, and which positions in it are real.
+    """A micro-batch of a `Decoder`: its KV cache, and the mask of its real positions.
 
-    `cache` is None where the model makes its own; `state` is what the forward pass takes as its cache. `mask`,
-    ``[B, capacity]``, has 0 at padding and at forgotten positions; it is None while there is neither, since every
-    kernel can then use plain causal attention, which needs no ``[B, 1, S, S]`` mask.
+    `cache` is None where the model makes its own; `state` is what the forward pass takes as its cache. `mask`, ``[B,
+    capacity]``, has 0 at padding and at forgotten positions; it is None while there is neither, since every kernel can
+    then use plain causal attention, which needs no ``[B, 1, S, S]`` mask.
     """
 
     def __init__(self, mask: Tensor, capacity: int, cache: Cache | None, state: Any) -> None:
@@ -48,7 +48,8 @@ class DecoderBatch(MicroBatch):
         return self.mask
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Positions of the next `count` tokens of each row, ``[B, count]``: real ones counted from 0, padding at 0."""
+        """Return the positions of the next `count` tokens of each row, ``[B, count]``: real ones counted from 0,
+        padding at 0."""
         if self.mask is None:
             return torch.arange(self.length, self.length + count, device=device).expand(self.batch_size, count)
         if self._before is None:
@@ -63,7 +64,7 @@ class DecoderBatch(MicroBatch):
         self.length += count
 
     def rollback(self, lengths: Tensor) -> None:
-        """Keep the first `lengths`, ``[B]``, positions; what shorter rows lack to the longest becomes padding."""
+        """Keep the first `lengths`, ``[B]``, positions of each row; rows shorter than the longest are padded."""
         length = int(lengths.max())
         if int(lengths.min()) < length:
             mask = self._need_mask(lengths.device)
@@ -71,14 +72,14 @@ class DecoderBatch(MicroBatch):
         self.length, self._before = length, None
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep `rows`, indices ``[b]``, only."""
+        """Keep `rows` only, indices ``[b]``."""
         self.batch_size = len(rows)
         self.mask, self._before = None if self.mask is None else self.mask[rows], None
         if isinstance(self.cache, RowCache):
             self.cache.keep_rows(rows, self.length)
 
     def show(self, rows: slice | None = None) -> None:
-        """Narrow the cache to `rows`, or have it show all of them, at the batch's length."""
+        """Narrow the cache to `rows`, or make it show all rows, at the batch's length."""
         if isinstance(self.cache, RowCache):
             self.cache.window(rows or slice(0, self.batch_size), self.length)
 
@@ -94,8 +95,9 @@ class Part(NamedTuple):
 
 
 class Decoder(Engine):
-    """An engine whose `model` is a `transformers` causal language model. Subclasses say in `_load` where its weights
-    go, and end it with `_ready`; what `close` frees has a default in the class, as it may be called half-way."""
+    """Engine whose `model` is a `transformers` causal language model. Subclasses put its weights in place in `_load`,
+    which ends with `_ready`; attributes that `close` frees have a default in the class, since a load may fail
+    half-way."""
 
     model: PreTrainedModel
 
@@ -109,7 +111,7 @@ class Decoder(Engine):
 
     @abstractmethod
     def _load(self) -> None:
-        """Make `model`, with its weights in place."""
+        """Build `model`, with its weights in place."""
 
     def _ready(self) -> None:
         self.model.eval()
@@ -119,7 +121,8 @@ class Decoder(Engine):
         self._inspect()
 
     def _inspect(self) -> None:
-        """Learn how `model` is called; its weights need not be there. Raises EngineError where it has no cache."""
+        """Find out which arguments `model` takes; its weights are not needed. Raises EngineError if it takes no
+        cache."""
         accepted = inspect.signature(self.model.forward).parameters
         self._accepted = frozenset(accepted)
         self._cache_name = next((name for name in CACHE_NAMES if name in accepted), "")
@@ -135,7 +138,7 @@ class Decoder(Engine):
         self._rope_switch = rope_switch(self.model)
 
     def _call(self, batch: DecoderBatch, **inputs: object) -> Tensor:
-        """Run one forward pass; its logits ``[B, n, V]``."""
+        """Run one forward pass and return its logits ``[B, n, V]``."""
         output = self.model(**inputs)
         if self._own_cache and (state := getattr(output, self._cache_name, None)) is not None:
             batch.state = state
@@ -162,7 +165,7 @@ class Decoder(Engine):
         return batch
 
     def _make_batch(self, mask: Tensor, capacity: int) -> DecoderBatch:
-        """A micro-batch with its cache, not admitted yet."""
+        """Return a micro-batch with its cache, not admitted yet."""
         cache = None if self._own_cache else make_cache(self.model.config, len(mask), capacity)
         return DecoderBatch(mask, capacity, cache, self._state_of(cache))
 
@@ -170,7 +173,7 @@ class Decoder(Engine):
         return DynamicCache(config=self.model.config) if self._in_modules else cache
 
     def _check_positions(self, mask: Tensor, capacity: int) -> None:
-        """Raise EngineError where the batch's positions would lead to wrong text."""
+        """Raise EngineError if the batch's positions would lead to wrong text."""
         lengths = mask.sum(-1)
         least, most = int(lengths.min()), int(lengths.max())
         more = capacity - mask.shape[1]
@@ -184,7 +187,7 @@ class Decoder(Engine):
             raise EngineError(f"{self.plan.model.name} knows no padding: its prompts must be of one length in a batch")
 
     def _check_past(self, past: Sequence[KVSnapshot], batch_size: int, length: int) -> int:
-        """Count the positions that `past` holds. Raises EngineError for one that cannot be taken up."""
+        """Return the number of positions that `past` holds. Raises EngineError if the batch cannot continue from it."""
         if not past:
             return 0
         if (why_not := self.cannot_snapshot()) is not None:
@@ -199,7 +202,8 @@ class Decoder(Engine):
         return known
 
     def _kinds_of_layers(self) -> list[Any]:
-        """Layers of a cache of the model; none where it makes its own, or holds more than keys, values and states."""
+        """Return the layers of a cache of the model; none if it makes its own, or holds more than keys, values and
+        states."""
         cache = None if self._own_cache else make_cache(self.model.config, 1, 1)
         return cache.layers if isinstance(cache, RowCache) else []
 
@@ -254,7 +258,8 @@ class Decoder(Engine):
         return EngineError(f"{self.plan.model.name} computes other tokens than those of its prompt")
 
     def _parts(self, work: Work) -> list[Part]:
-        """The rows of a work that go through the model together. Raises EngineError for work that it cannot do."""
+        """Split a work into parts whose rows go through the model together. Raises EngineError for work that it cannot
+        do."""
         batch, token_ids, keep = work
         assert isinstance(batch, DecoderBatch)
         token_ids = token_ids.to(self.device)
@@ -267,17 +272,18 @@ class Decoder(Engine):
         return [Part(batch, rows, token_ids[rows], positions[rows], keep) for rows in self._rows(batch, count)]
 
     def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
-        """Which rows of `batch` go through the model together, `count` tokens of each."""
+        """Return the rows of `batch` as slices that go through the model one after the other, `count` tokens of each
+        row."""
         rows = slice(0, batch.batch_size)
         return [rows] if count == 1 or not isinstance(batch.cache, RowCache) else self._split(rows, count)
 
     def _split(self, rows: slice, count: int) -> list[slice]:
-        """`rows`, as many at a time as have activations of `count` tokens within bounds."""
+        """Split `rows` so that activations of `count` tokens a row stay within bounds."""
         at_once = self.plan.placement.prefill_rows(rows.stop - rows.start, count)
         return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:
-        """Run a forward pass for each part; their logits ``[b, keep, V]``."""
+        """Run a forward pass for each part; return their logits ``[b, keep, V]``."""
         return [self._alone(part) for part in parts]
 
     def _alone(self, part: Part) -> Tensor:
@@ -285,7 +291,7 @@ class Decoder(Engine):
         return self._pass(part)
 
     def _pass(self, part: Part) -> Tensor:
-        """One forward pass of a part, to whose rows the cache is narrowed."""
+        """Run one forward pass of a part, to whose rows the cache is narrowed."""
         batch, rows, token_ids, positions, keep = part
         end = batch.length + token_ids.shape[1]
         inputs: dict[str, object] = {
@@ -297,7 +303,7 @@ class Decoder(Engine):
             "use_cache": True,
         }
         if self._cache_name == "cache_params" and batch.length:
-            inputs["attention_mask"] = None  # of a state that has taken padding in, as `generate` has it
+            inputs["attention_mask"] = None  # the state has taken the padding in already, as in `generate`
         inputs = {name: value for name, value in inputs.items() if name in self._accepted}
         return self._call(batch, **inputs)[:, -keep:]
 
@@ -306,14 +312,14 @@ class Decoder(Engine):
         cache = getattr(batch, "cache", None)
         assert isinstance(batch, DecoderBatch)
         if not isinstance(cache, RowCache) or not cache.only_keys:
-            raise EngineError(f"layers of {self.plan.model.name} hold a state that forgets no single positions")
+            raise EngineError(f"layers of {self.plan.model.name} hold a state that cannot forget single positions")
         lengths = lengths.to(self.device)
         least, length = int(lengths.min()), int(lengths.max())
         if not 0 < least <= length <= batch.length:
             raise ValueError(f"rows of {batch.length} positions cannot be rolled back to {least} to {length}")
         windows = [layer.slots.window for layer in cache.attention.values() if layer.slots.window is not None]
         if least < length and windows and length >= min(windows):
-            raise EngineError(f"rows within a sliding window of {min(windows)} tokens are rolled back alike")
+            raise EngineError(f"rows within a sliding window of {min(windows)} tokens must all keep one length")
         cache.rollback(length)
         batch.rollback(lengths)
 
@@ -348,8 +354,8 @@ class Decoder(Engine):
 
 
 def rope_switch(model: PreTrainedModel) -> int | None:
-    """The position from which on a rotary embedding of `model` turns all keys, those before it included, by other
-    angles (longrope); None where there is none."""
+    """Return the position from which on a rotary embedding of `model` turns all keys, those before it included, by
+    other angles (longrope); None if there is none."""
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     groups = [parameters, *(group for group in parameters.values() if isinstance(group, dict))]
     switches = [
@@ -361,7 +367,7 @@ def rope_switch(model: PreTrainedModel) -> int | None:
 
 
 def scratch(nvme_path: str | None) -> TemporaryDirectory[str]:
-    """A folder for offloaded weights inside `nvme_path`, gone when it is cleaned up.
+    """Make a folder for offloaded weights inside `nvme_path`; its `cleanup` removes it.
 
     Raises EngineError unless `nvme_path` names a folder that exists.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zinfer.engine.kv_snapshot import KVSnapshot
-from zinfer.engine.pinned import Block
+from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.read import CHUNK, DTYPES, as_bytes, fill, reading
 from zinfer.spec import atomic
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError
@@ -55,7 +55,7 @@ def read(path: Path, first: int, pin: bool) -> KVSnapshot:
     start = min((info.start for info in tensors.values()), default=0)
     try:
         blocks = {
-            name: Block(tensors[name].start - start, torch.Size(tensors[name].shape), DTYPES[tensors[name].dtype])
+            name: TensorPlace(tensors[name].start - start, torch.Size(tensors[name].shape), DTYPES[tensors[name].dtype])
             for name in header
             if name != "__metadata__"
         }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zinfer.engine.pinned import Block, PinnedArena
+from zinfer.engine.pinned import PinnedArena, TensorPlace
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and every engine imports this
     from zinfer.engine.cache import FixedLayer
@@ -24,7 +24,7 @@ class KVSnapshot:
     """Keys and values of a batch for `length` positions from `first` on: ``[B, kv_heads, length, head_dim]`` each, for
     every decoder layer, in page-locked memory if `pin`, until it is closed."""
 
-    def __init__(self, first: int, blocks: Mapping[str, Block], pin: bool) -> None:
+    def __init__(self, first: int, blocks: Mapping[str, TensorPlace], pin: bool) -> None:
         self.first, self.blocks = first, blocks
         self.length: int = next(iter(blocks.values())).shape[2]
         self.nbytes = sum(block.size for block in blocks.values())
@@ -90,13 +90,13 @@ class KVSnapshot:
         self._arena.close()
 
 
-def _end_to_end(states: Mapping[str, Tensor]) -> dict[str, Block]:
+def _end_to_end(states: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
     """Return blocks without gaps, as safetensors requires; all tensors have one type, so that all are aligned."""
 
-    def laid_out() -> Iterator[tuple[str, Block]]:
+    def laid_out() -> Iterator[tuple[str, TensorPlace]]:
         end = 0
         for name, tensor in states.items():
-            block = Block(end, tensor.shape, tensor.dtype)
+            block = TensorPlace(end, tensor.shape, tensor.dtype)
             end += block.size
             yield name, block
 

@@ -40,7 +40,7 @@ PINNED_ALLOCATOR = (
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorPlace:
     """Place of one tensor in a range of bytes."""
 
     offset: int  # bytes
@@ -57,14 +57,14 @@ class Block:
         return memory[start : start + self.size].view(self.dtype).view(self.shape)
 
 
-def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Block], int]:
+def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, TensorPlace], int]:
     """Return aligned blocks for named tensors, in order, and the bytes that they take together.
 
     Only shape and dtype count: the tensors may be on the meta device.
     """
     blocks, end = {}, 0
     for name, tensor in tensors:
-        block = Block(end, tensor.shape, tensor.dtype)
+        block = TensorPlace(end, tensor.shape, tensor.dtype)
         blocks[name] = block
         end += -(-block.size // ALIGNMENT) * ALIGNMENT
     return blocks, end
@@ -163,7 +163,7 @@ class PinnedArena:
             )
         self.pinned = True
 
-    def views(self, blocks: Mapping[str, Block], base: int = 0) -> dict[str, Tensor]:
+    def views(self, blocks: Mapping[str, TensorPlace], base: int = 0) -> dict[str, Tensor]:
         """Return the tensors of a layout that begins at byte `base`, as views."""
         return {name: block.view(self.memory, base) for name, block in blocks.items()}
 

@@ -36,7 +36,7 @@ DTYPES = {  # name in safetensors -> dtype
 def groups_read(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict[str, Any]]:
     """Yield the tensors of each group, by name, valid until the next group is requested.
 
-    They lie in one of two buffers while threads fill the other. Where free memory is less than twice both buffers, the
+    They lie in one of two buffers while threads fill the other. If free memory is less than twice both buffers, the
     tensors come as from `groups_mapped`.
     """
     layouts = [lay_out((name, empty_tensor(name, checkpoint.tensors[name])) for name in group) for group in groups]

@@ -1,6 +1,6 @@
 """Conversations on an engine, a token at a time, so that an answer may be stopped at any of them.
 
-After each answer what was computed goes to the prefix cache; the next turn takes up what it finds there.
+After each answer its keys and values go to the prefix cache; the next turn continues from those it finds there.
 """
 
 from pathlib import Path
@@ -18,8 +18,8 @@ from zinfer.spec.source import revision_of
 
 
 def cache_identity(plan: Plan) -> dict[str, str]:
-    """Return what tells the keys and values of a plan's model from those of all others, whichever engine computed
-    them."""
+    """Return the facts that tell the keys and values of a plan's model from those of all others, whichever engine
+    computed them."""
     spec = plan.model
     return {
         "model": Path(spec.name).name,
@@ -101,7 +101,7 @@ class Chat:
         return self._piece()
 
     def end(self) -> tuple[list[int], str]:
-        """End the answer, as far as it is, and keep what was computed; returns its ids and its text."""
+        """End the answer, as far as it is, and keep its KV cache; return its ids and its text."""
         answer, loop = self._answer, self._scheduler.loop
         text = self._dialogue.answered(answer.output_ids)
         if self._cache is not None:

@@ -12,10 +12,10 @@ def prefill(
     engine: Engine, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[KVSnapshot] = ()
 ) -> tuple[MicroBatch, Tensor]:
     """Admit a micro-batch of left-padded prompts ``[B, S]`` (int64) with their mask (1 token, 0 padding) and compute
-    them: the micro-batch, with room for `reserve` further tokens, and the last position's logits ``[B, V]``.
+    them; return the micro-batch, with room for `reserve` further tokens, and the last position's logits ``[B, V]``.
 
-    `past` holds first positions of these prompts, which are not computed again. Where computing fails, the micro-batch
-    is retired. Raises what `Engine.admit` and `Engine.forward` do.
+    `past` holds first positions of these prompts, which are not computed again. If computing fails, the micro-batch is
+    retired. Raises the errors of `Engine.admit` and `Engine.forward`.
     """
     batch = engine.admit(attention_mask, token_ids.shape[1] + reserve, past)
     try:
@@ -27,6 +27,6 @@ def prefill(
 
 
 def decode(engine: Engine, batch: MicroBatch, token_ids: Tensor) -> Tensor:
-    """Append one token a row, ``[B]`` on the device, to `batch`: the next logits ``[B, V]``."""
+    """Append one token a row, ``[B]`` on the device, to `batch`; return the next logits ``[B, V]``."""
     (logits,) = engine.forward([Work(batch, token_ids[:, None])])
     return logits[:, -1]

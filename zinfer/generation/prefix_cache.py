@@ -44,7 +44,7 @@ class PrefixCache:
     """Cache of up to `size` bytes in memory and `folder_size` bytes in `folder`, for the one model that `identity`
     describes.
 
-    `say` gets a line of text for everything that cannot be kept or read; this raises no error.
+    `say` gets a line of text for everything that cannot be kept or read; no error is raised for it.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class DecodeLoop:
 
     @property
     def batch(self) -> MicroBatch:
-        """The running micro-batch. Raises EngineError where there is none."""
+        """Running micro-batch. Raises EngineError if there is none."""
         if self._batch is None:
             raise EngineError("no batch is running")
         return self._batch
@@ -100,7 +100,7 @@ class DecodeLoop:
 
 @dataclass(eq=False)
 class Sequence:
-    """One request: a prompt, how its tokens are chosen, what ends it, and what it has so far.
+    """One request: its prompt, the sampling of its tokens, its stops, and its output so far.
 
     `left` is the number of tokens that it may still get. Once it has ended, `finish_reason` is ``stop`` (an end token,
     or one of the texts `stop`) or ``length`` and `text` its output; or `error` says why it has none. The end token is
@@ -124,7 +124,7 @@ class Sequence:
 
 
 class Scheduler:
-    """Decides which sequences are in the next pass: those of one batch, from its start until its end."""
+    """Scheduler of one batch, from its start until its end: decides which sequences are in the next pass."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.sequences: list[Sequence] = []
@@ -139,8 +139,8 @@ class Scheduler:
         return room and any(not sequence.ended for sequence in self.sequences)
 
     def start(self, sequences: Iterable[Sequence], reserve: int, past: "Several[KVSnapshot]" = ()) -> list[Sequence]:
-        """Begin a batch of `sequences` with room for `reserve` more tokens each: its prefill, of prompts and what they
-        have so far, and a token for each. Returns the sequences that ended with it."""
+        """Begin a batch of `sequences` with room for `reserve` more tokens each: prefill their prompts and the output
+        that they have so far, and choose a token for each. Returns the sequences that ended with it."""
         self.sequences, self._reserve = list(sequences), reserve
         known = [sequence.prompt_ids + sequence.output_ids for sequence in self.sequences]
         length = max(map(len, known))
@@ -190,7 +190,7 @@ class Scheduler:
                 sequence.finish_reason, sequence.text = "length", self._tokenizer.decode(sequence.output_ids)
 
     def _before_stop(self, sequence: Sequence) -> str | None:
-        """Return the text before the first of the sequence's stops; None where there is none in it."""
+        """Return the text before the first of the sequence's stops; None if it contains none."""
         if not sequence.stop:
             return None
         recent = 8 + max(len(stop.encode(errors="replace")) for stop in sequence.stop)  # a token is a byte at least

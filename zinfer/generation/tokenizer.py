@@ -35,7 +35,7 @@ class Tokenizer:
         return list(self.hf(text, add_special_tokens=False).input_ids)
 
     def try_encode(self, prompt: str | list[dict[str, str]]) -> list[int] | str:
-        """Return the ids of a text or of a chat's messages, or one line that says why there are none."""
+        """Return the ids of a text or of a chat's messages, or one line with the reason why there are none."""
         try:
             found = self.encode(prompt) if isinstance(prompt, str) else self.encode_chat(prompt)
             return found or f"the prompt {NO_TOKENS}"

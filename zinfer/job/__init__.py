@@ -1,1 +1,1 @@
-"""Jobs: what drives workers from the parent process (sweeps, batch files, accuracy studies)."""
+"""Jobs: control of workers from the parent process (sweeps, batch files, accuracy studies)."""

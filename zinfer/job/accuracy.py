@@ -26,8 +26,8 @@ from zinfer.worker.process import Client, WorkerError
 from zinfer.worker.tasks import LogitsCompare, LogitsFile, LogitsRecord, TextWindows
 
 
-class Row(NamedTuple):
-    """A prompt, and the tokens of the text that follow it; None for the reference's own greedy tokens."""
+class AccuracyRow(NamedTuple):
+    """A prompt, and the tokens of the text that follow it, None for the reference's own greedy tokens."""
 
     prompt: list[int]
     tokens: list[int] | None
@@ -41,13 +41,13 @@ class Row(NamedTuple):
 class Recorded:
     """A batch of rows that the reference ran: the tokens that followed, and the file of its logits."""
 
-    rows: Sequence[Row]
+    rows: Sequence[AccuracyRow]
     tokens: list[list[int]]
     lengths: list[int]  # up to the token that ended the row's own text, if one did
     logits: LogitsFile
 
 
-def record(worker: Client, rows: Sequence[Row], steps: int, file: str, ends: frozenset[int]) -> Recorded:
+def record(worker: Client, rows: Sequence[AccuracyRow], steps: int, file: str, ends: frozenset[int]) -> Recorded:
     """Run `rows` through the reference for `steps` tokens and store its logits in `file`; tokens in `ends` end a row's
     own text."""
     prompts, given = [row.prompt for row in rows], [row.tokens for row in rows]
@@ -59,9 +59,9 @@ def record(worker: Client, rows: Sequence[Row], steps: int, file: str, ends: fro
     return Recorded(rows, answer.tokens, lengths, answer.logits)
 
 
-def compare(worker: Client, batch: Recorded, size: int | None = None) -> list[list[Position]]:
-    """Compare the loaded setting with the recorded logits of `batch`, `size` rows at a time: the positions of each
-    row."""
+def compare_logits(worker: Client, batch: Recorded, size: int | None = None) -> list[list[Position]]:
+    """Compare the loaded setting with the recorded logits of `batch`, `size` rows at a time; return the positions of
+    each row."""
     size, found = size or len(batch.rows), list[list[Position]]()
     for first in range(0, len(batch.rows), size):
         part = slice(first, first + size)
@@ -82,9 +82,9 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Plans to compare, at the batch size to run with, the text and the number of samples to take of it. `make_worker`
-    makes a worker, `loading` is called before each load."""
+class AccuracyStudy:
+    """Study to run: the plans to compare, at the batch size to run with, the text and the number of samples to take of
+    it. `make_worker` makes a worker, `loading` is called before each load."""
 
     reference: Plan
     settings: Sequence[Plan]
@@ -112,7 +112,9 @@ class Comparison:
             with self._worker() as worker:
                 pieces, tokens, ends = self._cut(worker)
                 self._load(worker, self.reference)
-                rows = [row for one in pieces for row in (Row(one[:cut], None), Row(one[:cut], one[cut:]))]
+                rows = [
+                    row for one in pieces for row in (AccuracyRow(one[:cut], None), AccuracyRow(one[:cut], one[cut:]))
+                ]
                 recorded = [
                     record(worker, rows[start : start + size], load.output_len, f"{folder}/{start}", ends)
                     for start in range(0, len(rows), size)
@@ -122,7 +124,7 @@ class Comparison:
                 try:
                     with self._worker() as worker:
                         self._load(worker, plan)
-                        found = [compare(worker, batch) for batch in recorded]
+                        found = [compare_logits(worker, batch) for batch in recorded]
                     deviations += _deviations(plan.case, recorded, found)
                 except WorkerError as error:
                     failed.append(Failed(case=plan.case, status=error.status, error=str(error)))
@@ -140,7 +142,7 @@ class Comparison:
             worker.close()
 
     def _cut(self, worker: Client) -> tuple[list[list[int]], int, frozenset[int]]:
-        """The samples, the number of tokens in the text, and the tokens that end a row's own text."""
+        """Return the samples, the number of tokens in the text, and the tokens that end a row's own text."""
         spec, length = self.reference.model, self.reference.case.workload.total_len
         answer = worker.ask(TextWindows(model=spec, text=self.text, count=self.samples, length=length))
         if answer.pieces is None:
@@ -161,7 +163,7 @@ class Comparison:
         half = (len(batch.rows) + 1) // 2
         if half == len(batch.rows):
             return []
-        return _deviations(self.reference.case.with_batch(half), [batch], [compare(worker, batch, half)])
+        return _deviations(self.reference.case.with_batch(half), [batch], [compare_logits(worker, batch, half)])
 
 
 def _deviations(case: Case, batches: Sequence[Recorded], found: Sequence[list[list[Position]]]) -> list[Deviation]:
@@ -173,7 +175,8 @@ def _deviations(case: Case, batches: Sequence[Recorded], found: Sequence[list[li
 
 
 def text_of(name: str) -> tuple[str, str]:
-    """Name and content of a prompt file, or of the default text. Raises AccuracyError if the file cannot be read."""
+    """Return the name and the content of a prompt file, or of the default text. Raises AccuracyError if the file cannot
+    be read."""
     if name == "default":
         from pydoc_data.topics import topics
 
@@ -186,7 +189,7 @@ def text_of(name: str) -> tuple[str, str]:
 
 
 def describe(spec: ModelSpec) -> str:
-    """Description of the model: its shape, and the origin that its safetensors metadata states."""
+    """Return the description of the model: its shape, and the origin that its safetensors metadata states."""
     shape = (
         f"{spec.architecture}, {spec.parameters / 1e6:,.0f} million weights, {spec.num_layers} layers, "
         f"{spec.num_heads} heads of {spec.head_dim}, {spec.num_kv_heads} of keys and values"

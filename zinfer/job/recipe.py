@@ -34,7 +34,7 @@ class EngineRecipe(Frozen):
     options: dict[str, Option] = Field(default_factory=dict)
 
 
-class Load(Frozen):
+class SweepLoad(Frozen):
     """Work of one process: cases that differ only in batch size and lengths share it."""
 
     model: str
@@ -47,11 +47,11 @@ class Load(Frozen):
 
     @property
     def conflict(self) -> str | None:
-        """Why the options contradict each other or the offload; None where they do not."""
+        """Reason why the options contradict each other or the offload; None if they do not."""
         return conflict(self.engine, self.options, self.offload)
 
     def case(self, load_format: LoadFormat, dtype: Dtype, input_len: int, output_len: int) -> Case:
-        """The load's case at batch size 1."""
+        """Return the load's case at batch size 1."""
         return Case(
             model=self.model,
             engine=self.engine,
@@ -124,7 +124,7 @@ class Sweep(Frozen):
             return value
         return {key: tuple(v) if isinstance(v, list | tuple) else (v,) for key, v in value.items()}
 
-    def loads(self, planning: bool = False) -> Iterator[Load]:
+    def loads(self, planning: bool = False) -> Iterator[SweepLoad]:
         """Yield the loads one after the other, with the engine recipes resolved and the options validated.
 
         With `planning` any engine takes the options of `PlanOptions`, which it may lack. Raises OptionError for an
@@ -137,7 +137,7 @@ class Sweep(Frozen):
                     for offload in self.offload:
                         budgets = (None,) if offload == "none" else self.gpu_weights
                         for budget, options in product(budgets, _product(recipe.options, self.options)):
-                            yield Load(
+                            yield SweepLoad(
                                 model=model,
                                 engine=recipe.engine,
                                 offload=offload,
@@ -148,7 +148,7 @@ class Sweep(Frozen):
                             )
 
     def lengths(self) -> Iterator[tuple[int, int]]:
-        """Pairs of input and output length, in tokens."""
+        """Yield the pairs of input and output length, in tokens."""
         for input_len in self.input_len:
             for output_len in self.output_len:
                 yield input_len, output_len
@@ -162,8 +162,8 @@ def _product(fixed: dict[str, Option], axes: dict[str, tuple[Option, ...]]) -> l
 
 
 def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
-    """The factor of ``auto`` (2) or ``auto*N``, and the batches that are listed before it in ``1,8,auto``. Raises
-    RecipeError for anything else."""
+    """Return the factor of ``auto`` (2) or ``auto*N``, and the batches that are listed before it in ``1,8,auto``.
+    Raises RecipeError for anything else."""
     *listed, last = batch_size.split(",")
     match = re.fullmatch(r"auto(?:\*([2-9]|\d\d+))?", last)
     if match is None or (listed and match[1]):
@@ -174,8 +174,8 @@ def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
 
 
 def parse_batches(text: str) -> tuple[int, ...] | str:
-    """Batch sizes of ``1,2,4``; ``1-64*2`` (1, 2, 4, .. 64); ``8-32+8`` (8, 16, 24, 32); mixed with commas. ``auto``,
-    ``auto*4`` and ``1,2,auto`` stay text. Raises RecipeError."""
+    """Return the batch sizes of ``1,2,4``; ``1-64*2`` (1, 2, 4, .. 64); ``8-32+8`` (8, 16, 24, 32); mixed with commas.
+    ``auto``, ``auto*4`` and ``1,2,auto`` stay text. Raises RecipeError."""
     if text.split(",")[-1].startswith("auto"):
         automatic(text)
         return text
@@ -197,7 +197,7 @@ def parse_batches(text: str) -> tuple[int, ...] | str:
 
 
 def parse_option(text: str) -> Option:
-    """Value of an option as typed: true or false, a number, or text."""
+    """Return the value of an option as typed: true or false, a number, or text."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     for kind in (int, float):
@@ -209,7 +209,7 @@ def parse_option(text: str) -> Option:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Contents of a recipe file. Raises RecipeError that names the file and the line."""
+    """Return the contents of a recipe file. Raises RecipeError that names the file and the line."""
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
@@ -229,7 +229,7 @@ def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
 
 
 def engine_recipe(name: str) -> EngineRecipe:
-    """The recipe `engines/<name>.toml`, or the engine `name` with its defaults. Raises RecipeError."""
+    """Return the recipe `engines/<name>.toml`, or the engine `name` with its defaults. Raises RecipeError."""
     path = ENGINE_RECIPES / f"{name}.toml"
     if path.is_file():
         try:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM during a job: noticed at once, acted on where no record is lost."""
+"""Signals (SIGINT and SIGTERM) during a job: noticed at once, acted on at points where no record is lost."""
 
 import signal
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class Signals:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Context in which a signal raises Interrupted, also one that arrived before."""
+        """Let signals raise Interrupted within the ``with`` block, also one that arrived before."""
         self._waiting = True
         try:
             if self._pending is not None:

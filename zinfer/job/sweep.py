@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any
 
-from zinfer.job.recipe import Load, Sweep, automatic
+from zinfer.job.recipe import Sweep, SweepLoad, automatic
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.plan import LARGEST_BATCH, Plan, make_plan
 from zinfer.record.measurement import Measurement, Status
@@ -39,20 +39,20 @@ Batches = Generator[Try, Status, None]
 
 
 @dataclass(frozen=True)
-class Job:
+class LoadJob:
     """One load, ready to run: its plan at batch 1, its cases, and its engine."""
 
     plan: Plan
-    cases: tuple[Case, ...]  # at batch 1, one for each pair of lengths
+    cases: tuple[Case, ...]  # cases at batch 1, one for each pair of lengths
     target: str  # the engine's class, as module:Class
     revision: str = ""
 
 
 @dataclass
 class Events:
-    """Callbacks for whoever watches a sweep."""
+    """Callbacks for the observer of a sweep."""
 
-    point: Callable[[Measurement, bool], None] = lambda _point, _resumed: None  # the bool: from a record
+    point: Callable[[Measurement, bool], None] = lambda _point, _resumed: None  # True for a point from a record
     loading: Callable[[Plan], None] = lambda _plan: None
     loaded: Callable[[int, float], None] = lambda _size, _seconds: None
     progress: Callable[[str, float], None] = lambda _what, _share: None
@@ -91,15 +91,15 @@ def _powers(factor: int) -> Iterator[int]:
 
 
 def listed(batches: Iterable[int]) -> Batches:
-    """The given batches in rising order, up to the first that runs out of memory."""
+    """Yield the given batches in rising order, up to the first that runs out of memory."""
     for batch in sorted(batches):
         if (yield Try(batch)) in OUT_OF_MEMORY:
             return
 
 
 def batches_of(sweep: Sweep, plan: Plan) -> Batches:
-    """The batches to try. The plan guesses the largest one; without a GPU it is also the limit, since running out of
-    memory would take down the whole machine."""
+    """Return the batches to try. The plan guesses the largest one; without a GPU it is also the limit, since running
+    out of memory would take down the whole machine."""
     if not isinstance(sweep.batch_size, str):
         return listed(sweep.batch_size)
     limit = LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size)
@@ -110,11 +110,11 @@ def batches_of(sweep: Sweep, plan: Plan) -> Batches:
 def prepare(
     sweep: Sweep,
     machine: Machine,
-    resolve: Callable[[Load], Source],
-    locate: Callable[[Load], str | None],
+    resolve: Callable[[SweepLoad], Source],
+    locate: Callable[[SweepLoad], str | None],
     nvme_path: str | None = None,
     positions: bool = True,
-) -> list[Job]:
+) -> list[LoadJob]:
     """Plan the sweep's loads. `resolve` finds a load's model and weights; `locate` its engine, or None for an engine
     without that offload: such a combination is left out.
 
@@ -131,13 +131,13 @@ def prepare(
         cases = tuple(load.case(source.load_format, source.spec.dtype, *lengths) for lengths in sweep.lengths())
         longest = max(cases, key=lambda case: case.workload.total_len)
         plan = make_plan(longest, source.spec, machine, nvme_path)
-        jobs.append(Job(plan, cases, target, source.revision))
+        jobs.append(LoadJob(plan, cases, target, source.revision))
     return jobs
 
 
 def run(
     sweep: Sweep,
-    jobs: Iterable[Job],
+    jobs: Iterable[LoadJob],
     store: Store,
     done: Iterable[Measurement] = (),
     events: Events | None = None,
@@ -163,7 +163,7 @@ class _Runner:
     def __init__(
         self,
         sweep: Sweep,
-        job: Job,
+        job: LoadJob,
         store: Store,
         known: dict[Case, Measurement],
         events: Events,
@@ -271,8 +271,8 @@ def _advance(batches: Batches, status: Status | None) -> Try | None:
 
 
 def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:
-    """Exit code of a sweep: 0 if every point is ok, 3 if some are not, 4 if none is. With ``auto``, a batch that memory
-    or a TensorRT plan has no room for is how the largest batch is found, and counts as ok."""
+    """Return the exit code of a sweep: 0 if every point is ok, 3 if some are not, 4 if none is. With ``auto``, a batch
+    that memory or a TensorRT plan has no room for is how the largest batch is found, and counts as ok."""
     points = tuple(points)
     good = sum(point.status == "ok" for point in points)
     if not good:
@@ -282,5 +282,5 @@ def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:
 
 
 def _edge(point: Measurement) -> bool:
-    """True if the load ran and the batch was too large for it."""
+    """Return True if the load ran and the batch was too large for it."""
     return point.status in OUT_OF_MEMORY or (point.status == "unsupported" and point.stage != "load")

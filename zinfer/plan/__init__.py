@@ -1,1 +1,1 @@
-"""Planning: what fits where, and how fast it can be, before anything runs."""
+"""Planning: what fits, on which tier, and how fast it can be, before anything runs."""

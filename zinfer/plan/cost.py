@@ -26,30 +26,31 @@ CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # Prompt tokens in one forward pass. A pass streams every weight (2 bytes a parameter) and computes 2 FLOPs a parameter
 # and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
-# model. More than that at once only takes memory, which the KV cache of a larger batch has better use for.
+# model. More tokens at once only take memory, of which the KV cache of a larger batch makes better use.
 PREFILL_TOKENS = 8192
-# In blocks within a layer's stay the weights cross once anyway, and a pass only has to be long enough for the matrix
-# products: as many tokens as have this many hidden values, 2,048 of BLOOM-176B, but not fewer than that.
+# If prompts pass a layer in blocks, the weights cross once anyway, and a pass only has to be long enough for the matrix
+# products: as many tokens as have this many hidden values (2,048 of BLOOM-176B), and at least this many tokens.
 BLOCK_VALUES, BLOCK_TOKENS = 2048 * 14336, 2048
-# Between its matrix products a layer's prefill reads and writes GPU memory, one kernel after the other: a token's
-# hidden values so often (two norms, two sums, heads split and merged), those within the feed-forward network so often
-# (a fused activation; BLOOM's is nine kernels), and where attention keeps its scores, for each of them so many bytes.
+# Between its matrix products a layer's prefill reads and writes GPU memory, one kernel after the other. These
+# count the passes over a token's hidden values (two norms, two sums, heads split and merged) and over its values within
+# the feed-forward network (a fused activation; BLOOM's is nine kernels), and the bytes for each score that is kept.
 HIDDEN_PASSES, FFN_PASSES, FFN_PASSES_OF, SCORE_BYTES = 20, 3, {"bloom": 21}, 20
 EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
-# Cores that attend to a KV cache in host memory take that from the link: fewer do where they are done in this part of
-# the time that the link needs anyway. The rest is for what a layer does before and after.
+# Cores that attend to a KV cache in host memory take bandwidth from the link. These are the shares of the cores to
+# choose from, and the part of the link's time in which they must be done; the rest is for a layer's work before and
+# after attention.
 CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
-LINK_KEEPS = 0.95  # of its rate while all cores attend: 0.95 was seen beside 16 cores, 0.92 beside 64
-UNPACKING = 0.4  # of the bandwidth of GPU memory: the rate at which coded weights become whole ones
+LINK_KEEPS = 0.95  # share of the link's rate left while all cores attend: 0.95 seen beside 16 cores, 0.92 beside 64
+UNPACKING = 0.4  # rate at which coded weights are unpacked, as a share of the bandwidth of GPU memory
 PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
 
 
 class Bytes(Frozen):
-    """Bytes on one tier, by what they are for."""
+    """Bytes on one tier, by their use."""
 
     weights: int = 0
     kv_cache: int = 0
-    buffers: int = 0  # slots the streamed layers, or the streamed KV cache, land in
+    buffers: int = 0  # slots that streamed layers, or a streamed KV cache, arrive in
     activations: int = 0
     overhead: int = 0  # rounding of pinned blocks, contexts, the process itself
 
@@ -59,27 +60,27 @@ class Bytes(Frozen):
 
 
 class Placement(Frozen):
-    """Place of weights, KV cache and buffers, and how they move: what an engine does, and nothing else."""
+    """Place of weights, KV cache and buffers, and how they move: all that an engine does, and nothing else."""
 
-    tier: Literal["gpu", "host", "nvme"] = "gpu"  # of the weights that are not resident
-    gpus: int = Field(default=1, ge=1)  # each with its own link, and an equal part of weights, cache and work
-    resident_bytes: int = 0  # layer weights that stay, on all GPUs together, besides the weights outside the layers
-    resident_layers: tuple[int, ...] = ()  # whole layers that stay, by number; spread so that the link never idles
-    codec: Literal["none", "lossless"] = "none"  # of streamed weights on the wire
+    tier: Literal["gpu", "host", "nvme"] = "gpu"  # tier of the weights that are not resident
+    gpus: int = Field(default=1, ge=1)  # GPUs, each with its own link and an equal part of weights, cache and work
+    resident_bytes: int = 0  # bytes of layers that stay, on all GPUs together, besides the weights outside the layers
+    resident_layers: tuple[int, ...] = ()  # numbers of whole layers that stay; spread so that the link never idles
+    codec: Literal["none", "lossless"] = "none"  # code of streamed weights on the wire
     kept_ratio: float = 1.0  # bytes of a streamed weight at rest over those it is stored in; below 1 where it is coded
     weight_ratio: float = 1.0  # bytes a weight is stored in over those of the model's dtype: int4 with scales 0.28
     wire_ratio: float = 1.0  # bytes that cross the link over the stored ones: a lossless codec 0.67
-    slots: float = 2.0  # GPU memory that streamed weights pass through, in layers
-    kv_host_share: float = 0.0  # part of the sequences that have their KV cache in host memory, read at every step
+    slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
+    kv_host_share: float = 0.0  # share of the sequences with their KV cache in host memory, read at every step
     kv_on_cpu: bool = False  # the CPU attends to that cache, so that it never crosses the link
-    kv_cpu_share: float = Field(default=1.0, gt=0, le=1)  # part of the CPU's cores, and of their rate, that attends
-    kv_threads: int | None = None  # CPU threads that attend, where a number was asked for
-    buffers: int = 0  # ring buffers that a KV cache on its way adds to; 0: it takes two whole layers' worth
+    kv_cpu_share: float = Field(default=1.0, gt=0, le=1)  # share of the CPU's cores, and of their rate, that attends
+    kv_threads: int | None = None  # CPU threads that attend, if a number was requested
+    buffers: int = 0  # ring buffers that a KV cache on the link adds to; 0: it takes two whole layers' worth
     ring_depth: int = 0  # buffers between link and slot; 0 without a ring
     layer_pieces: int = 1  # pieces that a layer crosses the link in
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
-    also_streamed: int = 0  # bytes a pass fetches besides the layers
+    also_streamed: int = 0  # bytes that a pass fetches besides the layers
     overlapped: bool = True  # copies run beside compute
     blocks: bool = False  # prefill passes go through the layers side by side, and the weights cross once for all
     pass_tokens: int = PREFILL_TOKENS  # prompt tokens in one forward pass at most, if they are several sequences'
@@ -96,18 +97,17 @@ class Placement(Frozen):
 
 
 class Efficiency(Frozen):
-    """How far an engine stays behind the physics; the defaults are a good engine's."""
+    """Efficiency factors of an engine, its distance from the physical limits; the defaults are a good engine's."""
 
-    link_share: float = 0.95  # of the link's bandwidth that streamed bytes reach
-    layer_s: float = 0.0  # seconds to launch one decoder layer, under which none gets
-    mfu: float = 0.6  # of the machine's matmul rate, where compute is the bottleneck
+    link_share: float = 0.95  # share of the link's bandwidth that streamed bytes reach
+    layer_s: float = 0.0  # seconds to launch one decoder layer, the least that a layer takes
+    mfu: float = 0.6  # share of the machine's matmul rate, where compute is the bottleneck
     memory: float = 1.0  # GPU bytes taken over bytes counted, besides weights and KV cache
-    error: float | None = None  # of predicted throughput, as a share, in 9 of 10 cases; None: never measured
-    points: int = 0  # measurements behind it
+    error: float | None = None  # error of predicted throughput in 9 of 10 cases, as a share; None: never measured
+    points: int = 0  # number of measurements behind the factors
 
-    @property
-    def words(self) -> str:
-        """The factors in a line."""
+    def describe(self) -> str:
+        """Return the factors in one line."""
         launch = f", {self.layer_s * 1e3:.2f} ms to launch a layer" if self.layer_s else ""
         band = "" if self.error is None else f"; throughput within {self.error:.0%} in 9 of 10 cases"
         return (
@@ -117,7 +117,7 @@ class Efficiency(Frozen):
 
 
 class Times(Frozen):
-    """Seconds of a pass, None where the machine's figures are not known, and the bottleneck that sets them."""
+    """Seconds of a pass, None if the machine's figures are not known, and the bottleneck that sets them."""
 
     seconds: float | None = None
     bound_by: Bound | None = None
@@ -125,12 +125,12 @@ class Times(Frozen):
 
 
 def layers_stored(setup: Placement, model: ModelSpec) -> int:
-    """Bytes that all decoder layers take where they are stored."""
+    """Return the bytes that all decoder layers take where they are stored."""
     return round(model.streamed_bytes * setup.weight_ratio)
 
 
 def wire_bytes(setup: Placement, model: ModelSpec) -> int:
-    """Weight bytes that one pass moves over the links."""
+    """Return the weight bytes that one pass moves over the links."""
     if setup.tier == "gpu":
         return 0
     left = max(0, layers_stored(setup, model) - setup.resident_bytes)
@@ -192,15 +192,16 @@ def _pass(
     written: int = 0,
     passed: int = 0,
 ) -> Times:
-    """A pass that reads `read` bytes of weights and `kv` of cache, computes `flops`, in between reads and writes
-    `passed` bytes of GPU memory, and sends `written` bytes of keys and values to the host while weights come."""
+    """Time a pass that reads `read` bytes of weights and `kv` bytes of cache, computes `flops`, reads and writes
+    `passed` bytes of GPU memory in between, and sends `written` bytes of keys and values to the host while weights
+    come."""
     link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
     hosted = round(kv * setup.kv_host_share)
     over_link = wire_bytes(setup, model) + (0 if setup.kv_on_cpu else hosted)
     from_host = wire_bytes(setup, model) + hosted
     if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and link is None):
         return Times()
-    share = setup.gpus  # of everything that is split
+    share = setup.gpus  # everything is split between them
     streamed = wire_bytes(setup, model) / setup.wire_ratio
     limits: dict[Bound, float] = {
         # a streamed weight is written to GPU memory before it is read
@@ -212,11 +213,11 @@ def _pass(
         limits["link"] = over_link / share / (factors.link_share * link)
     if written and machine.duplex_bandwidth is not None:
         limits["link"] = max(limits.get("link", 0.0), written / share / machine.duplex_bandwidth)
-    if from_host and machine.host_bandwidth is not None:  # all links read from one memory, and the CPU does
+    if from_host and machine.host_bandwidth is not None:  # all links, and the CPU, read from one memory
         limits["host memory"] = from_host / machine.host_bandwidth
     cpu = machine.attention_rate(max(1, model.num_heads // max(1, model.num_kv_heads)))
     if hosted and setup.kv_on_cpu and cpu is not None:
-        # In every layer one after the other: weights are unpacked, the GPU computes, the CPU attends.
+        # These follow each other in every layer: weights are unpacked, the GPU computes, the CPU attends.
         unpacked = 0.0 if setup.wire_ratio == 1 else streamed / share / (UNPACKING * machine.hbm_bandwidth)
         on_gpu = unpacked + limits["hbm"] + limits["compute"] + limits["launch"]
         attending, copying = contended_rates(setup, machine, cpu, hosted, limits.get("link", 0.0))
@@ -234,11 +235,12 @@ def _pass(
 
 
 def contended_rates(setup: Placement, machine: Machine, cpu: float, hosted: int, copying: float) -> tuple[float, float]:
-    """Seconds that the CPU attends to `hosted` bytes of the KV cache (all cores to `cpu` of them a second), and seconds
-    of the link for what it would alone copy in `copying`. While both run they read one memory.
+    """Return the seconds that the CPU attends to `hosted` bytes of the KV cache (all cores to `cpu` of them a second),
+    and the seconds of the link for a copy that alone takes it `copying` seconds. While both run they share one memory.
 
-    What each then has left was measured, or else the CPU has its part of the memory's bandwidth and the link nearly all
-    that it had. Fewer cores take less, down to where neither loses anything. (The links of several GPUs are one here.)
+    The rate left to each was measured; otherwise the CPU has its part of the memory's bandwidth and the link nearly all
+    of its own. Fewer cores take less, down to where neither loses anything. (The links of several GPUs count as one
+    here.)
     """
     own, link = setup.kv_cpu_share * cpu, machine.h2d_bandwidth
     if link is None or setup.tier != "host":
@@ -247,7 +249,7 @@ def contended_rates(setup: Placement, machine: Machine, cpu: float, hosted: int,
     slow_cpu = min(cpu, machine.shared_attention_bandwidth or part * cpu)
     slow_link = min(link, machine.shared_h2d_bandwidth or max(part, LINK_KEEPS) * link)
     together = min(slow_cpu + slow_link, machine.host_bandwidth or inf)
-    lost = cpu + link - together  # by both, where all cores attend
+    lost = cpu + link - together  # bandwidth that both lose while all cores attend
     loss = max(0.0, own + link - together) / lost if lost > 0 else 0.0
     cpu_rate, link_share = own - loss * (cpu - slow_cpu), 1 - loss * (1 - slow_link / link)
     both = min(hosted / cpu_rate, copying / link_share)
@@ -274,7 +276,7 @@ def with_cores(
 
 
 def _passed_bytes(model: ModelSpec, batch_size: int, length: int) -> int:
-    """Bytes of GPU memory that a prefill reads and writes between its matrix products."""
+    """Return the bytes of GPU memory that a prefill reads and writes between its matrix products."""
     ffn = FFN_PASSES_OF.get(model.architecture, FFN_PASSES) * model.ffn_size * max(1, model.experts_per_token)
     token = (HIDDEN_PASSES * model.hidden_size + ffn) * model.dtype_bytes
     scores = model.num_heads * length * SCORE_BYTES if model.architecture in EAGER else 0
@@ -321,20 +323,20 @@ def tiers(
 
 
 def _kv_buffers(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
-    """GPU bytes that a KV cache on its way over the link takes, besides the buffers of the weights."""
+    """Return the GPU bytes that a KV cache on its way over the link takes, besides the buffers of the weights."""
     if not setup.buffers:
         return 2 * round(model.largest_kv_layer_bytes(batch_size, length) * setup.kv_ratio * setup.kv_host_share)
     return setup.buffers * (buffer_bytes(setup, model, batch_size, input_len, length) - piece_bytes(setup, model))
 
 
 def piece_bytes(setup: Placement, model: ModelSpec) -> int:
-    """Bytes of a layer that cross the link at a time and wait in one buffer of a ring."""
+    """Return the bytes of a layer that cross the link at a time and wait in one ring buffer."""
     return round(min(PIECE_BYTES, model.layer_bytes) * setup.wire_ratio)
 
 
 def buffer_bytes(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
-    """Size of one ring buffer, in bytes; it also takes the KV cache, of `length` tokens, of sequences prefilled
-    together."""
+    """Return the size of one ring buffer, in bytes; it also takes the KV cache, of `length` tokens, of sequences
+    prefilled together."""
     piece = piece_bytes(setup, model)
     if not setup.kv_host_share or setup.kv_on_cpu:
         return piece
@@ -343,9 +345,9 @@ def buffer_bytes(setup: Placement, model: ModelSpec, batch_size: int, input_len:
 
 
 def activations(setup: Placement, model: ModelSpec, batch_size: int, length: int) -> int:
-    """Peak of one layer's prefill: hidden states, the widest intermediate twice (and a gate), and eager attention
-    scores for ALiBi models, for which transformers has no fused kernel (three times in the weights' type, softmax in
-    float32). Passes side by side keep their hidden states each."""
+    """Return the peak bytes of one layer's prefill: hidden states, the widest intermediate twice (and a gate), and
+    eager attention scores for ALiBi models, for which transformers has no fused kernel (three times in the weights'
+    type, softmax in float32). Passes side by side keep their hidden states each."""
     rows = setup.prefill_rows(batch_size, length)
     tokens = rows * length
     wide = max(model.ffn_matrices * model.ffn_size, 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)

@@ -20,10 +20,10 @@ from zinfer.spec.units import duration, gb, gib
 from zinfer.spec.value import Frozen
 
 LARGEST_BATCH = 1 << 20  # nobody asks for more
-HOST_SHARE = 0.97  # of host memory a load may take before it is refused
+HOST_SHARE = 0.97  # share of host memory that a load may take before it is refused
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
-RING_DEPTH = 6  # least number of ring buffers: they hold what comes while a layer of a decode step computes
-# Margin of an engine that gives free GPU memory away: what a plan does not see (gaps, moments of a step) stays free.
+RING_DEPTH = 6  # least number of ring buffers: they hold what arrives while a layer of a decode step computes
+# Margin of an engine that gives free GPU memory away, for memory that a plan does not see (gaps, moments of a step).
 CAUTIOUS = Efficiency(memory=1.5)
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
 
@@ -31,7 +31,7 @@ TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "h
 class Plan(Frozen):
     """A case on a machine, before anything runs. Everything here is predicted; `placement` is obeyed.
 
-    The figures (bytes, seconds) are those of the placement that `factors` allow. Where an engine gives free GPU memory
+    The figures (bytes, seconds) are those of the placement that `factors` allow. If an engine gives free GPU memory
     away, `placement` itself is a cautious one (`CAUTIOUS`): it may keep fewer layers and have fewer buffers.
     """
 
@@ -45,13 +45,13 @@ class Plan(Frozen):
     prefill_s: float | None = None
     step_s: float | None = None
     bound_by: str | None = None
-    max_batch_size: int = 0  # by memory; 0 when not even one sequence fits
-    streamed_bytes: int = 0  # over all links, each pass
+    max_batch_size: int = 0  # largest batch by memory; 0 if not even one sequence fits
+    streamed_bytes: int = 0  # bytes over all links in each pass
     resident_bytes: int = 0  # layer weights that stay on the GPU though the rest is offloaded
-    error: float | None = None  # of the throughput, as a share; None: these are limits, not predictions
-    factors: Efficiency | None = None  # how far the engine stays behind the limits; None: the figures are the limits
+    error: float | None = None  # error of the throughput, as a share; None: these are limits, not predictions
+    factors: Efficiency | None = None  # the engine's distance from the limits; None: the figures are the limits
     nvme_path: str | None = None  # folder for the files of offload `nvme`
-    why_not: str | None = None  # the reason, when nothing of this load can run here
+    why_not: str | None = None  # reason why nothing of this load can run here; None if it can
 
     @property
     def fits(self) -> bool:
@@ -59,8 +59,8 @@ class Plan(Frozen):
 
     @property
     def bounds(self) -> tuple[str, ...]:
-        """Names of what limits the throughput: the step's bottleneck, and the KV cache's room where the batch is the
-        largest that fits."""
+        """Limits of the throughput by name: the step's bottleneck, and the KV cache's room if the batch is the largest
+        that fits."""
         full = 0 < self.max_batch_size <= self.case.workload.batch_size
         return (*([self.bound_by] if self.bound_by else []), *(["KV capacity"] if full else []))
 
@@ -70,7 +70,7 @@ class Plan(Frozen):
 
     @property
     def e2e_s(self) -> float | None:
-        """Seconds of the prefill, which gives the first token, and of a step for each further one."""
+        """Seconds of the prefill, which gives the first token, and of one step for each further token."""
         return _e2e_s(self.case.workload, self.prefill_s, self.step_s)
 
     def at(self, workload: Workload) -> "Plan":
@@ -94,7 +94,7 @@ def _output_tok_s(workload: Workload, prefill_s: float | None, step_s: float | N
 
 
 def pinned_block(size: int) -> int:
-    """Bytes that torch's pinned-memory allocator takes for `size` bytes: the next power of two.
+    """Return the bytes that torch's pinned-memory allocator takes for `size` bytes: the next power of two.
 
     Source: CachingHostAllocator.h of torch 2.11 rounds every block up to ``PowerOf2Ceil(size)``.
     """
@@ -102,13 +102,13 @@ def pinned_block(size: int) -> int:
 
 
 def transport_of(case: Case) -> Transport:
-    """How the case's engine moves weights."""
+    """Return how the case's engine moves weights."""
     return read_options(case.engine, case.options).transport()
 
 
 def is_lossless(case: Case, machine: Machine) -> bool:
-    """Say whether the case's weights cross the link coded. With ``auto`` they do wherever that pays: a GPU decodes bf16
-    at a third of its memory's bandwidth or more, several times what any link brings."""
+    """Tell whether the case's weights cross the link coded. With ``auto`` they do wherever that pays: a GPU decodes
+    bf16 at a third of its memory's bandwidth or more, several times what any link brings."""
     codec = plan_options(case.engine, case.options).weight_codec
     pays = case.offload != "none" and case.dtype == "bfloat16" and machine.gpu_count > 0
     return codec == "lossless" or (codec == "auto" and pays)
@@ -118,8 +118,8 @@ def placement_of(
     case: Case, model: ModelSpec, machine: Machine, automatic: int = 0, depth: int = RING_DEPTH,
     factors: Efficiency | None = None,
 ) -> Placement:  # fmt: skip
-    """Place the weights and KV cache of a case as its engine does. `automatic` is what ``--gpu-weights auto`` stands
-    for, in bytes, `depth` the number of ring buffers, `factors` how cautiously room is given away.
+    """Place the weights and KV cache of a case as its engine does. `automatic` is the value of ``--gpu-weights auto``,
+    in bytes, `depth` the number of ring buffers, `factors` the caution with which room is given away.
 
     `zinfer.spec.engine.PlanOptions` are the options that count, whatever the engine.
     """
@@ -128,15 +128,15 @@ def placement_of(
     if options.kv_offload == "none":
         return bare
     either = [False, True] if machine.attention_bandwidth is not None else [False]
-    if bare.tier == "gpu" or bare.kv_ratio < 1:  # nothing streams that it could come along with; 8 bits stay
+    if bare.tier == "gpu" or bare.kv_ratio < 1:  # no weights stream that the cache could come along with; 8 bits stay
         either = [True]
-    # The cache comes first: a deeper ring and resident layers get what it leaves.
+    # The cache comes first: a deeper ring and resident layers get the memory that it leaves.
     least = _weights_placement(case, model, machine, 0, RING_DEPTH)
     if options.kv_offload == "auto" and _rows_on_gpu(least, case, model, machine, factors) == batch_size:
         return bare
     ways, context = [], case.workload.input_len + case.workload.output_len // 2
     for on_cpu in either if options.kv_attention == "auto" else [options.kv_attention == "cpu"]:
-        # While the CPU attends, what the link brings waits in the ring: a layer at most.
+        # While the CPU attends, the weights that arrive wait in the ring: a layer at most.
         pieces = bare.layer_pieces if on_cpu else RING_DEPTH
         least = _weights_placement(case, model, machine, 0, pieces).model_copy(update={"kv_on_cpu": on_cpu})
         here = _rows_on_gpu(least, case, model, machine, factors) if options.kv_offload == "auto" else 0
@@ -153,7 +153,8 @@ def placement_of(
 
 
 def _rows_on_gpu(setup: Placement, case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None) -> int:
-    """Largest number of sequences whose KV cache the GPU has room for, beside what the whole batch needs there."""
+    """Return the largest number of sequences whose KV cache the GPU has room for, beside what the whole batch needs
+    there."""
     load = case.workload
     if not machine.gpu_count:
         return load.batch_size
@@ -164,19 +165,19 @@ def _rows_on_gpu(setup: Placement, case: Case, model: ModelSpec, machine: Machin
         gpu, _, _ = cost.tiers(split, model, machine, load.batch_size, load.input_len, load.output_len, factors)
         return gpu.total <= machine.gpu_bytes
 
-    # Without a row on the host, none needs buffers on its way: all may fit where one fewer does not.
+    # Without a row on the host no buffers are needed for its way: all rows may fit where one fewer does not.
     return load.batch_size if fits(load.batch_size) else _last(fits, load.batch_size - 1)
 
 
 def _cautious(case: Case, factors: Efficiency | None) -> Efficiency | None:
-    """`factors`, or `CAUTIOUS` ones where those leave less margin and the engine gives free GPU memory away."""
+    """Return `factors`, or `CAUTIOUS` ones if `factors` leave less margin and the engine gives free GPU memory away."""
     if transport_of(case).shares_memory and (factors is None or factors.memory < CAUTIOUS.memory):
         return CAUTIOUS
     return factors
 
 
 def _last(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that `fits`, as all smaller ones do; 0 if none does."""
+    """Return the largest number up to `limit` that `fits`, as all smaller ones do; 0 if none does."""
     low, high = 0, limit + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -185,12 +186,12 @@ def _last(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic: int, depth: int) -> Placement:
-    """`placement_of` with the KV cache on the GPU."""
+    """Place a case as `placement_of` does, with the KV cache on the GPU."""
     options, transport = plan_options(case.engine, case.options), transport_of(case)
     bits = options.weight_bits
     ratio = 1.0 if bits >= 16 else (bits + 32 / 64) / (8 * model.dtype_bytes)
     coded = is_lossless(case, machine)
-    shrinks = coded and ratio == 1.0 and case.dtype == "bfloat16"  # other types go as they are
+    shrinks = coded and ratio == 1.0 and case.dtype == "bfloat16"  # other types cross uncoded
     common = Placement(
         tier=TIERS[case.offload],
         gpus=options.gpus,
@@ -264,15 +265,15 @@ def split_free_memory(
 
 def place(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> Placement:
     """Place a case and give away the GPU memory that it leaves free: to the ring, up to a layer of buffers, and to
-    layers that stay, as `case.gpu_weights` says. `factors` say how much is left as a margin."""
+    layers that stay, as `case.gpu_weights` says. `factors` set the margin that is left."""
     depth, automatic = split_free_memory(case, model, machine, factors)
     setup = placement_of(case, model, machine, automatic, depth, factors)
     return setup.model_copy(update={"resident_layers": _resident_layers(setup, case, model)})
 
 
 def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[int, ...]:
-    """Numbers of the layers that stay: as many whole ones as `resident_bytes` has room for, a share rounded to the
-    nearest, evenly spread over the depth."""
+    """Return the numbers of the layers that stay: as many whole ones as `resident_bytes` has room for, a share rounded
+    to the nearest, evenly spread over the depth."""
     if setup.tier == "gpu" or not setup.resident_bytes:
         return ()
     sizes = [parameters * model.dtype_bytes * setup.weight_ratio for parameters in model.layer_parameters]
@@ -286,7 +287,7 @@ def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[in
 
 
 def _spread(count: int, layers: int) -> tuple[int, ...]:
-    """Numbers of `count` layers, spread evenly over all `layers`."""
+    """Return the numbers of `count` layers, spread evenly over all `layers`."""
     return tuple(index for index in range(layers) if (index + 1) * count // layers > index * count // layers)
 
 
@@ -328,7 +329,7 @@ def make_plan(
 def _times(
     setup: Placement, case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None
 ) -> tuple[cost.Times, cost.Times]:
-    """Seconds of the prefill and of an average decode step."""
+    """Return the seconds of the prefill and of an average decode step."""
     load, limits = case.workload, factors or Efficiency(link_share=1.0)
     context = load.input_len + load.output_len // 2
     return (
@@ -338,7 +339,7 @@ def _times(
 
 
 def output_rate(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> float:
-    """`Plan.output_tok_s` of a case without the rest of its plan; 0 where it is not known."""
+    """Return `Plan.output_tok_s` of a case without the rest of its plan; 0 if it is not known."""
     prefill, step = _times(place(case, model, machine, factors), case, model, machine, factors)
     return _output_tok_s(case.workload, prefill.seconds, step.seconds) or 0.0
 
@@ -361,7 +362,7 @@ def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Effic
 
 
 def _shortages(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> list[str]:
-    """Memory that the load lacks even at batch 1: how much is needed on each tier, and how much there is."""
+    """List the memory that the load lacks even at batch 1: the bytes needed on each tier, and those there are."""
     one = case.with_batch(1)
     tiers = _tiers(placement_of(one, model, machine, factors=factors), one, model, machine, factors)
     gpu, host, nvme = (tier.total for tier in tiers)
@@ -381,7 +382,7 @@ def _shortages(case: Case, model: ModelSpec, machine: Machine, factors: Efficien
 
 
 def _why_not(case: Case, model: ModelSpec, machine: Machine, shortages: list[str]) -> str:
-    """The refusal in a line: what is short, and what would work instead."""
+    """Return the refusal in one line: the memory that is short, and settings that would work instead."""
     choices: list[Offload] = ["none", "cpu"]
     others = {offload: case.model_copy(update={"offload": offload}) for offload in choices}
     ways = [f"--offload {offload}" for offload, other in others.items() if not _shortages(other, model, machine)]
@@ -404,12 +405,13 @@ def _why_not(case: Case, model: ModelSpec, machine: Machine, shortages: list[str
 
 
 def _layers_that_fit(case: Case, model: ModelSpec, machine: Machine) -> int:
-    """The largest slice of the model that could run at batch 1, 0 if none; what a load needs grows with its layers."""
+    """Return the number of layers of the largest slice that could run at batch 1, 0 if none; a load needs more the more
+    layers it has."""
     return _last(lambda layers: not _shortages(case, model.slice(layers), machine), model.num_layers - 1)
 
 
 def describe(plan: Plan) -> str:
-    """One line for `--dry-run`: bytes by tier and the limit of the step."""
+    """Return one line for `--dry-run`: bytes by tier and the limit of the step."""
     parts = [f"gpu {gib(plan.gpu.total)}", f"host {gib(plan.host.total)}"]
     if plan.nvme.total:
         parts.append(f"nvme {gib(plan.nvme.total)}")

@@ -1,8 +1,8 @@
 """Ratios that others have published, beside the planned ones; and sizes of their lossless codecs, beside the measured.
 
-Where every weight crosses the link at each step, two machines differ as their links do. A published ratio below that
-means that the engine reached a smaller share of the faster link than of the one it was calibrated on; which share, is
-arithmetic.
+If every weight crosses the link at each step, two machines differ as their links do. A published ratio below that means
+that the engine reached a smaller share of the faster link than of the one it was calibrated on; this share follows from
+the ratio.
 """
 
 import tomllib
@@ -16,7 +16,8 @@ from zinfer.spec.value import Frozen
 
 
 class Published(Frozen):
-    """A throughput of `engine` on `machine` as a multiple of that on the machine `over`, from `low` to `high`."""
+    """Published throughput of `engine` on `machine`, as a multiple of that on the machine `over`: from `low` to
+    `high`."""
 
     claim: str
     engine: str
@@ -28,7 +29,7 @@ class Published(Frozen):
 
 
 class PublishedCodec(Frozen):
-    """Size of bf16 weights that a lossless codec of others leaves, as a share, from `low` to `high`."""
+    """Size of bf16 weights that a lossless codec of others leaves, as a share: from `low` to `high`."""
 
     columns: ClassVar = ("codec", "#size", "weights", "source")
 
@@ -46,29 +47,28 @@ class PublishedCodec(Frozen):
 
 
 def codecs() -> tuple[PublishedCodec, ...]:
-    """Published codecs of the catalogue."""
+    """Return the published codecs of the catalogue."""
     with (files("zinfer") / "catalog" / "codecs.toml").open("rb") as file:
         return tuple(PublishedCodec(codec=name, **entry) for name, entry in tomllib.load(file).items())
 
 
 class Beside(Frozen):
-    """A published ratio and what is planned: None where a plan is missing or does not fit."""
+    """A published ratio and the planned one, None if a plan is missing or does not fit."""
 
     published: Published
     planned: float | None = None
-    share: float | None = None  # of the link, that the plan assumes
+    share: float | None = None  # share of the link that the plan assumes
 
     @property
     def explaining(self) -> tuple[float, float] | None:
-        """The shares of the faster link that give the published ratios; None where the plan agrees or is unknown."""
+        """Shares of the faster link that give the published ratios; None if the plan agrees or is unknown."""
         claim = self.published
         if self.planned is None or self.share is None or claim.low <= self.planned <= claim.high:
             return None
         return self.share * claim.low / self.planned, self.share * claim.high / self.planned
 
-    @property
-    def words(self) -> str:
-        """The comparison in a sentence or two."""
+    def describe(self) -> str:
+        """Return the comparison of both ratios in one or two sentences."""
         claim = self.published
         told = f"{claim.low:g}-{claim.high:g}x"
         head = f"{claim.claim} with {claim.engine}: published {told} ({claim.source})"

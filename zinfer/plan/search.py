@@ -14,13 +14,13 @@ from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import figures
 
-NEARLY = 0.9  # of the best throughput that powers of two reach: beside them a better batch is looked for
+NEARLY = 0.9  # share of the best throughput of powers of two from which on a better batch is searched beside one
 
 
 def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> Plan:
     """Plan `case` at the batch size with the highest predicted throughput, the smallest of equals: among 1, 2,
-    4, .. and the largest that fits, and the peaks beside those that are nearly the best. Where nothing fits, or no time
-    is known, the plan at batch 1."""
+    4, .. and the largest that fits, and the peaks beside those that are nearly the best. If nothing fits, or no time
+    is known, plan batch 1."""
 
     @cache
     def rank(size: int) -> tuple[float, int]:
@@ -45,7 +45,8 @@ def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Efficien
 
 
 def advice(plans: Sequence[Plan]) -> str:
-    """Advise in a sentence whether to stream, from the `best_batch` plans of one model, machine and pair of lengths."""
+    """Advise in one sentence whether to stream, from the `best_batch` plans of one model, machine and pair of
+    lengths."""
     able = [plan for plan in plans if plan.fits and plan.output_tok_s]
     if not able:
         return "Nothing fits; see why below." if plans else "Nothing was planned."

@@ -1,9 +1,9 @@
-"""The study of `zinfer accuracy`: how far an engine's output moves when one of its settings changes.
+"""Record of `zinfer accuracy`: how far an engine's output moves when one of its settings changes.
 
-A reference and a changed setting get the same tokens; at each position both say how likely every next token is. Where
-rows follow the reference's own greedy tokens (`own`), a setting that runs freely takes the same way up to the first
-position where its most likely token is another one, so both are known from one pass. Greedy text is easy for a model;
-rows that follow a given text (`text`) show the effect elsewhere, and the text's perplexity.
+A reference and a changed setting get the same tokens; at each position both say how likely every next token is. If rows
+follow the reference's own greedy tokens (`own`), a setting that runs freely takes the same way up to the first position
+where its most likely token is another one, so both are known from one pass. Greedy text is easy for a model; rows that
+follow a given text (`text`) show the effect elsewhere, and the text's perplexity.
 
 The first position of a row is its prefill's, which no setting of the KV cache changes.
 """
@@ -32,21 +32,21 @@ class AccuracyError(ZinferError):
 
 
 class Position(NamedTuple):
-    """One next token. The logits' error is the root of the mean square over the vocabulary, over the standard deviation
-    of the reference's logits; KL is the divergence of the distribution from the reference's."""
+    """Deviation at one next token. The logits' error is the root of the mean square over the vocabulary, over the
+    standard deviation of the reference's logits; KL is the divergence of the distribution from the reference's."""
 
     error: float
     kl: float  # nats
     same: float  # 1 if the most likely token is that of the reference, else 0
-    reference_nats: float  # of the token that came next: -ln p
-    nats: float
+    reference_nats: float  # -ln p of the token that came next, by the reference
+    nats: float  # the same by the setting
 
 
 class Deviation(Frozen):
-    """All positions of `rows` rows: means, and the largest.
+    """Deviation over all positions of `rows` rows: means, and the largest.
 
-    `first_differences`, of rows that follow the reference's own tokens: how many tokens of each are the same before the
-    first other one, None where all of them are.
+    `first_differences`, of rows that follow the reference's own tokens, counts the tokens of each row before the first
+    one that differs, None if all are the same.
     """
 
     case: Case
@@ -58,13 +58,13 @@ class Deviation(Frozen):
     kl: float
     kl_max: float
     agreement: float
-    reference_perplexity: float | None = None  # of a text
+    reference_perplexity: float | None = None  # perplexity of a text; None on the reference's own tokens
     perplexity: float | None = None
     first_differences: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, case: Case, along: Along, rows: Sequence[Sequence[Position]]) -> Self:
-        """What `rows` of positions, one at least, come to."""
+        """Return the deviation over `rows` of positions, one row at least."""
         every = [position for row in rows for position in row]
         perplexities: dict[str, float | None] = {}
         first: tuple[int | None, ...] = ()
@@ -91,18 +91,18 @@ class Deviation(Frozen):
 
     @property
     def identical(self) -> float | None:
-        """The share of rows whose greedy text is the reference's to the end."""
+        """Share of rows whose greedy text is the reference's to the end."""
         return self.first_differences.count(None) / self.rows if self.first_differences else None
 
     @property
     def first_difference(self) -> float | None:
-        """The median of `first_differences`, infinite where most rows have none."""
+        """Median of `first_differences`, infinite if most rows have none."""
         found = [inf if tokens is None else tokens for tokens in self.first_differences]
         return median_low(found) if found else None
 
 
 class Failed(Frozen):
-    """A setting without numbers, and why."""
+    """A setting without numbers, and the reason."""
 
     case: Case
     status: Status
@@ -110,7 +110,7 @@ class Failed(Frozen):
 
 
 class Prompts(Frozen):
-    """The text that rows begin with and follow: what it is called, the sha256 of its UTF-8, its length in tokens."""
+    """Text that rows begin with and follow: its name, the sha256 of its UTF-8, its length in tokens."""
 
     name: str
     sha256: str
@@ -123,11 +123,11 @@ class AccuracyRecord(Study):
     KIND: ClassVar[str] = "accuracy"
     POINTS: ClassVar[tuple[str, ...]] = ("deviations", "failed")
 
-    told: str  # what the model is
+    told: str  # description of the model
     revision: str
     reference: Case
     logits_dtype: str
-    samples: int  # of the text; each makes a row along it and one along the reference's own tokens
+    samples: int  # pieces of the text; each makes a row along it and one along the reference's own tokens
     prompts: Prompts
     deviations: tuple[Deviation, ...]
     failed: tuple[Failed, ...] = ()
@@ -142,19 +142,19 @@ class AccuracyRecord(Study):
 
     @property
     def compared(self) -> tuple[Case, ...]:
-        """The settings that have numbers; not the reference in other batches."""
+        """Settings that have numbers, without the reference in other batches."""
         batch_size = self.reference.workload.batch_size
         return tuple(dict.fromkeys(d.case for d in self.deviations if d.case.workload.batch_size == batch_size))
 
     def label(self, case: Case) -> str:
-        """In what `case` differs from the reference."""
+        """Return the settings in which `case` differs from the reference, as text."""
         batch_size = case.workload.batch_size
         found = [f"{key}={value}" for key, value in case.options if (key, value) not in self.reference.options]
         found += [f"batch {batch_size}"] * (batch_size != self.reference.workload.batch_size)
         return " ".join(found) or "none"
 
     def cells(self) -> list[tuple[str, ...]]:
-        """A row of text for each deviation, under `COLUMNS`."""
+        """Return a row of text for each deviation, under `COLUMNS`."""
         return [
             (
                 self.label(one.case),

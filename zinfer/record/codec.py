@@ -1,4 +1,4 @@
-"""The study of `zinfer codec`: size and speed of the lossless codec on weights, and whether it pays behind this link.
+"""Record of `zinfer codec`: size and speed of the lossless codec on weights, and whether it pays behind this link.
 
 A streamed step takes as long as its bytes need on the link. Coded they are fewer, and some are decoded while the next
 ones cross, so the longer of both sets the pace: a link brings at most ``1 / max(coded / raw, link / decode)`` times as
@@ -29,13 +29,14 @@ class Rate(Frozen):
 
 
 class Coded(Frozen):
-    """One kind of weights, laid end to end and coded. `bound` is what coding exponents one by one can reach, with a
-    table for every block: their entropy and 8 bits, over 16. Rates are of raw bytes, None where nothing was timed."""
+    """One kind of weights, laid end to end and coded. `bound` is the size that coding exponents one by one can reach,
+    with a table for every block, as a share: their entropy and 8 bits, over 16. Rates are of raw bytes, None if nothing
+    was timed."""
 
     name: str
-    told: str  # what the weights are
-    total_bytes: int  # of all of them
-    raw_bytes: int  # of those that were coded
+    told: str  # description of the weights
+    total_bytes: int  # bytes of all weights of this kind
+    raw_bytes: int  # bytes of the weights that were coded, before coding
     coded_bytes: int
     bound: float
     status: Literal["ok", "no_smaller", "wrong_bits"]
@@ -47,11 +48,13 @@ class Coded(Frozen):
         return self.coded_bytes / self.raw_bytes
 
     def gain(self, link: float) -> float | None:
-        """How many times as many weights a link of `link` bytes a second brings, at most; None where unknown."""
+        """Return the upper bound on the codec's speed-up behind a link of `link` bytes a second; None if it is
+        unknown."""
         return 1 / max(self.ratio, link / self.decode.median) if self.status == "ok" and self.decode else None
 
     def verdict(self, link: float) -> str:
-        """Whether it pays, in a few words: yes and the gain, or no, as decoding is slower than the link."""
+        """Return in a few words whether the codec pays: yes and the gain, or no, as decoding is slower than the
+        link."""
         gain = self.gain(link)
         if gain is None:
             return "FAILED" if self.status == "wrong_bits" else "no, as large"
@@ -75,7 +78,7 @@ class CodecRecord(Study):
         return tuple(row.name for row in self.rows if row.status == "wrong_bits")
 
     def cells(self) -> list[tuple[str, ...]]:
-        """A row of text for each kind of weights, under `COLUMNS`."""
+        """Return a row of text for each kind of weights, under `COLUMNS`."""
         return [
             (
                 row.name,
@@ -91,5 +94,5 @@ class CodecRecord(Study):
 
 
 def _rate(rate: Rate | None, spread: bool = False) -> str:
-    """In GB/s; with `spread`, and half the range."""
+    """Return a rate in GB/s as text; with `spread`, followed by half the range."""
     return "" if rate is None else figures(rate.median / 1e9) + f" ± {rate.spread / 2:.1%}" * spread

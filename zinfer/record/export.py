@@ -4,7 +4,7 @@ Failures are rows too; an unknown value is an empty cell, never 0. Only usable p
 column names: tokens a second, milliseconds, seconds, bytes, bytes a second. The columns of `COLUMNS` always come first,
 in that order; a column for each recorded prediction and for each recorded version follows::
 
-    table = Table.of([("bloom", point) for point in points])
+    table = FlatTable.of([("bloom", point) for point in points])
     Path("bloom.csv").write_bytes(to_csv(table))
 
 Model names and error texts come from outside and are never trusted: no cell starts a formula, a table or markup.
@@ -36,12 +36,12 @@ class _Column(NamedTuple):
 
 
 def _kind(annotation: Any) -> type[Any]:
-    """Type of a field's cells: int for ``int | None``; str for all that is neither int nor float."""
+    """Return the type of a field's cells: int for ``int | None``; str for all that is neither int nor float."""
     return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), str)
 
 
 def _json(value: Any) -> str | None:
-    """Several values as JSON in one cell; None if there are none."""
+    """Return several values as JSON in one cell; None if there are none."""
     return json.dumps(value, sort_keys=True, default=str) if value else None
 
 
@@ -62,7 +62,7 @@ def _placed(field: str) -> Callable[[Measurement], Cell]:
 
 
 def _cell(value: Any) -> Cell:
-    """The value of a field as text or number."""
+    """Return the value of a field as text or number."""
     if isinstance(value, dict | tuple):
         return _json(value)
     return str(value).lower() if isinstance(value, bool) else value
@@ -117,14 +117,14 @@ _COLUMNS = {
 COLUMNS = ("file", *_COLUMNS)
 
 
-class Table(NamedTuple):
+class FlatTable(NamedTuple):
     """Columns with the type of their cells, and rows with a cell for each column."""
 
     columns: dict[str, type[Any]]
     rows: tuple[tuple[Cell, ...], ...]
 
     @classmethod
-    def of(cls, points: Iterable[tuple[str, Measurement]]) -> "Table":
+    def of(cls, points: Iterable[tuple[str, Measurement]]) -> "FlatTable":
         """Return the table of points, each with the name of its file; from each file the latest of each case."""
         files: dict[str, list[Measurement]] = {}
         for file, point in points:
@@ -146,9 +146,9 @@ class Table(NamedTuple):
         return cls(columns, rows)
 
 
-def to_csv(table: Table) -> bytes:
-    """Comma-separated UTF-8 with a header. Every line break is one newline; numbers are as exact as in the records; a
-    text that a spreadsheet would take for a formula begins with an apostrophe."""
+def to_csv(table: FlatTable) -> bytes:
+    """Return comma-separated UTF-8 with a header. Every line break is one newline; numbers are as exact as in the
+    records; a text that a spreadsheet would take for a formula begins with an apostrophe."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(map(_unarmed, table.columns))
@@ -156,13 +156,14 @@ def to_csv(table: Table) -> bytes:
     return text.getvalue().encode()
 
 
-def to_json(table: Table) -> bytes:
-    """JSON list of objects, each with all columns; null is unknown."""
+def to_json(table: FlatTable) -> bytes:
+    """Return a JSON list of objects, each with all columns; null is unknown."""
     return json.dumps([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1).encode() + b"\n"
 
 
-def to_md(table: Table) -> bytes:
-    """Markdown table for reading: floats with four significant digits, and no columns that are empty in all rows."""
+def to_md(table: FlatTable) -> bytes:
+    """Return a Markdown table for reading: floats with four significant digits, and no columns that are empty in all
+    rows."""
     kept = [nth for nth in range(len(table.columns)) if any(row[nth] is not None for row in table.rows)]
     names = list(table.columns)
     lines = [[_md(names[nth]) for nth in kept], ["---"] * len(kept)]
@@ -170,9 +171,9 @@ def to_md(table: Table) -> bytes:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines).encode()
 
 
-def to_parquet(table: Table) -> bytes:
-    """Apache Parquet file: strings, 64-bit integers and floats, null for unknown. Raises ModuleNotFoundError without
-    pyarrow."""
+def to_parquet(table: FlatTable) -> bytes:
+    """Return an Apache Parquet file: strings, 64-bit integers and floats, null for unknown. Raises ModuleNotFoundError
+    without pyarrow."""
     import pyarrow
     import pyarrow.parquet
 
@@ -184,7 +185,7 @@ def to_parquet(table: Table) -> bytes:
     return target.getvalue()
 
 
-WRITERS: dict[str, Callable[[Table], bytes]] = {"csv": to_csv, "parquet": to_parquet, "md": to_md, "json": to_json}
+WRITERS: dict[str, Callable[[FlatTable], bytes]] = {"csv": to_csv, "parquet": to_parquet, "md": to_md, "json": to_json}
 
 
 def _plain(cell: Cell) -> Cell:
@@ -197,7 +198,7 @@ def _unarmed(text: str) -> str:
 
 
 def _md(cell: Cell) -> str:
-    """A cell as one line of text, without markup."""
+    """Return a cell as one line of text, without markup."""
     if cell is None or isinstance(cell, float):
         return "" if cell is None else figures(cell, 4).replace(",", "")
     flat = " ".join("".join(letter if letter.isprintable() else " " for letter in str(cell)).split())

@@ -32,11 +32,11 @@ class StoreError(ZinferError):
 
 
 class Garbled(ValueError):
-    """Line whose bytes are not those that were written."""
+    """Error of a line whose bytes are not those that were written."""
 
 
 class Damage(NamedTuple):
-    """A line that could not be used, by its number (from 1), and why."""
+    """A line that could not be used: its number (from 1), and the reason."""
 
     path: Path
     line: int
@@ -57,7 +57,7 @@ def seal(kind: str, fields: dict[str, Any]) -> bytes:
 def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
     """Return kind and fields of a sealed line.
 
-    Raises Garbled unless the line is exactly what `seal` wrote, ValueError for one of another schema version.
+    Raises Garbled unless the line is exactly as `seal` wrote it, ValueError for one of another schema version.
     """
     try:
         fields = json.loads(line)
@@ -91,7 +91,7 @@ def _sealed(fields: dict[str, Any]) -> bytes:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines of a file without their newlines; the last one may lack it. Raises StoreError."""
+    """Return the lines of a file without their newlines; the last one may lack it. Raises StoreError."""
     try:
         content = path.read_bytes()
     except OSError as error:

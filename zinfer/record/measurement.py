@@ -40,7 +40,7 @@ class Effective(Frozen):
     settings: dict[str, Any] = Field(default_factory=dict)  # every setting of the engine, at the value in force
 
 
-Lane = Literal["copy", "decode", "compute"]  # copy over the link, unpack the wire's code, compute with the weights
+Lane = Literal["copy", "unpack", "compute"]  # copy over the link, unpack the wire's code, compute with the weights
 _Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
 
 
@@ -59,7 +59,11 @@ class Span(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _from_row(cls, value: Any) -> Any:
-        return dict(zip(cls.model_fields, value, strict=True)) if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple):
+            value = dict(zip(cls.model_fields, value, strict=True))
+        if isinstance(value, dict) and value.get("lane") == "decode":  # name of the lane in earlier records
+            value = value | {"lane": "unpack"}
+        return value
 
     @model_validator(mode="after")
     def _forwards(self) -> Self:
@@ -88,7 +92,7 @@ class Measurement(Frozen):
     load_s: float | None = None
     load_bytes: int | None = None  # weight bytes loaded in `load_s`
     gpu_peak_bytes: int | None = None  # peak of the bytes that tensors held
-    gpu_used_bytes: int | None = None  # in use on the device after the point: caches, context, other processes
+    gpu_used_bytes: int | None = None  # bytes in use on the device after the point: caches, context, other processes
     host_peak_bytes: int | None = None
     effective: Effective | None = None
     link_bandwidth: float | None = None  # pinned H2D bytes/s, measured in the same process
@@ -98,7 +102,7 @@ class Measurement(Frozen):
     gpu: dict[str, Any] = Field(default_factory=dict)  # clocks, power, temperature, throttle reasons during the point
     versions: dict[str, str] = Field(default_factory=dict)
     started_at: str = ""  # ISO 8601, UTC
-    predicted: dict[str, float | None] = Field(default_factory=dict)  # what the plan predicted
+    predicted: dict[str, float | None] = Field(default_factory=dict)  # predictions of the plan, by quantity
     timeline: tuple[Span, ...] = ()  # one more decode step after the timed ones; empty if none was traced
 
     @property
@@ -170,7 +174,7 @@ class Measurement(Frozen):
 
 
 class OfCase(Protocol):
-    """A record that says where and of which case it is: a point of a sweep, or a run of a study."""
+    """A record of one case on one machine: a point of a sweep, or a run of a study."""
 
     @property
     def machine(self) -> str: ...

@@ -1,8 +1,8 @@
-"""The study of `zinfer reuse`: TTFT with a conversation's keys and values reloaded from host memory or from disk,
-against computing them again.
+"""Record of `zinfer reuse`: TTFT with a conversation's keys and values reloaded from host memory or from disk, against
+computing them again.
 
-Computing takes the whole model for every token, and where weights are streamed one pass of them at least, which reload
-needs as well. So a short context gains nothing, and from some context on, the break-even, a reload is faster.
+Computing takes the whole model for every token, and streamed weights one pass at least, which a reload needs as well.
+So a short context gains nothing, and from some context on, the break-even, a reload is faster.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from zinfer.spec.value import Frozen
 
 COLUMNS = ("#context", "#kept", "#recompute", "#memory", "#faster", "#disk", "#faster", "token", "#logits")
 
-Source = Literal["memory", "disk"]
-SOURCES: tuple[Source, ...] = ("memory", "disk")
+ReloadSource = Literal["memory", "disk"]
+SOURCES: tuple[ReloadSource, ...] = ("memory", "disk")
 
 
 class Point(Frozen):
-    """Prefills of `context` tokens, of which all but `new_tokens` were kept, in `kept_bytes`: every sample of the TTFT,
-    in ms. A context that was not measured says why it was `skipped`.
+    """Prefills of `context` tokens, all but `new_tokens` of which were kept, in `kept_bytes`: every sample of the TTFT,
+    in ms. A context that was not measured has a reason in `skipped`.
 
     `max_difference` is the largest between any logit computed and reloaded.
     """
@@ -39,23 +39,23 @@ class Point(Frozen):
     max_difference: float | None = None
     skipped: str | None = None
 
-    def samples(self, source: Source) -> tuple[float, ...]:
+    def samples(self, source: ReloadSource) -> tuple[float, ...]:
         return self.memory_ms if source == "memory" else self.disk_ms
 
-    def gain(self, source: Source) -> float | None:
-        """How many times as fast as computing a reload is, by medians; None where one was not measured."""
+    def gain(self, source: ReloadSource) -> float | None:
+        """Return the speed-up of a reload over computing, by medians; None if one was not measured."""
         own = self.samples(source)
         return median(self.recompute_ms) / median(own) if own and self.recompute_ms else None
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its medians as text, under `COLUMNS`."""
+        """Medians of the point as text, under `COLUMNS`."""
         sources: list[str] = []
         for source in SOURCES:
             gain = self.gain(source)
-            sources += ["", ""] if gain is None else [told(self.samples(source)), f"{gain:.2f}x"]
+            sources += ["", ""] if gain is None else [median_text(self.samples(source)), f"{gain:.2f}x"]
         return (
-            f"{self.context:,}", gb(self.kept_bytes), told(self.recompute_ms), *sources,
+            f"{self.context:,}", gb(self.kept_bytes), median_text(self.recompute_ms), *sources,
             "same" if self.same_token else "OTHER",
             "" if self.max_difference is None else figures(self.max_difference, 2),
         )  # fmt: skip
@@ -99,7 +99,7 @@ class Run(Study):
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """The break-even from memory and from disk, and what was skipped, a line each."""
+        """Break-even from memory and from disk, and contexts that were skipped, a line each."""
         found = (verdict(self.points, source) for source in SOURCES)
         skipped = (f"{point.context:,} tokens skipped: {point.skipped}" for point in self.points if point.skipped)
         return (*filter(None, found), *skipped)
@@ -112,10 +112,10 @@ class Run(Study):
         return f"{weights}, {self.case.dtype}{link}; the last {new} tokens are new"
 
 
-def break_even(points: Sequence[Point], source: Source) -> float | None:
-    """The context in tokens from which on a reload is faster: between the last measured one where it is not and the
-    next, on a line through the logarithms of both gains. 0 where it always is, infinite where it is not at the longest
-    context; None where nothing was measured."""
+def break_even(points: Sequence[Point], source: ReloadSource) -> float | None:
+    """Return the context in tokens from which on a reload is faster: between the last measured one where it is not and
+    the next, on a line through the logarithms of both gains. It is 0 if a reload always is, infinite if it is not at
+    the longest context; None if nothing was measured."""
     known = sorted((point.context, gain) for point in points if (gain := point.gain(source)) is not None)
     losing = [index for index, (_, gain) in enumerate(known) if gain <= 1]
     if not known:
@@ -129,8 +129,8 @@ def break_even(points: Sequence[Point], source: Source) -> float | None:
     return float(before * (after / before) ** share)
 
 
-def verdict(points: Sequence[Point], source: Source) -> str | None:
-    """The break-even in words; None where nothing was measured."""
+def verdict(points: Sequence[Point], source: ReloadSource) -> str | None:
+    """Return the break-even in words; None if nothing was measured."""
     found = break_even(points, source)
     if found is None:
         return None
@@ -143,6 +143,6 @@ def verdict(points: Sequence[Point], source: Source) -> str | None:
     return f"reload from {source} wins from {round(found):,} tokens on"
 
 
-def told(samples_ms: Sequence[float]) -> str:
-    """The median, with its unit."""
+def median_text(samples_ms: Sequence[float]) -> str:
+    """Return the median of samples, with its unit."""
     return duration(median(samples_ms) / 1e3)

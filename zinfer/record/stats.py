@@ -10,7 +10,7 @@ _T95_LIMIT = 1.96
 
 
 def ci95_half_width(samples: Sequence[float]) -> float | None:
-    """Half the 95% confidence interval of the mean (Student's t), in the samples' unit; None for fewer than two
+    """Return half the 95% confidence interval of the mean (Student's t), in the samples' unit; None for fewer than two
     samples."""
     if len(samples) < 2:
         return None
@@ -20,6 +20,6 @@ def ci95_half_width(samples: Sequence[float]) -> float | None:
 
 
 def relative_half_width(samples: Sequence[float]) -> float | None:
-    """Half the 95% confidence interval of the mean, as a share of the mean; None for fewer than two samples."""
+    """Return half the 95% confidence interval of the mean, as a share of the mean; None for fewer than two samples."""
     half = ci95_half_width(samples)
     return None if half is None else half / mean(samples)

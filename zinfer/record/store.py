@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from pydantic import Field, ValidationError
 
 from zinfer.record.jsonl import Closing, Damage, Lines, finite, read_lines, seal, unseal
-from zinfer.record.jsonl import StoreError as StoreError  # for those who catch it
+from zinfer.record.jsonl import StoreError as StoreError  # for callers that catch it
 from zinfer.record.measurement import Measurement
 from zinfer.record.study import PREFIX, Start
 
@@ -34,7 +34,7 @@ class Records(NamedTuple):
 
     @property
     def warning(self) -> str | None:
-        """One line for stderr if lines were left out, else None."""
+        """Warning in one line if lines were left out, else None."""
         if not self.damaged:
             return None
         rest = f" (and {len(self.damaged) - 1} more lines)" if len(self.damaged) > 1 else ""
@@ -53,7 +53,7 @@ def _validated(kind: str, fields: dict[str, Any]) -> Header | Measurement:
 
 
 def encode(record: Header | Measurement) -> bytes:
-    """The line of a record, without its newline. Raises StoreError for a record that could not be read back."""
+    """Return the line of a record, without its newline. Raises StoreError for a record that could not be read back."""
     kind = "point" if isinstance(record, Measurement) else "sweep"
     fields = finite(record.model_dump())
     try:
@@ -64,7 +64,8 @@ def encode(record: Header | Measurement) -> bytes:
 
 
 def decode(line: bytes) -> Header | Measurement:
-    """Return the record of a line. Raises ValueError with the reason when it is not exactly what `encode` wrote."""
+    """Return the record of a line. Raises ValueError with the reason unless the line is exactly as `encode` wrote
+    it."""
     kind, fields = unseal(line)
     if kind not in _KINDS:
         raise ValueError(f"unknown kind of record {kind!r}")
@@ -72,7 +73,7 @@ def decode(line: bytes) -> Header | Measurement:
 
 
 def files(path: Path) -> tuple[Path, ...]:
-    """The results files of `path`: itself, or every ``*.jsonl`` below a folder, sorted."""
+    """Return the results files of `path`: itself, or every ``*.jsonl`` below a folder, sorted."""
     return tuple(sorted(path.rglob("*.jsonl"))) if path.is_dir() else (path,)
 
 

@@ -23,7 +23,7 @@ from zinfer.spec import atomic
 from zinfer.spec.errors import ENVIRONMENT, ZinferError
 from zinfer.spec.value import Frozen
 
-PREFIX = "study."  # of the kinds of lines; files of sweeps have none of them
+PREFIX = "study."  # beginning of the kinds of lines; files of sweeps have none of them
 
 
 class StudyError(ZinferError):
@@ -33,7 +33,7 @@ class StudyError(ZinferError):
 
 
 class Start(Frozen):
-    """Start of anything that is recorded: where, when, and with which versions."""
+    """Start of anything that is recorded: machine, time and versions."""
 
     machine: str
     started_at: str = ""  # ISO 8601, UTC
@@ -84,7 +84,7 @@ def files(path: Path, kind: type[Study]) -> tuple[Path, ...]:
 def append(path: Path, run: Study) -> None:
     """Add a run to the file, made if need be, and wait for the disk; a document of an earlier version becomes lines.
 
-    Raises StoreError where the file cannot be written, somebody else writes it, or it holds something else.
+    Raises StoreError if the file cannot be written, another process writes it, or it holds something else.
     """
     earlier = _earlier(path, type(run)) if path.exists() else ()
     if earlier:

@@ -1,4 +1,4 @@
-"""The order of a report: the answer, the question, the evidence, the cost, and how to check it."""
+"""Contents of a report, in order: the answer, the question, the evidence, the cost, and how to check it."""
 
 from collections.abc import Iterable
 from itertools import chain
@@ -9,7 +9,7 @@ from zinfer.report.findings import Findings
 
 
 def document(findings: Findings) -> Document:
-    """Return all sections. Those with nothing to show say what is missing."""
+    """Return all sections. Sections with nothing to show say what is missing."""
     known = predicted.forecast(findings)
     sections = (
         measured.answer(findings),

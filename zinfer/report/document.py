@@ -11,16 +11,17 @@ Kind = Literal["", "best", "failed", "predicted"]
 
 
 class Text(NamedTuple):
-    """A paragraph. `missing` says what the report lacks and how to get it; `caution`, how not to read it."""
+    """A paragraph. One of kind `missing` says what the report lacks and how to get it; `caution`, how not to read
+    it."""
 
-    words: str
+    text: str
     kind: Literal["", "missing", "caution"] = ""
 
 
 class Heading(NamedTuple):
     """A heading within a section: the subject of the blocks after it."""
 
-    words: str
+    text: str
 
 
 class Items(NamedTuple):
@@ -73,7 +74,7 @@ class Links(NamedTuple):
     files: Mapping[str, str]
 
 
-class Answer(NamedTuple):
+class Recommendation(NamedTuple):
     """The configuration to use for one workload, and the command that runs it; `value` is empty where nothing
     succeeded."""
 
@@ -85,7 +86,7 @@ class Answer(NamedTuple):
     command: str = ""
 
 
-Block = Text | Heading | Items | Command | Table | Picture | Links | Answer
+Block = Text | Heading | Items | Command | Table | Picture | Links | Recommendation
 
 
 class Section(NamedTuple):

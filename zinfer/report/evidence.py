@@ -1,4 +1,4 @@
-"""Sections of what the numbers rest on: comparisons, how far they may be trusted, and how to get them again."""
+"""Sections on the evidence: comparisons, how far the numbers may be trusted, and how to get them again."""
 
 import shlex
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ _AXES = (
 
 
 def comparison(findings: Findings) -> Section:
-    """Against the baseline, and the fastest configuration against the others that were measured."""
+    """Return the section that compares with the baseline, and the fastest configuration with the others measured."""
     blocks: list[Block] = []
     if findings.baseline is None:
         blocks.append(
@@ -53,7 +53,8 @@ def comparison(findings: Findings) -> Section:
 
 
 def validity(findings: Findings) -> Section:
-    """Repeats, spread, clocks and throttling, kind of weights, slices, and lines that could not be read."""
+    """Return the section on repeats, spread, clocks and throttling, kind of weights, slices, and lines that could not
+    be read."""
     blocks: list[Block] = []
     for workload in findings.workloads:
         blocks += [Heading(workload.group.title), Items(tuple(_limits(workload)))]
@@ -77,7 +78,7 @@ def validity(findings: Findings) -> Section:
 
 
 def reproduce(findings: Findings) -> Section:
-    """The commands that measure all of it again, and the versions that were measured."""
+    """Return the section with the commands that measure all of it again, and the versions that were measured."""
     sweeps = dict.fromkeys(_sweep(header.recipe) for workload in findings.workloads for header in workload.headers)
     blocks: list[Block] = [Command("\n".join(["zinfer probe", *sweeps, "zinfer report"]))]
     if findings.workloads and not sweeps:
@@ -136,7 +137,7 @@ def _others(points: Points) -> tuple[Row, ...]:
     loads = by_load(points)
     rows = []
     for load, own in loads.items():
-        found = rates.compare(loads[winner.case.load], own)
+        found = rates.compare_with_baseline(loads[winner.case.load], own)
         if load == winner.case.load or found.baseline is None or found.gain is None:
             continue
         sizes, ratios = [str(size) for size, _ in found.equal], [ratio for _, ratio in found.equal]
@@ -153,7 +154,7 @@ def _others(points: Points) -> tuple[Row, ...]:
 
 
 def _limits(workload: WorkloadFindings) -> list[str]:
-    """In sentences, what a reader has to know before trusting the numbers."""
+    """Return sentences with the facts that a reader has to know before trusting the numbers."""
     group, points = workload.group, workload.points
     lines = []
     if group.load_format == "dummy":
@@ -218,7 +219,7 @@ def _listed(value: Any) -> list[str]:
 
 
 def _sweep(recipe: dict[str, Any]) -> str:
-    """The command of a recipe as its file's header has it."""
+    """Return the command of a recipe as its file's header has it."""
     words = ["zinfer", "sweep"]
     for key in _AXES:
         text = _axis(recipe.get(key))

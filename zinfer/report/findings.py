@@ -30,7 +30,7 @@ class WorkloadFindings(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Output tokens to be generated within `seconds`, in the words it was asked in, and how a fleet is to be sized."""
+    """Output tokens to be generated within `seconds`, the text of the demand, and how a fleet is to be sized."""
 
     text: str
     tokens: float
@@ -39,7 +39,7 @@ class Demand(NamedTuple):
     spare: int = 1
 
 
-class Question(NamedTuple):
+class PlanningQuestion(NamedTuple):
     """The question of a planning recipe: cases at batch size 1 on machines, and ratios that others have published."""
 
     title: str
@@ -57,7 +57,7 @@ class Findings(NamedTuple):
     baseline: tuple[str, Points] | None = None
     prices: Prices = Prices()
     demand: Demand | None = None
-    questions: tuple[Question, ...] = ()
+    questions: tuple[PlanningQuestion, ...] = ()
     codecs: tuple[CodecRecord, ...] = ()
     accuracies: tuple[AccuracyRecord, ...] = ()
     reuses: tuple[Run, ...] = ()
@@ -77,7 +77,7 @@ def shape(case: Case, whole: bool = False) -> ModelSpec | None:
 
     A hub id is not looked up: a report makes no request and says the same with and without a network.
     """
-    if case.model not in catalogue_names() and not isdir(expanduser(case.model)):  # which no name makes raise
+    if case.model not in catalogue_names() and not isdir(expanduser(case.model)):  # no name makes these raise
         return None
     try:
         return resolve(case.model, case.dtype, None if whole else case.layers)

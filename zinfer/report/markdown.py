@@ -1,4 +1,4 @@
-"""A document as Markdown: the twin of the HTML page, for code review and for machines that read text.
+"""Markdown of a document: the twin of the HTML page, for code review and for machines that read text.
 
 Figures are left out, since the tables beside them hold the same numbers; files that `zinfer plot` drew are linked.
 """
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from html import escape
 
 from zinfer.report.document import (
-    Answer,
     Block,
     Command,
     Document,
@@ -16,6 +15,7 @@ from zinfer.report.document import (
     Items,
     Links,
     Picture,
+    Recommendation,
     Section,
     Table,
     Text,
@@ -77,13 +77,13 @@ def _block(block: Block) -> str:
             return _table(block)
         case Links(files):
             return "\n\n".join(f"![{name}]({link})" for name, link in files.items()) or prose(UNDRAWN)
-        case Answer():
+        case Recommendation():
             return "\n\n".join(_answer(block))
         case Picture():
             return ""
 
 
-def _answer(answer: Answer) -> Sequence[str]:
+def _answer(answer: Recommendation) -> Sequence[str]:
     what = f"{answer.configuration}: {answer.value} {answer.unit}" if answer.value else answer.configuration
     return (
         f"### {cell(answer.question)}",

@@ -11,7 +11,6 @@ from zinfer.plan.published import PublishedCodec, codecs
 from zinfer.record import accuracy, codec, prefix_reuse
 from zinfer.record.measurement import Measurement
 from zinfer.report.document import (
-    Answer,
     Block,
     Command,
     Heading,
@@ -19,6 +18,7 @@ from zinfer.report.document import (
     Kind,
     Links,
     Picture,
+    Recommendation,
     Row,
     Section,
     Table,
@@ -49,7 +49,7 @@ _NAMES = {
 
 
 def answer(findings: Findings) -> Section:
-    """The fastest configuration of each workload, with the command that runs it."""
+    """Return the section with the fastest configuration of each workload and the command that runs it."""
     blocks: list[Block] = [_answer(workload) for workload in findings.workloads]
     if not blocks:
         blocks = [
@@ -60,7 +60,7 @@ def answer(findings: Findings) -> Section:
 
 
 def question(findings: Findings) -> Section:
-    """The workloads that were run, and the question that they answer."""
+    """Return the section with the workloads that were run and the question that they answer."""
     if not findings.workloads:
         return Section("question", "Question and workload", [Text("No workload has a record.", "missing")])
     rows = []
@@ -99,7 +99,7 @@ def question(findings: Findings) -> Section:
 
 
 def system(findings: Findings) -> Section:
-    """The machines with their links as measured, and the studies that were made on them."""
+    """Return the section on the machines, with their links as measured and the studies made on them."""
     blocks: list[Block] = []
     for name in dict.fromkeys(workload.group.machine for workload in findings.workloads):
         machine = findings.machines.get(name)
@@ -114,7 +114,7 @@ def system(findings: Findings) -> Section:
 
 
 def results(findings: Findings) -> Section:
-    """Every point of every workload, with a figure of the throughput."""
+    """Return the section with every point of every workload and a figure of the throughput."""
     blocks: list[Block] = []
     for workload in findings.workloads:
         blocks += [Heading(workload.group.title), Text(f"{workload.group.conditions}. Sweep: {workload.sweep}.")]
@@ -126,18 +126,18 @@ def results(findings: Findings) -> Section:
 
 
 def offload(findings: Findings) -> Section:
-    """What offload costs and gains, engine by engine."""
+    """Return the section on the cost and the gain of offload, engine by engine."""
     blocks: list[Block] = []
     for workload in findings.workloads:
         blocks.append(Heading(workload.group.title))
         verdicts = rates.offload_verdicts(workload.points)
-        lines = [f"{verdict.engine or 'Any engine'}: {verdict.words}" for verdict in verdicts]
+        lines = [f"{verdict.engine or 'Any engine'}: {verdict.text}" for verdict in verdicts]
         blocks.append(Items(tuple(lines)) if lines else Text("No point with offload was measured.", "missing"))
     return Section("offload", "Does offload pay?", blocks or [Text("No point was measured.", "missing")])
 
 
 def link_waits(findings: Findings) -> tuple[Block, ...]:
-    """Return a table for each workload with traced points: where the time of a decode step goes."""
+    """Return a table for each workload with traced points: the parts of a decode step's time."""
     blocks: list[Block] = []
     for workload in findings.workloads:
         if rows := _steps(workload.points):
@@ -172,18 +172,18 @@ def named(point: Measurement) -> str:
     return f"{point.case.label()}, batch {point.case.workload.batch_size}"
 
 
-def _answer(workload: WorkloadFindings) -> Answer:
+def _answer(workload: WorkloadFindings) -> Recommendation:
     group, winner = workload.group, rates.best(workload.points)
     asked = f"{group.title} · {group.conditions}"
     if winner is None:
-        return Answer(asked, "", "", f"No point succeeded: {rates.statuses(workload.points)}.")
+        return Recommendation(asked, "", "", f"No point succeeded: {rates.statuses(workload.points)}.")
     waits = f"TTFT {duration(sum(winner.ttft_ms) / len(winner.ttft_ms) / 1e3)}"
     if winner.tpot_ms:
         waits += f", TPOT {duration(winner.tpot_ms / 1e3)}"
     spread = rate(winner)[1] or "one repeat, so its spread is unknown"
     lines = [f"{waits}. {spread[:1].upper()}{spread[1:]}{' tok/s at 95% confidence' * spread.startswith('±')}."]
-    lines += [verdict.words for verdict in rates.offload_verdicts(workload.points)[:1]]
-    return Answer(asked, rate(winner)[0], "tok/s", named(winner), tuple(lines), rates.command(winner.case))
+    lines += [verdict.text for verdict in rates.offload_verdicts(workload.points)[:1]]
+    return Recommendation(asked, rate(winner)[0], "tok/s", named(winner), tuple(lines), rates.command(winner.case))
 
 
 def _count(points: Points, outcome: str) -> int:
@@ -205,7 +205,7 @@ def _machine(machine: Machine) -> list[Block]:
     rows = [Row(("GPU", gpu, machine.source))]
     for field in FIGURES:
         if getattr(machine, field):
-            value, _, source = machine.told(field).partition(" (")
+            value, _, source = machine.describe(field).partition(" (")
             rows.append(Row((_NAMES.get(field, field), value, source.removesuffix(")"))))
     if machine.gpu_count and machine.coherent:
         rows.append(Row(("link, kind", "cache-coherent", machine.source)))
@@ -236,7 +236,7 @@ def _details(machine: Machine) -> list[tuple[str, str]]:
 
 
 def _codecs(findings: Findings) -> Iterator[Block]:
-    """The lossless codec of the stream engine as measured on each machine, beside those that others published."""
+    """Yield the lossless codec of the stream engine as measured on each machine, beside those that others published."""
     for record in findings.codecs:
         yield Heading(f"Lossless coding of weights, {record.machine}")
         caption = (
@@ -256,7 +256,7 @@ def _codecs(findings: Findings) -> Iterator[Block]:
 
 
 def _studies(findings: Findings) -> Iterator[Block]:
-    """Accuracy of settings, and time saved by keeping a conversation, as measured on each machine."""
+    """Yield the accuracy of settings, and the time saved by keeping a conversation, as measured on each machine."""
     for record in findings.accuracies:
         yield Heading(f"Accuracy of settings, {record.machine}")
         caption = (
@@ -280,7 +280,7 @@ def _studies(findings: Findings) -> Iterator[Block]:
 
 
 def _throughput(workload: WorkloadFindings) -> Block:
-    """The figure of throughput over batch size, as `zinfer plot` draws it."""
+    """Return the figure of throughput over batch size, as `zinfer plot` draws it."""
     drawn = figures.draw(workload.group, workload.points, ("throughput",))
     if not drawn:
         return Text(f"No figure: no point succeeded ({rates.statuses(workload.points)}).", "missing")
@@ -351,7 +351,7 @@ def _steps(points: Points) -> tuple[Row, ...]:
                 str(point.case.workload.batch_size),
                 f"{length_ms(spans):,.1f} ms",
                 f"{point.step_median_ms:,.1f} ms" if point.step_median_ms else "",
-                *(f"{share(spans, lane):.1%}" for lane in ("copy", "decode", "compute")),
+                *(f"{share(spans, lane):.1%}" for lane in ("copy", "unpack", "compute")),
                 f"{waits(spans).total_ms:,.2f} ms",
                 f"{bandwidth / 1e9:.1f} GB/s" if bandwidth else "unknown",
             ))

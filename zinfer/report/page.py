@@ -1,4 +1,4 @@
-"""A document as one HTML file: styles and figures inside, no script, nothing fetched, ready to print.
+"""HTML page of a document, one file: styles and figures inside, no script, nothing fetched, ready to print.
 
 Every text is escaped where it is written, and the page's own policy forbids to load or run whatever slipped through.
 """
@@ -18,7 +18,7 @@ from zinfer.report.plot.style import GREY, GRID, INK
 
 LIGHT, DARK = "#ffffff", "#14171b"  # the page's paper
 CONTRAST, TEXT_CONTRAST = 3.0, 4.5  # least contrast with the paper, of graphics and of text: WCAG 2.2, 1.4.11 and 1.4.3
-# colours of figures that the page has words for; paper is white in them
+# colours of figures that the page names; paper is white in them
 _OWN = {"#ffffff": "--paper", INK: "--ink", GREY: "--soft", GRID: "--grid"}
 _HEX = re.compile(r"#[0-9a-f]{6}\b")
 _SVG, _HREF = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
@@ -79,7 +79,7 @@ def embed(picture: Picture, name: str, styles: dict[str, str]) -> str:
 def _style(element: Element) -> str:
     """Take the style off an element and return it, its colours as variables of text (``t``) or of graphics (``c``)."""
     style, kind = element.attrib.pop("style", ""), "t" if element.tag == "text" else "c"
-    if paint := element.attrib.pop("fill", ""):  # of the pattern behind a hatch
+    if paint := element.attrib.pop("fill", ""):  # colour of the pattern behind a hatch
         style = f"fill:{paint};{style}"
     style = re.sub(r"font-family:[^;]*;?", "", style)  # the page's own is narrower
     return _HEX.sub(lambda found: f"var({_OWN.get(found[0], f'--{kind}{found[0][1:]}')})", style)

@@ -45,7 +45,7 @@ class Forecast(NamedTuple):
     """Factors by engine, and each point as the others predict it."""
 
     factors: Mapping[str, Efficiency] = {}
-    rows: tuple[calibrate.Row, ...] = ()
+    rows: tuple[calibrate.PredictedPoint, ...] = ()
 
 
 def forecast(findings: Findings) -> Forecast:
@@ -56,7 +56,8 @@ def forecast(findings: Findings) -> Forecast:
 
 
 def memory(findings: Findings) -> Section:
-    """Bytes of every configuration by tier and use, predicted from shapes, beside the measured peaks."""
+    """Return the section on the bytes of every configuration by tier and use, predicted from shapes, beside the
+    measured peaks."""
     blocks: list[Block] = []
     for workload in findings.workloads:
         blocks.append(Heading(workload.group.title))
@@ -75,7 +76,7 @@ def memory(findings: Findings) -> Section:
 
 
 def bottleneck(findings: Findings, known: Forecast) -> Section:
-    """The limit of a decode step, and the gain from a link of twice the speed."""
+    """Return the section on the limit of a decode step, and the gain from a link of twice the speed."""
     blocks: list[Block] = []
     for workload in findings.workloads:
         rows = tuple(_bottlenecks(workload, known))
@@ -96,7 +97,7 @@ def bottleneck(findings: Findings, known: Forecast) -> Section:
 
 
 def machines(findings: Findings, known: Forecast) -> Section:
-    """Predicted throughput of the whole models on machines that are not at hand, and how far to trust it."""
+    """Return the section on the predicted throughput of whole models on other machines, and how far to trust it."""
     blocks: list[Block] = []
     asked: dict[Case, WorkloadFindings] = {}
     for workload in findings.workloads:
@@ -113,7 +114,7 @@ def machines(findings: Findings, known: Forecast) -> Section:
 
 
 def claims(findings: Findings, known: Forecast) -> Iterator[Block]:
-    """Plans of each planning recipe at their best batch, beside ratios that others have published.
+    """Yield the plans of each planning recipe at their best batch, beside ratios that others have published.
 
     An engine's factors are those of these records where it has any.
     """
@@ -131,7 +132,7 @@ def claims(findings: Findings, known: Forecast) -> Iterator[Block]:
         caption = "Predicted, nothing was run: each engine with its factors from these records, at its best batch."
         yield Table(caption, columns, tuple(map(_claim, plans)))
         told = [f"{place.name}: {advice([p for p in plans if p.machine == place])}" for place in question.machines]
-        yield Items((*told, *(found.words for found in beside(question.published, plans, known.factors))))
+        yield Items((*told, *(found.describe() for found in beside(question.published, plans, known.factors))))
 
 
 def _unknown(workload: WorkloadFindings) -> Text:
@@ -305,7 +306,7 @@ def _merit(plan: Plan) -> float:
 
 
 def _base(plans: list[Plan]) -> Plan | None:
-    """Return the plan that ratios are over: on the measured machine if it fits there, else on one with the same GPU,
+    """Return the plan that ratios refer to: on the measured machine if it fits there, else on one with the same GPU,
     else the first that fits."""
     able = [plan for plan in plans if plan.fits and plan.output_tok_s]
     same = [plan for plan in able if plan.machine.gpu_name == plans[0].machine.gpu_name]
@@ -339,7 +340,7 @@ def _place(plan: Plan, base: Plan | None) -> Row:
 
 
 def _trust(known: Forecast) -> list[Block]:
-    """Tell how well each point is predicted by the others."""
+    """Return blocks that tell how well each point is predicted by the others."""
     if not known.rows:
         return []
     columns = (
@@ -359,7 +360,7 @@ def _trust(known: Forecast) -> list[Block]:
     return [Heading("How far predictions may be trusted"), Text(f"{told} {limits}"), Table(caption, columns, rows)]
 
 
-def _checked(row: calibrate.Row) -> Row:
+def _checked(row: calibrate.PredictedPoint) -> Row:
     def pair(predicted: float | None, measured: float | None, error: float | None, kind: str) -> tuple[str, str, str]:
         told = [("" if v is None else rated(v) if kind == "rate" else gib(v)) for v in (measured, predicted)]
         return told[0], told[1], "" if error is None else f"{error:+.1%}"

@@ -1,4 +1,4 @@
-"""Cost of a token in money and energy, and GPUs for a demand: `zinfer.analysis.economics` on measured points."""
+"""Costs of a token in money and energy, and GPUs for a demand: `zinfer.analysis.economics` on measured points."""
 
 from zinfer.analysis import rates
 from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost, fleet
@@ -13,7 +13,8 @@ _SLICE = "A slice: the whole model is slower in proportion and its largest batch
 
 
 def sizing(findings: Findings) -> Section:
-    """Cost of every configuration at its own best batch, and the fleet for the demand that was named."""
+    """Return the section on the cost of every configuration at its own best batch, and the fleet for the demand if one
+    is given."""
     blocks: list[Block] = _given(findings)
     for workload in findings.workloads:
         blocks.append(Heading(workload.group.title))
@@ -29,7 +30,7 @@ def sizing(findings: Findings) -> Section:
 
 
 def _given(findings: Findings) -> list[Block]:
-    """The prices and the demand, and which options give those that are missing."""
+    """Return the prices and the demand, and the options that give those that are missing."""
     prices = findings.prices
     told = {
         "an hour of a GPU": prices.gpu_hour_usd,
@@ -71,7 +72,7 @@ def _costs(points: Points, prices: Prices) -> Table:
 
 
 def _cost(point: Measurement, prices: Prices) -> tuple[Cost | None, str]:
-    """The cost, or without it what keeps it from being known."""
+    """Return the cost, or None and the reason why it is not known."""
     try:
         return cost(point, prices), ""
     except EconomicsError as error:

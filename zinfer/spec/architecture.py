@@ -50,13 +50,14 @@ _RESULTS = ("loss", "logits", "hidden_states", "attentions")
 
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The `transformers` configuration of `spec`. Raises ModelError if transformers does not know the architecture."""
+    """Return the `transformers` configuration of `spec`. Raises ModelError if transformers does not know the
+    architecture."""
     return _configured(spec.name, spec.architecture, spec.config)
 
 
 def empty_model(spec: ModelSpec) -> PreTrainedModel:
-    """The model of `spec` with parameters on the meta device and real buffers (rotary tables and the like) on the CPU.
-    Raises ModelError if transformers cannot build it as a causal language model."""
+    """Return the model of `spec` with parameters on the meta device and real buffers (rotary tables and the like) on
+    the CPU. Raises ModelError if transformers cannot build it as a causal language model."""
     with _refusing(spec.name), init_empty_weights(include_buffers=False):
         model = _causal(model_config(spec), spec.dtype)
     model.tie_weights()
@@ -64,7 +65,7 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The decoder layers in depth order, with the name of the module list that holds them.
+    """Return the decoder layers in depth order, with the name of the module list that holds them.
 
     Only lists of blocks that lie in no other list are considered. A list as long as the text model's depth comes before
     others, then the list with most weights. Raises ModelError if there is none (the model is not a stack of decoder
@@ -82,7 +83,8 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def measure(name: str, config: Mapping[str, Any]) -> Shape:
-    """The shape of the model that `config` describes, measured on the model; results are cached by configuration.
+    """Return the shape of the model that `config` describes, measured on the model; results are cached by
+    configuration.
 
     Raises ModelError, with `name` in it, if transformers cannot build the model, or if it is no stack of decoder layers
     with a KV cache or a recurrent state.
@@ -130,7 +132,7 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Wa
 
 
 def _shape(model: PreTrainedModel, layers: nn.ModuleList, watched: "list[_Seen]") -> Shape:
-    """The Shape that the modules and the watched pass add up to."""
+    """Return the Shape of the modules and the watched pass."""
     text, routed = _text(model.config), [_experts(layer) for layer in layers]
     times = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     parts = []
@@ -178,7 +180,7 @@ def _weights(module: nn.Module) -> int:
 
 
 def _text(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the decoder within `config`; `config` itself if it has no other parts."""
+    """Return the configuration of the decoder within `config`; `config` itself if it has no other parts."""
     try:
         return config.get_text_config(decoder=True)
     except ValueError:  # ambiguous: several parts qualify
@@ -186,8 +188,8 @@ def _text(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _first(config: PreTrainedConfig, names: Iterable[str]) -> int | None:
-    """The first of the settings `names` that `config` has as a positive integer. For a list with a value per layer, its
-    largest value."""
+    """Return the first of the settings `names` that `config` has as a positive integer. For a list with a value per
+    layer, its largest value."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, (list, tuple)):
@@ -198,14 +200,14 @@ def _first(config: PreTrainedConfig, names: Iterable[str]) -> int | None:
 
 
 def _window(layer: nn.Module) -> int | None:
-    """The sliding window, in tokens, of a layer that attends to another layer's cache."""
+    """Return the sliding window, in tokens, of a layer that attends to another layer's cache."""
     sizes = [getattr(module, "sliding_window", None) for module in layer.modules()]
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _experts(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a layer that hold the weights of routed experts: "expert" is in their name or class, "shared" is
-    not in their name, and they lie in no other such module."""
+    """Return the modules of a layer that hold the weights of routed experts: "expert" is in their name or class,
+    "shared" is not in their name, and they lie in no other such module."""
     found: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
         own = name.rpartition(".")[2].lower()
@@ -217,8 +219,8 @@ def _experts(layer: nn.Module) -> list[nn.Module]:
 
 
 def _number(experts: nn.Module) -> int:
-    """Number of experts in a module: its submodules, else the first dimension of its stacked matrices, else its
-    attribute."""
+    """Return the number of experts in a module: its submodules, else the first dimension of its stacked matrices, else
+    its attribute."""
     if isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
         return len(experts)
     stacked = [parameter.shape[0] for parameter in experts.parameters() if parameter.dim() == 3]
@@ -227,7 +229,7 @@ def _number(experts: nn.Module) -> int:
 
 
 def _expert_width(routed: Iterable[list[nn.Module]], hidden: int) -> int:
-    """Inner width of one expert's feed-forward network, the widest of all layers; 0 without experts."""
+    """Return the inner width of one expert's feed-forward network, the widest of all layers; 0 without experts."""
     widths = [0]
     for module in (module for modules in routed for module in modules):
         stacked = max(parameter.dim() for parameter in module.parameters())  # biases have a dimension less
@@ -238,8 +240,8 @@ def _expert_width(routed: Iterable[list[nn.Module]], hidden: int) -> int:
 
 
 def _ffn_size(config: PreTrainedConfig, layers: Iterable[nn.Module], hidden: int) -> int:
-    """Inner width of the feed-forward network: the configuration's value, or else the largest width that has matrices
-    both from and to the hidden size."""
+    """Return the inner width of the feed-forward network: the configuration's value, or else the largest width that has
+    matrices both from and to the hidden size."""
     configured = _first(config, CONFIG_KEYS["ffn_size"])
     if configured is not None:
         return configured
@@ -249,7 +251,7 @@ def _ffn_size(config: PreTrainedConfig, layers: Iterable[nn.Module], hidden: int
 
 
 def _others(shape: Iterable[int], hidden: int) -> list[int]:
-    """The other dimension of a matrix that has `hidden` as one dimension, as a list; empty if it has not."""
+    """Return the other dimension of a matrix that has `hidden` as one dimension, as a list; empty if it has not."""
     sizes = list(shape)
     if hidden not in sizes:
         return []
@@ -276,8 +278,8 @@ def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreT
 
 
 def _numbers(value: Any) -> Any:
-    """A copy of a part of a `config.json`, with floats for the numbers that JSON cannot express and transformers writes
-    as ``{"__float__": "Infinity"}``."""
+    """Return a copy of a part of a `config.json`, with floats for the numbers that JSON cannot express and transformers
+    writes as ``{"__float__": "Infinity"}``."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
@@ -331,7 +333,7 @@ class _NoData(TorchFunctionMode):
         return self.computed(func, args, func(*args, **kwargs), kwargs)
 
     def computed(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> Any:
-        """Hook for subclasses that watch: receive a function's result and return it."""
+        """Receive a function's result and return it: a hook for subclasses that watch."""
         return out
 
 
@@ -353,7 +355,7 @@ def _split(tensor: Tensor, sizes: int | list[int], dim: int = 0) -> tuple[Tensor
 
 
 def _grouped(rows: Tensor, weights: Tensor, *_: object, **__: object) -> Tensor:
-    """Shape of rows times the matrices of their groups, without the alignment that the kernel demands."""
+    """Return the shape of rows times the matrices of their groups, without the alignment that the kernel demands."""
     return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
 
 
@@ -398,7 +400,7 @@ class _Seen:
         return list({id(tensor): (entry, name, tensor) for entry, name, tensor in reversed(found)}.values())
 
     def cached(self, name: str, tensor: Tensor) -> int:
-        """Number of tokens that a cached tensor holds an entry for; 0 for a state of the sequence."""
+        """Return the number of tokens that a cached tensor holds an entry for; 0 for a state of the sequence."""
         if name in ("keys", "values") and tensor.dim() == 4:
             return tensor.shape[-2]  # all tokens, or those of a window
         return self.tokens if self.tokens in tensor.shape[1:] else 0
@@ -415,7 +417,7 @@ class _Seen:
 
     @property
     def window(self) -> int | None:
-        """The widest window, in tokens; None if some tensor caches all tokens."""
+        """Widest window, in tokens; None if some tensor caches all tokens."""
         sizes = [size for _, size in self._widths if size is not None]
         return max(sizes) if sizes and len(sizes) == len(self._widths) and not self._grown else None
 
@@ -537,7 +539,7 @@ class _Watch(_NoData):
 
 
 def _tensors(value: Any, name: str = "", depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in an object or a container, with their names there."""
+    """Yield the floating-point tensors in an object or a container, with their names there."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.dim():
             yield name, value

@@ -1,4 +1,4 @@
-"""Cases: one point that is asked of a machine, used as the key of its measurement."""
+"""Cases: points requested of a machine, used as the keys of their measurements."""
 
 from typing import Literal
 
@@ -28,8 +28,7 @@ class Workload(Frozen):
 
 
 class Case(Frozen):
-    """One point that was asked for: model, engine, placement, workload, options. Hashable by value: the key of a
-    record."""
+    """One requested point: model, engine, placement, workload, options. Hashable by value: the key of a record."""
 
     model: str
     engine: str
@@ -49,7 +48,7 @@ class Case(Frozen):
 
     @property
     def load(self) -> "Case":
-        """The case without its batch size: cases with equal loads share one process and one copy of the weights."""
+        """Case without its batch size: cases with equal loads share one process and one copy of the weights."""
         return self.with_batch(1)
 
     def with_batch(self, batch_size: int) -> "Case":
@@ -57,14 +56,15 @@ class Case(Frozen):
         return self.model_copy(update={"workload": workload})
 
     def label(self) -> str:
-        """Engine and offload in a few characters, for legends and progress lines."""
+        """Return engine and offload in a few characters, for legends and progress lines."""
         resident = "" if self.gpu_weights is None else f" gpu-weights={self.gpu_weights}"
         options = "".join(f" {key}={value}" for key, value in self.options)
         return f"{self.engine} {self.offload}{resident}{options}"
 
 
 def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0) -> int:
-    """Return how many of `streamable` weight bytes `gpu_weights` keeps on the GPU; `automatic` is what ``auto`` means.
+    """Return how many of `streamable` weight bytes `gpu_weights` keeps on the GPU; `automatic` are the bytes of
+    ``auto``.
 
     Raises ValueError for anything but ``auto``, a share (``25%``) and a size (``40GiB``).
     """

@@ -25,7 +25,7 @@ SAMPLE = 4096  # bytes hashed at either end of a tensor: tell retrained weights 
 
 
 class CheckpointError(ZinferError):
-    """A checkpoint that cannot be loaded safely; the message names the file and says what is wrong with it."""
+    """A checkpoint that cannot be loaded safely; the message names the file and its fault."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
-        """Read the headers under `directory`. Raises CheckpointError naming the first thing that is wrong."""
+        """Read the headers under `directory`. Raises CheckpointError for the first fault found."""
         config = _read_json(directory / "config.json", "it is not a checkpoint folder without it")
         if (directory / INDEX).is_file():
             weight_map = _read_json(directory / INDEX, "").get("weight_map")
@@ -72,7 +72,7 @@ class Checkpoint:
 
     @classmethod
     def of_file(cls, file: Path) -> "Checkpoint":
-        """The tensors of one file, without a configuration. Raises CheckpointError as `open` does."""
+        """Return the tensors of one file, without a configuration. Raises CheckpointError as `open` does."""
         return cls(file.parent, {}, _read_header(file))
 
     @property
@@ -94,8 +94,8 @@ class Checkpoint:
 
 
 def bare_config(path: Path) -> Mapping[str, Any] | None:
-    """The configuration of a model without weights: the file `path`, or the `config.json` of a folder that holds no
-    weights of any kind; None if it holds some. Raises CheckpointError if it cannot be read."""
+    """Return the configuration of a model without weights: the file `path`, or the `config.json` of a folder that holds
+    no weights of any kind; None if it holds some. Raises CheckpointError if it cannot be read."""
     if path.is_file():
         return _read_json(path, "")
     weights = (SINGLE, INDEX, "*.safetensors", *_PICKLED)
@@ -117,8 +117,8 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """Path of the shard `name`, which must lie in `directory` itself. (A hub snapshot's files are links out of it: the
-    link, not its target, has to be inside.)"""
+    """Return the path of the shard `name`, which must lie in `directory` itself. (A hub snapshot's files are links out
+    of it: the link, not its target, has to be inside.)"""
     if name != Path(name).name or name in {"", ".", ".."} or not name.endswith(".safetensors"):
         raise CheckpointError(f"{directory / INDEX} points to {name!r}: shards are .safetensors files of this folder")
     if not (directory / name).is_file():

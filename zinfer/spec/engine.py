@@ -1,4 +1,4 @@
-"""The engines and their options, as data: what can be asked of each, and how it keeps and moves weights. No torch here.
+"""Engines and their options, as data: the options of each, and how it keeps and moves weights. No torch is needed here.
 
 A case names an engine and the options in which it differs from the defaults. They are validated once, by `settle`, when
 the case is made, before any process starts::
@@ -41,9 +41,9 @@ class OptionError(ZinferError):
 
 
 class Transport(Frozen):
-    """How an engine keeps offloaded weights and moves them to the GPU. Plans are made from this."""
+    """Transport of an engine: how it keeps offloaded weights and moves them to the GPU. Plans are made from this."""
 
-    fetched: Literal["two layers", "layer", "matrix", "pieces"] = "two layers"  # in GPU memory; pieces: through a ring
+    fetched: Literal["two layers", "layer", "matrix", "pieces"] = "two layers"  # at a time; pieces: through a ring
     overlapped: bool = True  # copies run beside compute
     blocks: bool = False  # prompts pass a layer in blocks while its weights are there, so that they cross the link once
     coded_at_rest: bool = False  # weights that cross the link coded lie coded in host memory and on the GPU, too
@@ -53,14 +53,14 @@ class Transport(Frozen):
 
 
 class EngineOptions(Frozen):
-    """Settings of an engine: a field is an option, its type tells the values, its description what they do."""
+    """Settings of an engine: a field is an option, its type gives the values, its description its meaning."""
 
     def transport(self) -> Transport:
-        """How an engine with these settings moves weights."""
+        """Return how an engine with these settings moves weights."""
         return Transport()
 
     def conflict(self, _offload: Offload) -> str | None:
-        """Why these settings contradict each other, or the offload; None where they do not."""
+        """Return the reason why these settings contradict each other, or the offload; None if they do not."""
         return None
 
 
@@ -138,7 +138,7 @@ class TensorRTOptions(EngineOptions):
 
 
 class PlanOptions(Frozen):
-    """All options that change a plan. Any engine may be planned with them, also where it cannot run so."""
+    """All options that change a plan. Any engine may be planned with them, even if it cannot run so."""
 
     weight_codec: Codec = Field("none", description="How weights cross the link.")
     weight_bits: Literal[16, 8, 4] = Field(16, description="Bits of a weight, with 16-bit scales and zero points.")
@@ -163,7 +163,7 @@ class EngineKind:
     requires: tuple[str, ...]  # import names, checked before anything is loaded; "a|b" is either
     options: type[EngineOptions] = EngineOptions
     gpu_weights: bool = False  # part of the offloaded weights can stay on the GPU
-    extra: str = "engines"  # the pip extra that installs what it requires
+    extra: str = "engines"  # pip extra that installs `requires`
     builds: Mapping[Offload, str] = field(default_factory=dict)  # system packages that an offload is built with
 
     @property
@@ -207,7 +207,7 @@ ENGINES: dict[str, EngineKind] = {
 
 
 def values(field_info: FieldInfo) -> list[str]:
-    """The values that an option takes, as a person types them; N is a whole number from 1 on."""
+    """Return the values that an option takes, as they are typed; N is a whole number from 1 on."""
     if field_info.title is not None:  # any text
         return [str(field_info.default), field_info.title]
     return list(dict.fromkeys(_values(field_info.annotation)))
@@ -227,10 +227,10 @@ def _values(annotation: Any) -> list[str]:
 
 
 def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> Options:
-    """The options in `given` that differ from the engine's defaults, sorted: what a case keeps.
+    """Return the options in `given` that differ from the engine's defaults, sorted, as a case keeps them.
 
-    With `planning` any option of `PlanOptions` may be among them. Raises OptionError for an unknown option, with those
-    that there are, and for a wrong value, with the choices.
+    With `planning` any option of `PlanOptions` may be among them. Raises OptionError for an unknown option, with the
+    known ones, and for a wrong value, with the choices.
     """
     kind = _options(engine)
     fields = {**(PlanOptions.model_fields if planning else {}), **kind.model_fields}
@@ -248,12 +248,12 @@ def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> 
 
 
 def _written(value: object) -> str:
-    """`value` as a person types it."""
+    """Return `value` as it is typed."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def without_defaults(engine: str, options: Options) -> Options:
-    """`options` that differ from the engine's defaults, sorted by name; those that it does not know stay."""
+    """Return `options` that differ from the engine's defaults, sorted by name; those that it does not know stay."""
     fields = _options(engine).model_fields
     default = {name: found.default for name, found in fields.items()}
     kept = {
@@ -265,7 +265,7 @@ def without_defaults(engine: str, options: Options) -> Options:
 
 
 def parse_options(engine: str, options: Options, offload: Offload) -> Any:
-    """The typed options of an engine that is about to run: an `EngineOptions` of its own class.
+    """Return the typed options of an engine that is about to run: an `EngineOptions` of its own class.
 
     Raises OptionError as `settle` does, and for values that contradict each other or the offload.
     """
@@ -279,19 +279,19 @@ def parse_options(engine: str, options: Options, offload: Offload) -> Any:
 
 @cache
 def read_options(engine: str, options: Options) -> EngineOptions:
-    """The typed options of a recorded case; what its engine does not know (any more) is left out."""
+    """Return the typed options of a recorded case; those that its engine does not know (any more) are left out."""
     return _lenient(_options(engine), dict(options))
 
 
 @cache
 def plan_options(engine: str, options: Options) -> PlanOptions:
-    """The options of a case that change its plan, with the engine's defaults; what is not known is left out."""
+    """Return the options of a case that change its plan, with the engine's defaults; unknown ones are left out."""
     own = {name: one.default for name, one in _options(engine).model_fields.items() if name in PlanOptions.model_fields}
     return _lenient(PlanOptions, own | dict(options))
 
 
 def conflict(engine: str, options: Options, offload: Offload) -> str | None:
-    """Why the options of a case contradict each other, or its offload; None where they do not."""
+    """Return the reason why the options of a case contradict each other, or its offload; None if they do not."""
     return read_options(engine, options).conflict(offload)
 
 

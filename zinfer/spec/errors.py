@@ -16,12 +16,12 @@ EXIT_CODES = {
 
 
 class ZinferError(ValueError):
-    """Base of errors whose message says what is wrong and what to do next. `exit_code` ends the command."""
+    """Base of errors whose message says the fault and the remedy. `exit_code` ends the command."""
 
     exit_code = USAGE
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception in one line, preceded by its type unless it is a ValueError."""
+    """Return the message of an exception in one line, preceded by its type unless it is a ValueError."""
     text = " ".join(str(error).split())[:500]
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}".rstrip(": ")

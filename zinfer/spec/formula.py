@@ -14,8 +14,8 @@ _NEEDS = "needs torch and transformers: pip install 'zinfer[engines]'"
 
 
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a Shape that a Hugging Face `config.json` states, under whatever names; the layers are not among
-    them.
+    """Return the fields of a Shape that a Hugging Face `config.json` states, under whatever names; the layers are not
+    among them.
 
     `num_kv_heads` counts the heads that transformers caches. Raises ModelError if the configuration is not that of a
     decoder-only model.
@@ -72,7 +72,8 @@ _PLAIN = frozenset({"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_ne
 
 
 def shape(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
-    """The shape of a model from its configuration alone, and from the weights `counted` (names and shapes), if given.
+    """Return the shape of a model from its configuration alone, and from the weights `counted` (names and shapes), if
+    given.
 
     Raises ModelError, with `name` in it, for an architecture without a closed form, or one that needs `counted`.
     """
@@ -98,7 +99,7 @@ def shape(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int,
 
 
 def _layers(config: Mapping[str, Any], found: dict[str, Any], family: _Family) -> tuple[list[LayerSpec], int]:
-    """The decoder layers, and the number of parameters outside them; completes the fields `found`."""
+    """Return the decoder layers, and the number of parameters outside them; completes the fields `found`."""
     hidden, heads, kv_heads, head = (found[key] for key in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"))
     if family.latent:
         rank, rope, nope, value, queries = (
@@ -148,7 +149,7 @@ def _layers(config: Mapping[str, Any], found: dict[str, Any], family: _Family) -
 
 
 def _counted(layers: list[LayerSpec], weights: Mapping[str, tuple[int, ...]]) -> tuple[list[LayerSpec], int]:
-    """The layers with the sizes of a checkpoint's tensors, and the number of its parameters outside them."""
+    """Return the layers with the sizes of a checkpoint's tensors, and the number of its parameters outside them."""
     sizes, other, experts = [0] * len(layers), 0, [0] * len(layers)
     for tensor, dims in weights.items():
         match = LAYER_INDEX.search(tensor)

@@ -16,13 +16,13 @@ GROWN = 0.9  # share of a control group's limit: a host with less memory than th
 
 
 def slug() -> str:
-    """Name for this machine that says its hardware and not its owner: ``nvidia-h100-80gb-hbm3`` (``-x4`` for four GPUs)
-    or ``cpu-amd-epyc-2-cores``. Measures nothing and does not import torch."""
+    """Return a name for this machine that says its hardware and not its owner: ``nvidia-h100-80gb-hbm3`` (``-x4`` for
+    four GPUs) or ``cpu-amd-epyc-2-cores``. Measures nothing and does not import torch."""
     return name_of(gpus())
 
 
 def gpus() -> list[dict[str, Any]]:
-    """The GPUs that this process may use, as NVML describes them: name, memory, driver, PCIe, NVLink, power."""
+    """Return the GPUs that this process may use, as NVML describes them: name, memory, driver, PCIe, NVLink, power."""
     if metadata_version("torch").endswith("+cpu"):  # torch without CUDA cannot use a driver
         return []
     try:
@@ -38,7 +38,8 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def _visible(nvml: Any) -> list[Any]:
-    """NVML handles of the GPUs in CUDA_VISIBLE_DEVICES; as in CUDA, the list ends at the first invalid entry."""
+    """Return the NVML handles of the GPUs in CUDA_VISIBLE_DEVICES; as in CUDA, the list ends at the first invalid
+    entry."""
     count = nvml.nvmlDeviceGetCount()
     handles = []
     for entry in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(","):
@@ -90,7 +91,7 @@ def _gpus_of_torch() -> list[dict[str, Any]]:
 
 
 def metadata_version(package: str) -> str:
-    """The installed version of a distribution, without importing it; empty if it is not installed."""
+    """Return the installed version of a distribution, without importing it; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -98,7 +99,7 @@ def metadata_version(package: str) -> str:
 
 
 def name_of(devices: list[dict[str, Any]]) -> str:
-    """The slug of a machine with these GPUs, or with none."""
+    """Return the slug of a machine with these GPUs, or with none."""
     if devices:
         text = str(devices[0].get("name", "gpu")) + (f" x{len(devices)}" if len(devices) > 1 else "")
     else:
@@ -108,23 +109,24 @@ def name_of(devices: list[dict[str, Any]]) -> str:
 
 
 def cpu_model() -> str:
-    """The CPU's name, or its architecture if the kernel gives no name (as on Arm)."""
+    """Return the CPU's name, or its architecture if the kernel gives no name (as on Arm)."""
     match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return match[1].strip() if match else platform.machine()
 
 
 def memory_total() -> int:
-    """Memory of this host (MemTotal), in bytes."""
+    """Return the memory of this host (MemTotal), in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The smallest memory limit of this process's control group and its ancestors, in bytes; None if there is none."""
+    """Return the smallest memory limit of this process's control group and its ancestors, in bytes; None if there is
+    none."""
     return min((limit for limit, _ in _memory_groups(groups, root)), default=None)
 
 
 def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
-    """Limit and use, in bytes, of this process's control group and of each ancestor that has a limit.
+    """Return the limit and use, in bytes, of this process's control group and of each ancestor that has a limit.
 
     Version 2 writes ``max`` for no limit, version 1 a number near 2^63.
     """
@@ -144,8 +146,8 @@ def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
 
 
 def _in_use(group: Path) -> int:
-    """Bytes that a control group holds and cannot give back, which excludes its page cache; 0 if the kernel does not
-    report them."""
+    """Return the bytes that a control group holds and cannot give back, which excludes its page cache; 0 if the kernel
+    does not report them."""
     with contextlib.suppress(OSError, ValueError):
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         total = "total_" if "total_cache" in stat else ""  # version 1: sums that include the child groups
@@ -157,7 +159,8 @@ def _in_use(group: Path) -> int:
 
 
 def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory that a process can still get, in bytes: page cache and swap count, memory that others hold does not.
+    """Return the host memory that a process can still get, in bytes: page cache and swap count, memory that others hold
+    does not.
 
     If a control group's limit exceeds all memory there is, the limit alone counts: some hosts add memory as it is used.
     """
@@ -172,8 +175,8 @@ def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgrou
 
 
 def host_bytes() -> int:
-    """Memory that a process may use, in bytes: all of it, or the control group's limit if that is lower, or so much
-    higher (see GROWN) that the host must be one that adds memory as it is used."""
+    """Return the memory that a process may use, in bytes: all of it, or the control group's limit if that is lower, or
+    so much higher (see GROWN) that the host must be one that adds memory as it is used."""
     total, limit = memory_total(), memory_limit()
     if limit is None or total < limit <= total / GROWN:
         return total
@@ -188,8 +191,8 @@ class NumaNode(NamedTuple):
 
 
 def numa_node(pci: str, root: Path = Path("/sys")) -> NumaNode | None:
-    """NUMA node of the device at a PCI address (``0000:3b:00.0``). None if the machine has only one, if the kernel does
-    not know, or if this process may use none of the node's CPUs."""
+    """Return the NUMA node of the device at a PCI address (``0000:3b:00.0``). None if the machine has only one, if the
+    kernel does not know, or if this process may use none of the node's CPUs."""
     nodes = root / "devices/system/node"
     try:
         number = int((root / "bus/pci/devices" / pci / "numa_node").read_text())  # -1: unknown, and no such folder
@@ -200,13 +203,13 @@ def numa_node(pci: str, root: Path = Path("/sys")) -> NumaNode | None:
 
 
 def _cpus(text: str) -> frozenset[int]:
-    """CPU numbers of a list as the kernel writes it: ``0-3,8``."""
+    """Return the CPU numbers of a list as the kernel writes it: ``0-3,8``."""
     ranges = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
     return frozenset(cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1))
 
 
 def cache_bytes(root: Path = Path("/sys")) -> int:
-    """Last-level caches of all processors together, in bytes; 0 if the kernel does not report them."""
+    """Return the last-level caches of all processors together, in bytes; 0 if the kernel does not report them."""
     found: dict[tuple[int, str], int] = {}
     for cache in (root / "devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
@@ -219,8 +222,8 @@ def cache_bytes(root: Path = Path("/sys")) -> int:
 
 
 def host_facts() -> dict[str, Any]:
-    """Processor, cores that this process may use, caches (bytes), NUMA nodes and memory (bytes), for a machine's
-    details."""
+    """Return the processor, cores that this process may use, caches (bytes), NUMA nodes and memory (bytes), for a
+    machine's details."""
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

@@ -51,7 +51,7 @@ def _explained(hub_id: str) -> Iterator[None]:
 
 
 def config_of(hub_id: str) -> dict[str, Any]:
-    """The config.json of the hub's model `hub_id` (``owner/name``).
+    """Return the config.json of the hub's model `hub_id` (``owner/name``).
 
     Raises ModelError, in one line, if it cannot be fetched or read.
     """
@@ -74,8 +74,8 @@ def config_of(hub_id: str) -> dict[str, Any]:
 
 
 def download(hub_id: str, revision: str | None = None) -> Path:
-    """Folder of a complete local snapshot (safetensors, tokenizer, configuration); missing files are downloaded. A
-    snapshot that is complete is used as it is, and the network is not asked for a newer one.
+    """Return the folder of a complete local snapshot (safetensors, tokenizer, configuration); missing files are
+    downloaded. A snapshot that is complete is used as it is, and the network is not asked for a newer one.
 
     Raises ModelError, in one line, if files cannot be fetched, or if the repository holds no safetensors.
     """
@@ -93,7 +93,7 @@ def download(hub_id: str, revision: str | None = None) -> Path:
 
 
 def cached(hub_id: str, revision: str | None = None) -> Path | None:
-    """Folder of a complete local snapshot (configuration, every shard), or None; never uses the network."""
+    """Return the folder of a complete local snapshot (configuration, every shard), or None; never uses the network."""
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:

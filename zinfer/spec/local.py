@@ -1,4 +1,4 @@
-"""This machine: its name, the folder of its results, and its probed description."""
+"""Local machine: its name, the folder of its results, and its probed description."""
 
 import subprocess
 import sys
@@ -13,8 +13,8 @@ ALIKE = 0.1  # largest relative difference in memory of hosts that are taken for
 
 
 def name() -> str:
-    """Name of this machine: its slug, ``nvidia-h200``; with cores and memory, ``nvidia-h200-16-cores-126-gib``, if
-    another host's figures are stored under the slug."""
+    """Return the name of this machine: its slug, ``nvidia-h200``; with cores and memory,
+    ``nvidia-h200-16-cores-126-gib``, if another host's figures are stored under the slug."""
     own = slug()
     try:
         known = machine.load(RESULTS / own)
@@ -27,15 +27,15 @@ def name() -> str:
 
 
 def results_folder() -> Path:
-    """Folder of this machine's records: ``sweeps/results/<machine>``."""
+    """Return the folder of this machine's records: ``sweeps/results/<machine>``."""
     return RESULTS / name()
 
 
 def this_machine() -> Machine:
-    """The description that `zinfer probe` wrote of this machine. If there is none, the probe runs now, in its own
-    process.
+    """Return the description that `zinfer probe` wrote of this machine. If there is none, the probe runs now, in its
+    own process.
 
-    (A probe in this process would leave a CUDA context behind that takes GPU memory from whatever is measured.) Raises
+    (A probe in this process would leave a CUDA context behind, whose GPU memory a measurement would lack.) Raises
     MachineError if the probe fails.
     """
     path = results_folder() / "machine.json"

@@ -4,7 +4,7 @@ Host-to-device bandwidth decides the speed of weight streaming. A datasheet's va
 so a measured machine (`zinfer probe`) takes precedence over a catalogue entry, every figure of the catalogue states its
 source, and `override` answers "what if the link were ..."::
 
-    override(load("h100-80gb"), "h2d_bandwidth=200GB/s").told("h2d_bandwidth")
+    override(load("h100-80gb"), "h2d_bandwidth=200GB/s").describe("h2d_bandwidth")
 """
 
 import json
@@ -48,7 +48,7 @@ class Machine(Frozen):
     hbm_bandwidth: float | None = None  # device-to-device copy, bytes read plus written
     h2d_bandwidth: float | None = None  # pinned host memory to the device
     d2h_bandwidth: float | None = None
-    duplex_bandwidth: float | None = None  # in each direction, while both copy
+    duplex_bandwidth: float | None = None  # bandwidth in each direction, while both copy
     pageable_bandwidth: float | None = None  # pageable host memory to the device
     host_bandwidth: float | None = None  # memcpy, bytes read plus written; link and CPU together if that is more
     attention_bandwidth: float | None = None  # bf16 keys and values that CPU attention reads in decode
@@ -58,13 +58,13 @@ class Machine(Frozen):
     nvme_bandwidth: float | None = None  # direct-I/O read
     matmul_flops: float | None = None  # dense bf16
     coherent: bool = False  # the link is cache-coherent (NVLink-C2C)
-    note: str = ""  # kind of machine, or figures that `probe` could not find out
+    note: str = ""  # kind of machine, or figures that `probe` could not measure
     sources: dict[str, str] = Field(default_factory=dict)  # figure -> source: "measured ..", "datasheet ..", "set .."
     details: dict[str, Any] = Field(default_factory=dict)  # further facts: driver, PCIe, NUMA, every block size
 
     def attention_rate(self, sharing: int) -> float | None:
-        """`attention_bandwidth` for `sharing` query heads a key head, in bytes per second: the products for each byte
-        grow with `sharing`, and limit it."""
+        """Return `attention_bandwidth` for `sharing` query heads a key head, in bytes per second: the products for each
+        byte grow with `sharing`, and limit it."""
         if self.attention_bandwidth is None or self.grouped_attention_bandwidth is None:
             return self.attention_bandwidth
         return min(self.attention_bandwidth, self.grouped_attention_bandwidth * SHARING / sharing)
@@ -79,8 +79,8 @@ class Machine(Frozen):
         """Names of the figures that `override` changed."""
         return tuple(field for field, source in self.sources.items() if source.startswith("set"))
 
-    def told(self, field: str) -> str:
-        """One of `FIGURES` with its unit and its source: ``25.2 GB/s (measured by others, PCIe4 x16)``."""
+    def describe(self, field: str) -> str:
+        """Return one of `FIGURES` with its unit and its source: ``25.2 GB/s (measured by others, PCIe4 x16)``."""
         value = getattr(self, field)
         return "unknown" if not value else f"{_text(field, value)} ({self.sources.get(field, self.source)})"
 
@@ -95,7 +95,7 @@ def _text(field: str, value: float) -> str:
 
 
 def override(machine: Machine, setting: str) -> Machine:
-    """A copy of `machine` with one figure replaced, as ``h2d_bandwidth=200GB/s``, ``host_bytes=1TiB`` or
+    """Return a copy of `machine` with one figure replaced, as ``h2d_bandwidth=200GB/s``, ``host_bytes=1TiB`` or
     ``matmul_flops=400TFLOP/s``; its source then says so.
 
     Raises MachineError for a field that is not in `FIGURES`, and for a value that is no positive quantity of its unit.
@@ -113,7 +113,7 @@ def override(machine: Machine, setting: str) -> Machine:
         unit = {"_bytes": "80GB or 24GiB", "_flops": "400TFLOP/s"}.get(field[field.rindex("_") :], "200GB/s")
         raise MachineError(f"{setting!r}: {text!r} is not a value for {field}: write it as {unit}")
     before = getattr(machine, field)
-    source = f"set by hand, in place of {machine.told(field)}" if before else "set by hand"
+    source = f"set by hand, in place of {machine.describe(field)}" if before else "set by hand"
     alone = field in ("host_bandwidth", "h2d_bandwidth", "attention_bandwidth")
     stale = {"shared_h2d_bandwidth": None, "shared_attention_bandwidth": None} if alone else {}
     if field == "attention_bandwidth":
@@ -122,7 +122,8 @@ def override(machine: Machine, setting: str) -> Machine:
 
 
 def _flops(text: str) -> int:
-    """FLOP/s of ``400TFLOP/s``, ``400 TFLOPS`` or ``4e14``; prefixes are the decimal ones. Raises ValueError."""
+    """Return the FLOP/s of ``400TFLOP/s``, ``400 TFLOPS`` or ``4e14``; prefixes are the decimal ones. Raises
+    ValueError."""
     bare = re.sub(r"FLOP(S|/s)?$", "B", text.strip(), flags=re.IGNORECASE)
     if bare == text.strip() and not re.fullmatch(r"[\d.e]+", bare, re.IGNORECASE):
         raise ValueError(f"{text!r} is not a rate of operations")
@@ -136,12 +137,13 @@ def _catalogue() -> dict[str, Any]:
 
 
 def catalogue_names() -> tuple[str, ...]:
-    """Names of machines that `--machine` takes without a probe."""
+    """Return the names of machines that `--machine` takes without a probe."""
     return tuple(_catalogue())
 
 
 def load(reference: str | Path) -> Machine:
-    """The machine of a catalogue name, or of the path of a `machine.json` (or its folder) that `zinfer probe` wrote.
+    """Return the machine of a catalogue name, or of the path of a `machine.json` (or its folder) that `zinfer probe`
+    wrote.
 
     Raises MachineError, in one line, for anything else.
     """

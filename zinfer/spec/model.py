@@ -45,14 +45,14 @@ class LayerSpec(Frozen):
     """One decoder layer: its parameters, and the number of values that it caches."""
 
     parameters: int
-    expert_parameters: int = 0  # of these, parameters of routed experts; a token passes through a few experts
+    expert_parameters: int = 0  # parameters of routed experts among them; a token passes through a few experts
     kv_width: int = 0  # values cached a token, keys and values together
     window: int | None = None  # sliding window: most tokens cached
     state: int = 0  # values cached a sequence, independent of its length
     attention: int = 0  # query heads, times the mean width of a key and a value; 0 without attention
 
     def tokens(self, length: int) -> int:
-        """Number of tokens of `length` that are cached and attended to."""
+        """Return the number of tokens of `length` that are cached and attended to."""
         return length if self.window is None else min(length, self.window)
 
 
@@ -71,7 +71,7 @@ class _Same:
 
 @lru_cache(maxsize=256)
 def _kinds(same: _Same) -> tuple[tuple[LayerSpec, int], ...]:
-    """The different layers of a stack with their counts; cached, since a plan asks thousands of times."""
+    """Return the different layers of a stack with their counts; cached, since a plan asks thousands of times."""
     return tuple(Counter(same.layers).items())
 
 
@@ -133,8 +133,8 @@ class ModelSpec(Shape):
         return self.parameters - round(self._routed * (1 - self.experts_per_token / max(1, self.num_experts)))
 
     def parameters_read(self, batch_size: int) -> float:
-        """Expected number of parameters that a decode step of `batch_size` tokens reads. Experts count if some token is
-        sent to them: (1 - (1 - k/E)^B) of them if tokens choose independently."""
+        """Return the expected number of parameters that a decode step of `batch_size` tokens reads. Experts count if
+        some token is sent to them: (1 - (1 - k/E)^B) of them if tokens choose independently."""
         return self.parameters - self._routed * (1 - self.experts_per_token / max(1, self.num_experts)) ** batch_size
 
     @property
@@ -181,28 +181,29 @@ class ModelSpec(Shape):
         return sum(layer.kv_width for layer in self.layers) * self.dtype_bytes
 
     def kv_layer_bytes(self, batch_size: int, length: int) -> tuple[int, ...]:
-        """Bytes that each layer caches for `batch_size` sequences of `length` tokens: keys and values of the tokens in
-        its window, and its constant state."""
+        """Return the bytes that each layer caches for `batch_size` sequences of `length` tokens: keys and values of the
+        tokens in its window, and its constant state."""
         return tuple(
             batch_size * (layer.tokens(length) * layer.kv_width + layer.state) * self.dtype_bytes
             for layer in self.layers
         )
 
     def largest_kv_layer_bytes(self, batch_size: int, length: int) -> int:
-        """Bytes that the layer which caches most caches; see `kv_layer_bytes`."""
+        """Return the largest number of bytes that a layer caches; see `kv_layer_bytes`."""
         kinds = _kinds(_Same(self.layers))
         values = max(layer.tokens(length) * layer.kv_width + layer.state for layer, _ in kinds)
         return batch_size * values * self.dtype_bytes
 
     def kv_bytes(self, batch_size: int, length: int) -> int:
-        """KV cache of all layers for `batch_size` sequences of `length` tokens, in bytes."""
+        """Return the KV cache of all layers for `batch_size` sequences of `length` tokens, in bytes."""
         values = sum(
             times * (layer.tokens(length) * layer.kv_width + layer.state) for layer, times in _kinds(_Same(self.layers))
         )
         return batch_size * values * self.dtype_bytes
 
     def decode_flops(self, batch_size: int, context_len: int) -> int:
-        """FLOPs of one decode step: two for each weight and token, and attention over `context_len` cached tokens.
+        """Return the FLOPs of one decode step: two for each weight and token, and attention over `context_len` cached
+        tokens.
 
         Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1: 2N + 2 · n_layer · n_ctx · d_attn forward, the
         second term once for the scores and once for the weighted sum of values.
@@ -212,8 +213,8 @@ class ModelSpec(Shape):
         return batch_size * (2 * self._matmul_parameters + attention)
 
     def prefill_flops(self, batch_size: int, input_len: int) -> int:
-        """FLOPs of a prefill of `input_len` tokens: as `decode_flops` for every position (causal: half the context on
-        average, until a window is full); the head runs for the last position only."""
+        """Return the FLOPs of a prefill of `input_len` tokens: as `decode_flops` for every position (causal: half the
+        context on average, until a window is full); the head runs for the last position only."""
         head = 2 * self.vocab_size * self.hidden_size
         attention = 0
         for layer, times in _kinds(_Same(self.layers)):
@@ -228,7 +229,7 @@ class ModelSpec(Shape):
         return layers + self.vocab_size * self.hidden_size
 
     def slice(self, layers: int) -> "ModelSpec":
-        """A copy of this model with its first `layers` decoder layers only.
+        """Return a copy of this model with its first `layers` decoder layers only.
 
         Raises ModelError unless 1 <= layers <= num_layers.
         """
@@ -262,7 +263,8 @@ def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the text model: a part of `config` if the model has other modalities, else all of it."""
+    """Return the configuration of the text model: a part of `config` if the model has other modalities, else all of
+    it."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
@@ -278,5 +280,5 @@ def check_positions(spec: ModelSpec, input_len: int, output_len: int, prompt: st
 
 
 def config_text(spec: ModelSpec) -> str:
-    """The configuration as canonical JSON, for fingerprints."""
+    """Return the configuration as canonical JSON, for fingerprints."""
     return json.dumps(spec.config, sort_keys=True)

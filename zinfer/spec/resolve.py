@@ -32,7 +32,7 @@ _TENSOR_DTYPES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "
 
 
 def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = None) -> ModelSpec:
-    """The model of a reference: a catalogue name, a checkpoint folder, a config.json, or a Hugging Face hub id.
+    """Return the model of a reference: a catalogue name, a checkpoint folder, a config.json, or a Hugging Face hub id.
 
     Raises ModelError, in one line, for anything else.
     """
@@ -57,12 +57,12 @@ def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = Non
 
 
 def catalogue_names() -> tuple[str, ...]:
-    """Names that `--model` takes without a download, in the catalogue's order."""
+    """Return the names that `--model` takes without a download, in the catalogue's order."""
     return tuple(_catalogue())
 
 
 def from_catalogue(name: str) -> ModelSpec:
-    """The catalogue's entry `name`. Raises KeyError if there is none."""
+    """Return the catalogue's entry `name`. Raises KeyError if there is none."""
     entry = _catalogue()[name]
     shape = formula.fields(entry["config"])
     layer = LayerSpec(
@@ -91,7 +91,7 @@ def _catalogue() -> dict[str, Any]:
 
 
 def from_directory(path: Path) -> ModelSpec:
-    """The spec of a local checkpoint folder, of a folder with a `config.json` alone, or of such a file; reads no
+    """Return the spec of a local checkpoint folder, of a folder with a `config.json` alone, or of such a file; reads no
     weights.
 
     Raises ModelError if there is no usable `config.json`, or if the weights are not safetensors.
@@ -137,7 +137,7 @@ def from_hub(hub_id: str) -> ModelSpec:
 def from_config(
     name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None, **others: Any
 ) -> ModelSpec:
-    """The spec of the model that `config` describes; see `shape_of` for `counted` and the errors."""
+    """Return the spec of the model that `config` describes; see `shape_of` for `counted` and the errors."""
     shape = shape_of(name, config, counted)
     return ModelSpec(
         name=name,
@@ -150,7 +150,7 @@ def from_config(
 
 
 def dtype_of(config: Mapping[str, Any], default: str = "bfloat16") -> str:
-    """Dtype of the weights, as the configuration names it."""
+    """Return the dtype of the weights, as the configuration names it."""
     for part in (config, text_config(config)):
         for key in ("dtype", "torch_dtype"):
             if part.get(key):
@@ -172,8 +172,9 @@ def refuse_quantised(config: Mapping[str, Any]) -> None:
 
 
 def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
-    """The shape of the model that `config` describes: measured on the model if torch and transformers are installed;
-    else by the closed forms of `zinfer.spec.formula`, with the weights `counted` (names and shapes), if given.
+    """Return the shape of the model that `config` describes: measured on the model if torch and transformers are
+    installed; else by the closed forms of `zinfer.spec.formula`, with the weights `counted` (names and shapes), if
+    given.
 
     Raises ModelError, with `name` in it, if `config` is not that of a decoder-only model with unquantised weights.
     """
@@ -195,8 +196,9 @@ def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[i
 
 
 def _measured_file(config: Mapping[str, Any]) -> Path:
-    """File in the user's cache folder that holds the shape of `config`, which takes seconds to measure. Its name
-    depends on all that the shape depends on: the configuration, the installed transformers, and the measuring code."""
+    """Return the file in the user's cache folder that holds the shape of `config`, which takes seconds to measure. Its
+    name depends on all that the shape depends on: the configuration, the installed transformers, and the measuring
+    code."""
     made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     made_of.update(version("transformers").encode())
     made_of.update((files("zinfer.spec") / "architecture.py").read_bytes())

@@ -44,7 +44,8 @@ def find(reference: str, dtype: Dtype | None, layers: int | None, load_format: A
 
 
 def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:
-    """Fingerprint that tells two models of one name apart: the checkpoint's; for dummy weights the configuration's."""
+    """Return the fingerprint that tells two models of one name apart: the checkpoint's; for dummy weights the
+    configuration's."""
     if load_format == "dummy":
         return "dummy-" + hashlib.sha256(config_text(spec).encode()).hexdigest()[:10]
     return Checkpoint.open(Path(spec.directory)).revision if spec.directory else ""

@@ -16,7 +16,7 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*(/s)?\s*", 
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as ``40GiB``, ``1.5 GB`` or ``4096``; bytes per second of a rate (``200GB/s``).
+    """Return the bytes of a size such as ``40GiB``, ``1.5 GB`` or ``4096``; bytes per second of a rate (``200GB/s``).
 
     Raises ValueError, with the accepted suffixes, for anything else.
     """
@@ -27,17 +27,17 @@ def parse_bytes(text: str) -> int:
 
 
 def gb(size: float, digits: int = 1) -> str:
-    """`size` bytes in decimal units, as used for weights and links: ``352.5 GB``; in MB below 0.1 GB."""
+    """Return `size` bytes in decimal units, as used for weights and links: ``352.5 GB``; in MB below 0.1 GB."""
     return f"{size / 1e9:.{digits}f} GB" if size >= 1e8 else f"{size / 1e6:.{digits}f} MB"
 
 
 def gib(size: float, digits: int = 1) -> str:
-    """`size` bytes in binary gigabytes, as used for memory: ``79.2 GiB``."""
+    """Return `size` bytes in binary gigabytes, as used for memory: ``79.2 GiB``."""
     return f"{size / 2**30:.{digits}f} GiB"
 
 
 def figures(value: float, digits: int = 3) -> str:
-    """`value` with `digits` significant digits and never an exponent: ``0.0123``, ``56.7``, ``1,480``."""
+    """Return `value` with `digits` significant digits and never an exponent: ``0.0123``, ``56.7``, ``1,480``."""
     if value == 0:
         return "0"
     places = digits - 1 - floor(log10(abs(value)))
@@ -46,7 +46,7 @@ def figures(value: float, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`seconds` in the unit that reads best: ``850 ms``, ``6.41 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    """Return `seconds` in the unit that reads best: ``850 ms``, ``6.41 s``, ``3 min 20 s``, ``2 h 05 min``."""
     if seconds < 1:
         return f"{figures(seconds * 1e3)} ms"
     if seconds < 60:

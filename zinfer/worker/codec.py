@@ -1,4 +1,4 @@
-"""Measurement of the lossless codec alone, on weights of known distributions and on those of checkpoints.
+"""Lossless codec measured alone, on weights of known distributions and on those of checkpoints.
 
 Weights are laid end to end and coded as one tensor, so that the time is the codec's and not that of many launches. A
 pass decodes at least `SIZE` bytes, each copy from and to memory of its own: far more than a cache holds.

@@ -7,7 +7,7 @@ from zinfer.spec.errors import one_line
 from zinfer.spec.value import Frozen
 
 
-class Failure(Frozen):
+class TaskFailure(Frozen):
     """The answer of a task that failed: its status, one line that says why, and where it ended."""
 
     status: Status
@@ -15,13 +15,13 @@ class Failure(Frozen):
     stage: str = ""
 
 
-def failure_of(error: BaseException, stage: str) -> Failure:
-    """Return what a record says of an exception; with --debug, stderr gets its traceback."""
+def failure_of(error: BaseException, stage: str) -> TaskFailure:
+    """Return the failure that a record keeps of an exception; with --debug, stderr gets its traceback."""
     if os.environ.get("ZINFER_DEBUG") == "1":
         import traceback
 
         traceback.print_exception(error)
-    return Failure(status=status_of(error), error=one_line(error), stage=stage)
+    return TaskFailure(status=status_of(error), error=one_line(error), stage=stage)
 
 
 def status_of(error: BaseException) -> Status:

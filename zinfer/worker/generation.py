@@ -1,4 +1,4 @@
-"""The tasks that make text: prompts, batches of rows, and conversations."""
+"""Worker tasks that generate text: prompts, batches of rows, and conversations."""
 
 import time
 
@@ -130,7 +130,7 @@ def chat_step(session: Session, _request: ChatStep) -> ChatToken:
 
 
 def chat_end(session: Session, _request: ChatEnd) -> ChatEnded:
-    """End the answer, and keep what was computed."""
+    """End the answer, and keep its KV cache."""
     chat = _chat(session)
     output_ids, text = chat.end()
     return ChatEnded(output_ids=output_ids, output_text=text, notes=chat.take_notes())

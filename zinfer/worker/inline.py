@@ -17,12 +17,12 @@ MakeEngine = Callable[[Plan, Progress], "Engine"]
 
 
 class InlineWorker(Client):
-    """Runs tasks in this process; requests and answers go through JSON all the same.
+    """Worker that runs tasks in this process; requests and answers go through JSON all the same.
 
     `engine` is ``module:Class`` as a `Worker` has it, or an engine class, or any function of a plan and its progress.
-    `instead` has functions of the session and the request that run in place of a task's own, by request class. What a
-    function raises is answered as a failure; WorkerDied is raised, as if the process had ended. `timeout_s` and `debug`
-    are there for the sake of `Worker`'s signature.
+    `instead` has functions of the session and the request that run in place of a task's own, by request class. An
+    exception of a function is answered as a failure; WorkerDied is raised, as if the process had ended. `timeout_s` and
+    `debug` are there for the sake of `Worker`'s signature.
     """
 
     def __init__(

@@ -43,14 +43,15 @@ class Samples:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has computed what it was asked for, as whoever reads the token does. What an engine copies
-    ahead for the next step on a stream of its own goes on meanwhile."""
+    """Wait until the device has computed all that it was asked for, as the reader of a token does. Copies for the next
+    step, on an engine's own stream, go on meanwhile."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def prompts(workload: Workload, vocab_size: int) -> Tensor:
-    """Random token ids ``[B, S]`` (int64), the same for every engine; the lowest ids, often special, are left out."""
+    """Return random token ids ``[B, S]`` (int64), the same for every engine; the lowest ids, often special, are left
+    out."""
     generator = torch.Generator().manual_seed(workload.batch_size)
     low = min(8, vocab_size - 1)
     shape = (workload.batch_size, workload.input_len)
@@ -58,7 +59,8 @@ def prompts(workload: Workload, vocab_size: int) -> Tensor:
 
 
 class Greedy:
-    """The sampler that is timed: the most likely tokens. `finite` tells whether all logits of a run were numbers."""
+    """Sampler that is timed: it chooses the most likely tokens. `finite` tells whether all logits of a run were
+    numbers."""
 
     def __init__(self) -> None:
         self._finite: list[Tensor] = []
@@ -89,7 +91,7 @@ def measure(
 
     With no repeats only the warm-up runs, which tells whether the batch fits: the KV cache is taken whole in prefill.
     Samples are left in place whatever the engine raises. After the last run one more step is traced, outside of all
-    samples; what goes wrong in it is of no consequence. Logits that are not finite end it with status ``nan_output``.
+    samples; an error in it is of no consequence. Logits that are not finite end it with status ``nan_output``.
     """
     token_ids = prompts(workload, vocab_size).to(engine.device)
     mask = torch.ones_like(token_ids)
@@ -100,7 +102,7 @@ def measure(
         try:
             beat("warm-up", 0.0)
             loop.start(token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
-            for _ in range(WARM_UP_STEPS):  # also where no step is timed: they show what a step streams
+            for _ in range(WARM_UP_STEPS):  # also if no step is timed: they show the bytes that a step streams
                 loop.step()
             synchronize(engine.device)
             sampler.finite()
@@ -164,8 +166,7 @@ def first_token_ms(
     past: Callable[[], Sequence["KVSnapshot"]] = lambda: (),
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Return the milliseconds until the token after ``[1, S]`` is chosen; what it takes to have `past` is part of
-    them."""
+    """Return the milliseconds until the token after ``[1, S]`` is chosen; the time of `past()` is part of them."""
     loop.end()
     synchronize(loop.engine.device)
     start = clock()
@@ -175,7 +176,7 @@ def first_token_ms(
 
 
 class Telemetry:
-    """The GPU's telemetry, by NVML: clocks, power, energy, temperature, reasons for throttling.
+    """Telemetry of the GPU, by NVML: clocks, power, energy, temperature, reasons for throttling.
 
     Without NVML, or without a GPU, the summary is empty.
     """
@@ -202,7 +203,7 @@ class Telemetry:
         return self
 
     def start(self) -> None:
-        """Begin to sample, and the energy count."""
+        """Begin to sample, and to count energy."""
         if self._handle is None:
             return
         self._energy = self._read("nvmlDeviceGetTotalEnergyConsumption")
@@ -234,7 +235,7 @@ class Telemetry:
             self._thread.join()
 
     def summary(self) -> dict[str, Any]:
-        """Means and extremes over the timed part; empty when nothing was sampled."""
+        """Return means and extremes over the timed part; empty if nothing was sampled."""
         if self._thread is None:
             return {}
         self.__exit__()

@@ -1,4 +1,4 @@
-"""Measures what `zinfer reuse` compares: a prefill of everything, and one that takes up a kept past."""
+"""Measurement behind `zinfer reuse`: a prefill of everything against one that continues from a kept past."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from zinfer.worker.tasks import PrefixReuse, PrefixReused
 
 
 class _Recording:
-    """The greedy sampler, which keeps the last logits, ``[B, V]``."""
+    """Greedy sampler that keeps the last logits, ``[B, V]``."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         self.logits = logits

@@ -31,7 +31,7 @@ BLOCKS = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
 BEYOND_CACHES = 4  # size of the KV cache in units of the processors' caches, so that no read comes from those
 TOGETHER = 12  # copies of the largest block in a sample, while the CPU computes attention
 NVME_THREADS, NVME_BLOCK = 8, 16 * MIB
-BUDGET_S = 2.0  # for the repeats of one figure: a slow machine gets fewer samples, not a longer probe
+BUDGET_S = 2.0  # seconds for the repeats of one figure: a slow machine gets fewer samples, not a longer probe
 
 Seconds = Callable[[Callable[[], object]], float]
 

@@ -1,4 +1,4 @@
-"""The parent's end of a worker: one process a load.
+"""Parent's end of a worker: one process a load.
 
 CUDA, ZeRO and TensorRT keep global state, and an out-of-memory must not take the sweep down. Parent and worker exchange
 JSON lines over the worker's stdin and stdout, in lock-step: a point is asked for only when the one before it is on
@@ -26,7 +26,7 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.spec.case import Case
 from zinfer.spec.progress import Progress, silent
-from zinfer.worker.failure import Failure
+from zinfer.worker.failure import TaskFailure
 from zinfer.worker.tasks import NAMES, TASKS, Answer, Load, Measure, Request
 
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
@@ -43,7 +43,7 @@ def now() -> str:
 
 
 class WorkerError(RuntimeError):
-    """A request without an answer: its status, and why in one line."""
+    """A request without an answer: its status, and the reason in one line."""
 
     def __init__(self, status: Status, message: str) -> None:
         super().__init__(message)
@@ -51,15 +51,15 @@ class WorkerError(RuntimeError):
 
 
 class TaskFailed(WorkerError):
-    """The task failed; the worker lives."""
+    """A task that failed in a worker that goes on living."""
 
 
 class WorkerDied(WorkerError):
-    """The worker ended, or was ended, without an answer."""
+    """A worker that ended, or was ended, without an answer."""
 
 
 class Client(ABC):
-    """Whoever answers requests: a process (`Worker`), or this one (`zinfer.worker.inline.InlineWorker`)."""
+    """Client of a worker: a process (`Worker`), or this one (`zinfer.worker.inline.InlineWorker`)."""
 
     def __init__(self, target: str, notice: Progress, loaded: OnLoaded) -> None:
         self._target, self._notice, self._loaded = target, notice, loaded
@@ -72,13 +72,13 @@ class Client(ABC):
         name = NAMES[type(request)]
         answer = self._exchange({"task": name, "request": request.model_dump(mode="json")})
         if "failure" in answer:
-            failure = Failure.model_validate(answer["failure"])
+            failure = TaskFailure.model_validate(answer["failure"])
             raise TaskFailed(failure.status, failure.error)
         found: Answer = TASKS[name].answer.model_validate(answer["answer"])  # type: ignore[assignment]
         return found
 
     def load(self, plan: Plan) -> Measurement | None:
-        """Load `plan`'s engine; None when it is ready, else a Measurement that says why it is not."""
+        """Load `plan`'s engine; return None if it is ready, else a Measurement with the reason why it is not."""
         answer = self.ask(Load(target=self._target, plan=plan))
         if answer.refused is None:
             self._loaded(answer.load_bytes, answer.load_s)
@@ -102,7 +102,7 @@ class Client(ABC):
 
 
 class Worker(Client):
-    """A worker in a process of its own: starts it, asks it, watches the time.
+    """Worker in a process of its own: starts it, sends it requests, watches the time.
 
     `target` is the engine as ``module:Class``. Raises WorkerDied when the process crashes (`crashed`, `oom_host`) or
     overruns `timeout_s` in a request (`timeout`; it is killed then).
@@ -164,7 +164,7 @@ class Worker(Client):
             return WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         tail = self._tail()
-        return WorkerDied("crashed", f"the worker ended: {how}" + (f"; its last words: {tail}" if tail else ""))
+        return WorkerDied("crashed", f"the worker ended: {how}" + (f"; last line on stderr: {tail}" if tail else ""))
 
     def _tail(self) -> str:
         """Return the last line that the worker wrote to stderr, where errors end up."""
@@ -193,7 +193,7 @@ class Worker(Client):
 
 
 def _oom_kills() -> int:
-    """Count how often the kernel's out-of-memory killer has struck in this container; 0 where that is not known."""
+    """Count how often the kernel's out-of-memory killer has struck in this container; 0 if that is not known."""
     for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
         with suppress(OSError, ValueError):
             fields = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)

@@ -1,4 +1,4 @@
-"""The worker's end of the pipe: JSON lines in, one answer each, progress in between."""
+"""Worker's end of the pipe: JSON lines in, one answer each, progress in between."""
 
 import json
 import os
@@ -16,7 +16,7 @@ BEAT_SECONDS = 0.2  # between two messages of progress
 
 
 class Server:
-    """Answers requests with a `zinfer.worker.session.Session`."""
+    """Server that answers requests with a `zinfer.worker.session.Session`."""
 
     def __init__(self, answers: IO[str]) -> None:
         self._answers = answers
@@ -25,7 +25,7 @@ class Server:
         self._session = Session(self._beat)
 
     def serve(self, requests: IO[str]) -> None:
-        """Answer line after line until the last one; the engine is closed then."""
+        """Answer line after line until the last one; then close the engine."""
         for line in requests:
             try:
                 message = json.loads(line)

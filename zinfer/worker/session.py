@@ -1,4 +1,4 @@
-"""The session of a worker: the engine that is loaded, the batch that runs on it, and the tasks that it is asked for.
+"""Session of a worker: the loaded engine, the batch that runs on it, and the tasks that it is asked for.
 
 `zinfer.worker.server` runs one in a process of its own, `zinfer.worker.inline` in the caller's.
 """
@@ -15,7 +15,7 @@ from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.spec.case import Case, resident_bytes
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.progress import Progress
-from zinfer.worker.failure import Failure, failure_of
+from zinfer.worker.failure import TaskFailure, failure_of
 from zinfer.worker.process import WorkerDied, now, versions
 from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure, Measured, Message
 
@@ -29,21 +29,21 @@ Function = Callable[["Session", Any], Message]
 
 
 class Session:
-    """The state of one worker; `beat` hears of progress, `instead` has functions in place of those of the table."""
+    """State of one worker; `beat` gets its progress, `instead` has functions in place of those of the table."""
 
     def __init__(self, beat: Progress, instead: Mapping[str, Function] | None = None) -> None:
         self.beat = beat
         self.facts = Facts()
         self._engine: Engine | None = None
-        self.scheduler: Scheduler | None = None  # of the batch that runs
-        self.sent: dict[Sequence, int] = {}  # output tokens of its sequences that were answered
+        self.scheduler: Scheduler | None = None  # scheduler of the running batch
+        self.sent: dict[Sequence, int] = {}  # output tokens of each of its sequences that were answered
         self.chat: Chat | None = None
         self._instead = instead or {}
         self._tokenizer: tuple[ModelSpec, Tokenizer] | None = None
 
     @property
     def engine(self) -> "Engine":
-        """The loaded engine. Raises EngineError where there is none."""
+        """Loaded engine. Raises EngineError if there is none."""
         if self._engine is None:
             from zinfer.engine import EngineError
 
@@ -56,7 +56,7 @@ class Session:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the loaded engine."""
+        """Plan of the loaded engine."""
         return self.engine.plan
 
     def tokenizer(self, spec: ModelSpec | None = None) -> "Tokenizer":
@@ -75,7 +75,7 @@ class Session:
         try:
             return {"answer": self._run(name, message).model_dump(mode="json")}
         except _MalformedError as error:
-            failure = Failure(status="unsupported", error=str(error), stage=name)
+            failure = TaskFailure(status="unsupported", error=str(error), stage=name)
         except WorkerDied:  # raised by a stand-in for a process that ends
             raise
         except Exception as error:
@@ -125,7 +125,7 @@ def _import(target: str) -> "Callable[[Plan, Progress], Engine]":
 
 
 def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, Progress], Engine]]") -> Loaded:
-    """Load the engine that what `find` returns makes of `plan`; what is raised meanwhile becomes a refused point."""
+    """Load the engine that the function returned by `find` makes of `plan`; an exception becomes a refused point."""
     session.facts = facts_of(plan)
     try:
         session.beat("starting", 0.0)
@@ -147,7 +147,7 @@ def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, 
 
 
 def facts_of(plan: Plan) -> Facts:
-    """Return what is known of a load before it begins."""
+    """Return the facts of a load that are known before it begins."""
     spec = plan.model
     return Facts(
         machine=plan.machine.name, num_layers=spec.num_layers, total_layers=spec.total_layers, started_at=now()
@@ -160,7 +160,7 @@ def about(session: Session, _request: About) -> Facts:
 
 
 def measure(session: Session, request: Measure) -> Measured:
-    """Measure one case of the loaded engine; what is raised meanwhile becomes the point's status."""
+    """Measure one case of the loaded engine; an exception becomes the point's status."""
     import gc
     import resource
 
@@ -198,7 +198,7 @@ def measure(session: Session, request: Measure) -> Measured:
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     if cuda:
-        with suppress(RuntimeError):  # of a device that was lost after the samples were taken
+        with suppress(RuntimeError):  # a device may be lost after the samples were taken
             free, total = torch.cuda.mem_get_info()
             fields |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_used_bytes": total - free}
     status: Status = samples.status
@@ -208,7 +208,7 @@ def measure(session: Session, request: Measure) -> Measured:
 
 
 def not_as_asked(case: Case, effective: Effective) -> str | None:
-    """Return what is wrong where the weights are not where the case wants them; None when all is well."""
+    """Return the fault if the weights are not where the case wants them; None if all is well."""
     offloaded = effective.host_weight_bytes + effective.nvme_weight_bytes
     all_may_stay = 0 < offloaded <= resident_bytes(case.gpu_weights, offloaded, automatic=offloaded)
     if case.offload != "none" and effective.streamed_bytes_per_step == 0 and not all_may_stay:

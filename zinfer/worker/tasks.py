@@ -35,14 +35,14 @@ def _unicode(value: Any) -> Any:
     return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
-Text = Annotated[str, BeforeValidator(_unicode)]  # bytes of a command line that are no UTF-8 become question marks
+Text = Annotated[str, BeforeValidator(_unicode)]  # bytes of a command line that are not UTF-8 become question marks
 
 
 # Loading and measuring
 
 
 class Loaded(Message):
-    """Seconds and bytes of a load, or the point that says why the engine is not ready."""
+    """Seconds and bytes of a load, or the point with the reason why the engine is not ready."""
 
     load_s: float = 0.0
     load_bytes: int = 0
@@ -91,7 +91,7 @@ class Measure(Request[Measured]):
 
 
 class Completion(Message):
-    """A continued prompt; `output_ids` are without the end token."""
+    """Continuation of a prompt; `output_ids` are without the end token."""
 
     prompt: Text
     output_ids: list[int]
@@ -100,7 +100,7 @@ class Completion(Message):
 
 
 class Generated(Message):
-    """The texts of `Generate`, in the order of its prompts, and the seconds that they took."""
+    """Texts of `Generate`, in the order of its prompts, and the seconds that they took."""
 
     texts: list[Completion]
     seconds: float
@@ -117,7 +117,7 @@ class Generate(Request[Generated]):
 
 
 class Tokenized(Message):
-    """The ids of each prompt, or why it has none."""
+    """Ids of each prompt, or the reason why it has none."""
 
     prompts: list[list[int] | str]
 
@@ -141,7 +141,7 @@ class BatchRow(Message):
 
 
 class RowStep(Message):
-    """The `tokens` that a row has got; one that ended has a `finish_reason` and its `text`, or an `error`."""
+    """New `tokens` of a row; one that ended has a `finish_reason` and its `text`, or an `error`."""
 
     key: int
     tokens: list[int]
@@ -151,7 +151,7 @@ class RowStep(Message):
 
 
 class BatchStepped(Message):
-    """The steps that a batch has made, the seconds that they took, and the rows that went on."""
+    """Steps that a batch has made, their seconds, and the rows that went on."""
 
     steps: int
     seconds: float
@@ -173,7 +173,7 @@ class BatchStep(Request[BatchStepped]):
 
 
 class ChatOpened(Message):
-    """Lines for the user."""
+    """Notes for the user at the beginning of a conversation, a line each."""
 
     notes: tuple[str, ...] = ()
 
@@ -200,7 +200,8 @@ class ChatToken(Message):
 
 
 class ChatAsked(ChatToken):
-    """The first token of an answer, and how many tokens of the conversation were reloaded and computed for it."""
+    """First token of an answer, and the numbers of tokens of the conversation that were reloaded and computed for
+    it."""
 
     reloaded: int
     computed: int
@@ -218,7 +219,7 @@ class ChatStep(Request[ChatToken]):
 
 
 class ChatEnded(Message):
-    """The answer as far as it is."""
+    """Answer as far as it is."""
 
     output_ids: list[int]
     output_text: str
@@ -226,7 +227,7 @@ class ChatEnded(Message):
 
 
 class ChatEnd(Request[ChatEnded]):
-    """End the answer, and keep what was computed."""
+    """End the answer, and keep its KV cache."""
 
 
 # Studies
@@ -244,8 +245,8 @@ class PrefixReused(Message):
 
 
 class PrefixReuse(Request[PrefixReused]):
-    """Time the first token of `context` tokens: all computed, and all but `new_tokens` reloaded from host memory, and
-    from a file in `folder`."""
+    """Time the first token after `context` tokens: with all of them computed, and with all but `new_tokens` reloaded
+    from host memory, and from a file in `folder`."""
 
     context: int
     new_tokens: int
@@ -254,7 +255,7 @@ class PrefixReuse(Request[PrefixReused]):
 
 
 class TextWindowed(Message):
-    """Pieces of a text, None where it is too short, how many tokens all of it has, and the tokens that end a text."""
+    """Pieces of a text, None if it is too short; the number of tokens in all of it; and the tokens that end a text."""
 
     pieces: list[list[int]] | None
     tokens: int
@@ -279,15 +280,15 @@ class LogitsFile(Message):
 
 
 class LogitsRecorded(Message):
-    """The tokens that followed each prompt, ``[B, steps]``, and the logits that they were chosen from."""
+    """Tokens that followed each prompt, ``[B, steps]``, and the logits that they were chosen from."""
 
     tokens: list[list[int]]
     logits: LogitsFile
 
 
 class LogitsRecord(Request[LogitsRecorded]):
-    """Continue prompts of one length by `steps` tokens: those of `tokens`, or the most likely ones where a row has None
-    there; write the logits to `file`."""
+    """Continue prompts of one length by `steps` tokens: those of `tokens`, or the most likely ones for a row with None;
+    write the logits to `file`."""
 
     prompts: list[list[int]]
     tokens: list[list[int] | None]
@@ -296,13 +297,13 @@ class LogitsRecord(Request[LogitsRecorded]):
 
 
 class LogitsCompared(Message):
-    """The deviation at every step of each row."""
+    """Deviation at every step of each row."""
 
     rows: list[list[Position]]
 
 
 class LogitsCompare(Request[LogitsCompared]):
-    """Hold the engine's logits along `tokens`, which follow `prompts`, against recorded ones, of whose rows these are
+    """Compare the engine's logits along `tokens`, which follow `prompts`, with recorded ones, of whose rows these are
     those from `first` on."""
 
     prompts: list[list[int]]
@@ -312,8 +313,8 @@ class LogitsCompare(Request[LogitsCompared]):
 
 
 class Task(NamedTuple):
-    """A task: its request, its answer, and where its function is, as ``module:function``; that takes the worker's
-    session and the request."""
+    """A task: its request, its answer, and its function as ``module:function``, which takes the worker's session and
+    the request."""
 
     request: type[Request[Any]]
     answer: type[Message]

@@ -1,9 +1,9 @@
-"""Teacher forcing: feed fixed tokens to an engine, and record the logits of each step or hold them against recorded
+"""Teacher forcing: feed fixed tokens to an engine, and record the logits of each step or compare them with recorded
 ones.
 
-A reference's logits go to a file, step by step and in their own type; what is compared with them reads them back as it
-gets there. So a step's logits are all that is in memory, and the engines need not be loaded at the same time: the file
-takes rows · steps · vocabulary · bytes of the type.
+A reference's logits go to a file, step by step and in their own type; a comparison reads them back at the same step. So
+memory holds the logits of one step only, and the engines need not be loaded at the same time: the file takes rows ·
+steps · vocabulary · bytes of the type.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,8 +32,8 @@ VALUES = 1 << 22  # logits that are compared at once: in 64 bits, and several ti
 
 
 def text_windows(session: Session, request: TextWindows) -> TextWindowed:
-    """Cut `count` pieces of `length` tokens out of a text, spread evenly, none overlapping; None where it is too short.
-    Each begins with the token that the tokenizer begins a text with, if it does."""
+    """Cut `count` pieces of `length` tokens out of a text, spread evenly, none overlapping; None if it is too short.
+    Each begins with the token that the tokenizer begins a text with, if there is one."""
     session.beat("reading the text", 0.0)
     tokenizer = session.tokenizer(request.model)
     hf, count = tokenizer.hf, request.count
@@ -49,8 +49,8 @@ def text_windows(session: Session, request: TextWindows) -> TextWindowed:
 
 
 class Forced:
-    """The sampler of teacher forcing: given tokens, ``[B, steps]``, or the most likely one where they are -1. `logits`
-    are those of the last step, ``[B, V]``."""
+    """Sampler of teacher forcing: given tokens, ``[B, steps]``, or the most likely one where they are -1. `logits` are
+    those of the last step, ``[B, V]``."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._tokens = iter(tokens.unbind(1))
@@ -65,8 +65,8 @@ class Forced:
 def _follow(
     engine: Engine, prompts: Sequence[list[int]], tokens: Sequence[list[int] | None], steps: int, beat: Progress
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each of `steps`: logits ``[B, V]`` and the tokens ``[B]`` that come next, those of `tokens` or, where a row
-    has none, the most likely ones. Raises NotFiniteError where logits are not numbers."""
+    """Yield, for each of `steps`, the logits ``[B, V]`` and the tokens ``[B]`` that come next: those of `tokens` or,
+    for a row without, the most likely ones. Raises NotFiniteError if logits are not numbers."""
     token_ids = torch.tensor(prompts)
     sampler = Forced(torch.tensor([row or [-1] * steps for row in tokens], device=engine.device))
     loop = DecodeLoop(engine, sampler)
@@ -97,7 +97,7 @@ def logits_record(session: Session, request: LogitsRecord) -> LogitsRecorded:
 
 
 def logits_compare(session: Session, request: LogitsCompare) -> LogitsCompared:
-    """Follow given tokens, and hold the logits of each step against the recorded ones."""
+    """Feed given tokens, and compare the logits of each step with the recorded ones."""
     recorded, rows = request.logits, slice(request.first, request.first + len(request.prompts))
     steps, count, vocabulary = recorded.shape
     values = torch.from_file(recorded.file, size=steps * count * vocabulary, dtype=getattr(torch, recorded.dtype))
@@ -111,8 +111,8 @@ def logits_compare(session: Session, request: LogitsCompare) -> LogitsCompared:
 
 
 def deviation(reference: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return how far `logits` are from those of the `reference`, ``[B, V]`` each, of any float type: the fields of a
-    `zinfer.record.accuracy.Position`, computed in float64, ``[B, 5]``; `tokens`, ``[B]``, come next."""
+    """Return the deviation of `logits` from those of the `reference`, ``[B, V]`` each, of any float type: the fields of
+    a `zinfer.record.accuracy.Position`, computed in float64, ``[B, 5]``; `tokens`, ``[B]``, come next."""
     same = reference.argmax(-1) == logits.argmax(-1)
     expected, actual = reference.double(), logits.double()
     error = (actual - expected).square().mean(-1).sqrt() / expected.std(-1, correction=0)

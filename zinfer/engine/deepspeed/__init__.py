@@ -2,8 +2,8 @@
 
 A fetch is then `ds_tensor.to(device, non_blocking=True)` on a stream of its own. Before a module runs, the host waits
 for that whole stream, prefetches included, and then issues the next bucket: the link idles from each wait until the
-next copy is issued, so few large fetches beat many small ones. What the tuned settings do for decode, all of it by
-DeepSpeed's public means:
+next copy is issued, so few large fetches beat many small ones. The tuned settings, all of them public
+ones of DeepSpeed, do this for decode:
 
 * a decoder layer is one ZeRO leaf module: one fetch, one wait and one release a layer, not one for each linear;
 * the prefetch bucket is a layer's matrices, and as many live parameters are allowed beside the layer that computes (the
@@ -37,10 +37,12 @@ from zinfer.spec.engine import DeepSpeedOptions
 
 
 class DeepSpeed(Decoder):
-    """Every weight on the device (`none`), or partitioned to host memory (`cpu`) or to files (`nvme`).
+    """Engine `deepspeed`: every weight on the device (`none`), or partitioned to host memory (`cpu`) or to files
+    (`nvme`).
 
     `tuned=False` takes the settings of DeepSpeed's own example (run_model.py of its zero_inference) instead of those
-    above. Raises EngineError where the system lacks what offload `nvme` is built with, or DeepSpeed refuses the model.
+    above. Raises EngineError if the system lacks the packages that offload `nvme` is built with, or DeepSpeed refuses
+    the model.
     """
 
     options: DeepSpeedOptions
@@ -99,7 +101,8 @@ class DeepSpeed(Decoder):
         self._ready()
 
     def _config(self, layers: nn.ModuleList) -> dict[str, Any]:
-        """DeepSpeed's configuration. Sizes in elements; the untuned ones by the formulas of the example."""
+        """Return DeepSpeed's configuration. Sizes are in elements; the untuned ones follow the formulas of the
+        example."""
         spec, tuned = self.plan.model, self.options.tuned
         persistent = _largest_vector(self.model) if tuned else spec.hidden_size
         fetched = [[p.numel() for p in layer.parameters() if p.numel() > persistent] for layer in layers]
@@ -138,7 +141,7 @@ class DeepSpeed(Decoder):
         return config
 
     def _count_fetches(self) -> None:
-        """Count the bytes that cross the link, where DeepSpeed asks a group of parameters to come to the device."""
+        """Count the bytes that cross the link, at the call by which DeepSpeed fetches a group of parameters."""
         offloaded = {id(self._parameters[name]) for name in self._offloaded}
 
         def counted(gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,12 +243,12 @@ class DeepSpeed(Decoder):
 
 
 def _bytes(parameter: Any) -> int:
-    """Bytes of a ZeRO parameter, wherever its data is."""
+    """Return the bytes of a ZeRO parameter, wherever its data is."""
     return int(parameter.ds_numel) * int(parameter.element_size())
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration as it is recorded: what matters for speed, and no path of this machine."""
+    """Return the configuration as it is recorded: all that matters for speed, and no path of this machine."""
     zero: dict[str, Any] = dict(config["zero_optimization"])
     offload = {f"offload_param.{key}": value for key, value in zero.pop("offload_param", {}).items()}
     offload.pop("offload_param.nvme_path", None)

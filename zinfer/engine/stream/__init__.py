@@ -30,11 +30,11 @@ from zinfer.spec.case import Option, Workload
 from zinfer.spec.engine import StreamOptions
 from zinfer.spec.source import revision_of
 
-DEQUANTIZED_BYTES = 1 << 30  # of a quantised cache that is in the model's type at a time
+DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
 
 
 class StreamBatch(DecoderBatch):
-    """A micro-batch whose last rows may have their keys and values in host memory: `host`, which lie in `memory`."""
+    """A micro-batch whose last rows may have their keys and values in host memory: `host`, which uses `memory`."""
 
     host: HostCache | None = None
     memory: HostMemory | None = None
@@ -46,14 +46,15 @@ class StreamBatch(DecoderBatch):
 
 
 class Stream(Decoder):
-    """All weights on the device (offload `none`), or the decoder layers streamed to it from host memory (`cpu`)."""
+    """Engine `stream`: all weights on the device (offload `none`), or the decoder layers streamed to it from host
+    memory (`cpu`)."""
 
     one_trip: ClassVar[bool] = True
     options: StreamOptions
     _arena: PinnedArena | None = None
     _ring: PrefetchRing | None = None
-    _kv_memories: tuple[HostMemory, ...] = ()  # no batch uses it; it is kept, since page-locking takes long
-    # The last micro-batch's: sequences with their KV cache in host memory, where it is attended to, by how many threads
+    _kv_memories: tuple[HostMemory, ...] = ()  # used by no batch; kept, since page-locking takes long
+    # Last micro-batch: sequences with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
     _streamed_per_step = _fetched_per_step = 0
 
@@ -94,7 +95,8 @@ class Stream(Decoder):
         self._ready()
 
     def _plain_images(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
-        """Fill an arena with the layers as they are, and `resident`, by name, with what lies outside them."""
+        """Fill an arena with uncoded layers, and the tensors `resident`, by name, with the weights outside the
+        layers."""
         images: list[PackedLayer] = []
         for number in range(len(self._layers)):
             images.append(plain(self._layout(number), images[-1].end if images else 0))
@@ -107,11 +109,12 @@ class Stream(Decoder):
         return images
 
     def _layout(self, index: int) -> list[tuple[str, Tensor]]:
-        """The entries of a layer: names within it, and tensors that tell shape and type."""
+        """Return the entries of a layer: names within it, and tensors that give shape and type."""
         return [(name, entry.tensor) for name, entry in self._weights.of_layer(index).items()]
 
     def _coded_images(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
-        """Fill an arena with packed layers, from their folder if there is one, and `resident` as `_plain_images`."""
+        """Fill an arena with packed layers, from their folder if there is one, and `resident` as `_plain_images`
+        does."""
         raw = sum(lay_out(self._layout(index))[1] for index in range(len(self._layers)))
         self._arena = PinnedArena(raw, pin=self.device.type == "cuda", grow=True)
         folder = self._packed()
@@ -126,7 +129,7 @@ class Stream(Decoder):
                 for name, tensor in group:
                     resident[name].copy_(tensor)
             else:
-                # Loans become copies; on the device, where coding is fast.
+                # Tensors are valid until the next one: copy them to the device, where coding is fast.
                 tensors = {name: tensor.to(self.device, copy=True) for name, tensor in group}
                 if index in images or tensors.keys() != self._weights.of_layer(index).keys():
                     raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
@@ -135,7 +138,7 @@ class Stream(Decoder):
         return [images[index] for index in range(len(self._layers))]
 
     def _packed(self) -> Path | None:
-        """The folder of the checkpoint's packed layers, if there is one."""
+        """Return the folder of the checkpoint's packed layers; None if there is none."""
         spec, load_format = self.plan.model, self.plan.case.load_format
         if load_format == "dummy":
             return None
@@ -169,35 +172,34 @@ class Stream(Decoder):
             if isinstance(batch.host, CpuCache):
                 automatic = max(1, round(placement.kv_cpu_share * self._threads))
                 self._kv_threads = placement.kv_threads or automatic
-                # For all that the CPU computes: where teams of two sizes take turns, threads end and begin at every
-                # turn.
+                # The number holds for all work of the CPU: teams of two sizes in turn end and start threads each time.
                 torch.set_num_threads(self._kv_threads)
         if self._ring is not None:
             self._ring.start()
         return batch
 
     def _together(self, rows: int, length: int, capacity: int) -> Workload:
-        """The workload of all micro-batches that are admitted and of one more, as if they were one."""
+        """Return the workload of all admitted micro-batches and one more, as if they were one."""
         lengths = [length, *(batch.prompt_len for batch in self.batches)]
         capacities = [capacity, *(batch.capacity for batch in self.batches)]
         size = rows + sum(batch.batch_size for batch in self.batches)
         return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
 
     def _share_out(self, ring: PrefetchRing, placement: Placement) -> None:
-        """Give the ring the buffers, and the GPU the layers, that `placement` says."""
+        """Give the ring its buffers, and the GPU its layers, as `placement` says."""
         buffers = placement.ring_depth
-        if buffers >= placement.layer_pieces:  # a layer, whose tensors are cut one by one
+        if buffers >= placement.layer_pieces:  # room for a whole layer, whose tensors are cut one by one
             buffers = max(buffers, *(len(image.pieces) for image in ring.images))
-        ring.resize(min(buffers, ring.depth))  # what shrinks goes first
+        ring.resize(min(buffers, ring.depth))  # shrink before anything grows
         ring.keep(placement.resident_layers)
         ring.resize(buffers)
 
     def _to_host_memory(self, batch: StreamBatch, cache: RowCache, rows: slice, on_cpu: bool) -> None:
-        """Have `batch` keep the keys and values of `rows`, its last ones, in host memory."""
+        """Move the KV cache of `rows`, the last ones of `batch`, to host memory."""
         on_cpu = on_cpu or self._ring is None
         found = next((memory for memory in self._kv_memories if memory.spread == on_cpu), None)
         if found is None:
-            self._close_kv()  # memory for the other place is of no use
+            self._close_kv()  # memory made for the other device that attends is of no use
             found = HostMemory(self.device.type == "cuda", on_cpu, self.progress)
         else:
             self._kv_memories = tuple(memory for memory in self._kv_memories if memory is not found)
@@ -216,7 +218,7 @@ class Stream(Decoder):
         batch.host = host
 
     def _cannot_have(self, option: str) -> str | None:
-        """Why the model's cache cannot be as `option` says; None where it can."""
+        """Return the reason why the model's cache cannot be as `option` says; None if it can."""
         name, config = self.plan.model.name, self.model.config
         if self._own_cache:
             kept = "a state of its own kind"
@@ -232,7 +234,8 @@ class Stream(Decoder):
         return f"the layers of {name} keep {kept}: {option}={getattr(self.options, option)} is not for them"
 
     def _rows_at_once(self, cache: RowCache, here: int) -> int:
-        """How many of the `here` rows on the GPU decode together: all, unless their keys come in 8 bits."""
+        """Return how many of the `here` rows on the GPU decode together: all, unless their keys are stored in 8
+        bits."""
         layers = [getattr(layer, "here", layer) for layer in cache.attention.values()]
         size = max((layer.dequantized_bytes for layer in layers if isinstance(layer, QuantizedLayer)), default=0)
         return max(1, DEQUANTIZED_BYTES // size) if size else here
@@ -250,7 +253,7 @@ class Stream(Decoder):
             return parts
         if isinstance(host, LinkCache) or (batch.length and count == 1):
             return [*parts, *host.parts]
-        # What leaves for the host does so in whole rows, with room for all that is to come: not many at a time.
+        # Rows go to the host whole, with room for all tokens still to come, so only a few at a time.
         whole = count if batch.length else max(count, host.capacity // 4)
         return [*parts, *self._split(host.rows, whole)]
 
@@ -312,7 +315,7 @@ class Stream(Decoder):
         super()._free(batch)
 
     def _free_host(self, batch: StreamBatch) -> None:
-        """Give the host memory of a micro-batch to the next one that needs it."""
+        """Give the host memory of a micro-batch back, for the next one that needs it."""
         if batch.memory is None:
             return
         self._sender.finish()
@@ -331,7 +334,7 @@ class Stream(Decoder):
             return trace.spans()
 
     def _delivered(self) -> int:
-        """Weight bytes that a step found in the slot, which were fewer on the wire if they were coded."""
+        """Return the weight bytes that a step found in the slot; coded ones were fewer on the wire."""
         if self._ring is None or not self._streamed_per_step or not self._lossless:
             return self._streamed_per_step
         layers = [self._ring.images[index] for index in self._ring.streamed]
@@ -386,7 +389,7 @@ class Stream(Decoder):
 
 
 def _fetch(part: Part) -> PartFetch | None:
-    """What a part fetches over the link besides weights."""
+    """Return the transfers of a part besides weights: keys and values from host memory; None if it has none."""
     host = part.batch.host if isinstance(part.batch, StreamBatch) else None
     if not isinstance(host, LinkCache) or not part.batch.length or part.rows not in host.parts:
         return None

@@ -53,7 +53,7 @@ class Hosted(Tensor):
             return result if lands else tree_map(lambda one: host(one, home) if _is_plain(one) else one, result)
 
 
-class Coded(Hosted):
+class HostedCoded(Hosted):
     """Tensor of 8-bit rows, made by `zinfer.engine.stream.cpu_kernel.coded`, that reports the type `wide`.
 
     Products of attention read the rows as they are; any other operation gets a copy in the type `wide`.
@@ -67,9 +67,14 @@ class Coded(Hosted):
         kwargs = kwargs or {}
         if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
             return args[0].wide
-        if func in OURS and args and not isinstance(args[0], Coded) and not isinstance(kwargs.get("batch1"), Coded):
+        if (
+            func in OURS
+            and args
+            and not isinstance(args[0], HostedCoded)
+            and not isinstance(kwargs.get("batch1"), HostedCoded)
+        ):
             return super().__torch_function__(func, types, args, kwargs)
-        if args and isinstance(args[0], Coded) and (func in VIEWS or getattr(func, "__name__", "") in MEASURES):
+        if args and isinstance(args[0], HostedCoded) and (func in VIEWS or getattr(func, "__name__", "") in MEASURES):
             one = args[0]
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(one.as_subclass(Tensor), *args[1:], **kwargs)
@@ -77,7 +82,7 @@ class Coded(Hosted):
                     return result
                 if result.data_ptr() == one.data_ptr() and _has_whole_rows(result, one.width):
                     return code(result, one.home, one.wide)
-        args, kwargs = tree_map(lambda one: one.widened() if isinstance(one, Coded) else one, (args, kwargs))
+        args, kwargs = tree_map(lambda one: one.widened() if isinstance(one, HostedCoded) else one, (args, kwargs))
         return func(*args, **kwargs)
 
     def widened(self) -> Hosted:
@@ -101,9 +106,9 @@ def host(tensor: Tensor, home: torch.device) -> Hosted:
     return hosted
 
 
-def code(content: Tensor, home: torch.device, wide: torch.dtype) -> Coded:
-    """Return a `Coded` view of `content` (int8, whole rows, possibly transposed)."""
-    found = content.as_subclass(Coded)
+def code(content: Tensor, home: torch.device, wide: torch.dtype) -> HostedCoded:
+    """Return a `HostedCoded` view of `content` (int8, whole rows, possibly transposed)."""
+    found = content.as_subclass(HostedCoded)
     found.home, found.wide = home, wide
     found.width = content.size(-1) if content.stride(-1) == 1 else content.size(-2)
     return found

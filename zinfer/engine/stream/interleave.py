@@ -19,10 +19,10 @@ def interleave(
     enter: Callable[[int, int], None],
     fetches: Sequence[Fetch] = (),
 ) -> list[Tensor]:
-    """Run `passes`, each a forward pass through all layers of `ring` in order, in one trip; their results.
+    """Run `passes`, each a forward pass through all layers of `ring` in order, in one trip; return their results.
 
-    `enter` is told the number of a pass and of the layer that it is about to compute. `fetches` is what the trip brings
-    besides weights, in the order in which the passes borrow it. An exception of one pass ends all.
+    `enter` gets the number of a pass and of the layer that it is about to compute. `fetches` are the trip's transfers
+    besides weights, in the order in which the passes borrow them. An exception of one pass ends all.
     """
     outputs: dict[int, Tensor] = {}
 
@@ -47,6 +47,6 @@ def interleave(
                     worker.switch()
         finally:
             for worker in workers:
-                if worker:  # begun and not finished: what it holds is freed now
+                if worker:  # begun and not finished: free its tensors now
                     worker.throw()
     return [outputs[number] for number in range(len(passes))]

@@ -1,8 +1,8 @@
-"""The KV cache of a batch's last sequences in host memory; the GPU holds that of as many as it has room for.
+"""KV cache in host memory: the GPU keeps as many sequences of a batch as it has room for, the host the last ones.
 
-Two ways to attend to it. `LinkCache` brings it over the link at every step, behind the weights of the layer that needs
-it. `CpuCache` leaves it where it is and has the CPU compute with it, while the link carries weights: faster wherever
-host memory is read faster than the link carries, as both then run at once.
+There are two ways to attend to it. `LinkCache` copies it over the link at every step, behind the weights of the layer
+that needs it. `CpuCache` leaves it where it is and computes attention on the CPU while the link carries weights: faster
+wherever host memory is read faster than the link carries, as both then run at once.
 """
 
 from abc import ABC, abstractmethod
@@ -24,22 +24,22 @@ from zinfer.engine.stream.cpu_kernel import coded, library
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 from zinfer.spec.progress import Progress, silent
 
-IN_FLIGHT = 512 << 20  # bytes on their way to the host at a time, which take as much of the device's memory
+IN_FLIGHT = 512 << 20  # bytes under way to the host at a time; they take as much device memory
 
 
 class Sender:
-    """Copies to the host beside what the device computes, on a stream of their own, in order; without a GPU at once.
+    """Copies to the host, on a stream of their own beside compute, in order; without a GPU they are done at once.
 
-    One for all batches: so nothing of a former batch arrives in memory that is used anew.
+    All batches share one sender, so that no copy of an earlier batch arrives in memory that is used anew.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._under_way: deque[tuple[int, Any]] = deque()  # bytes, event
-        self._bytes = 0  # of these
+        self._bytes = 0  # bytes under way
 
     def send(self, states: Tensor, target: Tensor) -> Any:
-        """Copy `states` to `target`, page-locked; the event that tells when it is there, None where it is."""
+        """Copy `states` to `target`, page-locked; return the event behind the copy, None if the copy is complete."""
         if self._stream is None:
             target.copy_(states)
             return None
@@ -58,7 +58,7 @@ class Sender:
         return event
 
     def finish(self) -> None:
-        """Wait until all is there."""
+        """Wait until all copies are complete."""
         if self._stream is not None:
             self._stream.synchronize()
         self._under_way.clear()
@@ -66,8 +66,9 @@ class Sender:
 
 
 class HostMemory:
-    """Host memory for what the layers of a batch store, page-locked if `pin`: for each exactly what it asks for, and
-    kept for the next batch, as page-locking takes long. With `spread`, it is for what all CPUs read."""
+    """Host memory for the layers of a batch, page-locked if `pin`: exactly the bytes that each layer asks for, kept for
+    the next batch, since page-locking takes long. With `spread` it lies on all NUMA nodes, for data that all CPUs
+    read."""
 
     def __init__(self, pin: bool, spread: bool = False, progress: Progress = silent) -> None:
         self.spread, self._pin, self._progress = spread, pin, progress
@@ -79,7 +80,8 @@ class HostMemory:
         return sum(arena.size for arena in self._arenas.values())
 
     def take(self, layer: int, size: int) -> Tensor:
-        """The memory of a layer, uint8 ``[size]``, its content undefined. Raises MemoryError as `PinnedArena` does."""
+        """Return the memory of a layer, uint8 ``[size]``, its content undefined. Raises MemoryError as `PinnedArena`
+        does."""
         arena = self._arenas.get(layer)
         if arena is None or arena.size < size:
             if arena is not None:
@@ -96,9 +98,9 @@ class HostMemory:
 
 class HostCache(ABC):
     """Keys and values of the `rows` of a batch in `memory`, for up to `capacity` tokens a sequence. Layers may differ
-    in their heads and widths, keys from values; a layer of `windows` (by its number) sees so many tokens only."""
+    in their heads and widths, and keys from values. `windows` has the sliding windows, in tokens, by layer number."""
 
-    place: str  # of the attention to it: gpu, cpu, or "cpu, torch" where no compiler was found
+    place: str  # device that attends: gpu, cpu, or "cpu, torch" without a C compiler
     rows: slice
     parts: list[slice]  # rows that go through the model together in a decode step
 
@@ -119,8 +121,8 @@ class HostCache(ABC):
 
     @abstractmethod
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values, ``[rows, kv_heads, n, head_dim]`` each, of positions `start` on; all that these
-        positions see."""
+        """Store keys and values, ``[rows, kv_heads, n, head_dim]`` each, of positions `start` on; return all keys and
+        values that these positions see."""
 
     @abstractmethod
     def rollback(self, length: int) -> None:
@@ -134,8 +136,8 @@ class HostCache(ABC):
 
 
 class CpuCache(HostCache):
-    """In the order that attention reads it, ``[rows, kv_heads, room, head_dim]``; comes as `Hosted` tensors. With
-    `in_8_bits`, as `zinfer.engine.stream.cpu_kernel.coded` has it."""
+    """Host cache that the CPU attends to: `Hosted` tensors in the order that attention reads them, ``[rows, kv_heads,
+    room, head_dim]``; with `in_8_bits`, in the format of `zinfer.engine.stream.cpu_kernel.coded`."""
 
     def __init__(
         self,
@@ -151,8 +153,8 @@ class CpuCache(HostCache):
         self._device, self._in_8_bits = device, in_8_bits
         keep_freed()
         self.place = "cpu" if library() is not None else "cpu, torch"
-        self._places: dict[int, tuple[Slots, Tensor, Tensor]] = {}  # layer: keys, values
-        self._writing = False  # prompts' keys
+        self._places: dict[int, tuple[Slots, Tensor, Tensor]] = {}  # layer -> slots, keys, values
+        self._writing = False  # True while copies of prompts' keys may be under way
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         stored = (coded(keys), coded(values)) if self._in_8_bits else (keys, values)
@@ -164,7 +166,7 @@ class CpuCache(HostCache):
         step = slots.add(start, keys.shape[2])
         if not start:
             for place, states in zip(places, stored, strict=True):
-                # One copy of whole rows: what lies beyond the prompt means nothing yet.
+                # One copy of whole rows: positions beyond the prompt have no meaning yet.
                 self._sender.send(pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop)), place[own])
             self._writing = True
             return keys, values
@@ -208,14 +210,14 @@ class CpuCache(HostCache):
 
 @dataclass(frozen=True)
 class PartFetch:
-    """The keys and values of one part of a `LinkCache`, of the `length` positions that its next tokens follow; `count`
-    tokens a trip are added to them. A `Fetch` of the ring."""
+    """`Fetch` of the keys and values of one part of a `LinkCache`: the `length` positions that are stored; each trip
+    adds `count` tokens to them."""
 
     cache: "LinkCache"
     part: slice  # rows
     length: int
     count: int
-    version: int  # of the cache's rows
+    version: int  # version of the cache's rows
 
     @property
     def nbytes(self) -> int:
@@ -229,9 +231,11 @@ class PartFetch:
 
 
 class LinkCache(HostCache):
-    """In `parts`, each of which is one range of bytes in a layer, a position after the other: ``[room, K and V of its
-    rows]``. A pass reads that in one copy, into a buffer of `ring`, and adds to it in another. With `shared`, a later
-    layer attends to the same keys, too, which the buffer no longer has by then: they are copied.
+    """Host cache that crosses the link for attention on the GPU, in `parts`, each a range of rows.
+
+    In a layer a part is one range of bytes, a position after the other: ``[room, K and V of its rows]``. A pass reads
+    it in one copy, into a buffer of `ring`, and adds to it in another. With `shared`, a later layer attends to the same
+    keys, too, which the buffer no longer holds by then: they are copied.
     """
 
     place = "gpu"
@@ -248,22 +252,23 @@ class LinkCache(HostCache):
     ) -> None:
         super().__init__(memory, sender, parts, capacity, windows)
         self._ring, self._cuda, self._shared, self._version = ring, ring.on_gpu, shared, 0
-        # By layer and first row of a part: uint8 [room, bytes of a position], how many bytes of these are keys, the
-        # tokens that are stored, and the event behind the last copy of them.
+        # By layer and first row of a part: slots, memory (uint8 [room, bytes of a position]) and bytes of a position's
+        # keys; the number of stored tokens; the event behind the last copy.
         self._places: dict[tuple[int, int], tuple[Slots, Tensor, int]] = {}
         self._lengths: dict[tuple[int, int], int] = {}
         self._written: dict[tuple[int, int], Any] = {}
 
     def fetch(self, part: slice, length: int, count: int) -> PartFetch:
-        """What a pass over the rows of `part` fetches, of which `length` tokens are stored, and that adds `count`."""
+        """Return the fetch for a pass over the rows of `part`, which have `length` tokens stored and add `count`
+        tokens."""
         return PartFetch(self, part, length, count, self._version)
 
     def part_bytes(self, part: slice) -> int:
-        """Size of the largest layer's keys and values of a part, when the cache is full."""
+        """Return the bytes of the largest layer's keys and values of a part when the cache is full."""
         return max((place.nbytes for (_, row), (_, place, _) in self._places.items() if row == part.start), default=0)
 
     def transfer(self, layer: int, part: slice, length: int) -> Transfer | None:
-        """The copy of a layer's keys and values of `length` tokens; None where the layer stores none."""
+        """Return the copy of a layer's keys and values of `length` tokens; None if the layer stores none."""
         key = (layer, part.start)
         if key not in self._places:
             return None
@@ -320,7 +325,7 @@ class LinkCache(HostCache):
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         key = (layer, rows.start)
         if rows not in self.parts:
-            raise ValueError(f"rows {rows.start} to {rows.stop} are no part of the cache in host memory")
+            raise ValueError(f"rows {rows.start} to {rows.stop} are not a part of the cache in host memory")
         packed = torch.cat([states.permute(2, 0, 1, 3).reshape(states.shape[2], -1) for states in (keys, values)], 1)
         new = packed.view(torch.uint8)
         if key not in self._places:
@@ -333,7 +338,7 @@ class LinkCache(HostCache):
         slots, place, _ = self._places[key]
         step = slots.add(start, new.shape[0])
         seen = self._joined(step, layer, place, new) if start else new
-        # If the window moves, what stays of it is written anew, from the device, to the front.
+        # If the window moves, the positions that stay are written again, from the device, to the front.
         sent = step.kept(seen).clone() if step.moved else new
         self._written[key] = self._sender.send(sent, place[step.new])
         self._lengths[key] = start + new.shape[0]
@@ -350,7 +355,8 @@ class LinkCache(HostCache):
         )
 
     def _joined(self, step: Step, layer: int, place: Tensor, new: Tensor) -> Tensor:
-        """The positions that those of `new` see, and these, ``[n, bytes]``: in the ring's buffer, on a GPU."""
+        """Return the positions that those of `new` see, followed by `new`, ``[n, bytes]``: on a GPU, in the ring's
+        buffer."""
         held = self._ring.borrow(layer)
         past = step.past.stop - step.past.start
         if not self._cuda:
@@ -363,7 +369,7 @@ class LinkCache(HostCache):
 
 
 class SplitLayer(FixedLayer):
-    """The cache of decoder layer `index`: of the batch's first sequences in `here`, of the others in `host`."""
+    """Cache of decoder layer `index`: the batch's first sequences in `here`, the others in `host`."""
 
     def __init__(self, index: int, here: FixedLayer, host: HostCache) -> None:
         super().__init__(here.batch_size, here.capacity, here.slots.window)
@@ -376,13 +382,14 @@ class SplitLayer(FixedLayer):
             self.here.window(rows, length)
 
     def rollback(self, length: int) -> None:
-        """Forget the positions from `length` on, of the rows on the device; `HostCache.rollback` does of the others."""
+        """Forget the positions from `length` on in the rows on the device; `HostCache.rollback` does so in the
+        others."""
         if self.batch_size:
             self.here.rollback(length)
         self.length = length
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep `rows` only, of those on the device; `HostCache.keep_rows` does of the others."""
+        """Keep only those of `rows` that are on the device; `HostCache.keep_rows` keeps the others."""
         self.here.keep_rows(rows[rows < self.batch_size])
         self.batch_size = self.here.batch_size
 

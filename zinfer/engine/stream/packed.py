@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zinfer.engine import EngineError
-from zinfer.engine.pinned import Block, PinnedArena, check_free, lay_out
+from zinfer.engine.pinned import PinnedArena, TensorPlace, check_free, lay_out
 from zinfer.engine.read import as_bytes, fill, reading
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream.codec import Layout
@@ -179,7 +179,7 @@ def _read(folder: Path) -> dict[str, Any]:
 def _image(entry: dict[str, Any], start: int) -> PackedLayer:
     """Return the packed layer of an entry of the index, in an arena from `start` on."""
     blocks = {
-        name: Block(offset, torch.Size(shape), getattr(torch, dtype))
+        name: TensorPlace(offset, torch.Size(shape), getattr(torch, dtype))
         for name, (offset, shape, dtype) in entry["blocks"].items()
     }
     pieces = tuple(

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zinfer.engine.pinned import ALIGNMENT, Block, PinnedArena, lay_out
+from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, lay_out
 from zinfer.engine.stream import codec
 from zinfer.plan.cost import PIECE_BYTES
 
-# Large enough for the link's full rate, and for the launches of a chunk to be cheap.
+# Bytes of a chunk: enough for the link's full rate, and for its launches to be cheap.
 PIECE = PIECE_BYTES
 
 
@@ -39,7 +39,7 @@ class PackedLayer:
     """A layer's chunks, in the order of their copies, and the places of its parameters in a slot of `slot_bytes`."""
 
     pieces: tuple[Chunk, ...]
-    blocks: Mapping[str, Block]
+    blocks: Mapping[str, TensorPlace]
     slot_bytes: int
 
     @property

@@ -1,4 +1,4 @@
-"""The way of the weights: over the link in pieces, through a ring of buffers, into the one slot that layers compute in.
+"""Weight streaming: over the link in pieces, through a ring of buffers, into the one slot that layers compute in.
 
 Two queues of the device take part. The copy queue fills the ring with the pieces of layer 0, 1, .., n-1, 0, 1, .. for
 ever, and with whatever else a layer needs (of a KV cache, say) behind them. The compute queue unpacks the pieces of a
@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zinfer.engine.pinned import Block
+from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, unpack
 from zinfer.engine.stream.trace import Mark, Trace, mark
@@ -38,16 +38,16 @@ from zinfer.engine.stream.trace import Mark, Trace, mark
 class Event(Protocol):
     """A point in a queue, as `torch.cuda.Event` has it."""
 
-    def record(self) -> None: ...  # behind all that the current queue has been given
-    def wait(self) -> None: ...  # let the current queue go on only when the point is passed
+    def record(self) -> None: ...  # behind all work of the current queue
+    def wait(self) -> None: ...  # make the current queue wait until the point is passed
 
 
 class Queues(Protocol):
-    """A device's compute queue, which is the current one, and a copy queue beside it."""
+    """Compute queue of a device, which is the current one, and a copy queue beside it."""
 
     def event(self) -> Event: ...
     def copying(self) -> AbstractContextManager[Any]: ...  # makes the copy queue the current one
-    def finish(self) -> None: ...  # has the CPU wait for both
+    def finish(self) -> None: ...  # makes the CPU wait for both
 
 
 class CudaQueues:
@@ -68,10 +68,9 @@ class CudaQueues:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One copy over the link, for `layer`: `source` gives its bytes (uint8, host memory). `piece` is the piece of the
-    layer's weights that it carries, None if it carries something else. It is issued when `ready` says so, after what
-    `before` has the copy queue wait for.
-    """
+    """One copy over the link, for `layer`: `source` returns its bytes (uint8, host memory). `piece` is the piece of the
+    layer's weights that it carries, None if it carries something else. It is issued once `ready` returns True; `before`
+    first makes the copy queue wait for what it depends on."""
 
     layer: int
     source: Callable[[], Tensor]
@@ -81,19 +80,21 @@ class Transfer:
 
 
 class Fetch(Protocol):
-    """Something besides weights that every layer, or some, get in a trip; equal ones bring the same bytes."""
+    """Data besides weights that all or some layers get in a trip, such as a KV cache; equal fetches bring the same
+    bytes."""
 
     @property
-    def nbytes(self) -> int: ...  # the largest transfer
+    def nbytes(self) -> int: ...  # bytes of the largest transfer
     def transfer(self, layer: int) -> Transfer | None: ...
-    def following(self) -> "Fetch": ...  # what the next trip will bring, if it does the like
+    def following(self) -> "Fetch": ...  # the same fetch for the next trip, one step on
 
 
 class PrefetchRing:
-    """Streams `images`, a decoder layer each, out of `source` (uint8, host memory) to `device`, layer after layer.
+    """Ring of buffers that streams `images`, one a decoder layer, from `source` (uint8, host memory) to `device`, in
+    order.
 
-    `depth` is the number of buffers. Without a GPU there are none: a piece is unpacked from where it is; `queues` has
-    them all the same (for tests).
+    `depth` is the number of buffers. Without a GPU there are none, and a piece is unpacked from where it is; `queues`
+    gives a ring without a GPU buffers all the same (for tests).
     """
 
     def __init__(
@@ -107,26 +108,28 @@ class PrefetchRing:
         if depth < 2:
             raise ValueError(f"{depth} ring buffers: a ring needs two or more, one in use and one being filled")
         self.images = images
-        self.bytes_copied = 0  # of weights
+        self.bytes_copied = 0  # weight bytes
         self.other_bytes_copied = 0
         self._source, self._device, self._cuda = source, device, device.type == "cuda"
         self._queues: Queues | None = CudaQueues(device) if queues is None and self._cuda else queues
         self._slot = torch.empty(max(image.slot_bytes for image in images), dtype=torch.uint8, device=device)
-        self._held_by: list[list[tuple[Tensor, Block]]] = []  # a layer: its weights, and where they are in the slot
-        self._kept: dict[int, Tensor] = {}  # layers that stay on the device, as they are in the source
-        self._coming: Iterator[Transfer] = iter(())  # all that is still to be issued
-        self._flying: deque[Transfer] = deque()  # issued and not taken; the last one may wait to be issued
+        self._held_by: list[
+            list[tuple[Tensor, TensorPlace]]
+        ] = []  # by layer: its weights, and their places in the slot
+        self._kept: dict[int, Tensor] = {}  # layer -> its bytes as in the source, on the device
+        self._coming: Iterator[Transfer] = iter(())  # transfers still to be issued
+        self._flying: deque[Transfer] = deque()  # transfers issued and not taken; the last one may wait to be issued
         self._issued = self._taken = self._returned = 0
         self._buffers: list[Tensor] = []
         self._depth = self._buffer_bytes = 0
-        self._copies: deque[tuple[int, Mark, Mark]] = deque(maxlen=256)  # the last ones: layer, begin, end
+        self._copies: deque[tuple[int, Mark, Mark]] = deque(maxlen=256)  # latest copies: layer, begin, end
         self._trace: Trace | None = None
-        self._next: tuple[Fetch, ...] | None = None  # the next trip's fetches as prefetched; None: begin anew
+        self._next: tuple[Fetch, ...] | None = None  # fetches prefetched for the next trip; None: begin anew
         self._trip: _Trip | None = None
         self.resize(depth)
 
     def attach(self, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
-        """Let `layer`, number `index`, find its weights and buffers in the slot whenever it is called; `entries` are
+        """Make `layer`, number `index`, find its weights and buffers in the slot whenever it is called; `entries` are
         those that its image holds, by the same names."""
         blocks = self.images[index].blocks
         self._held_by.append([(entries[name].put(block.view(self._slot)), block) for name, block in blocks.items()])
@@ -151,7 +154,7 @@ class PrefetchRing:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of one ring buffer."""
+        """Size of one ring buffer, in bytes."""
         return self._buffer_bytes
 
     @property
@@ -160,17 +163,17 @@ class PrefetchRing:
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """The layers that pass through the ring."""
+        """Numbers of the layers that pass through the ring."""
         return tuple(index for index in range(len(self.images)) if index not in self._kept)
 
     @property
     def kept_bytes(self) -> int:
-        """Size of the layers that stay on the device."""
+        """Bytes of the layers that stay on the device."""
         return sum(kept.nbytes for kept in self._kept.values())
 
     def resize(self, depth: int, least_bytes: int = 0) -> None:
-        """Have `depth` buffers from now on, each of the largest piece's size and at least `least_bytes`; waits for the
-        device where that changes anything."""
+        """Change the ring to `depth` buffers, each as large as the largest piece and at least `least_bytes`; wait for
+        the device if that changes anything."""
         size = max(least_bytes, *(piece.size for image in self.images for piece in image.pieces))
         if (depth, size) == (self._depth, self._buffer_bytes):
             return
@@ -186,7 +189,8 @@ class PrefetchRing:
         self._depth, self._buffer_bytes = depth, size
 
     def keep(self, layers: Iterable[int]) -> None:
-        """Hold `layers` on the device from now on, and stream the others; waits for the device where that changes."""
+        """Keep `layers` on the device from now on, and stream the others; wait for the device if that changes
+        anything."""
         wanted = set(layers)
         if wanted == self._kept.keys():
             return
@@ -209,10 +213,11 @@ class PrefetchRing:
     def trip(
         self, calls: int = 1, turn: Callable[[int], None] = lambda _layer: None, fetches: Sequence[Fetch] = ()
     ) -> Iterator[None]:
-        """One pass of the weights, in which each layer's serve `calls` calls in a row; the layers are called in order.
+        """Run one pass of the weights, in which each layer is called `calls` times in a row, in the order of the
+        layers.
 
-        `turn` is told a layer's number before each of its calls. A call that needs a fetch takes it by `borrow`, in the
-        order of `fetches`. The next trip is prefetched on the guess that it does the like, one step on; where it does
+        `turn` gets a layer's number before each of its calls. A call that needs a fetch takes it by `borrow`, in the
+        order of `fetches`. The next trip is prefetched on the guess that it repeats this one, one step on; if it does
         not, it waits for the device and begins anew.
         """
         wanted = tuple(fetches)
@@ -229,13 +234,13 @@ class PrefetchRing:
             self._trip = None
 
     def drop_fetches(self) -> None:
-        """Have nothing but weights on its way, before memory that fetches read from is changed or freed."""
+        """Drop all transfers but those of weights, before memory that fetches read from is changed or freed."""
         if self._next or self._next is None:
             self._settle()
 
     @contextmanager
     def watched(self) -> Iterator[Trace]:
-        """Trace what happens meanwhile; on a GPU, what is issued meanwhile."""
+        """Trace the work done within the ``with`` block; on a GPU, the work issued within it."""
         self._trace = Trace(self._cuda, self._copies)
         try:
             yield self._trace
@@ -243,7 +248,7 @@ class PrefetchRing:
             self._trace = None
 
     def borrow(self, index: int) -> Tensor:
-        """The next fetch of layer `index`, uint8, on the device until the layer's call ends."""
+        """Return the next fetch of layer `index`, uint8, on the device until the layer's call ends."""
         trip = self._under_way()
         content = self._take(index, None)
         trip.borrowed += 1
@@ -267,7 +272,7 @@ class PrefetchRing:
             tensor.data = block.view(memory)
 
     def _settle(self) -> None:
-        """Let the device finish; nothing is on its way any more, and the next trip begins anew."""
+        """Wait for the device and drop all transfers; the next trip begins anew."""
         if self._queues is not None:
             self._queues.finish()
         self._issued = self._taken = self._returned = 0
@@ -276,7 +281,7 @@ class PrefetchRing:
         self._coming, self._next = iter(()), None
 
     def _begin(self, fetches: tuple[Fetch, ...]) -> None:
-        """Begin to bring a trip with `fetches`, and those that follow it."""
+        """Begin the transfers of a trip with `fetches`, and of those that follow it."""
         self._settle()
         if fetches:
             self.resize(self._depth, max(fetch.nbytes for fetch in fetches))
@@ -285,7 +290,7 @@ class PrefetchRing:
             self._fill()
 
     def _trips(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
-        """All that crosses the link, trip after trip."""
+        """Yield all transfers, trip after trip, without end."""
         some = True
         while some:
             some = False
@@ -303,7 +308,7 @@ class PrefetchRing:
         return self._source[piece.start : piece.end]
 
     def _fill(self) -> None:
-        """Issue the copies that there are free buffers for; on the device they run as soon as the link gets there."""
+        """Issue copies into all free buffers; the device runs them as soon as the link is free."""
         while self._issued < self._returned + self._depth:  # rule 3
             if len(self._flying) == self._issued - self._taken:
                 following = next(self._coming, None)
@@ -332,7 +337,7 @@ class PrefetchRing:
         self._issued += 1
 
     def _take(self, index: int, piece: Chunk | None) -> Tensor:
-        """The next transfer, which has to be that `piece` of layer `index` (None: a fetch), where the device has it."""
+        """Return the next transfer's bytes on the device; it must be `piece` of layer `index` (None: a fetch)."""
         if self._queues is not None:
             self._fill()
         elif not self._flying:
@@ -354,14 +359,14 @@ class PrefetchRing:
         return self._buffers[number]
 
     def _give_back(self) -> None:
-        """The buffer that was taken first is used up when the device gets here."""
+        """Free the buffer that was taken first, as of this point in the compute queue."""
         if self._queues is not None:
             self._free[self._returned % self._depth].record()  # rule 2
             self._returned += 1
             self._fill()
 
     def _acquire(self, index: int) -> None:
-        """Have layer `index` in the slot, unless it is there or on the device for this call anyway."""
+        """Bring layer `index` into the slot, unless it is there already or stays on the device."""
         trip = self._under_way()
         trip.turn(index)
         if trip.held == index and trip.served < trip.calls:
@@ -373,7 +378,7 @@ class PrefetchRing:
             self._trace.begin("compute", index)
 
     def _release(self, index: int, output: Any) -> Any:
-        """End a call of layer `index`; its output, without what nobody reads."""
+        """End a call of layer `index`; return its output without the parts that nobody reads."""
         trip = self._under_way()
         if self._trace is not None:
             self._trace.end("compute", index)
@@ -401,26 +406,27 @@ class PrefetchRing:
         if self._trace is None:
             yield
             return
-        self._trace.begin("decode", index)
+        self._trace.begin("unpack", index)
         yield
-        self._trace.end("decode", index)
+        self._trace.end("unpack", index)
 
 
 @dataclass
 class _Trip:
-    """The trip under way: what the hooks of the layers need to know."""
+    """State of the trip under way, for the hooks of the layers."""
 
-    calls: int  # of each layer, in a row
+    calls: int  # calls of each layer, in a row
     turn: Callable[[int], None]
-    held: int | None = None  # the layer in the slot
-    served: int = 0  # calls of it so far
-    borrowed: int = 0  # buffers that its call holds
-    whole: bool = False  # whether the last layer has had its last call
+    held: int | None = None  # number of the layer in the slot
+    served: int = 0  # calls of that layer so far
+    borrowed: int = 0  # buffers that its current call holds
+    whole: bool = False  # True after the last call of the last layer
 
 
 def _lean(output: Any) -> Any:
-    """A layer's output without attention probabilities, ``[B, heads, S, S]``, which some models return besides the
-    hidden states and then hold while the next layer computes, or, in a pass that waits, longer. Nobody reads them."""
+    """Return a layer's output without attention probabilities, ``[B, heads, S, S]``. Some models return them besides
+    the hidden states and then hold them while the next layer computes, or, in a pass that waits, longer; nobody reads
+    them."""
     if not isinstance(output, tuple):
         return output
     return (output[0], *(None if isinstance(part, Tensor) and part.dim() == 4 else part for part in output[1:]))

@@ -1,14 +1,12 @@
-"""Timeline of a step: spans of copies, decodes and computation, timed on the device that runs them."""
+"""Timeline of a step: spans of copies, unpacking and computation, timed on the device that runs them."""
 
 from collections.abc import Iterable
 from time import perf_counter
-from typing import Literal
 
 import torch
 
-from zinfer.record.measurement import Span
+from zinfer.record.measurement import Lane, Span
 
-Lane = Literal["copy", "decode", "compute"]
 Mark = torch.cuda.Event | float
 
 
@@ -45,7 +43,7 @@ class Trace:
         """Return the spans of each lane in order, in ms; adjacent spans of a layer are merged. Waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
-        merged: dict[Lane, list[Span]] = {"copy": [], "decode": [], "compute": []}
+        merged: dict[Lane, list[Span]] = {"copy": [], "unpack": [], "compute": []}
         for lane, layer, begin, end in self._spans:
             span = Span(lane=lane, layer=layer, start_ms=self._ms(begin), end_ms=self._ms(end))
             if span.end_ms <= 0:

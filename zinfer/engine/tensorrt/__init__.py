@@ -107,7 +107,8 @@ class TensorRT(Engine):
         return logits[:, None]
 
     def _run(self, profile: int, batch: TensorRTBatch, token_ids: Tensor, rows: slice) -> Tensor:
-        """Compute the next tokens of `rows`, of `token_ids` ``[B, n]``; the last one's logits ``[b, V]``."""
+        """Compute the next tokens of `rows`, of `token_ids` ``[B, n]``; return the last position's logits ``[b,
+        V]``."""
         assert self._executor is not None
         assert batch.cache is not None
         token_ids = token_ids[rows]

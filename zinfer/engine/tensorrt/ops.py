@@ -156,13 +156,13 @@ class Net:
         return self.made(layer, "matrix multiply").get_output(0)
 
     def softmax(self, x: Node) -> Node:
-        """Over the last dimension."""
+        """Add a softmax over the last dimension."""
         layer = self.made(self.network.add_softmax(x), "softmax")
         layer.axes = 1 << (len(x.shape) - 1)
         return layer.get_output(0)
 
     def mean(self, x: Node) -> Node:
-        """Over the last dimension, which stays, as 1."""
+        """Add the mean over the last dimension, which stays, as 1."""
         axes = 1 << (len(x.shape) - 1)
         return self.made(self.network.add_reduce(x, self.trt.ReduceOperation.AVG, axes, True), "reduce").get_output(0)
 
@@ -173,7 +173,7 @@ class Net:
         return self.add(y, self.parameter(f"{name}.bias", len(x.shape))) if self.has(f"{name}.bias") else y
 
     def layer_norm(self, x: Node, name: str, epsilon: float) -> Node:
-        """Layer norm over the last dimension, with the parameters ``name.weight`` and ``name.bias``."""
+        """Add a layer norm over the last dimension, with the parameters ``name.weight`` and ``name.bias``."""
         rank = len(x.shape)
         scale, bias = self.parameter(f"{name}.weight", rank), self.parameter(f"{name}.bias", rank)
         make = getattr(self.network, "add_normalization_v2", self.network.add_normalization)
@@ -182,7 +182,8 @@ class Net:
         return layer.get_output(0)
 
     def rms_norm(self, x: Node, name: str, epsilon: float) -> Node:
-        """RMS norm: ``x / sqrt(mean(x^2) + epsilon)`` in float32, rounded, times ``name.weight`` (`transformers`)."""
+        """Add an RMS norm: ``x / sqrt(mean(x^2) + epsilon)`` in float32, rounded, times ``name.weight``
+        (`transformers`)."""
         rank = len(x.shape)
         wide = self.cast(x, torch.float32)
         square = self.add(self.mean(self.multiply(wide, wide)), self.scalar(epsilon, rank, torch.float32))

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zinfer.job.batch.openai import Fault, Request
+from zinfer.job.batch.openai import BatchRequest, Fault
 from zinfer.job.batch.packing import RowDemand, order
 
 
 @dataclass(eq=False)
-class Row:
+class RequestRow:
     """A request under way: the ids of its prompt, the limit of its answer in tokens, and the tokens made so far."""
 
     key: int
-    request: Request
+    request: BatchRequest
     prompt_ids: Sequence[int]
     limit: int
     output_ids: list[int] = field(default_factory=list)
@@ -29,29 +29,29 @@ class Row:
         return RowDemand(self.length + len(self.output_ids), self.limit - len(self.output_ids))
 
 
-def row_order(row: Row) -> tuple[int, int, int]:
-    """Sort key of rows for packing."""
+def row_order(row: RequestRow) -> tuple[int, int, int]:
+    """Return the sort key of rows for packing."""
     return order(row.need)
 
 
-def needs(rows: Iterable[Row]) -> list[RowDemand]:
+def needs(rows: Iterable[RequestRow]) -> list[RowDemand]:
     return [row.need for row in rows]
 
 
 def rows_of(
-    requests: Sequence[Request],
+    requests: Sequence[BatchRequest],
     prompts: Sequence[Sequence[int] | str],
     positions: int | None,
     output_len: int,
     output_ids: Mapping[str, list[int]],
-) -> tuple[list[Row], list[Fault]]:
+) -> tuple[list[RequestRow], list[Fault]]:
     """Return the requests as rows, and those that cannot be served.
 
-    `prompts` are the prompts' token ids, or a line that says why there are none; `positions` those of the model;
-    `output_len` what a request gets that does not say, as far as there are positions for it; `output_ids` what requests
-    have by id.
+    `prompts` are the prompts' token ids, or a line with the reason why there are none; `positions` those of the model;
+    `output_len` is the limit of a request that names none, as far as there are positions for it; `output_ids` are the
+    tokens made so far, by id.
     """
-    rows: list[Row] = []
+    rows: list[RequestRow] = []
     faults: list[Fault] = []
     for request, prompt in zip(requests, prompts, strict=True):
         if isinstance(prompt, str):
@@ -67,12 +67,12 @@ def rows_of(
             faults.append(_fault(request, "context_length_exceeded", message))
             continue
         known = output_ids.get(request.id, [])[: limit - 1]
-        rows.append(Row(len(rows), request, prompt, limit, list(known), saved=len(known)))
+        rows.append(RequestRow(len(rows), request, prompt, limit, list(known), saved=len(known)))
     return rows, faults
 
 
-def split(rows: Sequence[Row], fits: Sequence[bool], where: str) -> tuple[list[Row], list[Fault]]:
-    """The rows that fit, and faults for the others, which need more memory than `where` has."""
+def split(rows: Sequence[RequestRow], fits: Sequence[bool], where: str) -> tuple[list[RequestRow], list[Fault]]:
+    """Return the rows that fit, and faults for the others, which need more memory than `where` has."""
     faults = [
         _fault(
             row.request,
@@ -85,5 +85,5 @@ def split(rows: Sequence[Row], fits: Sequence[bool], where: str) -> tuple[list[R
     return [row for row, fine in zip(rows, fits, strict=True) if fine], faults
 
 
-def _fault(request: Request, code: str, message: str) -> Fault:
+def _fault(request: BatchRequest, code: str, message: str) -> Fault:
     return Fault(request.id, request.custom_id, code, message, "messages" if request.chat else "prompt")

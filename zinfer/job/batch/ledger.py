@@ -1,4 +1,4 @@
-"""Ledger of a batch job: its files on disk, which hold the answers, the job's settings and unfinished rows.
+"""Ledger of a batch job: its files on disk, with the answers, the job's settings and unfinished rows.
 
 ``out.jsonl`` holds output objects of the OpenAI format and nothing else, appended and synced as rows end.
 ``out.jsonl.job`` holds the settings that the job was started with, so that another job does not write into the same
@@ -27,7 +27,7 @@ class JobChanged(ZinferError):
 
 
 def job_path(output: Path) -> Path:
-    """Path of the .job file beside `output`."""
+    """Return the path of the .job file beside `output`."""
     return output.with_name(output.name + ".job")
 
 
@@ -153,7 +153,7 @@ def _progress(line: bytes) -> dict[str, Any]:
 
 
 def _read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
-    """The first line of a .job file (None if there is none), and the tokens of unfinished rows by id."""
+    """Return the first line of a .job file (None if there is none), and the tokens of unfinished rows by id."""
     made: dict[str, list[int]] = {}
     header: dict[str, Any] | None = None
     for line in read_lines(path) if path.exists() else ():
@@ -169,7 +169,7 @@ def _read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
 
 
 def _changes(before: dict[str, Any] | None, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Differences between a .job file's first line and the current settings: a line of text by key."""
+    """Return the differences between a .job file's first line and the current settings: a line of text by key."""
     after = {**settings, "zinfer_batch": FORMAT}
     known = before or {}
     keys = sorted((after.keys() | known.keys()) - {"created"})

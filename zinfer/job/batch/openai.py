@@ -35,7 +35,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """A line that can be served. Temperature 0 is greedy; `seed` is derived from the line if it names none."""
 
     id: str
@@ -60,7 +60,7 @@ class Fault(NamedTuple):
 
 
 class Done(NamedTuple):
-    """An answer that an earlier run wrote: its id, whether it is no error, and its number of tokens."""
+    """An answer that an earlier run wrote: its id, True unless it is an error, and its number of tokens."""
 
     id: str
     ok: bool
@@ -73,10 +73,10 @@ class _Refused(ValueError):
         self.code, self.param = code, param
 
 
-def read_requests(content: bytes) -> list[Request | Fault]:
-    """Requests of a file, in its order; blank lines are skipped, lines that cannot be served are Faults. Never
-    raises."""
-    found: list[Request | Fault] = []
+def read_requests(content: bytes) -> list[BatchRequest | Fault]:
+    """Return the requests of a file, in its order; blank lines are skipped, lines that cannot be served are Faults.
+    Never raises."""
+    found: list[BatchRequest | Fault] = []
     seen: Counter[bytes] = Counter()
     first: dict[str, int] = {}  # custom_id -> number of its line
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -123,7 +123,7 @@ def _custom_id(fields: dict[str, Any], number: int) -> str:
     return custom_id
 
 
-def _request(digest: str, custom_id: str, fields: dict[str, Any]) -> Request:
+def _request(digest: str, custom_id: str, fields: dict[str, Any]) -> BatchRequest:
     if fields.get("method") != "POST":
         raise _Refused("invalid_method", "method must be POST", "method")
     url, body = fields.get("url"), fields.get("body")
@@ -137,7 +137,7 @@ def _request(digest: str, custom_id: str, fields: dict[str, Any]) -> Request:
     if subject not in given:
         raise _Refused("missing_required_parameter", f"the body has no {subject}", subject)
     length = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    return Request(
+    return BatchRequest(
         id=f"batch_req_{digest}",
         custom_id=custom_id,
         chat=url == CHAT,
@@ -222,9 +222,9 @@ def _message(message: Any) -> dict[str, str]:
 
 
 def answer(
-    request: Request, text: str, finish_reason: str, tokens: tuple[int, int], model: str, created: int
+    request: BatchRequest, text: str, finish_reason: str, tokens: tuple[int, int], model: str, created: int
 ) -> dict[str, Any]:
-    """Output object of a request that was continued. `tokens` counts the prompt's and the answer's tokens;
+    """Return the output object of a request that was continued. `tokens` counts the prompt's and the answer's tokens;
     `finish_reason` is ``stop`` or ``length``."""
     key = request.id.removeprefix("batch_req_")
     choice: dict[str, Any] = {"index": 0}
@@ -241,16 +241,16 @@ def answer(
 
 
 def refusal(fault: Fault) -> dict[str, Any]:
-    """Output object of a request that cannot be served: OpenAI's status 400, and the same as `error`, where other
-    programs look for it."""
+    """Return the output object of a request that cannot be served: OpenAI's status 400, and the same as `error`, where
+    other programs look for it."""
     error = {"message": fault.message, "type": "invalid_request_error", "param": fault.param, "code": fault.code}
     key = fault.id.removeprefix("batch_req_")
     response = {"status_code": 400, "request_id": f"req_{key}", "body": {"error": error}}
     return _output(fault.id, fault.custom_id, response, {"code": fault.code, "message": fault.message})
 
 
-def failure(request: Request, code: str, message: str) -> dict[str, Any]:
-    """Output object of a request that the machine failed on."""
+def failure(request: BatchRequest, code: str, message: str) -> dict[str, Any]:
+    """Return the output object of a request that the machine failed on."""
     return _output(request.id, request.custom_id, None, {"code": code, "message": message})
 
 
@@ -259,7 +259,7 @@ def _output(identity: str, custom_id: str | None, response: Any, error: Any) -> 
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """The line of an output object, or of any other, in ASCII, without its newline."""
+    """Return the line of an output object, or of any other, in ASCII, without its newline."""
     return json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
 
 

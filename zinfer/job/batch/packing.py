@@ -34,7 +34,7 @@ class RowDemand(NamedTuple):
     left: int
 
 
-class Shape(NamedTuple):
+class BatchShape(NamedTuple):
     """Shape of a batch: its rows, the length that they are padded to, and the tokens reserved for each row."""
 
     rows: int
@@ -47,10 +47,10 @@ class Shape(NamedTuple):
         return self.rows * (self.length + self.reserve)
 
 
-class Block(NamedTuple):
+class PlannedBatch(NamedTuple):
     """A batch to run until its reserve is used up, with the tokens it should yield and the seconds they should take."""
 
-    shape: Shape
+    shape: BatchShape
     tokens: float
     seconds: float
 
@@ -63,7 +63,7 @@ class Block(NamedTuple):
 class Progress(NamedTuple):
     """A block under way: its shape, the tokens made for each row so far, and the rows that go on."""
 
-    shape: Shape
+    shape: BatchShape
     made: int
     alive: Sequence[RowDemand]
 
@@ -77,7 +77,8 @@ Room = Callable[[int, int], int]  # (length, reserve) -> number of rows that fit
 
 
 def order(need: RowDemand) -> tuple[int, int, int]:
-    """Sort key for packing: most tokens to come first, by powers of two; of equal ones the longest prompt first.
+    """Return the sort key for packing: most tokens to come first, by powers of two; of equal ones the longest prompt
+    first.
 
     Adjacent rows then end at about the same time and need little padding; and the batches that take most memory and
     time come first, where a failure costs least and the time left is learnt early.
@@ -85,18 +86,18 @@ def order(need: RowDemand) -> tuple[int, int, int]:
     return -need.left.bit_length(), -need.length, -need.left
 
 
-def needed(shape: Shape, needs: Iterable[RowDemand]) -> int:
-    """Tokens of `Shape.padded` that the rows need; the others are waste."""
+def needed(shape: BatchShape, needs: Iterable[RowDemand]) -> int:
+    """Return the tokens of `BatchShape.padded` that the rows need; the others are waste."""
     return sum(need.length + min(need.left, shape.reserve) for need in needs)
 
 
 def fits_alone(case: Case, need: RowDemand, model: ModelSpec, machine: Machine) -> bool:
-    """True if the plan finds room for the row by itself, all of its tokens included."""
-    return largest_batch(shaped(case, Shape(1, need.length, need.left)), model, machine) > 0
+    """Return True if the plan finds room for the row by itself, all of its tokens included."""
+    return largest_batch(shaped(case, BatchShape(1, need.length, need.left)), model, machine) > 0
 
 
 def fitting(case: Case, needs: Sequence[RowDemand], model: ModelSpec, machine: Machine) -> list[bool]:
-    """For each of `needs`, whether it fits alone."""
+    """Tell for each of `needs` whether it fits alone."""
     if not needs or fits_alone(case, _envelope(needs), model, machine):
         return [True] * len(needs)
     known: dict[RowDemand, bool] = {}
@@ -107,7 +108,7 @@ def fitting(case: Case, needs: Sequence[RowDemand], model: ModelSpec, machine: M
 
 
 def _envelope(needs: Iterable[RowDemand]) -> RowDemand:
-    """The smallest demand that covers all of `needs`."""
+    """Return the smallest demand that covers all of `needs`."""
     lengths, left = zip(*needs, strict=True)
     return RowDemand(max(lengths), max(left))
 
@@ -115,16 +116,16 @@ def _envelope(needs: Iterable[RowDemand]) -> RowDemand:
 def best_plan(
     cases: Iterable[Case], needs: Sequence[RowDemand], model: ModelSpec, machine: Machine, nvme_path: str | None = None
 ) -> Plan:
-    """The plan of the best load: the one that has room for most of `needs`, then the fastest at its best batch. If no
-    load can run, the last one's plan, which says why not. The workload is that of the longest row."""
+    """Return the plan of the best load: the one that has room for most of `needs`, then the fastest at its best batch.
+    If no load can run, return the last one's plan, with the reason. The workload is that of the longest row."""
     mean = RowDemand(*(max(1, sum(column) // len(needs)) for column in zip(*needs, strict=True)))
     ranked: list[tuple[tuple[bool, int, float], Plan]] = []
     for case in cases:
         fits = [need for need, fine in zip(needs, fitting(case, needs, model, machine), strict=True) if fine]
-        typical = shaped(case, Shape(1, *mean))
+        typical = shaped(case, BatchShape(1, *mean))
         rate = best_batch(typical, model, machine).output_tok_s or 0.0
         longest = max(fits or [mean], key=sum)
-        plan = make_plan(shaped(case, Shape(1, *longest)), model, machine, nvme_path)
+        plan = make_plan(shaped(case, BatchShape(1, *longest)), model, machine, nvme_path)
         ranked.append(((plan.fits, len(fits), rate), plan))
     best = max(rank for rank, _ in ranked)
     able = [plan for rank, plan in ranked if rank == best]
@@ -132,14 +133,14 @@ def best_plan(
 
 
 def room_of(case: Case, model: ModelSpec, machine: Machine) -> Room:
-    """Function from a row's length and reserve to the rows that the plan has room for. With a KV cache in host memory,
-    where more rows may be slower, it returns the fastest number. Lengths are rounded up a little, so that few plans are
-    made."""
+    """Return a function from a row's length and reserve to the number of rows that the plan has room for. With a KV
+    cache in host memory, where more rows may be slower, it returns the fastest number. Lengths are rounded up a little,
+    so that few plans are made."""
     more_is_better = plan_options(case.engine, case.options).kv_offload == "none"
 
     @cache
     def rows(length: int, reserve: int) -> int:
-        asked = shaped(case, Shape(1, length, reserve))
+        asked = shaped(case, BatchShape(1, length, reserve))
         if more_is_better:
             return largest_batch(asked, model, machine, CAUTIOUS)
         best = best_batch(asked, model, machine, CAUTIOUS)
@@ -148,8 +149,8 @@ def room_of(case: Case, model: ModelSpec, machine: Machine) -> Room:
     return lambda length, reserve: rows(-(-length // GRAIN) * GRAIN, -(-reserve // GRAIN) * GRAIN)
 
 
-def shaped(case: Case, shape: Shape) -> Case:
-    """`case` with the workload of a batch."""
+def shaped(case: Case, shape: BatchShape) -> Case:
+    """Return `case` with the workload of a batch."""
     workload = Workload(batch_size=shape.rows, input_len=shape.length, output_len=shape.reserve)
     return case.model_copy(update={"workload": workload})
 
@@ -164,32 +165,32 @@ class StepTimeModel:
         self._case, self._model, self._machine = case, model, machine
         self._prefill_scale = self._step_scale = 1.0
 
-    def prefill(self, shape: Shape) -> float:
-        """Predicted seconds of the prefill of `shape`."""
+    def prefill(self, shape: BatchShape) -> float:
+        """Return the predicted seconds of the prefill of `shape`."""
         times = cost.prefill(self._setup(shape), self._model, self._machine, shape.rows, shape.length)
         return self._prefill_scale * (times.seconds or float(shape.rows * shape.length))
 
-    def step(self, shape: Shape, made: int) -> float:
-        """Predicted seconds of a decode step of `shape` after `made` tokens."""
+    def step(self, shape: BatchShape, made: int) -> float:
+        """Return the predicted seconds of a decode step of `shape` after `made` tokens."""
         context = shape.length + made
         times = cost.step(self._setup(shape), self._model, self._machine, shape.rows, context)
         return self._step_scale * (times.seconds or 1.0)
 
-    def saw_prefill(self, shape: Shape, seconds: float) -> None:
+    def saw_prefill(self, shape: BatchShape, seconds: float) -> None:
         """Correct the model by a measured prefill."""
         self._prefill_scale *= max(seconds, 1e-6) / self.prefill(shape)
 
-    def saw_step(self, shape: Shape, made: int, seconds: float) -> None:
+    def saw_step(self, shape: BatchShape, made: int, seconds: float) -> None:
         """Correct the model by a measured decode step after `made` tokens."""
         self._step_scale *= max(seconds, 1e-6) / self.step(shape, made)
 
-    def _setup(self, shape: Shape) -> cost.Placement:
+    def _setup(self, shape: BatchShape) -> cost.Placement:
         return place(shaped(self._case, shape), self._model, self._machine)
 
 
 def pack(
     needs: Iterable[RowDemand], room: Room, pace: StepTimeModel, positions: int | None = None, ending: float = 0.0
-) -> Block:
+) -> PlannedBatch:
     """Pack the next block: as many of the first of `needs` (in `order`, at least one) as fit, with the reserve that
     yields most tokens a second, the repeated prefill of unfinished rows included.
 
@@ -211,9 +212,9 @@ def pack(
 
 def _block(
     needs: Sequence[RowDemand], reserve: int, room: Room, pace: StepTimeModel, positions: int | None, ending: float
-) -> Block | None:
-    """The block with a reserve of `reserve` tokens; None if not even its first row fits. (A reserve of one token always
-    makes a block: the machine has to show that there is no room.)"""
+) -> PlannedBatch | None:
+    """Return the block with a reserve of `reserve` tokens; None if not even its first row fits. (A reserve of one token
+    always makes a block: the machine has to show that there is no room.)"""
     length = rows = limit = 0
     for need in needs:
         longer = max(length, need.length)
@@ -225,25 +226,25 @@ def _block(
         length, rows = longer, rows + 1
     if not rows:
         return None
-    shape = Shape(rows, length, min(reserve, max(need.left for need in needs[:rows])))
+    shape = BatchShape(rows, length, min(reserve, max(need.left for need in needs[:rows])))
     tokens = sum(expected(min(need.left, reserve), ending) for need in needs[:rows])
     seconds = shape.reserve * pace.step(shape, shape.reserve // 2)
     unfinished = (1 - ending) ** reserve * sum(need.left > reserve for need in needs[:rows])
     if unfinished >= 0.5:
-        seconds += pace.prefill(Shape(round(unfinished) or 1, length + reserve, 1))
-    return Block(shape, tokens, seconds)
+        seconds += pace.prefill(BatchShape(round(unfinished) or 1, length + reserve, 1))
+    return PlannedBatch(shape, tokens, seconds)
 
 
 def expected(tokens: int, ending: float) -> float:
-    """Mean number of tokens that a row makes of `tokens`, if it ends at each with chance `ending`."""
+    """Return the mean number of tokens that a row makes of `tokens`, if it ends at each with chance `ending`."""
     return -expm1(tokens * log1p(-ending)) / ending if ending > 0 else float(tokens)
 
 
 def worth_packing_anew(
-    now: Progress, following: Block, fresh: Sequence[RowDemand], pace: StepTimeModel, finishing: float
+    now: Progress, following: PlannedBatch, fresh: Sequence[RowDemand], pace: StepTimeModel, finishing: float
 ) -> bool:
-    """True if `now` should be left for the block `following`, in which prompts not yet begun, `fresh`, replace finished
-    rows.
+    """Return True if `now` should be left for the block `following`, in which prompts not yet begun, `fresh`, replace
+    finished rows.
 
     A batch is left when the rate at which it still makes tokens falls below that of a new one, its start included: the
     marginal value theorem (Charnov 1976, doi:10.1016/0040-5809(76)90040-X). The price of a start is the repeated
@@ -253,10 +254,10 @@ def worth_packing_anew(
     if now.nearly_full:
         return False
     step = pace.step(now.shape, now.made)
-    again = pace.prefill(Shape(len(now.alive), max(need.length for need in now.alive), 1))
+    again = pace.prefill(BatchShape(len(now.alive), max(need.length for need in now.alive), 1))
     price = again
     if fresh:
-        alone = Shape(len(fresh), max(need.length for need in fresh), 1)
+        alone = BatchShape(len(fresh), max(need.length for need in fresh), 1)
         price = max(again, pace.prefill(following.shape) - pace.prefill(alone))
     extra = max(0.0, price - pace.step(following.shape, 1))  # a prefill yields a token too
     rate = following.tokens / (following.seconds + extra)

@@ -1,7 +1,7 @@
-"""The batch job: rows into batches, batches to the worker, answers to the disk, until every row has one.
+"""Batch job: rows into batches, batches to the worker, answers to the disk, until every row has one.
 
 The parent knows each row's tokens and nothing of a batch lives in the worker alone, so that a worker may die: its rows
-are packed again, in smaller batches. What to pack, and for how long, `zinfer.job.batch.packing` decides.
+are packed again, in smaller batches. `zinfer.job.batch.packing` decides which rows to pack, and for how long.
 """
 
 import time
@@ -11,13 +11,13 @@ from typing import Any
 
 from zinfer.generation.sampling import Sampling
 from zinfer.job.batch import openai
-from zinfer.job.batch.intake import Row, needs, row_order
+from zinfer.job.batch.intake import RequestRow, needs, row_order
 from zinfer.job.batch.ledger import Ledger
 from zinfer.job.batch.packing import (
     MOST_ROWS,
-    Block,
+    BatchShape,
+    PlannedBatch,
     Progress,
-    Shape,
     StepTimeModel,
     needed,
     pack,
@@ -30,15 +30,15 @@ from zinfer.record.measurement import Status
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import BatchRow, BatchStart, BatchStep, BatchStepped, Request
 
-WINDOW = 8  # batches' worth of rows that are begun before others are
-TRIES = 4  # failed batches that a row may be in
-SAVE_S = 60.0  # what unfinished rows have made is saved that often
-CHECK_S = 1.0  # of decoding, between two looks whether to pack anew
+WINDOW = 8  # batches' worth of rows that may be begun at a time
+TRIES = 4  # most failed batches of a row
+SAVE_S = 60.0  # seconds between two saves of the tokens of unfinished rows
+CHECK_S = 1.0  # seconds of decoding between two checks whether to pack anew
 FATAL: frozenset[Status] = frozenset({"crashed", "timeout"})  # the worker is of no use after them
 
 
 class JobFailed(RuntimeError):
-    """The job cannot go on; what was answered by then is on disk."""
+    """Error of a job that cannot go on; the answers so far are on disk."""
 
 
 @dataclass
@@ -48,23 +48,23 @@ class Standing:
     rows: int = 0
     ended: int = 0
     failed: int = 0
-    tokens: int = 0  # made in this run
-    seconds: float = 0.0  # of prefill and decode
+    tokens: int = 0  # tokens made in this run
+    seconds: float = 0.0  # seconds of prefill and decode
     stopped: int = 0  # rows that ended before they had all tokens they might
     left: int = 0  # tokens that unfinished rows may still have
-    used: int = 0  # tokens of finished rows, and those they might have had
+    used: int = 0  # tokens of finished rows; `allowed`: tokens that they might have had
     allowed: int = 0
-    padded: int = 0  # tokens that batches had room for, and what their rows needed of it
+    padded: int = 0  # tokens that batches had room for; `needed`: tokens that their rows needed
     needed: int = 0
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second."""
+        """Throughput so far, in tok/s; None before any time is measured."""
         return self.tokens / self.seconds if self.seconds else None
 
     @property
     def seconds_left(self) -> float | None:
-        """If the remaining rows use as much of what they may as the finished ones did."""
+        """Seconds left, if the remaining rows use as much of their limits as the finished ones did."""
         share = self.used / self.allowed if self.allowed else 1.0
         return self.left * share / self.rate if self.rate else None
 
@@ -75,27 +75,27 @@ class Standing:
 
     @property
     def ending(self) -> float:
-        """The chance that a row ends at a token by itself."""
+        """Chance that a row ends at a token by itself."""
         return self.stopped / (self.tokens + self.stopped + 1)
 
     @property
     def finishing(self) -> float:
-        """The chance that a row ends at a token for any reason."""
+        """Chance that a row ends at a token for any reason."""
         return self.ended / (self.tokens + self.ended + 1)
 
 
 @dataclass
-class Job:
+class BatchJob:
     """A job to run: the load, the rows without an answer, and where answers go; `loading`, `progress` and `say` hear of
     it."""
 
     plan: Plan
-    rows: Sequence[Row]
+    rows: Sequence[RequestRow]
     ledger: Ledger
-    model: str  # the name that answers bear
+    model: str  # name of the model in the answers
     make_worker: Callable[[], Client]
-    worker: Client | None = None  # the first one, if it is there; nothing is loaded in it
-    at_most: int | None = None  # rows of a batch
+    worker: Client | None = None  # first worker, if there is one, without a load
+    at_most: int | None = None  # largest number of rows in a batch
     loading: Callable[[], None] = lambda: None
     progress: Callable[[Standing], None] = lambda _standing: None
     say: Callable[[str], None] = lambda _text: None
@@ -111,24 +111,24 @@ class Job:
 
 
 class _Runner:
-    def __init__(self, job: Job, signals: Signals) -> None:
+    def __init__(self, job: BatchJob, signals: Signals) -> None:
         self._job, self._signals = job, signals
         plan = job.plan
         self._positions = plan.model.max_position
         self._pace = StepTimeModel(plan.case, plan.model, plan.machine)
         self._planned = room_of(plan.case, plan.model, plan.machine)
-        self._share = 1.0  # of the planned rows; less after batches that failed
+        self._share = 1.0  # share of the planned rows to take; less after failed batches
         self._begun = [row for row in job.rows if row.output_ids]
         self._fresh = sorted((row for row in job.rows if not row.output_ids), key=row_order)
         self._size: int | None = None  # rows of the last batch
         self._worker, self._loaded = job.worker, False  # a worker without a load, or none, until the first batch
-        self._given_up = 0  # batches, since the last that yielded a token
+        self._given_up = 0  # failed batches since the last one that yielded a token
         self._saved_at = time.monotonic()
         left = sum(row.need.left for row in job.rows)
         self.standing = Standing(rows=len(job.rows), left=left)
 
     def run(self) -> Standing:
-        active: list[Row] = []
+        active: list[RequestRow] = []
         try:
             while self._begun or self._fresh:
                 active, shape = self._next()
@@ -145,21 +145,21 @@ class _Runner:
         return self.standing
 
     def _room(self, length: int, reserve: int) -> int:
-        """The rows that may be in a batch: one always, since every row fits alone."""
+        """Return the number of rows that may be in a batch: at least one, since every row fits alone."""
         rows = max(1, int(self._planned(length, reserve) * self._share))
         return rows if self._job.at_most is None else min(rows, self._job.at_most)
 
-    def _candidates(self, more: Iterable[Row] = ()) -> list[Row]:
-        """Rows that the next batch may be made of, in the order of packing: those that are begun, and as many others as
-        keep the number of begun ones within bounds."""
+    def _candidates(self, more: Iterable[RequestRow] = ()) -> list[RequestRow]:
+        """Return the rows that the next batch may be made of, in the order of packing: those that are begun, and as
+        many others as keep the number of begun ones within bounds."""
         begun = [*self._begun, *more]
         count = MOST_ROWS if self._size is None else WINDOW * self._size - len(begun)
         return sorted([*begun, *self._fresh[: max(0, count)]], key=row_order)
 
-    def _pack(self, rows: Iterable[Row]) -> Block:
+    def _pack(self, rows: Iterable[RequestRow]) -> PlannedBatch:
         return pack(needs(rows), self._room, self._pace, self._positions, self.standing.ending)
 
-    def _next(self) -> tuple[list[Row], Shape]:
+    def _next(self) -> tuple[list[RequestRow], BatchShape]:
         """Take the rows of the next batch out of those that wait."""
         rows = self._candidates()
         shape = self._pack(rows).shape
@@ -170,7 +170,7 @@ class _Runner:
         self._size = shape.rows
         return taken, shape
 
-    def _block(self, active: list[Row], shape: Shape) -> None:
+    def _block(self, active: list[RequestRow], shape: BatchShape) -> None:
         """Run a batch until its reserve is used up or another one is worth more; `active` keeps those that go on, which
         wait for the next batch afterwards."""
         self.standing.padded += shape.padded
@@ -192,7 +192,7 @@ class _Runner:
         self._begun += active
         active.clear()
 
-    def _better(self, now: Progress, active: list[Row]) -> bool:
+    def _better(self, now: Progress, active: list[RequestRow]) -> bool:
         if now.nearly_full:
             return False
         rows = self._candidates(active)
@@ -201,8 +201,8 @@ class _Runner:
         joining = [row.need for row in rows[: following.shape.rows] if row.key in fresh]
         return worth_packing_anew(now, following, joining, self._pace, self.standing.finishing)
 
-    def _take(self, answer: BatchStepped, active: list[Row]) -> None:
-        """Take the worker's answer in: tokens to their rows, rows that ended to the disk."""
+    def _take(self, answer: BatchStepped, active: list[RequestRow]) -> None:
+        """Process the worker's answer: tokens go to their rows, rows that ended to the disk."""
         standing, by_key = self.standing, {row.key: row for row in active}
         standing.seconds += answer.seconds
         records, ended = [], set()
@@ -226,7 +226,7 @@ class _Runner:
             self._save([*active, *self._begun])
         self._job.progress(standing)
 
-    def _answered(self, row: Row, text: str, finish_reason: str) -> dict[str, Any]:
+    def _answered(self, row: RequestRow, text: str, finish_reason: str) -> dict[str, Any]:
         self.standing.stopped += row.need.left > 0
         self.standing.used += len(row.output_ids)
         self.standing.allowed += row.limit
@@ -234,12 +234,12 @@ class _Runner:
         job = self._job
         return openai.answer(row.request, text, finish_reason, tokens, job.model, job.ledger.created)
 
-    def _end(self, row: Row, failed: bool) -> None:
+    def _end(self, row: RequestRow, failed: bool) -> None:
         self.standing.ended += 1
         self.standing.failed += failed
         self.standing.left -= row.need.left
 
-    def _save(self, rows: Iterable[Row]) -> None:
+    def _save(self, rows: Iterable[RequestRow]) -> None:
         """Put on disk the tokens that unfinished rows have got since the last time."""
         rows = list(rows)
         self._job.ledger.save((row.request.id, row.saved, row.output_ids[row.saved :]) for row in rows)
@@ -247,8 +247,8 @@ class _Runner:
             row.saved = len(row.output_ids)
         self._saved_at = time.monotonic()
 
-    def _after(self, failed: WorkerError, active: list[Row], shape: Shape) -> None:
-        """Have the rows of a failed batch tried again in batches half as large, a few times."""
+    def _after(self, failed: WorkerError, active: list[RequestRow], shape: BatchShape) -> None:
+        """Try the rows of a failed batch again in batches half as large, a few times."""
         if failed.status in FATAL:
             self._stop(kill=True)
         rows = list(active)
@@ -272,8 +272,8 @@ class _Runner:
         self._job.say(message)
 
     def _ask(self, request: Request[BatchStepped]) -> BatchStepped:
-        """Ask the worker, which is loaded now if need be. Raises WorkerError where the batch fails, and JobFailed when
-        the worker cannot load."""
+        """Ask the worker, which is loaded now if need be. Raises WorkerError if the batch fails, and JobFailed if the
+        worker cannot load."""
         worker = self._ready()
         try:
             with self._signals.raised():
@@ -283,7 +283,7 @@ class _Runner:
             raise
 
     def _ready(self) -> Client:
-        """The worker, with its engine loaded. Raises JobFailed."""
+        """Return the worker, with its engine loaded. Raises JobFailed."""
         job, worker = self._job, self._worker
         if worker is not None and self._loaded:
             return worker
@@ -307,8 +307,8 @@ class _Runner:
             worker.close()
 
 
-def batch_row(row: Row) -> BatchRow:
-    """Return what the worker has to know of a row."""
+def batch_row(row: RequestRow) -> BatchRow:
+    """Return the facts of a row that the worker needs."""
     request = row.request
     sampling = Sampling(temperature=request.temperature, top_p=request.top_p, seed=request.seed)
     return BatchRow(

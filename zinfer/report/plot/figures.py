@@ -51,7 +51,7 @@ def draw(group: Group, points: Points, names: Collection[str] | None = None) -> 
 
 
 def throughput(group: Group, points: Points) -> Figure | None:
-    """Output tokens a second over batch size, with the batch sizes that failed in a strip below."""
+    """Draw output tokens a second over batch size, with the batch sizes that failed in a strip below."""
     top = best(points)
     if top is None or top.output_tok_s is None:
         return None
@@ -76,7 +76,7 @@ def throughput(group: Group, points: Points) -> Figure | None:
 
 
 def latency(group: Group, points: Points) -> Figure | None:
-    """Time to first token (TTFT) and time per output token after it (TPOT) over batch size."""
+    """Draw the time to first token (TTFT) and the time per output token after it (TPOT) over batch size."""
     usable = [point for point in points if point.usable]
     if not usable:
         return None
@@ -95,7 +95,7 @@ def latency(group: Group, points: Points) -> Figure | None:
 
 
 def link(group: Group, points: Points) -> Figure | None:
-    """Weights delivered a second by decode steps, as a share of what the host-to-device link can copy."""
+    """Draw the weights that decode steps deliver a second, as a share of the measured host-to-device bandwidth."""
     streamed = [point for point in points if point.usable and point.link_share]
     if not streamed:
         return None
@@ -112,8 +112,8 @@ def link(group: Group, points: Points) -> Figure | None:
 
 
 def residency(group: Group, points: Points) -> Figure | None:
-    """Output tokens a second over the share of the weights that stays on the GPU: each budget at its own best batch,
-    and all of them at the largest batch that they share. None without two budgets of one engine."""
+    """Draw output tokens a second over the share of the weights that stays on the GPU: each budget at its own best
+    batch, and all of them at the largest batch that they share. None without two budgets of one engine."""
     tops = [point for point in best_by_load(points) if _resident_share(point) is not None]
     engines = {point.case.engine for point in tops if point.case.gpu_weights is not None}
     lines: list[tuple[str, str, list[Measurement]]] = []
@@ -154,8 +154,8 @@ def residency(group: Group, points: Points) -> Figure | None:
 
 
 def prediction(plans: Sequence[Plan]) -> Figure | None:
-    """Predicted output tokens a second over batch size: a dashed line for each machine and load, its error band shaded.
-    None where nothing fits. The plans are of one model and one pair of lengths."""
+    """Draw predicted output tokens a second over batch size: a dashed line for each machine and load, its error band
+    shaded. None if nothing fits. The plans are of one model and one pair of lengths."""
     lines: dict[tuple[str, Case], list[Plan]] = {}
     for plan in plans:
         if plan.fits and plan.output_tok_s and plan.case.workload.batch_size <= plan.max_batch_size:
@@ -191,8 +191,8 @@ def prediction(plans: Sequence[Plan]) -> Figure | None:
 
 
 def reuse(run: Run) -> Figure | None:
-    """Time to first token over the context, computed again and reloaded: medians with their ranges, and the break-even;
-    None where nothing was measured."""
+    """Draw the time to first token over the context, computed again and reloaded: medians with their ranges, and the
+    break-even; None if nothing was measured."""
     points = run.measured
     if not points:
         return None
@@ -256,8 +256,8 @@ def bars(
     unit: str,
     limit: tuple[float, str] | None = None,
 ) -> Figure:
-    """Horizontal bars from zero, in `unit`. The segments of a name have its colour of `colours`; those that `rows` use
-    stand in the legend. `limit` is a value that a dashed line marks, and its name."""
+    """Draw horizontal bars from zero, in `unit`. The segments of a name have its colour of `colours`; those that `rows`
+    use stand in the legend. `limit` is a value that a dashed line marks, and its name."""
     longest = max([limit[0] if limit else 0.0, *(row.length + row.band for row in rows)]) or 1.0
     height = sum(_BAR_ROW + _NAME_ROW * bool(row.label) for row in rows) + 0.06
     with looks():

@@ -1,4 +1,4 @@
-"""The look of every figure: a question as its title, conditions below it, the legend outside the data, stable bytes.
+"""Style of every figure: a question as its title, conditions below it, the legend outside the data, stable bytes.
 
 Measured series are solid lines with markers; limits and predictions are dashed and have none. An engine keeps its
 colour and its marker in every figure. A hollow marker means no offload, so a print without colour stays legible.
@@ -60,13 +60,13 @@ _STYLE = {
 }
 _WIDTH, _DPI = 9.0, 150
 _LEFT, _RIGHT, _PANEL = 0.85, 0.25, 3.7  # inches, like all below
-DRAWN = _WIDTH - _LEFT - _RIGHT  # the width of what is drawn
+DRAWN = _WIDTH - _LEFT - _RIGHT  # width of the drawn area
 _AXIS_LABEL, _LEGEND_ROW, _STRIP_ROW = 0.6, 0.2, 0.22
 _TITLE_ROW, _NOTE_ROW, _MARGIN = 0.28, 0.21, 0.18
 CHARACTER = 0.064  # width of one character of the legend's font, a generous estimate
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
-_STROKES = "stroke-linejoin:round;stroke-linecap:butt"  # matplotlib's defaults for what has no style of its own
+_STROKES = "stroke-linejoin:round;stroke-linecap:butt"  # matplotlib's defaults for elements without a style
 _FONTS = "'DejaVu Sans',Verdana,sans-serif"
 _COORDINATES = ("d", "x", "y", "transform")
 
@@ -109,7 +109,7 @@ def render(figure: Figure, form: Format) -> bytes:
 
 
 def said(figure: Figure, part: Literal["title", "note"]) -> str:
-    """Return the words above the figure's panels: its title, or the notes below it."""
+    """Return the text above the figure's panels: its title, or the notes below it."""
     return " ".join(text.get_text() for text in figure.texts if text.get_gid() == part)
 
 

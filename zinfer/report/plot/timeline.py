@@ -1,4 +1,4 @@
-"""The timeline of one decode step: link, decoder and layers over time, and the moments in which the link waits.
+"""Timeline of one decode step: link, unpacking and layers over time, and the moments in which the link waits.
 
 The upper panel shows the whole step, the lower one the stretch in which the link waits longest, a few layers wide.
 Hatched parts of the link's lane are time that the step takes beyond its bytes.
@@ -22,21 +22,21 @@ from zinfer.report.plot.style import DRAWN, GREY, INK, PALETTE, Sheet, lighter, 
 from zinfer.spec.units import figures, gb
 
 _SHOWN = 3  # configurations in one figure, the fastest
-_ORANGE, _SKY, _BLACK = PALETTE[5:8]  # which no engine has
+_ORANGE, _SKY, _BLACK = PALETTE[5:8]  # colours that no engine has
 _VERMILION = PALETTE[1]
-_LOOKS: dict[Lane, tuple[str, str, str]] = {  # colour, name at the axis, what it stands for
+_LOOKS: dict[Lane, tuple[str, str, str]] = {  # colour, name at the axis, meaning
     "copy": (_SKY, "link", "weights cross the link"),
-    "decode": (_ORANGE, "unpack", "a layer is unpacked"),
+    "unpack": (_ORANGE, "unpack", "a layer is unpacked"),
     "compute": (_BLACK, "compute", "the model computes"),
 }
 _LANE, _WIDE_LANE = 0.2, 0.34  # inches, as are the next three: above the first block, above a further one, within one
 _FIRST, _FURTHER, _WITHIN = 0.95, 1.4, 0.3
 _INDENT = -48  # points from the axes to the figure's notes
-_BAR = 0.74  # of a lane
+_BAR = 0.74  # height of a bar, as a share of its lane
 
 
 def timeline(group: Group, points: Points) -> Figure | None:
-    """Copies over the link, unpacking and computing in one traced step of each configuration's fastest batch; None
+    """Draw copies over the link, unpacking and computing in one traced step of each configuration's fastest batch; None
     without a trace."""
     tops = best_by_load([point for point in points if busy(point.timeline, "copy")])
     if not tops:
@@ -161,7 +161,7 @@ def _boxes(axes: Axes, pairs: Sequence[Interval], row: int, label: str | None, *
     corners = [corner for start, end in pairs for corner in ((start, low), (start, high), (end, high), (end, low))]
     vertices = [corner for nth in range(0, len(corners), 4) for corner in (*corners[nth : nth + 4], corners[nth])]
     codes = [Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY] * len(pairs)
-    path = Path(vertices, codes) if pairs else Path([(0.0, row)])  # which draws nothing, but has its legend
+    path = Path(vertices, codes) if pairs else Path([(0.0, row)])  # an empty path draws nothing, but has its legend
     axes.add_patch(PathPatch(path, label=label, snap=False, **look))
 
 

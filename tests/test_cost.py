@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import mentions
 from zinfer.plan.cost import (
     LINK_KEEPS,
     PIECE_BYTES,
@@ -86,9 +87,9 @@ def test_int4_fits_one_h200_and_then_the_answer_is_not_to_stream() -> None:
         best_batch(asked(offload=offload, options=(("weight_bits", 4),)), BLOOM, h200) for offload in ("none", "cpu")
     ]
     assert plans[0].fits
-    assert advice(plans).startswith("Do not stream: ")
+    assert mentions(advice(plans), "Do not stream:", "stream none")
     raw = [best_batch(asked(offload=offload), BLOOM, h200) for offload in ("none", "cpu")]
-    assert advice(raw).startswith("Stream: ")
+    assert mentions(advice(raw), "Stream:", "stream cpu")
     small = resolve.resolve("bloom-560m", None, None)
     assert advice([best_batch(asked("bloom-560m", "none"), small, h200)]).startswith("Do not stream: ")
     assert "planned" in advice([])

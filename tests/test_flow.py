@@ -77,7 +77,7 @@ def test_imports_lead_downstairs() -> None:
 
 def test_no_module_imports_itself_through_others() -> None:
     arrows = {module: {other for other in imports(path) if other in MODULES} for module, path in MODULES.items()}
-    arrows = {module: others - {module} for module, others in arrows.items() if module != "zinfer.engine"}
+    arrows = {module: others - {module} for module, others in arrows.items()}
     while ends := {module for module, others in arrows.items() if not others & arrows.keys()}:
         arrows = {module: others for module, others in arrows.items() if module not in ends}
     assert not arrows, "these import each other in a circle, or modules that do"

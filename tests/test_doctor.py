@@ -38,6 +38,7 @@ def test_no_engine_is_an_error_of_the_environment(monkeypatch: pytest.MonkeyPatc
     assert "cannot run" in result.stdout
 
 
+@pytest.mark.torch
 def test_an_engine_that_fails_to_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(target: str) -> type:
         raise ImportError("libcudart.so.13: cannot open\nshared object file")

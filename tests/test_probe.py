@@ -107,11 +107,13 @@ def test_a_disk_without_direct_io_is_noted(swift: None, tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.torch
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="is not a folder"):
         probe.probe(nvme_path=tmp_path / "missing")
 
 
+@pytest.mark.torch
 def test_link_of_the_cpu_is_a_copy_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_host_copy", lambda size, repeats: [1.0] * repeats if size == 256 << 20 else [])
     assert probe.measure_link("cpu") == 1.0

@@ -3,8 +3,10 @@
 import json
 import re
 import shutil
+from contextlib import chdir
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
@@ -66,17 +68,37 @@ def described(tmp_path: Path) -> Path:
     return tmp_path / "results"
 
 
-def written(results: Path, *options: object) -> str:
+class Report(NamedTuple):
+    """Both forms of a report."""
+
+    text: str  # Markdown
+    page: str  # HTML
+
+
+def written(results: Path, *options: object) -> Report:
     output = results.parent / "plots" / "report.html"
     done = invoke("report", results, "-o", output, *options)
     assert done.exit_code == 0, done.output
     assert done.stdout.split() == [str(output), str(output.with_suffix(".md"))]
-    return output.with_suffix(".md").read_text()
+    return Report(output.with_suffix(".md").read_text(), output.read_text())
 
 
-def page(results: Path, *options: object) -> str:
-    written(results, *options)
-    return (results.parent / "plots" / "report.html").read_text()
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Provide the report on `results`, for tests that only read it."""
+    folder = tmp_path_factory.mktemp("plain")
+    store(folder / "results" / "h100" / "bloom.jsonl", sweep())
+    with chdir(folder):
+        return written(folder / "results")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Provide the report on `described`, for tests that only read it."""
+    folder = tmp_path_factory.mktemp("described")
+    store(folder / "results" / "h100" / "bloom.jsonl", sweep(), WHOLE)
+    with chdir(folder):
+        return written(folder / "results")
 
 
 class Outline(HTMLParser):
@@ -117,8 +139,8 @@ def section(text: str, title: str) -> str:
     return re.split(r"^## \d+\. ", text, flags=re.MULTILINE)[SECTIONS.index(title) + 1]
 
 
-def test_the_answer_comes_first_with_its_command(results: Path) -> None:
-    text = section(written(results), "Answer")
+def test_the_answer_comes_first_with_its_command(plain: Report) -> None:
+    text = section(plain.text, "Answer")
     assert "**stream none, batch 8: 15" in text
     assert "```sh\nzinfer run --model bloom-176b --engine stream --offload none --batch-size 8" in text
     assert mentions(text, "bloom-176b", "14 of 70 layers", "512 in", "32 out", "h100", "slice", "dummy")
@@ -126,16 +148,16 @@ def test_the_answer_comes_first_with_its_command(results: Path) -> None:
     assert mentions(text, "tok/s", "95%")
 
 
-def test_both_forms_have_every_section(results: Path) -> None:
-    text = written(results)
+def test_both_forms_have_every_section(plain: Report) -> None:
+    text = plain.text
     assert tuple(re.findall(r"^## \d+\. (.+)$", text, re.MULTILINE)) == SECTIONS
-    outline = Outline(page(results))
+    outline = Outline(plain.page)
     assert tuple(heading.split(" ", 1)[1] for heading in outline.headings) == SECTIONS
     assert outline.open == []
 
 
-def test_every_point_is_in_the_table(results: Path) -> None:
-    text = section(written(results), "Results")
+def test_every_point_is_in_the_table(plain: Report) -> None:
+    text = section(plain.text, "Results")
     table = next(
         part for part in text.split("\n\n") if part.startswith("| configuration | batch | tok/s |")
     ).splitlines()
@@ -146,23 +168,23 @@ def test_every_point_is_in_the_table(results: Path) -> None:
 
 
 def test_what_is_missing_is_said(results: Path) -> None:
-    text = written(results)
+    text = written(results).text
     assert text.count("`zinfer probe`") > 2
     assert "`zinfer plot`" in text
     assert "`zinfer report --baseline FILE`" in text
     (results / "h100" / "machine.json").write_text(json.dumps(MACHINE.model_dump()))
-    text = written(results)
+    text = written(results).text
     assert "| link, host to GPU, page-locked | 54.6 GB/s | measured |" in text
     assert "GPU memory, copy, link, GPU to host" in text  # unknown, and named
     assert "A prediction needs" in section(text, "Bottleneck")
 
 
-def test_memory_is_predicted_beside_what_was_measured(described: Path) -> None:
-    text = section(written(described), "Memory plan")
+def test_memory_is_predicted_beside_what_was_measured(report: Report) -> None:
+    text = section(report.text, "Memory plan")
     rows = [row for row in text.splitlines() if row.startswith("| stream none | 8 |")]
     assert [row.split(" | ")[2] for row in rows] == ["GPU", "host"]
     assert "| 20.0 GiB |" in rows[0]
-    (gpu, host) = (found for found in drawings(page(described)) if "memory" in words(found, "title")[0])
+    (gpu, host) = (found for found in drawings(report.page) if "memory" in words(found, "title")[0])
     table = [row.split(" | ") for row in text.splitlines() if re.match(r"\| .* \| \d+ \| (GPU|host) \|", row)]
     for figure, tier in ((gpu, "GPU"), (host, "host")):
         texts, own = words(figure, "text"), [row for row in table if row[2] == tier]
@@ -174,14 +196,14 @@ def test_memory_is_predicted_beside_what_was_measured(described: Path) -> None:
         assert (texts.count("predicted"), texts.count("measured")) == (5, 5)
 
 
-def test_a_faster_link_helps_only_what_waits_for_it(described: Path) -> None:
-    rows = {row.split(" | ")[0]: row for row in section(written(described), "Bottleneck").splitlines()}
+def test_a_faster_link_helps_only_what_waits_for_it(report: Report) -> None:
+    rows = {row.split(" | ")[0]: row for row in section(report.text, "Bottleneck").splitlines()}
     assert rows["| stream none"].rstrip(" |").endswith("1.00x | launch")
     assert re.search(r"1\.[4-8]\dx \| host memory", rows["| deepspeed cpu"])
 
 
-def test_cost_asks_for_prices_and_a_demand(results: Path) -> None:
-    text = section(written(results), "Sizing and cost")
+def test_cost_asks_for_prices_and_a_demand(plain: Report) -> None:
+    text = section(plain.text, "Sizing and cost")
     assert "`--gpu-hour-usd`" in text
     assert "`--demand`" in text
     assert "| stream none | 8 | 15" in text
@@ -193,13 +215,13 @@ def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path) -> None:
     usd = 1e6 / (one.output_tok_s or 0) / 3600 * 3
     store(tmp_path / "results" / "a.jsonl", [one, point(case(1, "deepspeed"), repeats=1)])
     prices = ("--gpu-hour-usd", 2, "--host-hour-usd", 1, "--demand", "2Mtok/day")
-    text = section(written(tmp_path / "results", *prices), "Sizing and cost")
+    text = section(written(tmp_path / "results", *prices).text, "Sizing and cost")
     assert mentions(text, "GPU", "2 USD", "host", "1 USD")
     assert re.search(rf"\| {usd:,.2f} \| 10.0 J \| NVML", text)
     assert mentions(text, "2,000,000", "24 h 00 min", "80%")
     assert re.search(r"\| stream cpu \| 8 \| [\d.]+ \| 5 \| 1 \| 6 \| 6 \| \d\d% \|", text)
     assert "costs more" in text
-    text = section(written(tmp_path / "results", "--power-usd-kwh", 0.1), "Sizing and cost")
+    text = section(written(tmp_path / "results", "--power-usd-kwh", 0.1).text, "Sizing and cost")
     assert mentions(text, "deepspeed cpu", "energy")
 
 
@@ -207,31 +229,31 @@ def test_a_deadline_alone_is_refused(results: Path) -> None:
     assert invoke("report", results, "-o", results / "report.md", "--deadline", "8h").exit_code == 2
 
 
-def test_other_machines_are_predicted_for_the_whole_model(described: Path) -> None:
-    text = section(written(described), "What-if machines")
+def test_other_machines_are_predicted_for_the_whole_model(report: Report) -> None:
+    text = section(report.text, "What-if machines")
     assert mentions(text, "### bloom-176b", "70 layers", "512 in", "32 out")
     rows = {row.split(" | ")[0][2:]: row for row in text.splitlines() if row.startswith("| ")}
     assert {"h100", "a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200"} <= rows.keys()
     assert "does not fit" in rows["h100"]
     assert re.search(r"± \d+% \| 1\.00x", rows["h100-80gb"])
     assert mentions(text, "h100", "bloom-176b", "stream", "cpu", "233.5 GB of host memory")
-    assert '<tr class="predicted">' in page(described)
+    assert '<tr class="predicted">' in report.page
 
 
 def test_a_baseline_is_compared_with(described: Path, tmp_path: Path) -> None:
     slower = [point(one.case, 1.1 * (one.tpot_ms or 0) / 1e3) for one in sweep() if one.usable][:4]
     store(tmp_path / "main.jsonl", slower)
-    text = section(written(described, "--baseline", tmp_path / "main.jsonl"), "Comparison")
+    text = section(written(described, "--baseline", tmp_path / "main.jsonl").text, "Comparison")
     assert text.count("| better |") == 4
     assert "only in the baseline" in text
     store(tmp_path / "other.jsonl", [point(case(1, model="other"))])
-    assert "no case in common" in written(described, "--baseline", tmp_path / "other.jsonl")
+    assert "no case in common" in written(described, "--baseline", tmp_path / "other.jsonl").text
     store(tmp_path / "two.jsonl", [point(case(1)), point(case(1), machine="a100")])
-    assert "could not be compared" in written(described, "--baseline", tmp_path / "two.jsonl")
+    assert "could not be compared" in written(described, "--baseline", tmp_path / "two.jsonl").text
 
 
-def test_validity_reports_repeats_spread_weights_and_slices(described: Path) -> None:
-    text = section(written(described), "Validity")
+def test_validity_reports_repeats_spread_weights_and_slices(report: Report) -> None:
+    text = section(report.text, "Validity")
     assert "Dummy weights" in text
     assert "A slice: 14 of 70 layers" in text
     assert re.search(r"\| stream none \| 4 \| 3 \| ± \d\.\d% \| 372 \|", text)
@@ -245,14 +267,14 @@ def test_validity_reports_throttling_and_single_repeats(tmp_path: Path) -> None:
         "power_w_mean": 256.4,
     }
     store(tmp_path / "results" / "a.jsonl", [point(case(1), repeats=1, gpu=gpu)])
-    text = section(written(tmp_path / "results"), "Validity")
+    text = section(written(tmp_path / "results").text, "Validity")
     assert mentions(text, "1 of 1", "one repeat")
     assert "| 1350–1980 MHz | 256 W |" in text
     assert "SwPowerCap, 1 of 1" in text
 
 
-def test_the_sweep_can_be_run_again(results: Path) -> None:
-    text = section(written(results), "How to reproduce")
+def test_the_sweep_can_be_run_again(plain: Report) -> None:
+    text = section(plain.text, "How to reproduce")
     assert (
         "zinfer sweep --model bloom-176b --engine stream,deepspeed --batch-size 'auto*8' --layers 14 --repeats 3"
         in text
@@ -263,14 +285,15 @@ def test_the_sweep_can_be_run_again(results: Path) -> None:
 def test_figures_are_linked_from_where_the_report_is(results: Path) -> None:
     plots = results.parent / "plots"
     assert invoke("plot", results, "-o", plots).exit_code == 0
-    links = re.findall(r"!\[\w+\]\(([^)]+)\)", written(results))
+    found = written(results)
+    links = re.findall(r"!\[\w+\]\(([^)]+)\)", found.text)
     assert links == [f"h100/bloom-{name}.svg" for name in ("throughput", "latency", "link")]
     assert all((plots / link).is_file() for link in links)
-    assert "<img" not in page(results)
+    assert "<img" not in found.page
 
 
-def test_a_traced_step_has_its_figure_and_its_table(results: Path) -> None:
-    assert "one step" not in written(results)
+def test_a_traced_step_has_its_figure_and_its_table(results: Path, plain: Report) -> None:
+    assert "one step" not in plain.text
     lossless = (("weight_codec", "lossless"),)
     store(
         results / "h100" / "bloom.jsonl",
@@ -281,34 +304,34 @@ def test_a_traced_step_has_its_figure_and_its_table(results: Path) -> None:
     )
     plots = results.parent / "plots"
     assert invoke("plot", results, "-o", plots).exit_code == 0
-    text = written(results)
+    text, html = written(results)
     assert "![timeline](h100/bloom-timeline.svg)" in text
     table = section(text, "Bottleneck").split("one step")[1]
     assert "| stream cpu weight\\_codec=lossless | 64 | 854.8 ms |" in table
     assert "| 99.7% | 0.0% | 3.9% | 4.21 ms | 54.2 GB/s |" in table
-    assert "one step" in page(results)
+    assert "one step" in html
 
 
-def test_accuracy_and_prefix_reuse_are_reported_if_measured(results: Path) -> None:
-    assert "Accuracy of settings" not in written(results)
+def test_accuracy_and_prefix_reuse_are_reported_if_measured(results: Path, plain: Report) -> None:
+    assert "Accuracy of settings" not in plain.text
     folder = results / "h100"
     study.append(folder / "accuracy.jsonl", accuracy_run())
     study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 1)))
     study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 2), kept_point(512, 8, 2)))
-    text = written(results)
+    text, html = written(results)
     assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% | 0.002 | 0.003 | 80.00% |  | 50% of 2 | 1 |" in text
     assert mentions(text, "model", "llama")
     assert "| 512 | 1.0 MB | 8 ms | 2 ms | 4.00x |" in text
     assert mentions(text, "memory", "128 tokens")
-    assert mentions(page(results), "m, stream cpu", "h100")
+    assert mentions(html, "m, stream cpu", "h100")
     (folder / "reuse.jsonl").write_text("{}")
-    assert "is no record of" in written(results)
+    assert "is no record of" in written(results).text
 
 
 @pytest.mark.parametrize("name", ["results", "nowhere"])
 def test_no_results_make_a_report_that_says_so(tmp_path: Path, name: str) -> None:
     (tmp_path / "results").mkdir()
-    text = written(tmp_path / name)
+    text = written(tmp_path / name).text
     assert "`zinfer sweep`" in text
     assert tuple(re.findall(r"^## \d+\. (.+)$", text, re.MULTILINE)) == SECTIONS
 
@@ -330,7 +353,7 @@ def test_no_results_make_a_report_that_says_so(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("machine", [None, MACHINE, WHOLE], ids=["no machine", "little known", "machine"])
 def test_any_results_make_a_report(tmp_path: Path, points: list[Measurement], machine: Machine | None) -> None:
     store(tmp_path / "results" / "h100" / "a.jsonl", points, machine)
-    text = written(tmp_path / "results")
+    text = written(tmp_path / "results").text
     assert tuple(re.findall(r"^## \d+\. (.+)$", text, re.MULTILINE)) == SECTIONS
     assert ("**No point succeeded" in text) is all(not one.usable for one in points)
     assert not re.search(r"\bNone\b|\bnan\b|\binf\b", text.replace("stream none", "")), text
@@ -339,7 +362,7 @@ def test_any_results_make_a_report(tmp_path: Path, points: list[Measurement], ma
 def test_a_cpu_is_a_device_too(tmp_path: Path) -> None:
     cpu = Machine(name="h100", source="measured", host_bytes=16 << 30, hbm_bandwidth=2e10, h2d_bandwidth=1e10)
     store(tmp_path / "results" / "a.jsonl", [point(case(1), gpu_peak_bytes=None, host_peak_bytes=9 << 30)], cpu)
-    text = written(tmp_path / "results")
+    text = written(tmp_path / "results").text
     assert "CPU is the device" in text
     assert "| GPU |" not in section(text, "Memory plan")
 
@@ -349,7 +372,7 @@ def test_failures_and_damage_are_part_of_the_report(tmp_path: Path) -> None:
     store(results / "a.jsonl", [point(case(1, model="a|b"), status="crashed", error="x | <b>\n```\n# y")])
     with (results / "a.jsonl").open("ab") as stream:
         stream.write(b'{"torn')
-    text = written(results)
+    text = written(results).text
     assert mentions(text, "**No point succeeded", "crashed", "batch 1")
     assert r"x \| &lt;b&gt; \`\`\` \# y" in text
     assert r"### a\|b, 14 of 70 layers" in text
@@ -363,26 +386,26 @@ def test_nothing_of_a_record_is_markup(tmp_path: Path) -> None:
         point(case(1, engine=HOSTILE, options=((HOSTILE, HOSTILE),))),
     ]
     store(tmp_path / "results" / "a.jsonl", hostile, MACHINE.model_copy(update={"gpu_name": HOSTILE, "name": "h100"}))
-    html = page(tmp_path / "results")
+    markdown, html = written(tmp_path / "results")
     outline = Outline(html)
     assert outline.open == []
     assert {"script", "img", "iframe", "object"}.isdisjoint(tag for tag, _ in outline.elements)
     assert not [name for _, attributes in outline.elements for name in attributes if name.startswith("on")]
-    text = re.sub(r"```+sh\n.*?\n```+", "", written(tmp_path / "results"), flags=re.DOTALL)
+    text = re.sub(r"```+sh\n.*?\n```+", "", markdown, flags=re.DOTALL)
     bare = re.sub(r"(?<!`)`[^`\n]+`", "", text.replace("\\`", ""))
     assert "<script" not in bare
     assert not re.search(r"(?<!\\)\[a", bare)
 
 
-def test_the_page_needs_nothing_else(described: Path) -> None:
-    html = page(described)
+def test_the_page_needs_nothing_else(report: Report) -> None:
+    html = report.page
     assert not re.search(r"""(src|href)=["'](?!#|data:,)|url\((?!#)|@import""", html)
     assert "default-src 'none'" in html
     assert len(html) < 400_000
 
 
-def test_figures_have_words(described: Path) -> None:
-    html = page(described)
+def test_figures_have_words(report: Report) -> None:
+    html = report.page
     found = drawings(html)
     assert len(found) == html.count("<figure>") == 4
     for figure in found:
@@ -392,37 +415,37 @@ def test_figures_have_words(described: Path) -> None:
         assert [element.tag for element in figure][:2] == ["title", "desc"]
 
 
-def test_ids_are_unique_and_every_reference_leads_somewhere(described: Path) -> None:
-    html = page(described)
+def test_ids_are_unique_and_every_reference_leads_somewhere(report: Report) -> None:
+    html = report.page
     ids = [str(attributes["id"]) for _, attributes in Outline(html).elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert set(re.findall(r"""(?:href="|url\()#([^")]+)""", html)) <= set(ids)
 
 
-def test_the_page_shows_the_figures_of_plot(described: Path) -> None:
+def test_the_page_shows_the_figures_of_plot(described: Path, report: Report) -> None:
     """Equal texts and equal paths: the page draws nothing by itself."""
     plots = described.parent / "plots"
     assert invoke("plot", described, "-o", plots, "--format", "svg", "--figure", "throughput").exit_code == 0
     drawn = ElementTree.parse(plots / "h100" / "bloom-throughput.svg").getroot()
     for element in drawn.iter():
         element.tag = element.tag.split("}")[-1]
-    (shown,) = (figure for figure in drawings(page(described)) if words(figure, "title") == words(drawn, "title"))
+    (shown,) = (figure for figure in drawings(report.page) if words(figure, "title") == words(drawn, "title"))
     assert words(shown, "text") == words(drawn, "text") != []
     for tag, names in (("path", ("d",)), ("use", ("x", "y")), ("text", ("x", "y", "transform"))):
         places = [[[found.get(name) for name in names] for found in figure.iter(tag)] for figure in (shown, drawn)]
         assert places[0] == places[1] != []
 
 
-def test_a_figure_tells_each_timed_point_to_those_who_do_not_see_it(described: Path) -> None:
-    told = {words(figure, "title")[0]: words(figure, "desc")[0] for figure in drawings(page(described))}
+def test_a_figure_tells_each_timed_point_to_those_who_do_not_see_it(report: Report) -> None:
+    told = {words(figure, "title")[0]: words(figure, "desc")[0] for figure in drawings(report.page)}
     (points,) = (text for title, text in told.items() if "which engine" in title)
     for one in sweep():
         said = f"batch {one.case.workload.batch_size}, {rated(one.output_tok_s or 0)} tok/s"
         assert (said in points) is one.usable
 
 
-def test_figures_follow_the_colours_of_the_page(described: Path) -> None:
-    html = page(described)
+def test_figures_follow_the_colours_of_the_page(report: Report) -> None:
+    html = report.page
     assert not [figure for figure in drawings(html) if re.search("#[0-9a-f]{6}", ElementTree.tostring(figure).decode())]
     light, dark = re.findall(r":root { (--paper:.*?) }", html)
     used = set(re.findall(r"var\((--[ct][0-9a-f]{6})\)", html))
@@ -446,10 +469,8 @@ def test_contrast_is_that_of_the_guideline() -> None:
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
 
 
-def test_equal_results_give_equal_bytes(described: Path) -> None:
-    first, second = (page(described) for _ in range(2))
-    assert first == second
-    assert written(described) == written(described)
+def test_equal_results_give_equal_bytes(described: Path, report: Report) -> None:
+    assert written(described) == report
 
 
 def test_cells_are_one_line_without_markup() -> None:

@@ -6,7 +6,7 @@ import traceback
 
 
 class TorchImported(BaseException):
-    """torch was imported in a run without torch. No ``except Exception`` hides it."""
+    """Import of torch in a run without torch. No ``except Exception`` hides it."""
 
 
 def refuse_torch(event: str, args: tuple[object, ...]) -> None:

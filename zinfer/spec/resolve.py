@@ -123,7 +123,7 @@ def from_directory(path: Path) -> ModelSpec:
 
 
 def from_hub(hub_id: str) -> ModelSpec:
-    """The spec of the hub's model `hub_id` (``owner/name``), from its config.json and the `transformers` model it
+    """Return the spec of the hub's model `hub_id` (``owner/name``), from its config.json and the `transformers` model it
     describes.
 
     Raises ModelError, in one line, if the configuration cannot be fetched or transformers does not know the model.

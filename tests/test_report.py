@@ -336,22 +336,28 @@ def test_no_results_make_a_report_that_says_so(tmp_path: Path, name: str) -> Non
     assert tuple(re.findall(r"^## \d+\. (.+)$", text, re.MULTILINE)) == SECTIONS
 
 
+KINDS = {
+    "one point": [point(case(1))],
+    "another machine": [point(case(1), machine="elsewhere")],
+    "one repeat": [point(case(1), repeats=1), point(case(1, output_len=1), repeats=1)],
+    "all oom": [point(case(size), status="oom_gpu", stage="load", error="CUDA out of memory") for size in (1, 2)],
+    "host oom": [point(case(1), status="oom_host", stage="load")],
+    "unknown model": [point(case(1, model="nobody/knows-it"))],
+    "whole": [point(case(1, layers=None, offload="nvme", engine="deepspeed", load_format="safetensors"))],
+    "unknowns": [point(case(4, options=(("gpus", 2),)), gpu_peak_bytes=None, link_bandwidth=None)],
+}
+
+
 @pytest.mark.parametrize(
-    "points",
+    ("kind", "machine"),
     [
-        [point(case(1))],
-        [point(case(1), machine="elsewhere")],
-        [point(case(1), repeats=1), point(case(1, output_len=1), repeats=1)],
-        [point(case(size), status="oom_gpu", stage="load", error="CUDA out of memory") for size in (1, 2)],
-        [point(case(1), status="oom_host", stage="load")],
-        [point(case(1, model="nobody/knows-it"))],
-        [point(case(1, layers=None, offload="nvme", engine="deepspeed", load_format="safetensors"))],
-        [point(case(4, options=(("gpus", 2),)), gpu_peak_bytes=None, link_bandwidth=None)],
+        *(pytest.param(kind, WHOLE, id=kind) for kind in KINDS),
+        *(pytest.param(kind, MACHINE, id=f"{kind}, little known") for kind in ("one point", "all oom")),
+        *(pytest.param(kind, None, id=f"{kind}, no machine") for kind in ("one point", "all oom", "unknowns")),
     ],
-    ids=["one point", "another machine", "one repeat", "all oom", "host oom", "unknown model", "whole", "unknowns"],
 )
-@pytest.mark.parametrize("machine", [None, MACHINE, WHOLE], ids=["no machine", "little known", "machine"])
-def test_any_results_make_a_report(tmp_path: Path, points: list[Measurement], machine: Machine | None) -> None:
+def test_any_results_make_a_report(tmp_path: Path, kind: str, machine: Machine | None) -> None:
+    points = KINDS[kind]
     store(tmp_path / "results" / "h100" / "a.jsonl", points, machine)
     text = written(tmp_path / "results").text
     assert tuple(re.findall(r"^## \d+\. (.+)$", text, re.MULTILINE)) == SECTIONS

@@ -162,6 +162,7 @@ def test_a_failed_download_is_one_line(tmp_path: Path, hub: str) -> None:
         assert answer.startswith("ModelError: ") or says == "None"
 
 
+@pytest.mark.torch
 def test_a_spec_needs_the_configuration_only(tmp_path: Path, hub: str) -> None:
     fields = "(lambda s: (s.parameters, s.layer_parameters, s.dtype, s.hub_id, s.config['rope_scaling']))"
     (answer,) = ask(tmp_path, f"{fields}(resolve('owner/good'))", HF_ENDPOINT=hub)
@@ -171,6 +172,7 @@ def test_a_spec_needs_the_configuration_only(tmp_path: Path, hub: str) -> None:
     assert all("/resolve/" not in path or path.endswith("/config.json") for path in Hub.asked)
 
 
+@pytest.mark.torch
 def test_a_download_is_complete_and_holds_no_code(tmp_path: Path, hub: str) -> None:
     before, folder, after = ask(tmp_path, CALLS[2], CALLS[1], CALLS[2], HF_ENDPOINT=hub)
     assert before == "None"

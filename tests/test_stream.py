@@ -15,7 +15,7 @@ from tests.test_ring import FakeQueues
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import codec, packed_layer
+from zinfer.engine.stream import Stream, codec, packed_layer
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
 from zinfer.engine.stream.prefetch import PrefetchRing
@@ -249,7 +249,8 @@ def test_the_engine_gives_the_same_tokens_from_fewer_bytes(
         assert torch.equal(ours, theirs)
     told, plain = coded.effective(), raw.effective()
     assert (told.settings["weight_codec"], plain.settings["weight_codec"]) == ("lossless", "none")
-    held = sum(parameter.nbytes for layer in coded._layers for parameter in layer.parameters())  # type: ignore[attr-defined]
+    assert isinstance(coded, Stream)
+    held = sum(parameter.nbytes for layer in coded._layers for parameter in layer.parameters())
     assert told.streamed_bytes_per_step == held
     assert plain.wire_bytes_per_step == plain.streamed_bytes_per_step == pytest.approx(held, rel=0.02)
     assert (told.wire_bytes_per_step or 0) < 0.8 * told.streamed_bytes_per_step
@@ -282,13 +283,15 @@ def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
 
 def test_resident_layers_change_with_the_batch(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     engine = load("stream", checkpoint("llama", hidden_size=256), "cpu", tmp_path)
+    assert isinstance(engine, Stream)
     case = engine.plan.case.model_copy(update={"gpu_weights": "auto"})
     for machine_bytes, most in ((3 << 30, 3), (2 << 30, 0)):
         machine = engine.plan.machine.model_copy(update={"host_bytes": machine_bytes})
         tight = type(engine)(engine.plan.model_copy(update={"case": case, "machine": machine}))
         for batch_size, expected in ((1, most), (1 << 14, 0), (1, most)):
             workload = Workload(batch_size=batch_size, input_len=64, output_len=8)
-            tight._share_out(tight._ring, tight.plan.at(workload).placement)  # type: ignore[attr-defined]
+            assert tight._ring is not None
+            tight._share_out(tight._ring, tight.plan.at(workload).placement)
             assert tight.effective().settings["resident_layers"] == expected
         tight.close()
     engine.close()
@@ -304,7 +307,9 @@ def test_a_prefill_in_blocks_streams_the_weights_once(
     engine.plan = steered(engine.plan, tokens=1)  # a pass for each row
     for ours, theirs in zip(tokens(engine), whole, strict=True):
         assert torch.equal(ours, theirs)
-    ring = engine._ring  # type: ignore[attr-defined]
+    assert isinstance(engine, Stream)
+    ring = engine._ring
+    assert ring is not None
     before = ring.bytes_copied
     prefill(engine, torch.full((3, 5), 9), torch.ones(3, 5, dtype=torch.int64), reserve=4)
     assert ring.bytes_copied - before == sum(piece.size for one in ring.images for piece in one.pieces)
@@ -336,5 +341,7 @@ def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -
     assert [span.layer for span in computed if span.layer is not None] == [0, 1, 2]
     assert list(dict.fromkeys(span.layer for span in spans if span.lane == "unpack")) == [0, 1, 2]
     assert all(one.end_ms <= other.start_ms for one, other in pairwise(computed))
-    assert engine._ring._trace is None  # type: ignore[attr-defined]
+    assert isinstance(engine, Stream)
+    assert engine._ring is not None
+    assert engine._ring._trace is None
     engine.close()

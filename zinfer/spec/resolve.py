@@ -123,8 +123,8 @@ def from_directory(path: Path) -> ModelSpec:
 
 
 def from_hub(hub_id: str) -> ModelSpec:
-    """Return the spec of the hub's model `hub_id` (``owner/name``), from its config.json and the `transformers` model it
-    describes.
+    """Return the spec of the hub's model `hub_id` (``owner/name``), from its config.json and the `transformers` model
+    that it describes.
 
     Raises ModelError, in one line, if the configuration cannot be fetched or transformers does not know the model.
     """

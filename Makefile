@@ -26,7 +26,7 @@ demo: .venv/installed
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Run the tests that load no torch.
+# Run the tests that load no torch and draw no report.
 quick: setup
 	$(BIN)/python -m pytest --quick -n 2
 

@@ -32,7 +32,7 @@ settings.load_profile("zinfer")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in the random order that SEED gives")
-    parser.addoption("--quick", action="store_true", help="run only the tests that load no torch")
+    parser.addoption("--quick", action="store_true", help="run only the tests that load no torch and draw little")
 
 
 def pytest_configure(config: pytest.Config) -> None:

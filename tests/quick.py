@@ -1,7 +1,8 @@
-"""Quick tests (``make quick``): all that load no torch, here and in the processes that they start.
+"""Quick tests (``make quick``): all that load no torch, here and in the processes that they start, and draw little.
 
 A file belongs to them if importing it imports no torch; in it a test does unless it is marked ``torch`` or uses the
-fixture `checkpoint`. torch cannot be imported in such a run, so that a test which does fails.
+fixture `checkpoint`. torch cannot be imported in such a run, so that a test which does fails. Files that are marked
+``drawing`` make reports and figures for most of a minute, and are left out, too.
 """
 
 import ast
@@ -77,7 +78,11 @@ class Quick:
         return True if is_test and imports_torch(collection_path) else None
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        heavy = [item for item in items if item.get_closest_marker("torch") or _makes_checkpoints(item)]
+        heavy = [
+            item
+            for item in items
+            if any(map(item.get_closest_marker, ("torch", "drawing"))) or _makes_checkpoints(item)
+        ]
         config.hook.pytest_deselected(items=heavy)
         items[:] = [item for item in items if item not in heavy]
 

@@ -27,6 +27,8 @@ from zinfer.record.store import Store
 from zinfer.report.plot import figures as plot
 from zinfer.report.plot import style as chart
 
+pytestmark = pytest.mark.drawing
+
 CROWD = [
     point(
         case(size, engine, offload, options=options, model="meta-llama/Llama-3.3-70B-Instruct", layers=None),

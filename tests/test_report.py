@@ -26,6 +26,8 @@ from zinfer.report.page import CONTRAST, DARK, LIGHT, TEXT_CONTRAST, contrast, r
 from zinfer.report.plot.style import PALETTE
 from zinfer.spec.machine import Machine, load
 
+pytestmark = pytest.mark.drawing
+
 HOSTILE = '"><script>alert(1)</script><img src=http://example.com/x onerror=alert(1)> | `code` [a](b) # *b*'
 SECTIONS = (
     "Answer", "Question and workload", "System under test", "Memory plan", "Results", "Does offload pay?", "Bottleneck",

@@ -260,3 +260,37 @@ def test_layers_of_different_sizes_take_the_room_they_need() -> None:
     assert layers[2] == 3 * 40 * spec.layers[2].kv_width * 2
     assert layers[0] == 3 * spec.layers[0].state * 2
     assert LayerSpec(parameters=1, kv_width=4, window=8).tokens(100) == 8
+
+
+LLAMA = {"model_type": "llama", **GQA}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        {"_attn_implementation": "someone/kernels"},
+        {"attn_implementation": "someone/kernels:attention"},
+        {"attn_implementation": "paged|someone/kernels"},
+        {"_attn_implementation_internal": "someone/kernels"},
+        {"attn_implementation": {"": "sdpa", "text_config": "someone/kernels"}},
+        {"attn_implementation": ["someone/kernels"]},
+        {"experts_implementation": "someone/experts"},
+        {"text_config": {"_attn_implementation": "someone/kernels"}},
+        {"rope_parameters": {"rope_type": "default", "attn_implementation": "someone/kernels"}},
+    ],
+)
+def test_a_configuration_that_names_code_is_refused(code: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the refusal, transformers fetches the repository and imports it."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("a repository was fetched"))
+    spec = from_config("llama", LLAMA)
+    with pytest.raises(ModelError, match="implementation") as error:
+        empty_model(spec.model_copy(update={"config": {**spec.config, **code}}))
+    assert mentions(str(error.value), "someone")
+
+
+def test_an_implementation_of_transformers_is_chosen_by_zinfer_alone() -> None:
+    code = {"attn_implementation": "eager", "auto_map": {"AutoModelForCausalLM": "someone/code--modeling.Model"}}
+    spec = from_config("llama", {**LLAMA, **code, "use_kernels": True})
+    config = empty_model(spec).config
+    assert config._attn_implementation == "sdpa"
+    assert not hasattr(config, "auto_map")

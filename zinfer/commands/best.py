@@ -95,9 +95,7 @@ def _show(points: "Points", command: bool) -> None:
         click.echo(f"Nothing succeeded: {rates.statuses(points)}.")
         return
     edges = {edge.load: edge for edge in rates.edges(points)}
-    table = Table(
-        "configuration", "best batch", "tok/s", "first token", "each after", "of the link", "GPU peak", "OOM at"
-    )
+    table = Table("configuration", "best batch", "tok/s", "TTFT", "TPOT", "link share", "GPU peak", "OOM at")
     for point in rates.best_by_load(points):
         rate = rates.spread(point.output_tok_s_samples)
         cells = (

@@ -296,7 +296,7 @@ def _throughput(workload: WorkloadFindings) -> Block:
 def _points(points: Points) -> list[Block]:
     winner = rates.best(points)
     columns = (
-        "configuration", "#batch", "#tok/s", "#95% interval", "#TTFT", "#TPOT", "#of the link",
+        "configuration", "#batch", "#tok/s", "#95% interval", "#TTFT", "#TPOT", "#link share",
         "#GPU peak", "#host peak", "outcome",
     )  # fmt: skip
     rows = tuple(Row(_cells(point), _kind(point, winner)) for point in points)

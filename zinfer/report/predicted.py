@@ -85,7 +85,7 @@ def bottleneck(findings: Findings, known: Forecast) -> Section:
             blocks.append(Text(_why_no_prediction(workload), "missing"))
             continue
         columns = (
-            "configuration", "#batch", "#decode step", "#of the link", "#tok/s", "~step predicted", "~bound by",
+            "configuration", "#batch", "#decode step", "#link share", "#tok/s", "~step predicted", "~bound by",
             "~tok/s predicted", "~at twice the link", "~gain", "~then bound by",
         )  # fmt: skip
         caption = (

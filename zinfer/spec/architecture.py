@@ -40,6 +40,18 @@ from zinfer.spec.model import CONFIG_KEYS, Dtype, LayerSpec, ModelError, ModelSp
 # must not equal any width of a model nor a multiple of one: a prime.
 _ROWS, _TOKENS = 2, 13
 _MORE = 8 * 256 + 13  # tokens of the second pass, for models that cache one entry for up to 256 tokens
+# Fields of a configuration that choose an implementation (of attention, of experts), and those that may be chosen
+# because transformers has them itself; fields that name code of a repository or switch it on.
+_CHOOSES = frozenset(
+    f"{prefix}{part}_implementation{suffix}"
+    for prefix in ("", "_")
+    for part in ("attn", "experts")
+    for suffix in ("", "_internal")
+)
+_IMPLEMENTATIONS = frozenset(
+    {"None", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm"}
+)
+_CODE = frozenset({"auto_map", "custom_pipelines", "use_kernels", "kernel_config"})
 # Model types that build and run, but would generate another text than `transformers` does -> the reason.
 _UNLIKE = {
     "kosmos-2": "it numbers positions by its padding token, and not from the first token on",
@@ -261,10 +273,10 @@ def _others(shape: Iterable[int], hidden: int) -> list[int]:
 
 def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreTrainedConfig:
     # A copy: transformers writes into the nested settings (rotary scaling) that it receives.
-    settings: dict[str, Any] = _numbers(dict(config))
+    prefix = f"{name}: " if name else ""
+    settings: dict[str, Any] = _without_code(_numbers(dict(config)), prefix)
     for key in ("model_type", "dtype", "torch_dtype"):
         settings.pop(key, None)
-    prefix = f"{name}: " if name else ""
     if architecture not in CONFIG_MAPPING:
         raise ModelError(
             f"{prefix}transformers cannot build a {architecture!r} model without code of the repository, which zinfer "
@@ -275,6 +287,20 @@ def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreT
     except Exception as error:  # each architecture has checks of its own
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{prefix}transformers cannot build a {architecture!r} model: {reason}") from None
+
+
+def _without_code(value: Any, prefix: str) -> Any:
+    """Return a copy of a part of a `config.json` without the fields that choose an implementation: transformers would
+    fetch a repository that one names, and import it. Raises ModelError for one that is none of its own."""
+    if isinstance(value, list):
+        return [_without_code(part, prefix) for part in value]
+    if not isinstance(value, dict):
+        return value
+    for key in _CHOOSES & value.keys():
+        named = value[key].values() if isinstance(value[key], dict) else [value[key]]
+        if unknown := [one for one in map(str, named) if one not in _IMPLEMENTATIONS]:
+            raise ModelError(f"{prefix}{key} {unknown[0][:80]!r} names code that zinfer does not run; remove the field")
+    return {key: _without_code(part, prefix) for key, part in value.items() if key not in _CHOOSES | _CODE}
 
 
 def _numbers(value: Any) -> Any:

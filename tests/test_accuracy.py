@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests import mentions
 from tests.results import accuracy_run as record
 from tests.running import decode, prefill
-from tests.test_cli import folder, zinfer
+from tests.test_cli import folder
 from tests.test_parity import MACHINE
 from zinfer.cli import cli
 from zinfer.commands.accuracy import table
@@ -383,12 +383,16 @@ def test_an_interrupt_leaves_nothing_behind(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_the_record_is_printed_and_lies_with_the_machines_results(folder: Path, checkpoint: Checkpoints) -> None:
+def test_the_record_is_printed_and_lies_with_the_machines_results(
+    folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
+) -> None:
     (folder / "text.txt").write_text(TEXT)
     (folder / "model").symlink_to(checkpoint("llama"))
     words = ["-m", "model", "--offload", "cpu", "--kv-cache-dtype", "int8", "--prompt-file", "text.txt"]
-    result = zinfer(folder, "accuracy", *words, "--json", "--input-len", "16", "--output-len", "8", "--samples", "4")
-    assert result.returncode == 0, result.stderr
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
+    result = invoke(*words, "--json", "--input-len", "16", "--output-len", "8", "--samples", "4")
+    assert result.exit_code == 0, result.stderr
     (written,) = folder.glob("sweeps/results/*/accuracy.jsonl")
     found = studies.last(written, AccuracyRecord)
     assert json.loads(result.stdout) == json.loads(found.model_dump_json())

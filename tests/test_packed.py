@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from tests.test_cli import zinfer
 from tests.test_parity import BATCHES, greedy, load
+from zinfer.cli import cli
 from zinfer.engine import EngineError
 from zinfer.engine.stream import codec, packed
 from zinfer.spec.checkpoint import CheckpointError
@@ -124,9 +126,12 @@ def test_a_failure_leaves_nothing_behind(spec: ModelSpec, monkeypatch: pytest.Mo
     assert [path for path in packed.PACKED.rglob("*") if path.is_file()] == []
 
 
-def test_the_command_packs_and_the_engine_finds_it(spec: ModelSpec, tmp_path: Path) -> None:
-    done = zinfer(tmp_path, "pack", "-m", str(spec.directory), "--dtype", "bf16")
-    assert done.returncode == 0, done.stderr
+def test_the_command_packs_and_the_engine_finds_it(
+    spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["pack", "-m", str(spec.directory), "--dtype", "bf16"])
+    assert done.exit_code == 0, done.stderr
     folder = tmp_path / done.stdout.strip()
     assert sorted(path.name for path in folder.iterdir()) == [packed.DATA, packed.INDEX]
     assert packed.find(spec, revision_of(spec, "safetensors"), "auto") is not None

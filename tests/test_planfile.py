@@ -253,7 +253,8 @@ def _peak(folder: Path, directory: Path) -> int:
     return peak
 
 
-@pytest.mark.parametrize("stored", [pytest.param("bfloat16", marks=pytest.mark.slow), "float32"])
+@pytest.mark.slow  # it builds four times
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 def test_a_build_takes_no_more_memory_than_it_says(
     folder: Path, stored: str, checkpoint: Checkpoints, spec: ModelSpec
 ) -> None:

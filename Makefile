@@ -23,8 +23,9 @@ setup: .venv/installed .venv/installed-dev
 demo: .venv/installed
 	@results=$$($(BIN)/zinfer sweep demo --resume) && $(BIN)/zinfer plot "$$results" && $(BIN)/zinfer best "$$results"
 
+# Two processes share the cores: more threads in each would get into each other's way.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Run the tests that load no torch and draw no report.
 quick: setup

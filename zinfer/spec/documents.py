@@ -1,0 +1,164 @@
+"""Reading files that others wrote: regular files of bounded size, JSON and TOML of bounded depth and digits, and values
+checked field by field. Every fault is a DocumentError whose one line names the file, the field and the fault.
+"""
+
+import json
+import math
+import os
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from zinfer.spec.errors import ZinferError
+
+MAX_BYTES = 64 << 20  # larger than any configuration, index or recipe in use
+MAX_DEPTH = 64  # levels of nesting
+MAX_DIGITS = 19  # of an integer: 64 bits
+
+Value = TypeVar("Value", bound=BaseModel)
+
+
+class DocumentError(ZinferError):
+    """A file that cannot be read, parsed, or believed; the message names the file, the field and the fault."""
+
+
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """Return the content of the regular file `path`, of at most `limit` bytes.
+
+    A FIFO, a device or a folder is refused without waiting for it. Raises DocumentError; FileNotFoundError if there is
+    no such file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        with open(descriptor, "rb") as stream:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise DocumentError(f"{path} is not a regular file")
+            content = stream.read(limit + 1)  # a file of /proc has no size before it is read
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DocumentError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(content) > limit:
+        raise DocumentError(f"{path} is larger than {limit:,} bytes: it is not what its name says")
+    return content
+
+
+def decode(content: bytes, name: object) -> str:
+    """Return `content` as UTF-8 text, without a byte-order mark. Raises DocumentError that names the first bad byte."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DocumentError(f"{name} is not UTF-8 text (byte {error.start} is {content[error.start]:#04x})") from None
+
+
+def parse_json(content: bytes, name: object, infinite: bool = False) -> Any:
+    """Return the value of a JSON document; `name` is its file, for messages.
+
+    A key that an object holds twice, more than MAX_DEPTH levels, integers of more than MAX_DIGITS digits and numbers
+    that are not finite (unless `infinite`) are refused. Raises DocumentError.
+    """
+
+    def constant(text: str) -> float:
+        if not infinite:
+            raise ValueError(f"{text} is not a number")
+        return float(text)
+
+    def real(text: str) -> float:
+        number = float(text)
+        if not math.isfinite(number):
+            raise ValueError(f"{text[:40]} is too large a number")
+        return number
+
+    try:
+        value = json.loads(
+            decode(content, name),
+            object_pairs_hook=_once,
+            parse_int=_integer,
+            parse_float=real,
+            parse_constant=constant,
+        )
+    except RecursionError:
+        _too_deep(name)
+    except DocumentError:
+        raise
+    except ValueError as error:
+        raise DocumentError(f"{name} is damaged: {error}") from None
+    _check_depth(value, name)
+    return value
+
+
+def parse_toml(content: bytes, name: object) -> dict[str, Any]:
+    """Return the tables of a TOML document; `name` is its file, for messages. Raises DocumentError."""
+    try:
+        value = tomllib.loads(decode(content, name))
+    except RecursionError:
+        _too_deep(name)
+    except DocumentError:
+        raise
+    except ValueError as error:
+        raise DocumentError(f"{name} is damaged: {error}") from None
+    _check_depth(value, name)
+    return value
+
+
+def read_object(path: Path, limit: int = MAX_BYTES, infinite: bool = False) -> dict[str, Any]:
+    """Return the JSON object that the file `path` holds. Raises DocumentError; FileNotFoundError if it is missing."""
+    value = parse_json(read_bytes(path, limit), path, infinite)
+    if not isinstance(value, dict):
+        raise DocumentError(f"{path} is not a JSON object")
+    return value
+
+
+def validate(kind: type[Value], fields: object, name: object) -> Value:
+    """Return `fields` as a `kind`; `name` is the file they come from. Raises DocumentError for the first bad field."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise DocumentError(f"{name}: {first_fault(error)}") from None
+
+
+def first_fault(error: ValidationError) -> str:
+    """Return the first fault of a validation as ``field: fault (not value)``."""
+    fault = error.errors(include_url=False, include_context=False)[0]
+    field = ".".join(map(str, fault["loc"]))
+    given = "" if isinstance(fault["input"], dict | list) else f" (not {str(fault['input'])[:60]!r})"
+    return f"{field + ': ' if field else ''}{fault['msg'].removeprefix('Value error, ')}{given}"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of `pairs`, each key once."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it has {key[:60]!r} twice")
+        found[key] = value
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text.lstrip("-")) > MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def _check_depth(value: object, name: object) -> None:
+    level, deep = [value], 0
+    while level:
+        deep += 1
+        if deep > MAX_DEPTH:
+            _too_deep(name)
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+
+
+def _too_deep(name: object) -> NoReturn:
+    raise DocumentError(f"{name} is damaged: it is nested more than {MAX_DEPTH} levels deep")

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests import PATIENCE_S, mentions
-from tests.test_cli import ROOT, folder, zinfer
+from tests.command import zinfer
+from tests.test_cli import ROOT, folder
 from tests.test_rows import TEMPLATE
 
 assert folder  # a fixture

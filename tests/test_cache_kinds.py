@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.checkpoints import VOCAB_SIZE
+from tests.grid import covering
 from tests.running import decode, prefill
 from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
 from zinfer.engine import EngineError
@@ -102,8 +103,13 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *covering([name for name in KINDS if name not in ALIKE], [*WAYS], times=2),
+        *(pytest.param(name, way, marks=pytest.mark.slow) for name in ALIKE for way in WAYS),
+    ],
+)
 def test_tokens_are_those_of_transformers(
     name: str, way: str, at_once: int, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,8 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from tests import PATIENCE_S, mentions
-from tests.test_cli import ROOT, folder, zinfer  # noqa: F401
+from tests.command import zinfer
+from tests.test_cli import ROOT, folder  # noqa: F401
 from tests.test_dialogue import EXTENDING, TRIMMING
 from tests.test_parity import load
 from zinfer.cli import Failure, cli
@@ -168,7 +169,7 @@ def test_a_pipe_is_a_conversation_and_finds_an_earlier_one(
     assert len(list((folder / "kv").iterdir())) == 2
     words = ["run", "-m", str(checkpoint("llama")), "--engine", "accelerate", "--offload", "cpu", "--chat", "--json"]
     words += ["--kv-cache-dir", "kv", "--output-len", "10", "--ignore-eos"]
-    result = zinfer(folder, *words, stdin=None, input="Hello there\n\nAnd again\nthird\n")
+    result = zinfer(folder, *words, stdin="Hello there\n\nAnd again\nthird\n")
     assert result.returncode == 0, result.stderr
     found = [json.loads(line) for line in result.stdout.splitlines()]
     assert [told["output_ids"] for told in found[:2]] == [told["output_ids"] for told in earlier]

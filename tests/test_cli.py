@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -11,17 +10,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from tests import PATIENCE_S, environment, mentions
-from zinfer.cli import cli, main
+from tests.command import small_files, zinfer, zinfer_process
+from zinfer.cli import main
 from zinfer.record.store import read
 from zinfer.spec.host import slug
 from zinfer.spec.machine import Machine
-from zinfer.worker.inline import InlineWorker
 
 ROOT = Path(__file__).parents[1]
 TINY = ["-m", "bloom-tiny", "--engine", "stream", "--input-len", "8", "--output-len", "4", "--repeats", "1"]
@@ -36,15 +33,6 @@ def folder(tmp_path: Path) -> Path:
     path.parent.mkdir(parents=True)
     path.write_text(machine.model_dump_json())
     return tmp_path
-
-
-def zinfer(folder: Path, *words: str, timeout: float = PATIENCE_S, **settings: Any) -> subprocess.CompletedProcess[str]:
-    env = environment(HF_HUB_OFFLINE="1")
-    command = [sys.executable, "-m", "zinfer.cli", *words]
-    settings = {"stdin": subprocess.DEVNULL} | settings
-    return subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, check=False, **settings
-    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +88,7 @@ def test_mistakes_get_one_message_and_a_code(
 @pytest.mark.parametrize("words", [["sweep"], ["run", "-p", "x"]])
 def test_a_model_that_cannot_be_found_is_one_line(folder: Path, words: list[str]) -> None:
     """In a process of its own, since huggingface_hub reads the environment when it is imported."""
-    result = zinfer(folder, *words, "-m", "someone/some-model")
+    result = zinfer_process(folder, *words, "-m", "someone/some-model")
     assert result.returncode == 2, result.stderr
     assert "someone/some-model" in result.stderr
     assert "Traceback" not in result.stderr
@@ -109,22 +97,15 @@ def test_a_model_that_cannot_be_found_is_one_line(folder: Path, words: list[str]
 
 
 def test_debug_shows_the_traceback(folder: Path) -> None:
-    result = zinfer(folder, "--debug", "sweep", "-m", "bloom-177b")
+    result = zinfer_process(folder, "--debug", "sweep", "-m", "bloom-177b")
     assert "Traceback" in result.stderr
 
 
-def inline(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, stdin: str | None = None) -> Result:
-    """Run zinfer in this process, engines included, in `folder`: where a process of its own would show no more."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
-    return CliRunner().invoke(cli, words, input=stdin)
-
-
 @pytest.mark.torch
-def test_sweep_to_best_and_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_to_best_and_back(folder: Path) -> None:
     """Measure, refuse to overwrite, resume without new points, show the change, draw and decide."""
     words = ["sweep", *TINY, "--offload", "cpu", "--batch-size", "1,2"]
-    first = zinfer(folder, *words)
+    first = zinfer_process(folder, *words)
     assert first.returncode == 0, first.stderr
     path = folder / first.stdout.strip()
     assert path == folder / "sweeps" / "results" / slug() / "bloom-tiny.jsonl"
@@ -143,8 +124,8 @@ def test_sweep_to_best_and_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     changed = zinfer(folder, *words[:-1], "1,2,4", "--resume")
     assert changed.returncode == 6
     assert mentions(changed.stderr, "recipe.batch_size", "[1, 2]", "[1, 2, 4]")
-    forced = inline(monkeypatch, folder, *words[:-1], "1,2,4", "--resume", "--force")
-    assert forced.exit_code == 0
+    forced = zinfer(folder, *words[:-1], "1,2,4", "--resume", "--force")
+    assert forced.returncode == 0
     assert len(read(path).points) == 3
 
     best = json.loads(zinfer(folder, "best", "--json").stdout)
@@ -188,26 +169,24 @@ def test_dry_run_loads_nothing(folder: Path) -> None:
 
 
 @pytest.mark.torch
-def test_a_full_disk_keeps_what_was_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_what_was_measured(folder: Path) -> None:
     words = ["sweep", *TINY, "--offload", "none", "--batch-size", "1,2,4,8", "-o", "r.jsonl"]
-    limit = 2500
-
-    def lower() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    result = zinfer(folder, *words, preexec_fn=lower)
+    with small_files(2500):
+        result = zinfer(folder, *words)
     assert result.returncode == 5, result.stderr
     assert "Traceback" not in result.stderr
     kept = read(folder / "r.jsonl")
     assert not kept.damaged
     assert 0 < len(kept.points) < 4
-    resumed = inline(monkeypatch, folder, *words, "--resume")
-    assert resumed.exit_code == 0
+    resumed = zinfer(folder, *words, "--resume")
+    assert resumed.returncode == 0
     assert [p.case.workload.batch_size for p in read(folder / "r.jsonl").points] == [1, 2, 4, 8]
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_an_interrupt_keeps_everything_and_says_how_to_go_on(folder: Path, number: int, code: int) -> None:
     words = ["sweep", *TINY, "--offload", "none", "--batch-size", "1-4096*2", "-o", "r.jsonl"]
     command = [sys.executable, "-m", "zinfer.cli", *words]
@@ -280,15 +259,13 @@ def test_spoilt_checkpoints_are_refused_before_loading(
         assert "Traceback" not in result.stderr
 
 
-def test_prompts_come_from_options_files_and_stdin(
-    folder: Path, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_come_from_options_files_and_stdin(folder: Path, checkpoint: Callable[..., Path]) -> None:
     (folder / "prompts.txt").write_text("second\n\nthird\n")
     words = ["run", "-m", str(checkpoint("llama")), "--offload", "cpu", "--output-len", "3", "--json"]
     result = zinfer(folder, *words, "-p", "first", "--prompt-file", "prompts.txt")
     assert result.returncode == 0, result.stderr
     assert [text["prompt"] for text in json.loads(result.stdout)] == ["first", "second", "third"]
     assert "tok/s" in result.stderr
-    piped = inline(monkeypatch, folder, *words, stdin="fourth\n")
+    piped = zinfer(folder, *words, stdin="fourth\n")
     assert [text["prompt"] for text in json.loads(piped.stdout)] == ["fourth"]
     assert json.loads(piped.stdout)[0].keys() == {"prompt", "output_ids", "output_text", "finish_reason"}

@@ -265,9 +265,9 @@ def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     need_triton()
     folder = tmp_path_factory.mktemp("kernel")
     # The interpreter is slow for each tile: most cases have larger tiles than on a GPU.
-    jobs = [(name, encoded(values()), None if name in AS_ON_A_GPU else 8) for name, values in CASES.items()]
+    jobs = [(name, encoded(values()), None if name in AS_ON_A_GPU else 32) for name, values in CASES.items()]
     jobs += [(f"{warps} warps", encoded(CASES["heavy tails"]()), warps) for warps in (1, 4)]
-    jobs += [(kind, damaged(kind), 8) for kind in DAMAGE]
+    jobs += [(kind, damaged(kind), 32) for kind in DAMAGE]
     work = [(name, job.data.clone(), job.layout.numel, job.layout.sections, warps) for name, job, warps in jobs]
     torch.save(work, folder / "jobs")
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.grid import covering
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from zinfer.engine.cache import QuantizedLayer
@@ -20,9 +21,10 @@ Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mixtral"])
-@pytest.mark.parametrize("at_once", [1, 8])
-@pytest.mark.parametrize("attention", ["gpu", "cpu"])
+@pytest.mark.parametrize(
+    ("architecture", "attention", "at_once"),
+    covering(["bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mixtral"], ["gpu", "cpu"], [1, 8], times=2),
+)
 def test_tokens_are_those_of_transformers(
     architecture: str, attention: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -33,9 +35,9 @@ def test_tokens_are_those_of_transformers(
     engine.close()
 
 
-@pytest.mark.parametrize("here", [0, 1, 2, 3])
-@pytest.mark.parametrize("attention", ["gpu", "cpu"])
-@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+@pytest.mark.parametrize(
+    ("here", "attention", "architecture"), covering([0, 1, 2, 3], ["gpu", "cpu"], ["bloom", "llama"], times=2)
+)
 def test_sequences_split_between_gpu_and_host_memory(
     architecture: str,
     attention: str,
@@ -228,9 +230,10 @@ def test_heads_of_any_size_are_quantised_alike(storage: torch.dtype, most: float
         assert not found[0, 0, 1].any()
 
 
-@pytest.mark.parametrize("compiler", [True, False])
-@pytest.mark.parametrize("here", [0, 1, 3])
-@pytest.mark.parametrize("architecture", ["bloom", "llama", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("architecture", "here", "compiler"),
+    covering(["bloom", "llama", "gpt_neox"], [0, 1, 3], [True, False], times=2),
+)
 def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     architecture: str, here: int, compiler: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:

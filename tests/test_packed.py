@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.test_cli import zinfer
+from tests.command import zinfer
 from tests.test_parity import BATCHES, greedy, load
 from zinfer.cli import cli
 from zinfer.engine import EngineError

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests import test_cache_kinds as kinds
+from tests.grid import covering
 from tests.test_parity import load, prompts
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
@@ -67,8 +68,7 @@ def keep_here(patch: Patch, here: int) -> None:
     patch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+@pytest.mark.parametrize(("way", "architecture"), covering([*WAYS], ["llama", "bloom"]))
 def test_a_mixture_of_works_gives_each_its_logits(
     architecture: str, way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -99,8 +99,7 @@ def test_a_mixture_of_works_gives_each_its_logits(
     engine.close()
 
 
-@pytest.mark.parametrize("name", CHUNKABLE)
-@pytest.mark.parametrize("way", ["cpu", "kv by the cpu", "kv over the link"])
+@pytest.mark.parametrize(("name", "way"), covering(CHUNKABLE, ["cpu", "kv by the cpu", "kv over the link"]))
 def test_windows_see_the_same_in_chunks(
     name: str, way: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -147,8 +146,7 @@ def test_states_take_prompts_as_a_whole(name: str, kind: kinds.Kinds, tmp_path: 
     engine.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kept", [(2, 2, 2), (1, 3, 0), (0, 0, 3)])
+@pytest.mark.parametrize(("way", "kept"), covering([*WAYS], [(2, 2, 2), (1, 3, 0), (0, 0, 3)]))
 def test_rejected_drafts_leave_nothing_behind(
     way: str, kept: tuple[int, ...], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -177,9 +175,7 @@ def test_rejected_drafts_leave_nothing_behind(
     engine.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("here", [0, 2])
-@pytest.mark.parametrize("gone", [(0,), (1, 3), (0, 1, 2), (2, 4)])
+@pytest.mark.parametrize(("way", "gone", "here"), covering([*WAYS], [(0,), (1, 3), (0, 1, 2), (2, 4)], [0, 2], times=2))
 def test_rows_that_leave_do_not_disturb_the_others(
     way: str, here: int, gone: tuple[int, ...], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:

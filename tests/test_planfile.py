@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -17,8 +16,8 @@ import torch
 from click.testing import CliRunner
 
 from tests import PATIENCE_S
+from tests.command import small_files, zinfer
 from tests.inline import MACHINE
-from tests.test_cli import zinfer
 from zinfer.cli import cli
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt import planfile
@@ -180,12 +179,9 @@ def test_a_build_that_cannot_succeed_is_refused_before_it_starts(
 
 
 def test_a_disk_that_fills_up_leaves_nothing(folder: Path, spec: ModelSpec) -> None:
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
     words = ("build", "-m", str(spec.directory), "--max-batch-size", "2", "--max-seq-len", "16", "--dtype", "fp32")
-    result = zinfer(folder, *words, preexec_fn=limited)
+    with small_files(1 << 20):
+        result = zinfer(folder, *words)
     assert result.returncode == 5, result.stderr
     assert "the build failed" in result.stderr
     assert "Traceback" not in result.stderr
@@ -215,8 +211,9 @@ def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: p
         assert sweep.stderr.count("engine tensorrt needs a GPU") == 1
 
 
+@pytest.mark.slow  # a process of its own; the test of a cancelled build has the rest
 def test_an_interrupted_build_leaves_nothing(folder: Path) -> None:
-    command = [sys.executable, "-m", "zinfer.cli", "build", "-m", "opt-1.3b", "--load-format", "dummy"]
+    command = [sys.executable, "-m", "zinfer.cli", "build", "-m", "opt-1.3b", "--load-format", "dummy", "--layers", "4"]
     root = Path(__file__).parents[1]
     process = subprocess.Popen(
         [*command, "--max-batch-size", "2", "--max-seq-len", "16"], cwd=folder,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.grid import covering
 from tests.running import prefill
 from tests.steered import steered
 from tests.test_parity import BATCHES, greedy, load
@@ -259,11 +260,14 @@ def test_the_engine_gives_the_same_tokens_from_fewer_bytes(
     raw.close()
 
 
-@pytest.mark.parametrize("weight_codec", ["none", "lossless"])
-@pytest.mark.parametrize(("share", "resident"), [("0%", 0), ("34%", 1), ("67%", 2), ("100%", 3), ("auto", 3)])
+@pytest.mark.parametrize(
+    ("placed", "weight_codec"),
+    covering([("0%", 0), ("34%", 1), ("67%", 2), ("100%", 3), ("auto", 3)], ["none", "lossless"]),
+)
 def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
-    weight_codec: str, share: str, resident: int, checkpoint: Callable[..., Path], tmp_path: Path
+    placed: tuple[str, int], weight_codec: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
+    share, resident = placed
     directory = checkpoint("llama", hidden_size=256)
     plain = load("stream", directory, "cpu", tmp_path, "bfloat16", weight_codec=weight_codec)
     case = plain.plan.case.model_copy(update={"gpu_weights": share})

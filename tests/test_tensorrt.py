@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests import walker
+from tests.grid import covering
 from tests.inline import MACHINE
 from tests.running import decode, prefill
 from zinfer.engine import EngineError
@@ -101,8 +102,7 @@ class WalkingTensorRT(TensorRT):
         return Walking(self._library, self.file, self.plan.model)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "cache"), covering(ARCHITECTURES, CACHES))
 def test_networks_give_the_logits_of_transformers(
     architecture: str, cache: CacheKind, library: Library, checkpoint: Checkpoints
 ) -> None:
@@ -135,8 +135,9 @@ def test_networks_give_the_logits_of_transformers(
     assert engine._executor.passes == [(0, 2), (0, 1)] + [(1, 3)] * 6  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("architecture", ["bloom", "opt", "llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), covering(["bloom", "opt", "llama", "qwen2"], ["bfloat16", "float16"])
+)
 def test_the_library_builds_what_users_build(
     architecture: str, dtype: str, library: Library, checkpoint: Checkpoints
 ) -> None:

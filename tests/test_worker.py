@@ -179,8 +179,15 @@ def test_offload_that_streams_nothing_is_not_ok() -> None:
     worker.close()
 
 
-@pytest.mark.parametrize(("fail", "told"), [("SIGKILL", "SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "exit code 7")])
-@pytest.mark.parametrize("stage", ["load", "decode"])
+@pytest.mark.parametrize(
+    ("fail", "told", "stage"),
+    [
+        ("SIGKILL", "SIGKILL", "load"),
+        ("SIGSEGV", "SIGSEGV", "decode"),
+        pytest.param("SIGKILL", "SIGKILL", "decode", marks=pytest.mark.slow),
+        pytest.param("exit", "exit code 7", "load", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, stage: str) -> None:
     asked = case(fail=fail, stage=stage)
     worker = Worker(TARGET, timeout_s=PATIENCE_S)

@@ -1,0 +1,62 @@
+"""The console script `zinfer`, run in this process with its engines, or in a process of its own."""
+
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from tests import PATIENCE_S, environment
+from zinfer.cli import main
+from zinfer.worker.inline import InlineWorker
+
+
+def zinfer(folder: Path, *words: str, stdin: str = "", **settings: str) -> CompletedProcess[str]:
+    """Run `zinfer` in this process, its workers too, in `folder`, with `settings` in its environment.
+
+    For what a process of its own would show no better: torch is imported once for all tests.
+    """
+    printed, said = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch, chdir(folder), redirect_stdout(printed), redirect_stderr(said):
+        patch.setattr("zinfer.worker.process.Worker", InlineWorker)
+        patch.setattr(sys, "argv", ["zinfer", *words])
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        patch.setenv("ZINFER_DEBUG", os.environ.get("ZINFER_DEBUG", ""))  # --debug sets it
+        with pytest.raises(SystemExit) as end:
+            main()
+    code = end.value.code or 0
+    assert isinstance(code, int)
+    texts = (stream.buffer.getvalue().decode() for stream in (printed, said))  # type: ignore[attr-defined]
+    return CompletedProcess(["zinfer", *words], code, *texts)
+
+
+def zinfer_process(folder: Path, *words: str, **settings: Any) -> CompletedProcess[str]:
+    """Run `zinfer` in a process of its own in `folder`; `settings` are those of subprocess.run."""
+    command = [sys.executable, "-m", "zinfer.cli", *words]
+    settings = {"stdin": subprocess.DEVNULL, "env": environment(HF_HUB_OFFLINE="1")} | settings
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False, **settings
+    )
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """Let no file of this process grow beyond `limit` bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

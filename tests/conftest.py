@@ -26,6 +26,8 @@ for name in ("FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY
 if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # caches of zinfer, Triton and others
     HOME = TemporaryDirectory(prefix="zinfer-tests-")
     os.environ["HOME"] = HOME.name
+STATE = TemporaryDirectory(prefix="zinfer-state-")  # leases of the tests, apart from those of the user
+os.environ["XDG_STATE_HOME"] = STATE.name
 settings.register_profile("zinfer", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # whatever the load
 settings.load_profile("zinfer")
 

@@ -89,7 +89,9 @@ def run_inline(
     jobs = prepared(sweep) if jobs is None else jobs
     with Store.open(path) as store:
         store.append_header(Header(machine="test"))
-        return run(sweep, jobs, store, done, events, worker)
+        points = run(sweep, jobs, store, done, events, worker)
+        store.check()
+        return points
 
 
 def kill_after(child: int, reader: int, lines: int, seconds: float) -> bytes:

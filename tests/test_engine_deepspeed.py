@@ -1,8 +1,13 @@
 """Engine deepspeed, beyond the parity that test_parity.py checks: the parameters that it fetches, and the state that it
 leaves behind."""
 
+import inspect
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +230,56 @@ def test_nvme_says_what_it_lacks(
     with pytest.raises(EngineError, match="--nvme-path"):
         load("deepspeed", checkpoint("llama"), "nvme", tmp_path / "nowhere")
     assert not dist.is_initialized()
+
+
+HOLDER = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+baton = FileBaton(sys.argv[1])
+print(baton.try_acquire(), flush=True)
+time.sleep(float(sys.argv[2]))
+baton.release()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("way", ["stale", "killed", "released"])
+def test_a_lock_of_a_killed_compiler_is_removed_and_one_in_use_waited_for(tmp_path: Path, way: str) -> None:
+    from torch.utils.file_baton import FileBaton
+
+    from zinfer.engine.deepspeed import compiling
+
+    lock = tmp_path / "async_io" / "lock"
+    lock.parent.mkdir()
+    told: list[str] = []
+    with ExitStack() as undo:
+        compiling.watch(lambda stage, _share: told.append(stage), undo.callback)
+        if way == "stale":
+            lock.touch()
+        else:
+            # the holder needs torch's lock alone: importing all of torch takes seconds
+            source = Path(inspect.getsourcefile(FileBaton) or "").read_text()
+            script = HOLDER.replace("from torch.utils.file_baton import FileBaton", source)
+            hold = "600" if way == "killed" else "0.5"
+            holder = subprocess.Popen([sys.executable, "-c", script, str(lock), hold], stdout=subprocess.PIPE)
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"True\n"
+            assert not compiling.abandoned(lock)
+            if way == "killed":
+                threading.Timer(0.5, holder.kill).start()
+        baton = FileBaton(str(lock))
+        assert baton.try_acquire()
+        assert lock.exists()
+        assert not compiling.abandoned(lock)
+        baton.release()
+        (lock.parent / "async_io.so").touch()
+        assert FileBaton(str(lock)).try_acquire()
+        if way != "stale":
+            holder.kill()
+            holder.communicate()
+    said = {
+        "stale": ["removed"], "killed": ["waiting", "removed"], "released": ["waiting"],
+    }[way]  # fmt: skip
+    assert [one.split()[1] for one in told] == [*said, "compiling"]
+    assert "async_io" in told[-1]
+    assert not FileBaton(str(lock)).try_acquire(), "torch's own again"

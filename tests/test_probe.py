@@ -68,7 +68,7 @@ def test_the_cpu_attends_to_more_than_its_caches_hold(swift: None, monkeypatch: 
         return [1e9]
 
     monkeypatch.setattr(probe, "_attention", attention)
-    monkeypatch.setattr(probe, "host_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(probe, "available_bytes", lambda: 64 << 30)
     for cache in (32, 300, 1 << 20):
         monkeypatch.setattr(host, "cache_bytes", lambda cache=cache: cache << 20)
         probe.probe(quick=True)
@@ -286,3 +286,69 @@ def test_probe_of_a_gpu() -> None:
     assert 0 < machine.shared_attention_bandwidth < 1.5 * machine.attention_bandwidth
     assert machine.host_bandwidth is not None
     assert machine.host_bandwidth >= machine.shared_attention_bandwidth + machine.shared_h2d_bandwidth
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("memory", [None, 64 << 20])
+def test_the_probe_takes_a_share_of_the_memory_that_is_left(
+    swift: None, monkeypatch: pytest.MonkeyPatch, memory: int | None
+) -> None:
+    sizes: list[int] = []
+
+    def attention(size: int, repeats: int, sharing: Any) -> list[float]:
+        sizes.append(2 * size)  # keys and values, and a copy in the CPU's layout
+        return [1e9]
+
+    monkeypatch.setattr(probe, "_attention", attention)
+    monkeypatch.setattr(probe, "_host_copy", lambda size, repeats: [sizes.append(2 * size) or 5e9])
+    monkeypatch.setattr(probe, "available_bytes", lambda: 400 << 20)
+    probe.probe(memory=memory)
+    assert 0 < max(sizes) <= (200 << 20 if memory is None else memory)
+    sizes.clear()
+    probe.measure_link("cpu")
+    assert 0 < max(sizes) <= 100 << 20
+
+
+def killed(times: int) -> tuple[str, ...]:
+    """Return a probe that is killed some times, before it writes a machine."""
+    script = (
+        "import os, sys, signal, json, pathlib\n"
+        "tries = pathlib.Path('tries'); tries.write_text(tries.read_text() + ' '.join(sys.argv) + '\\n')\n"
+        f"len(tries.read_text().splitlines()) <= {times} and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "path = pathlib.Path(sys.argv[2]); path.parent.mkdir(parents=True)\n"
+        "path.write_text(json.dumps({'name': 'probed', 'source': 'measured'}))\n"
+    )
+    return (sys.executable, "-c", script)
+
+
+@pytest.mark.parametrize(("times", "said"), [(0, 0), (1, 1), (2, 2)])
+def test_a_probe_that_is_killed_for_memory_does_not_end_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], times: int, said: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tries").write_text("")
+    monkeypatch.setattr(local, "PROBE", killed(times))
+    machine = local.this_machine()
+    assert len(capsys.readouterr().err.splitlines()) == said
+    tries = Path("tries").read_text().splitlines()
+    assert ["--memory" in one for one in tries] == [False, True][: len(tries)]
+    assert (machine.name, machine.source) == (("probed", "measured") if times < 2 else (local.name(), "datasheet"))
+    if times == 2:
+        from tests.inline import SPEC
+        from tests.inline_batch import CASE
+        from zinfer.plan.plan import make_plan
+
+        plan = make_plan(CASE.model_copy(update={"offload": "none"}), SPEC, machine)
+        assert plan.fits
+        assert plan.step_s is None
+        assert not (local.results_folder() / "machine.json").exists()
+        local.this_machine()  # tries again
+        assert len(Path("tries").read_text().splitlines()) == 3
+
+
+def test_a_full_disk_is_no_folder_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
+    result = CliRunner().invoke(command, ["--nvme-path", str(tmp_path), "-o", str(tmp_path / "m.json")])
+    assert isinstance(result.exception, probe.Full)
+    assert result.exception.exit_code == 5
+    assert "too little to measure with" in str(result.exception)

@@ -1,6 +1,7 @@
 """Prefix cache: conversations are kept and found again, with a real engine, within budgets, and after a restart."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -189,7 +190,8 @@ def test_the_disk_has_a_budget_and_may_fail(engine: Engine, told: list[str], tmp
     blocked = tmp_path / "file"
     blocked.write_text("")
     run(engine, TOKENS, shelf(engine, told, folder=blocked))
-    assert told == [f"{blocked} cannot be written: File exists"]
+    assert len(told) == 1
+    assert told[0].endswith(f"neither read from disk nor written to it: {blocked} is not a folder")
 
 
 def test_files_that_vanish_are_missed_without_harm(engine: Engine, told: list[str], tmp_path: Path) -> None:
@@ -229,3 +231,46 @@ def test_files_of_conversations_are_private(engine: Engine, told: list[str], tmp
     check(engine, shelf(engine, told, folder=tmp_path), TOKENS[:10], 0)
     (path,) = tmp_path.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("way", ["fifo", "link", "group", "everyone", "owner"])
+def test_a_file_that_others_may_have_written_is_not_believed(
+    engine: Engine, told: list[str], tmp_path: Path, way: str
+) -> None:
+    folder = tmp_path / "kv"
+    first = shelf(engine, told, folder=folder)
+    check(engine, first, TOKENS[:10], 0)
+    first.close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (path,) = folder.iterdir()
+    if way == "owner":
+        if os.geteuid():
+            pytest.skip("only root can give files away")
+        os.chown(path, 12345, -1)
+    elif way in {"group", "everyone"}:
+        path.chmod(0o620 if way == "group" else 0o602)
+    else:
+        path.rename(tmp_path / "moved")
+        os.mkfifo(path) if way == "fifo" else path.symlink_to(tmp_path / "moved")
+    second = shelf(engine, told, folder=folder)
+    assert len(told) == 1
+    assert told[0].startswith(f"skipped: {path} ")
+    assert second.find(TOKENS[:10]) == []
+    second.close()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_a_folder_that_others_may_write_to_is_not_used(
+    engine: Engine, told: list[str], tmp_path: Path, mode: int
+) -> None:
+    first = shelf(engine, told, folder=tmp_path / "kv")
+    run(engine, TOKENS[:10], first)
+    first.close()
+    (tmp_path / "kv").chmod(mode)
+    before = list((tmp_path / "kv").iterdir())
+    second = shelf(engine, told, folder=tmp_path / "kv")
+    assert len(told) == 1
+    assert mentions(told[0], "can be written to by other users", "chmod go-w")
+    check(engine, second, TOKENS[:20], 0)
+    second.close()
+    assert list((tmp_path / "kv").iterdir()) == before

@@ -2,11 +2,12 @@
 
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 
 import click
 
-from zinfer.spec.errors import EXIT_CODES, INTERNAL, USAGE, ZinferError
+from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError
 
 # verb -> its line in the help; its code is zinfer.commands.<verb>:command
 VERBS = {
@@ -28,6 +29,9 @@ VERBS = {
     "export": "Write result files as CSV, Parquet, Markdown or JSON, a row a point.",
     "doctor": "Check packages, hardware and which engines can run.",
 }
+
+# verbs that make files; at their start goes what a killed one of them left behind
+MAKERS = frozenset(VERBS) - {"models", "doctor", "best", "compare"}
 
 
 class Failure(click.ClickException):
@@ -77,6 +81,10 @@ def cli(ctx: click.Context, debug: bool) -> None:
     zinfer plot && zinfer best                       decide
     """
     ctx.obj = debug
+    if ctx.invoked_subcommand in MAKERS:
+        from zinfer.spec import lease
+
+        lease.sweep(lambda text: click.echo(text, err=True))
 
 
 def main() -> None:
@@ -85,7 +93,12 @@ def main() -> None:
     if debug:
         os.environ["ZINFER_DEBUG"] = "1"
     try:
-        sys.exit(cli.main(standalone_mode=False))
+        try:
+            code = cli.main(standalone_mode=False)
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+        sys.exit(code)
     except click.exceptions.Abort:
         click.echo("interrupted", err=True)
         sys.exit(130)
@@ -93,8 +106,15 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of stdout ended, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()
         sys.exit(0)
+    except OSError as error:
+        if debug:
+            raise
+        _close_stdout()
+        place = error.filename if error.filename is not None else "the output"
+        click.echo(f"Error: {place}: {error.strerror or error}", err=True)
+        sys.exit(ENVIRONMENT)
     except Exception as error:
         if debug:
             raise
@@ -106,5 +126,11 @@ def main() -> None:
         sys.exit(INTERNAL)
 
 
+def _close_stdout() -> None:
+    """Throw away what stdout could not take, which Python would complain about at its end."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 if __name__ == "__main__":
-    main()
+    import_module("zinfer.__main__").main()

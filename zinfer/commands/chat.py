@@ -5,12 +5,14 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from zinfer.cli import Failure
+from zinfer.commands.options import Size
 from zinfer.spec.errors import ENVIRONMENT, INTERNAL
 
 if TYPE_CHECKING:
@@ -21,20 +23,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 ANSWER = 512  # most tokens of an answer
 CONTEXT = 4096  # tokens of a conversation that the plan has room for; fewer if the model has fewer positions
-
-
-class Size(click.ParamType[Any]):
-    """Number of bytes, written as 8GiB or 4096."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from zinfer.spec.units import parse_bytes
-
-        try:
-            return value if isinstance(value, int) else parse_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 def chat_options(function: Command) -> Command:
@@ -71,7 +59,8 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
     while True:
         try:
             click.echo("> ", nl=False, err=True)
-            line = sys.stdin.readline()
+            with _raised():
+                line = sys.stdin.readline()
         except KeyboardInterrupt:
             if interrupted:
                 raise
@@ -84,6 +73,16 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
             return
         if line.strip():
             yield line.rstrip("\n")
+
+
+@contextmanager
+def _raised() -> Iterator[None]:
+    """Let ctrl-C raise KeyboardInterrupt; it ends the command elsewhere."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Stop:

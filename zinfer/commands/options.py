@@ -63,6 +63,20 @@ class Numbers(click.ParamType[Any]):
         return numbers
 
 
+class Size(click.ParamType[Any]):
+    """Number of bytes, written as 8GiB or 4096."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from zinfer.spec.units import parse_bytes
+
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 class Batches(click.ParamType[Any]):
     """``auto``, ``auto*4``, ``1,2,4``, ``1,8,auto``, ``1-64*2`` or ``8-64+8``."""
 

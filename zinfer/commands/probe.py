@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from zinfer.commands.options import Size
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -20,15 +22,16 @@ if TYPE_CHECKING:
     help="File or folder.  [default: sweeps/results/MACHINE/machine.json]",
 )
 @click.option("--quick", is_flag=True, help="Take fewer samples of smaller blocks.")
+@click.option("--memory", type=Size(), help="Host memory to measure with, as 1GiB.  [default: half of what is free]")
 @click.option("--json", "as_json", is_flag=True, help="Also print the machine as JSON.")
-def command(nvme_path: Path | None, output: Path | None, quick: bool, as_json: bool) -> None:
+def command(nvme_path: Path | None, output: Path | None, quick: bool, memory: int | None, as_json: bool) -> None:
     """Measure the links between this machine's memories, its compute rate and, with --nvme-path, a drive; write
     machine.json."""
     from zinfer.commands.out import console, write
     from zinfer.spec import local
     from zinfer.worker.probe import probe
 
-    machine = probe(nvme_path, quick, progress=lambda what: click.echo(f"measuring {what}", err=True))
+    machine = probe(nvme_path, quick, lambda what: click.echo(f"measuring {what}", err=True), memory)
     machine = machine.model_copy(update={"name": local.name()})
     path = output or local.results_folder()
     if output is None or path.is_dir():

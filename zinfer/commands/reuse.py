@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -156,12 +155,14 @@ def _json(runs: "Sequence[Run]") -> str:
 @contextmanager
 def _scratch(folder: str | None) -> Iterator[str | None]:
     """Make a temporary folder in `folder`, removed at the end even if the worker is killed; None without `folder`."""
+    from zinfer.spec import lease
+
     if folder is None:
         yield None
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="zinfer-reuse-", dir=folder) as found:
-        yield found
+    with lease.folder(Path(folder), "reuse", ("*.safetensors", "*.part")) as found:
+        yield found.name
 
 
 def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":

@@ -130,6 +130,7 @@ def command(
         try:
             recorded = done.points if done is not None else ()
             points = sweep.run(plan, jobs, store, recorded, watch.events(), partial(Worker, debug=bool(debug)))
+            store.check()
         except Interrupted as interrupt:
             watch.say(f"interrupted; every finished point is in {output}, `--resume` goes on")
             raise SystemExit(128 + interrupt.signal) from None

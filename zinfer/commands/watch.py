@@ -11,6 +11,7 @@ from zinfer.job.batch.run import Standing
 from zinfer.job.sweep import Events
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement
+from zinfer.spec.progress import NOTE
 from zinfer.spec.units import duration, figures, gb
 
 
@@ -45,7 +46,10 @@ class Watch:
         self.console.print(text, markup=False)
 
     def progress(self, what: str, share: float) -> None:
-        """Show the current activity and the share of it that is done, 0 to 1."""
+        """Show the current activity and the share of it that is done, 0 to 1; a note is printed and stays."""
+        if what.startswith(NOTE):
+            self.say(what.removeprefix(NOTE))
+            return
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._prefix}{what}", completed=share)
 

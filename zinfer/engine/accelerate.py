@@ -7,7 +7,6 @@ Weights outside the decoder layers stay on the device, as a user's device map wo
 """
 
 from collections.abc import Sequence
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from accelerate.hooks import attach_align_device_hook_on_blocks
@@ -20,6 +19,7 @@ from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
 from zinfer.spec.engine import AccelerateOptions
+from zinfer.spec.lease import OwnFolder
 
 
 class Accelerate(Decoder):
@@ -32,7 +32,7 @@ class Accelerate(Decoder):
 
     options: AccelerateOptions
     _arena: PinnedArena | None = None
-    _folder: TemporaryDirectory[str] | None = None
+    _folder: OwnFolder | None = None
     _offloaded: "_Weights | None" = None
     _streamed_per_step = 0
 
@@ -53,7 +53,7 @@ class Accelerate(Decoder):
             self._arena = PinnedArena(size, pin, self.progress)
             host = self._arena.views(blocks)
         elif case.offload == "nvme":
-            self._folder = scratch(self.plan.nvme_path)
+            self._folder = scratch(self.plan.nvme_path, ("*.dat", "index.json"))
         resident: dict[str, Tensor] = {}
         for name, tensor in state.load(self.device, self.progress):
             if name in host:

@@ -8,7 +8,6 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,8 @@ from zinfer.engine.base import Engine, MicroBatch, Work, check_works
 from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.plan.plan import Plan
+from zinfer.spec import lease
+from zinfer.spec.lease import OwnFolder
 from zinfer.spec.progress import Progress, silent
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # names of the cache argument of forward passes
@@ -368,12 +369,13 @@ def rope_switch(model: PreTrainedModel) -> int | None:
     return min(switches, default=None)
 
 
-def scratch(nvme_path: str | None) -> TemporaryDirectory[str]:
-    """Make a folder for offloaded weights inside `nvme_path`; its `cleanup` removes it.
+def scratch(nvme_path: str | None, made: Sequence[str]) -> OwnFolder:
+    """Make a folder for offloaded weights inside `nvme_path`, with files whose names match the patterns `made`; its
+    `cleanup` removes it, or if this process is killed the next start.
 
     Raises EngineError unless `nvme_path` names a folder that exists.
     """
     if nvme_path is None or not Path(nvme_path).is_dir():
         what = f"{nvme_path!r} is not a folder" if nvme_path else "it needs one"
         raise EngineError(f"offload nvme puts the weights into the folder given by --nvme-path: {what}")
-    return TemporaryDirectory(prefix="zinfer-", dir=nvme_path)
+    return lease.folder(Path(nvme_path), "weights", made)

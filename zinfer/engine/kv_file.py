@@ -2,10 +2,14 @@
 
 A file is either whole or absent, its header alone describes it, and many threads read it straight into the memory that
 the GPU copies from. Nothing is unpickled.
+
+A checksum tells nothing of who wrote a file: whoever can put one there decides what the model has "read". So only
+regular files of this user in a folder that nobody else may write to are believed.
 """
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +27,34 @@ from zinfer.spec import atomic
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def private_folder(folder: Path) -> None:
+    """Make `folder`, for this user alone, if there is none. Raises CheckpointError for one that others may write to,
+    OSError where it cannot be made."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise CheckpointError(f"{folder} is not a folder")
+    if status.st_uid != os.geteuid():
+        raise CheckpointError(f"{folder} belongs to another user: name a folder of your own")
+    if status.st_mode & 0o022:
+        raise CheckpointError(f"{folder} can be written to by other users: `chmod go-w {folder}`, or name another")
+
+
+def check_own(path: Path) -> None:
+    """Raise CheckpointError unless `path` is a regular file, no link, that this user alone may write; OSError where
+    there is none."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file")
+    if status.st_uid != os.geteuid():
+        raise CheckpointError(f"{path} belongs to another user")
+    if status.st_mode & 0o022:
+        raise CheckpointError(f"{path} can be written to by other users")
 
 
 def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
@@ -47,8 +79,8 @@ def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
 def read(path: Path, first: int, pin: bool) -> KVSnapshot:
     """Read the snapshot that `write` wrote to `path`, with many threads; its first position is `first`.
 
-    Raises CheckpointError for a file that is cut off or damaged, OSError for one that cannot be read, and
-    MemoryError where the host has no room for it.
+    Raises CheckpointError for a file that is cut off or damaged or that others may have written, OSError for one that
+    cannot be read, and MemoryError where the host has no room for it.
     """
     header = _header(path)
     tensors = Checkpoint.of_file(path).tensors
@@ -81,7 +113,7 @@ def read(path: Path, first: int, pin: bool) -> KVSnapshot:
 def read_label(path: Path) -> dict[str, Any]:
     """Return the label that `write` was given, from the header alone.
 
-    Raises CheckpointError for a file that is cut off or that `write` did not write.
+    Raises CheckpointError for a file that is cut off, that `write` did not write, or that others may have written.
     """
     header = _header(path)
     try:
@@ -105,6 +137,7 @@ def drop_from_page_cache(path: Path) -> None:
 
 
 def _header(path: Path) -> dict[str, Any]:
+    check_own(path)
     Checkpoint.of_file(path)  # raises CheckpointError where the file is damaged
     with path.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))

@@ -62,7 +62,12 @@ class PrefixCache:
         self._tree = RadixTree(f"{FORMAT} {sorted(self._identity.items())}")
         self._clock = count(1)
         if folder is not None:
-            self._list(folder)
+            try:
+                kv_file.private_folder(folder)
+                self._list(folder)
+            except (CheckpointError, OSError) as error:
+                self._folder = None
+                self._say(f"conversations are neither read from disk nor written to it: {error}")
 
     def find(self, tokens: Sequence[int]) -> list[KVSnapshot]:
         """Return the snapshots of the longest kept prefix of `tokens`, in order, loaded into memory.

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from zinfer.plan.plan import Plan
 from zinfer.record.accuracy import AccuracyError, Along, Deviation, Failed, Position
+from zinfer.spec import lease
 from zinfer.spec.case import Case
 from zinfer.spec.checkpoint import Checkpoint
 from zinfer.spec.model import ModelSpec
@@ -102,7 +103,8 @@ class AccuracyStudy:
         spec, load = self.reference.model, self.reference.case.workload
         size, cut = load.batch_size, load.input_len
         failed = []
-        with tempfile.TemporaryDirectory(prefix="zinfer-") as folder:
+        with lease.folder(Path(tempfile.gettempdir()), "logits", ("[0-9]*",)) as own:
+            folder = own.path
             needed = 2 * self.samples * load.output_len * spec.vocab_size * spec.dtype_bytes
             if needed > shutil.disk_usage(folder).free:
                 raise AccuracyError(

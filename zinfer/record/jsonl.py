@@ -15,20 +15,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from zinfer.spec.atomic import sync_folder
-from zinfer.spec.errors import ZinferError
+from zinfer.spec.errors import INTEGRITY, ZinferError
 
 SCHEMA_VERSION = 1
+REMEMBERED = 64 << 20  # bytes at a file's end that are kept in memory, in case somebody cuts the file
 
 
 class StoreError(ZinferError):
     """A file of records that cannot be read or written; the message says what to do next."""
 
     exit_code = 5  # environment: disk, permissions, a second writer
+
+
+class TakenAwayError(StoreError):
+    """A file that somebody deleted, replaced, cut or wrote to while it was open; the message says where its lines
+    are."""
+
+    exit_code = INTEGRITY
 
 
 class Garbled(ValueError):
@@ -117,11 +126,18 @@ class Closing(ABC):
 
 
 class Lines(Closing):
-    """File open for appending, by this process alone. Make one with `Lines.open`; call `mend` before appending."""
+    """File open for appending, by this process alone. Make one with `Lines.open`; call `mend` before appending.
+
+    Others may delete or overwrite the file all the same, for locks are only advice. So every `append`, and `check` at
+    the end of a run, sees whether the file is still where it was and ends where this process left it; if not, all lines
+    are saved in a new file beside it.
+    """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
+        self._end = os.fstat(descriptor).st_size  # where the next line belongs
+        self._tail = bytearray()  # the file's last bytes up to `_end`
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -136,6 +152,7 @@ class Lines(Closing):
             raise StoreError(f"cannot open {path} for writing: {error.strerror}") from error
         try:
             lines._lock()
+            lines._settle()
             sync_folder(path.parent)
         except BaseException:
             lines.close()
@@ -143,13 +160,89 @@ class Lines(Closing):
         return lines
 
     def append(self, *lines: bytes) -> None:
-        """Append lines, given without newlines, and wait for the disk. On StoreError (disk full, say) the file ends
-        where it did before."""
-        _append(self._descriptor, b"".join(line + b"\n" for line in lines), self.path)
+        """Append lines, given without newlines, and wait for the disk.
+
+        On StoreError (disk full, say) the file ends where it did before. Raises TakenAwayError if it is not the file
+        that it was; these lines are saved, too.
+        """
+        data = b"".join(line + b"\n" for line in lines)
+        self.check(data)
+        _append(self._descriptor, data, self.path)
+        self._end += len(data)
+        self._remember(data)
+
+    def check(self, pending: bytes = b"") -> None:
+        """Raise TakenAwayError unless `path` is the file that was opened, with every line that was appended and no
+        other; its lines, and `pending`, are saved beside it then. Raises StoreError if that fails."""
+        own = os.fstat(self._descriptor)
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            found = None
+        if found is None:
+            fault = "was deleted"
+        elif (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino):
+            fault = "was replaced by another file"
+        elif own.st_size < self._end:
+            fault = "was cut"
+        elif own.st_size > self._end:
+            fault = "was written to by somebody else"
+        else:
+            return
+        place = self._save(own.st_size, pending)
+        raise TakenAwayError(
+            f"{self.path} {fault} while this command wrote to it: every line is saved in {place}; rename that to "
+            f"{self.path.name} to go on"
+        )
+
+    def _save(self, size: int, pending: bytes) -> Path:
+        """Write every line to a new file beside the one that was taken away, and return its path. Raises StoreError."""
+        begin = self._end - len(self._tail)  # what was before it is in the file, unless that was cut further
+        for number in count(1):
+            place = self.path.with_name(f"{self.path.name}.saved" + (f"-{number}" if number > 1 else ""))
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                break
+            except FileExistsError:
+                continue
+            except OSError as error:
+                _refuse(place, error)
+        try:
+            with open(descriptor, "wb") as stream:
+                done = 0
+                while done < min(begin, size) and (
+                    part := os.pread(self._descriptor, min(1 << 20, begin - done), done)
+                ):
+                    stream.write(part)
+                    done += len(part)
+                stream.write(self._tail + pending)
+                stream.flush()
+                os.fsync(descriptor)
+        except OSError as error:
+            _refuse(place, error)
+        sync_folder(place.parent)
+        return place
+
+    def _settle(self) -> None:
+        """Take the file's present end as the place of the next line."""
+        self._end = os.fstat(self._descriptor).st_size
+        begin = max(0, self._end - REMEMBERED)
+        self._tail = bytearray()
+        while len(self._tail) < self._end - begin and (
+            part := os.pread(self._descriptor, 1 << 20, begin + len(self._tail))
+        ):
+            self._tail += part
+
+    def _remember(self, data: bytes) -> None:
+        self._tail += data
+        if len(self._tail) > 2 * REMEMBERED:
+            del self._tail[:-REMEMBERED]
 
     def cut(self) -> None:
         """Delete all lines."""
         _cut(self._descriptor, 0, self.path)
+        self._settle()
 
     def mend(self, check: Check, kind: str, aside: bool = True) -> tuple[tuple[int, str], ...]:
         """Check every line and repair the file; return the number (from 1) and the fault of each line that `check`
@@ -183,6 +276,7 @@ class Lines(Closing):
             _append(self._descriptor, b"\n", self.path)
         elif end < size:
             _cut(self._descriptor, end, self.path)
+        self._settle()
         return tuple(faults)
 
     def close(self) -> None:

@@ -145,6 +145,10 @@ class Store(Closing):
         """Append the header of a start, as `append` does a point."""
         self._lines.append(encode(header))
 
+    def check(self) -> None:
+        """Raise TakenAwayError if somebody deleted, replaced or changed the file; its records are saved then."""
+        self._lines.check()
+
     def points(self) -> tuple[Measurement, ...]:
         return read(self.path).points
 

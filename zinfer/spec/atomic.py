@@ -6,24 +6,32 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from zinfer.spec import lease
+
 
 @contextmanager
 def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
     """Open a stream whose content replaces `path`, on disk, when the block ends without an exception; else `path`
-    stays.
+    stays, and so do its permissions.
 
     Makes the folder. With `private` only the user may read the file. A path that is no regular file (a pipe, a
-    terminal) is written to directly. Raises OSError.
+    terminal) is written to directly; a link keeps pointing at its file, which is replaced. What a kill leaves of the
+    new content is removed at the next start (`zinfer.spec.lease`). Raises OSError.
     """
     if path.exists() and not path.is_file():
         with path.open("wb") as stream:
             yield stream
         return
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = lease.part_of(path)
     try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
         with open(descriptor, "wb") as stream:
+            if not private:
+                with suppress(OSError):  # a new file, or one of somebody else
+                    os.fchmod(descriptor, path.stat().st_mode & 0o777)
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -31,6 +39,7 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+        lease.release(part)
     sync_folder(path.parent)
 
 

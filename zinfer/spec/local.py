@@ -1,14 +1,20 @@
 """Local machine: its name, the folder of its results, and its probed description."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from zinfer.spec import machine
-from zinfer.spec.host import host_bytes, host_facts, slug
+from zinfer.spec.ending import PARENT
+from zinfer.spec.host import gpus, host_bytes, host_facts, slug
 from zinfer.spec.machine import Machine, MachineError
 
 RESULTS = Path("sweeps/results")
+PROBE = (sys.executable, "-m", "zinfer", "probe")
+LITTLE = "64MiB"  # host memory of a second try of the probe
 ALIKE = 0.1  # largest relative difference in memory of hosts that are taken for the same one
 
 
@@ -35,12 +41,50 @@ def this_machine() -> Machine:
     """Return the description that `zinfer probe` wrote of this machine. If there is none, the probe runs now, in its
     own process.
 
-    (A probe in this process would leave a CUDA context behind, whose GPU memory a measurement would lack.) Raises
-    MachineError if the probe fails.
+    (A probe in this process would leave a CUDA context behind, whose GPU memory a measurement would lack.) A probe that
+    is killed, as the kernel does where memory is short, runs again with less of it; if that is killed, too, the machine
+    is described without rates, and the next call tries again. stderr gets a line about it. Raises MachineError if the
+    probe fails.
     """
     path = results_folder() / "machine.json"
-    if not path.is_file():
-        command = [sys.executable, "-m", "zinfer.cli", "probe", "-o", str(path)]
-        if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode != 0:
-            raise MachineError("`zinfer probe` failed on this machine; run it to see why")
+    if not path.is_file() and _probe(path) == -signal.SIGKILL:
+        _say("the probe was killed, as happens where host memory is short: measuring again with little memory")
+        if _probe(path, "--quick", "--memory", LITTLE) == -signal.SIGKILL:
+            _say("the probe was killed again: going on without this machine's rates, so nothing is predicted")
+            return unmeasured()
     return machine.load(path)
+
+
+def _probe(path: Path, *words: str) -> int:
+    """Run the probe in a process that ends with this one, and return its exit code. Raises MachineError if it fails
+    otherwise than by being killed."""
+    command = [*PROBE, "-o", str(path), *words]
+    env = {**os.environ, PARENT: str(os.getpid())}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env, start_new_session=True) as process:
+        try:
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            raise
+    if code not in (0, -signal.SIGKILL):
+        error = MachineError("`zinfer probe` failed on this machine; run it to see why")
+        error.exit_code = code
+        raise error
+    return code
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def unmeasured() -> Machine:
+    """Return this machine as it is described without a measurement: its memories, and no rates."""
+    devices = gpus()
+    fields: dict[str, Any] = {}
+    if devices:
+        size = devices[0].get("memory_bytes")
+        fields = {"gpu_count": len(devices), "gpu_name": devices[0].get("name"), "gpu_bytes": size}
+    return Machine(
+        name=name(), source="datasheet", host_bytes=host_bytes(), note="not measured: the probe was killed",
+        details={"host": host_facts()}, **fields,
+    )  # fmt: skip

@@ -20,8 +20,10 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from zinfer.spec.host import gpus, host_bytes, host_facts, name_of
+from zinfer.spec.errors import ENVIRONMENT
+from zinfer.spec.host import available_bytes, gpus, host_bytes, host_facts, name_of
 from zinfer.spec.machine import SHARING, Machine, MachineError
+from zinfer.spec.units import gb
 
 if TYPE_CHECKING:
     import torch
@@ -36,27 +38,44 @@ BUDGET_S = 2.0  # seconds for the repeats of one figure: a slow machine gets few
 Seconds = Callable[[Callable[[], object]], float]
 
 
-def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable[[str], object] = str) -> Machine:
+class Full(MachineError):
+    """A disk without room for a file to measure with."""
+
+    exit_code = ENVIRONMENT
+
+
+def probe(
+    nvme_path: Path | None = None,
+    quick: bool = False,
+    progress: Callable[[str], object] = str,
+    memory: int | None = None,
+) -> Machine:
     """Measure this machine, and the disk of the folder `nvme_path` if that is given.
 
-    `quick` takes fewer samples of smaller blocks; `progress` gets the name of each measurement. Page-locks 1 GiB at
-    most, and leaves no file behind. Raises MachineError when torch is missing or `nvme_path` is not a folder.
+    `quick` takes fewer samples of smaller blocks; `progress` gets the name of each measurement; `memory` is the host
+    memory to measure with, in bytes, by default half of what can still be had (`available_bytes`). Page-locks
+    1 GiB at most, and leaves no file behind. Raises MachineError when torch is missing or `nvme_path` is not a folder,
+    Full for one on a full disk.
     """
+    if nvme_path is not None and not nvme_path.is_dir():
+        raise MachineError(f"--nvme-path {nvme_path} is not a folder")
+    if nvme_path is not None and (free := shutil.disk_usage(nvme_path).free) < 4 * NVME_BLOCK:
+        raise Full(f"--nvme-path {nvme_path} has {gb(free)} free, too little to measure with: name another folder")
     try:
         import torch
     except ImportError:
         raise MachineError("the measurement needs torch: pip install 'zinfer[engines]'") from None
-    if nvme_path is not None and not nvme_path.is_dir():
-        raise MachineError(f"--nvme-path {nvme_path} is not a folder")
+    memory = available_bytes() // 2 if memory is None else memory
     cuda = torch.cuda.is_available()
     devices = gpus() if cuda else []
     details: dict[str, Any] = {"host": host_facts(), "torch": torch.__version__, "quick": quick}
     repeats, largest = (3, 256 * MIB) if quick else (7, 1024 * MIB)
+    largest = max(MIB, min(largest, memory // 4))
     progress("host memory")
     size = min(largest, 256 * MIB) if not cuda else largest
     details["host_copy"] = host = _entry(_host_copy(size, repeats), "bytes")
     progress("attention on the CPU")
-    cache = min(max(size, BEYOND_CACHES * details["host"]["cache_bytes"]), host_bytes() // 8)
+    cache = min(max(size, BEYOND_CACHES * details["host"]["cache_bytes"]), memory // 4)
     ways = {"attention": 1, "grouped_attention": SHARING}
     details |= {way: _entry(_attention(cache, repeats, many), "bytes of keys and values") for way, many in ways.items()}
     fields: dict[str, Any] = {f"{way}_bandwidth": details[way]["median"] for way in ways}
@@ -94,12 +113,14 @@ def probe(nvme_path: Path | None = None, quick: bool = False, progress: Callable
 
 def measure_link(device: "torch.device | str") -> float:
     """Return the bytes per second from pinned host memory to `device`: the median of five copies of 1 GiB; for the CPU,
-    of five copies of 256 MiB within memory. Measured before each load, so that a record has the link it ran on."""
+    of five copies of 256 MiB within memory. Copies are smaller where memory is short. Measured before each load, so
+    that a record has the link it ran on."""
     import torch
 
+    spare = max(MIB, available_bytes() // 8)
     if torch.device(device).type != "cuda":
-        return median(_host_copy(256 * MIB, 5))
-    with _host_buffer(1024 * MIB, pinned=True) as source:
+        return median(_host_copy(min(256 * MIB, spare), 5))
+    with _host_buffer(min(1024 * MIB, spare), pinned=True) as source:
         target = torch.empty_like(source, device=device)
         return median(_rates(lambda: target.copy_(source, non_blocking=True), source.nbytes, _cuda_seconds, 5))
 

@@ -2,7 +2,8 @@
 
 CUDA, ZeRO and TensorRT keep global state, and an out-of-memory must not take the sweep down. Parent and worker exchange
 JSON lines over the worker's stdin and stdout, in lock-step: a point is asked for only when the one before it is on
-disk. The worker's own prints go to stderr. A worker ends with its parent, whatever kills that.
+disk. The worker's own prints go to stderr. A worker ends with its parent, whatever kills that, and the programs that it
+has started end with it (`zinfer.spec.ending`).
 """
 
 import json
@@ -24,7 +25,9 @@ from typing import IO, Any
 from zinfer import __version__
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement, Status
+from zinfer.spec import lease
 from zinfer.spec.case import Case
+from zinfer.spec.ending import PARENT, at_end
 from zinfer.spec.progress import Progress, silent
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.tasks import NAMES, TASKS, Answer, Load, Measure, Request
@@ -126,9 +129,10 @@ class Worker(Client):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**_CALM, **_GROWING, **os.environ, "ZINFER_PARENT": str(os.getpid())},
+            env={**_CALM, **_GROWING, **os.environ, PARENT: str(os.getpid())},
             start_new_session=True,  # ctrl-C is the parent's to handle
         )
+        self._forget = at_end(self._kill_group)
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -160,6 +164,8 @@ class Worker(Client):
 
     def _obituary(self) -> WorkerDied:
         code = self._process.wait()
+        self._forget()
+        lease.sweep()  # what it owned
         if code == -signal.SIGKILL and _oom_kills() > self._oom_kills:
             return WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -175,9 +181,14 @@ class Worker(Client):
         return lines[-1].strip()[:300] if lines else ""
 
     def kill(self) -> None:
+        self._kill_group()
+        self._process.wait()
+        self._forget()
+        lease.sweep()  # what it owned
+
+    def _kill_group(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
     def close(self) -> None:
         """Let the worker finish in order; kill it if it does not within half a minute."""
@@ -188,6 +199,7 @@ class Worker(Client):
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self.kill()
+        self._forget()
         if self._log is not None:
             self._log.close()
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -10,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from zinfer.spec.ending import with_parent
 from zinfer.worker.session import Session
 
 BEAT_SECONDS = 0.2  # between two messages of progress
@@ -45,21 +45,12 @@ class Server:
             self._say({"progress": what, "share": share})
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux), and to prefer it when host memory runs out."""
-    import ctypes
-
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != int(os.environ.get("ZINFER_PARENT", os.getppid())):
-        os._exit(1)  # the parent was gone before the request took effect
+def main() -> None:
+    """Serve a parent on stdin and stdout; anything else that is printed goes to stderr. Ends with the parent, and is
+    the first to be killed when host memory runs out."""
+    with_parent()
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def main() -> None:
-    """Serve a parent on stdin and stdout; anything else that is printed goes to stderr."""
-    _die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     Server(answers).serve(sys.stdin)

@@ -20,7 +20,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from zinfer.engine.pinned import empty_pinned_cache, pinned_bytes, set_pinned_al
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
 from zinfer.spec.engine import DeepSpeedOptions
+from zinfer.spec.lease import OwnFolder
 
 
 class DeepSpeed(Decoder):
@@ -46,7 +46,7 @@ class DeepSpeed(Decoder):
     """
 
     options: DeepSpeedOptions
-    _folder: TemporaryDirectory[str] | None = None
+    _folder: OwnFolder | None = None
     _world: World | None = None
     _engine: Any = None
     _fetched = _streamed_per_step = 0
@@ -55,7 +55,7 @@ class DeepSpeed(Decoder):
         self._parameters: dict[str, Any] = {}
         self._allocator = set_pinned_allocator()
         self._pinned_before = pinned_bytes()
-        self._world = World(self.device)
+        self._world = World(self.device, self.progress)
         with redirect_stdout(sys.stderr):
             self._initialize()
 
@@ -73,7 +73,7 @@ class DeepSpeed(Decoder):
         }
         if case.offload == "nvme":
             check_async_io()
-            self._folder = scratch(self.plan.nvme_path)
+            self._folder = scratch(self.plan.nvme_path, ("*.tensor.swp",))
         config = self._config(layers)
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
         partition = {True: Partition(config), False: Partition(config | {"zero_optimization": zero})}

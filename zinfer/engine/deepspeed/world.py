@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zinfer.engine import EngineError
+from zinfer.engine.deepspeed import compiling
+from zinfer.spec.progress import Progress, silent
 
 
 class World:
@@ -25,9 +27,10 @@ class World:
     _open: ClassVar[list["World"]] = []
     _shared: ClassVar[ExitStack] = ExitStack()  # changes that the last one to close undoes
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, progress: Progress = silent) -> None:
         if not self._open:
             with ExitStack() as undo:
+                compiling.watch(progress, undo.callback)
                 _prepare(device, undo)
                 World._shared = undo.pop_all()
         self._open.append(self)

@@ -15,7 +15,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from zinfer.spec import lease
 
 SOURCE = Path(__file__).with_name("attend.c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -124,9 +125,9 @@ def _compiled(compiler: str) -> Path:
     place = folder / f"attend-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if not place.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # another process may compile too
-            made = Path(scratch) / place.name
-            subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
+        with lease.folder(folder, "compile", ("attend-*", "cc?*")) as scratch:  # another process may compile too
+            made, env = scratch.path / place.name, {**os.environ, "TMPDIR": scratch.name}
+            subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, env=env)
             made.replace(place)
     return place
 

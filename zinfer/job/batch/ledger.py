@@ -118,7 +118,8 @@ class Ledger(Closing):
             self._job.append(*lines)
 
     def finish(self) -> None:
-        """Mark the job as done: no row is unfinished."""
+        """Mark the job as done: no row is unfinished. Raises TakenAwayError if its answers were taken away."""
+        self._output.check()
         if self._job is not None:
             self._job.close()
         self._begin(job_path(self._output.path))

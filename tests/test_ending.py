@@ -1,0 +1,195 @@
+"""Ends of processes: within seconds, in one line, with the exit code of the signal, and with all that was started."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import PATIENCE_S, environment
+
+NUMBERS = [signal.SIGINT, signal.SIGTERM]
+SOON_S = 3.0
+
+# A command line whose verb does something that can be interrupted.
+COMMAND = """
+import sys, time, types
+stub = types.ModuleType("zinfer.cli")
+def main():
+    {before}
+    print("ready", flush=True)
+    {what}
+    print("over", flush=True)
+stub.main = main
+sys.modules["zinfer.cli"] = stub
+from zinfer.__main__ import main
+main()
+"""
+IN_C = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'x', b'x', 1 << 30)"  # not interrupted, unlike a sleep
+SWALLOWED = """
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass
+"""
+FILE = """
+    from pathlib import Path
+    from zinfer.spec import atomic, lease
+    own = lease.folder(Path(sys.argv[1]), "weights", ("*.dat",))
+    (own.path / "layer.dat").write_text("x")
+    with atomic.writing(Path(sys.argv[1]) / "good") as stream:
+        stream.write(b"half")
+        print("ready", flush=True)
+        time.sleep(600)
+"""
+
+
+def started(what: str, *words: str, before: str = "pass") -> subprocess.Popen[str]:
+    script = COMMAND.replace("{before}", before).replace("{what}", what)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *words], env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def interrupted(process: subprocess.Popen[str], number: int) -> None:
+    """Send a signal and check the end."""
+    began = time.monotonic()
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, stderr) == (128 + number, "interrupted\n")
+    assert "over" not in stdout
+    assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("what", ["time.sleep(600)", IN_C, SWALLOWED], ids=["sleep", "in C", "swallowed"])
+def test_a_signal_ends_a_command_whatever_it_does(what: str, number: int) -> None:
+    interrupted(started(what), number)
+
+
+def test_what_a_command_has_made_goes_with_it(tmp_path: Path) -> None:
+    (tmp_path / "good").write_text("good")
+    process = started(FILE, str(tmp_path), before="")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert len(list(tmp_path.iterdir())) == 3
+    interrupted(process, signal.SIGTERM)
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+    assert (tmp_path / "good").read_text() == "good"
+
+
+def test_a_second_signal_has_the_same_exit_code() -> None:
+    slow = "from zinfer.spec import ending; ending.at_end(lambda: time.sleep(1)); time.sleep(600)"
+    process = started(slow)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    interrupted(process, signal.SIGINT)
+
+
+def test_a_signal_while_python_ends_does_not_change_the_exit_code() -> None:
+    late = "import weakref; x = type('X', (), {'__del__': lambda self: time.sleep(1)})(); sys.modules['late'] = x"
+    process = started(f"{late}; sys.exit(3)")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, stderr) in {(3, ""), (130, "interrupted\n")}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_terminal_gets_its_cursor_back(number: int) -> None:
+    what = "from zinfer.commands.watch import Watch; w = Watch(); w.__enter__(); print('ready', flush=True)"
+    script = COMMAND.replace("{before}", what).replace("{what}", "time.sleep(600)")
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment(TERM="xterm"), stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    seen = b""
+    while seen.count(b"ready") < 2:
+        seen += os.read(master, 1 << 12)
+    assert b"\x1b[?25l" in seen, "the progress display hides the cursor"
+    process.send_signal(number)
+    assert process.wait(timeout=PATIENCE_S) == 128 + number
+    while True:
+        try:
+            more = os.read(master, 1 << 12)
+        except OSError:  # the terminal has no process any more
+            break
+        if not more:
+            break
+        seen += more
+    os.close(master)
+    assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")
+    assert seen.endswith(b"interrupted\r\n")
+
+
+def test_an_import_is_interrupted_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import sys, time\nprint('importing', flush=True)\ntime.sleep(600)\n")
+    env = environment()
+    env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zinfer", "plot"], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    interrupted(process, signal.SIGINT)
+
+
+# A worker that starts a compiler, which starts another program; all of them write their ids.
+WORKER = """
+import os, subprocess, time
+from zinfer.spec.ending import with_parent
+with_parent()
+child = subprocess.Popen(["sh", "-c", "trap '' TERM INT; sleep 600 & echo $$ $!; wait"])
+print(os.getpid(), flush=True)
+{then}
+"""
+PARENT = """
+import os, subprocess, sys, time
+env = {**os.environ, "ZINFER_PARENT": str(os.getpid())}
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=env, start_new_session=True)
+worker.wait() if sys.argv[2] == "wait" else time.sleep(600)
+time.sleep(600)
+"""
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("way", ["the parent is killed", "the worker is killed", "the worker ends"])
+def test_what_a_worker_has_started_ends_with_it(way: str) -> None:
+    then = "time.sleep(0.5)" if way == "the worker ends" else "time.sleep(600)"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, WORKER.replace("{then}", then), "wait"], env=environment(),
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert parent.stdout is not None
+    lines = [parent.stdout.readline().split(), parent.stdout.readline().split()]
+    (worker,), compilers = sorted(([int(number) for number in line] for line in lines), key=len)
+    try:
+        assert all(map(alive, compilers))
+        if way == "the parent is killed":
+            parent.kill()
+        elif way == "the worker is killed":
+            os.kill(worker, signal.SIGKILL)
+        deadline = time.monotonic() + SOON_S
+        while any(map(alive, [worker, *compilers])) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(alive, [worker, *compilers]))
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()

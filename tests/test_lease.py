@@ -1,0 +1,210 @@
+"""Leases: what a killed process left goes at the next start, and nothing else ever does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests import PATIENCE_S, environment
+from zinfer.cli import cli
+from zinfer.spec import atomic, lease
+
+# Each makes something in the folder of its first argument, says so, and waits for its end.
+WEIGHTS = """
+import os, sys, time
+from pathlib import Path
+from zinfer.spec import lease
+own = lease.folder(Path(sys.argv[1]), "weights", ("*.dat",))
+(own.path / "deep").mkdir()
+(own.path / "deep" / "layer.dat").write_bytes(b"x" * 1000)
+(own.path / "layer.dat").write_bytes(b"x" * 1000)
+print(own.path, flush=True)
+time.sleep(600)
+"""
+FILE = """
+import sys, time
+from pathlib import Path
+from zinfer.spec import atomic
+with atomic.writing(Path(sys.argv[1]) / "good.txt") as stream:
+    stream.write(b"half")
+    stream.flush()
+    print(next(Path(sys.argv[1]).glob("*.part")), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    lease.end()
+    yield tmp_path / "state" / "zinfer" / "leases"
+    lease.end()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "place").mkdir()
+    return tmp_path / "place"
+
+
+def killed(script: str, place: Path, number: int = signal.SIGKILL) -> Path:
+    """Run `script` until it has made its path, kill it, and return the path."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(place)], stdout=subprocess.PIPE, env=environment(), text=True
+    )
+    assert process.stdout is not None
+    path = Path(process.stdout.readline().strip())
+    assert path.exists()
+    lease.sweep()
+    assert path.exists(), "swept while its process lives"
+    process.send_signal(number)
+    process.wait(timeout=PATIENCE_S)
+    process.stdout.close()
+    return path
+
+
+@pytest.mark.parametrize("script", [WEIGHTS, FILE])
+def test_a_killed_process_leaves_nothing_for_good(place: Path, state: Path, script: str) -> None:
+    (place / "good.txt").write_text("good")
+    path = killed(script, place)
+    assert path.exists()
+    told: list[str] = []
+    lease.sweep(told.append)
+    assert [file.name for file in place.iterdir()] == ["good.txt"]
+    assert (place / "good.txt").read_text() == "good"
+    assert len(told) == 1
+    assert str(path) in told[0]
+    assert list(state.iterdir()) == []
+
+
+def test_the_next_command_says_what_it_removed(place: Path) -> None:
+    path = killed(WEIGHTS, place)
+    result = CliRunner().invoke(cli, ["export", str(place / "nothing")])
+    assert result.exit_code == 4
+    assert f"removed {path} (" in result.stderr
+    assert not path.exists()
+
+
+def test_files_of_others_in_an_owned_folder_stay(place: Path, state: Path, tmp_path: Path) -> None:
+    path, thesis = killed(WEIGHTS, place), tmp_path / "thesis.dat"
+    thesis.write_text("years of work")
+    (path / "notes.txt").write_text("mine")
+    (path / "link.dat").symlink_to(thesis)
+    (path / "far").symlink_to(tmp_path)
+    told: list[str] = []
+    lease.sweep(told.append)
+    lease.sweep(told.append)
+    assert sorted(file.name for file in path.iterdir()) == [".zinfer", "far", "link.dat", "notes.txt"]
+    assert thesis.exists()
+    assert len(told) == 1
+    assert "these stay" in told[0]
+    assert list(state.iterdir()) == []
+
+
+def forged(state: Path, *lines: object, token: str = "ab" * 16) -> Path:
+    """Write a lease that nobody holds."""
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = state / f"{token}.lease"
+    header = {"zinfer_lease": 1, "token": token, "boot": lease._boot(), "host": os.uname().nodename}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *lines)))
+    path.chmod(0o600)
+    return path
+
+
+def test_a_forged_lease_deletes_no_file_of_the_user(place: Path, state: Path) -> None:
+    thesis, work = place / "thesis.txt", place / "work"
+    thesis.write_text("years")
+    work.mkdir()
+    (work / "data.dat").write_text("years")
+    (work / lease.MARK).write_text("ab" * 16)
+    marked = place / ("zinfer-weights-0-" + "ab" * 16)  # the right name, but without the mark
+    marked.mkdir()
+    (marked / "data.dat").write_text("years")
+    linked = place / ("zinfer-weights-1-" + "ab" * 16)
+    linked.symlink_to(work)
+    part = place / f"x.0.{'ab' * 16}.part"
+    part.symlink_to(thesis)
+    everything = [{"path": str(path), "made": ["*"]} for path in (work, marked, linked, place, thesis)]
+    forged(
+        state, *everything, {"path": str(thesis)}, {"path": str(part)}, {"path": "thesis.txt"}, {"path": 7}, [], "x",
+        {"path": str(place / ".." / "place" / "thesis.txt")}, {"path": str(marked), "made": "*"},
+    )  # fmt: skip
+    lease.sweep()
+    assert thesis.read_text() == (work / "data.dat").read_text() == (marked / "data.dat").read_text() == "years"
+
+
+@pytest.mark.parametrize("fault", ["open folder", "open file", "fifo", "link", "hard link"])
+def test_a_lease_that_others_may_have_written_is_not_read(place: Path, state: Path, fault: str) -> None:
+    part = place / f"x.0.{'ab' * 16}.part"
+    part.write_text("x")
+    path = forged(state, {"path": str(part)})
+    if fault == "open folder":
+        state.chmod(0o770)
+    elif fault == "open file":
+        path.chmod(0o660)
+    elif fault == "hard link":
+        os.link(path, place / "other")
+    else:
+        path.rename(place / "moved")
+        path.symlink_to(place / "moved") if fault == "link" else os.mkfifo(path)
+    lease.sweep()
+    assert part.exists()
+    state.chmod(0o700)
+
+
+def test_a_lease_of_another_host_is_left_to_it(place: Path, state: Path) -> None:
+    part = place / f"x.0.{'ab' * 16}.part"
+    part.write_text("x")
+    path = forged(state, {"path": str(part)})
+    path.write_text(path.read_text().replace(lease._boot(), "other").replace(os.uname().nodename, "elsewhere"))
+    lease.sweep()
+    assert part.exists()
+
+
+def test_a_drive_that_is_not_mounted_keeps_its_lease(place: Path, state: Path) -> None:
+    path = killed(WEIGHTS, place)
+    place.rename(place.with_name("away"))
+    lease.sweep()
+    assert len(list(state.iterdir())) == 1
+    place.with_name("away").rename(place)
+    lease.sweep()
+    assert not path.exists()
+
+
+def test_a_process_that_ends_in_order_leaves_neither_files_nor_a_lease(place: Path, state: Path) -> None:
+    with lease.folder(place, "weights", ("*.dat",)) as own:
+        (own.path / "layer.dat").write_text("x")
+        assert own.path.stat().st_mode & 0o777 == 0o700
+    atomic.write(place / "file", "x")
+    assert [file.name for file in place.iterdir()] == ["file"]
+    (held,) = state.iterdir()
+    assert held.read_bytes().count(b"\n") == 1, "a lease grows only with what is owned"
+    lease.end()
+    assert list(state.iterdir()) == []
+
+
+def test_without_a_folder_for_leases_everything_else_works(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file")
+    atomic.write(place / "file", "x")
+    with lease.folder(place, "weights", ("*.dat",)) as own:
+        (own.path / "layer.dat").write_text("x")
+    lease.sweep()
+    assert [file.name for file in place.iterdir()] == ["file"]
+
+
+def test_a_written_file_keeps_its_permissions_and_a_link_its_target(place: Path) -> None:
+    (place / "file").write_text("old")
+    (place / "file").chmod(0o640)
+    (place / "link").symlink_to("file")
+    atomic.write(place / "link", "new")
+    assert (place / "link").is_symlink()
+    assert (place / "file").read_text() == "new"
+    assert (place / "file").stat().st_mode & 0o777 == 0o640
+    atomic.write(place / ("long" * 63), "x")
+    assert (place / ("long" * 63)).read_text() == "x"

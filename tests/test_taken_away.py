@@ -1,0 +1,115 @@
+"""Results taken away under a run: noticed at the next line, and no line is lost."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.inline import FakeWorker, run_inline
+from tests.inline_batch import InlineRows, line
+from tests.inline_batch import run_inline as run_batch
+from zinfer.job.recipe import Sweep
+from zinfer.job.sweep import Events
+from zinfer.record import jsonl
+from zinfer.record.jsonl import Lines, TakenAwayError
+from zinfer.record.store import read
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def replace(path: Path) -> None:
+    path.with_name("other").write_text("other\n")
+    path.with_name("other").replace(path)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def add(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("somebody else\n")
+
+
+def move(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("moved"))
+
+
+WAYS = [delete, replace, cut, empty, add, move]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("remembered", [1 << 20, 40])
+def test_every_line_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Callable[[Path], None], remembered: int
+) -> None:
+    monkeypatch.setattr(jsonl, "REMEMBERED", remembered)
+    path = tmp_path / "folder" / "file"
+    with Lines.open(path) as lines:
+        lines.append(b"before")
+    wanted = [b"before", *(b"line %d" % number for number in range(20)), b"last"]
+    with Lines.open(path) as lines:
+        lines.append(*wanted[1:11])
+        lines.append(*wanted[11:21])
+        lines.check()
+        way(path)
+        with pytest.raises(TakenAwayError, match=r"file was .*file\.saved;") as caught:
+            lines.append(b"last")
+        assert caught.value.exit_code == 6
+        with pytest.raises(TakenAwayError, match=r"file\.saved-2"):
+            lines.check()
+    saved = path.with_name("file.saved").read_bytes().splitlines()
+    if remembered < 100 and way in {cut, empty}:  # then only what is still in memory can be saved
+        assert saved[-3:] == wanted[-3:]
+    else:
+        assert saved == wanted
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("at", [2, 8])
+def test_a_sweep_stops_and_resumes_from_what_was_saved(tmp_path: Path, way: Callable[[Path], None], at: int) -> None:
+    path = tmp_path / "folder" / "r.jsonl"
+    sweep = Sweep(model=("fake",), engine=("stream",), offload=("cpu",), batch_size=tuple(range(1, 9)))
+    worker = FakeWorker(edge=99)
+
+    def took(point: object, resumed: bool) -> None:
+        if len(worker.measured) == at and not resumed:
+            way(path)
+
+    with pytest.raises(TakenAwayError):
+        run_inline(path, sweep, worker, Events(point=took))
+    assert worker.measured == list(range(1, min(at + 1, 8) + 1)), "a sweep went on without its file"
+    saved = path.with_name("r.jsonl.saved")
+    assert [point.case.workload.batch_size for point in read(saved).points] == worker.measured
+    saved.replace(path)
+    run_inline(path, sweep, worker)
+    assert worker.measured == list(range(1, 9))
+
+
+@pytest.mark.parametrize("way", [delete, replace, empty])
+def test_a_batch_job_stops_and_loses_no_answer(tmp_path: Path, way: Callable[[Path], None]) -> None:
+    path, worker = tmp_path / "folder" / "out.jsonl", InlineRows()
+    lines = [line(f"a{10 * size}/{size}") for size in range(1, 13)]
+
+    def took(task: str) -> None:
+        if path.stat().st_size and not worker.closed and len(worker.read) > 2:
+            worker.before = lambda _task: None
+            way(path)
+
+    worker.before = took
+    with pytest.raises(TakenAwayError):
+        run_batch(path, lines, worker, at_most=3)
+    saved = path.with_name("out.jsonl.saved")
+    saved.replace(path)
+    before = path.read_bytes()
+    assert before
+    run_batch(path, lines, InlineRows(), at_most=3)
+    assert path.read_bytes().startswith(before)
+    assert len(path.read_bytes().splitlines()) == 12

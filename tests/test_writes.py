@@ -1,0 +1,140 @@
+"""Files are written in one place: whole or not at all (`zinfer.spec.atomic`), except for a few that are named here."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Function of a module -> why it may write by itself.
+ALLOWED = {
+    "spec.atomic:writing": "the one atomic write",
+    "spec.lease:_Lease._open": "a lease, locked before it gets its name",
+    "spec.lease:_Lease._write": "a lease, appended to",
+    "spec.lease:_Lease.end": "removes the lease",
+    "spec.lease:_Lease.drop": "shortens the lease",
+    "spec.lease:folder": "the mark of an owned folder",
+    "spec.lease:_sweep_one": "removes a dead lease",
+    "spec.lease:_remove": "removes what a dead lease names",
+    "spec.lease:_remove_folder": "removes what a dead lease names",
+    "spec.ending:_end": "the last line on stderr",
+    "__main__:_interrupted": "the last line on stderr",
+    "cli:_close_stdout": "opens /dev/null",
+    "record.jsonl:Lines.open": "an append-only log",
+    "record.jsonl:Lines._save": "lines of a log that was taken away, in a new file",
+    "record.jsonl:_keep_aside": "an append-only log",
+    "record.jsonl:_append": "an append-only log",
+    "record.jsonl:_cut": "cuts a torn line off a log",
+    "job.batch.ledger:Ledger._begin": "replaces a log by its first line, which is synced before",
+    "worker.server:main": "/proc, and the pipe to the parent",
+    "worker.process:Worker.__init__": "an unnamed temporary file",
+    "worker.probe:_nvme_read": "an unnamed temporary file",
+    "worker.teacher_forcing:logits_record": "logits, in an owned folder",
+    "worker.prefix_reuse:prefix_reuse": "removes its file in an owned folder",
+    "engine.stream.cpu_kernel:_compiled": "a library made in an owned folder, then renamed",
+    "engine.deepspeed.compiling:watch": "removes an abandoned lock",
+    "engine.tensorrt.build:_weights": "an unnamed temporary file",
+    "engine.stream.packed:write": "removes the old index first; the data go through an atomic write",
+    "report.plot.style:render": "into memory",
+    "record.export:to_parquet": "into memory",
+    "generation.prefix_cache:PrefixCache._list": "removes unfinished files of an earlier version",
+    "generation.prefix_cache:PrefixCache._room_on_disk": "removes the oldest kept conversations",
+}
+WRITING = {"w", "a", "x", "+"}
+METHODS = {
+    "write_text", "write_bytes", "savefig", "unlink", "rename", "touch", "mkfifo", "truncate", "ftruncate", "rmtree",
+    "symlink_to", "hardlink_to", "copyfile", "copytree", "copy2", "move", "mkstemp", "mkdtemp", "NamedTemporaryFile",
+    "TemporaryDirectory", "TemporaryFile", "SpooledTemporaryFile", "to_csv", "to_excel", "to_parquet", "write_table",
+    "save_file", "fdopen", "tofile",
+}  # fmt: skip
+
+
+def mode_of(call: ast.Call, position: int) -> str:
+    """Return the mode of an open; "?" if it is not written out."""
+    given = [word.value for word in call.keywords if word.arg == "mode"] + call.args[position : position + 1]
+    if not given:
+        return "r"
+    return given[0].value if isinstance(given[0], ast.Constant) and isinstance(given[0].value, str) else "?"
+
+
+def writes(call: ast.Call) -> bool:
+    """Tell whether a call may open a file for writing, or create, rename or remove one."""
+    function = call.func
+    if isinstance(function, ast.Name):
+        return function.id == "open" and (bool(WRITING & set(mode := mode_of(call, 1))) or mode == "?")
+    if not isinstance(function, ast.Attribute):
+        return False
+    module = function.value.id if isinstance(function.value, ast.Name) else ""
+    if function.attr == "open" and module == "os":
+        flags = ast.dump(call.args[1]) if len(call.args) > 1 else "O_CREAT"
+        return any(flag in flags for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC", "O_TMPFILE"))
+    if function.attr == "open":
+        return bool(WRITING & set(mode_of(call, 0)))
+    if function.attr in {"replace", "remove", "link", "symlink", "write", "pwrite", "save"}:
+        # also methods of texts and lists; those of a Path have one argument
+        path = function.attr == "replace" and len(call.args) == 1 and not call.keywords
+        return module in {"os", "shutil", "np", "numpy", "torch"} or path
+    return function.attr in METHODS
+
+
+class Finder(ast.NodeVisitor):
+    """The functions of a module that write."""
+
+    def __init__(self) -> None:
+        self.place, self.found = list[str](), set[str]()
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.place.append(node.name)
+        self.generic_visit(node)
+        self.place.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.place.append(node.name)
+        self.generic_visit(node)
+        self.place.pop()
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if writes(node):
+            outer = self.place[:2] if self.place and self.place[0].lstrip("_")[0].isupper() else self.place[:1]
+            self.found.add(".".join(outer) or "<module>")
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "callback":  # as in stack.callback(path.unlink)
+            for given in node.args:
+                if isinstance(given, ast.Attribute) and given.attr in METHODS:
+                    self.found.add(".".join(self.place[:1]))
+        self.generic_visit(node)
+
+
+def found_in(source: str) -> set[str]:
+    finder = Finder()
+    finder.visit(ast.parse(source))
+    return finder.found
+
+
+def test_nothing_writes_files_but_the_atomic_write_and_what_is_named() -> None:
+    found = set()
+    for path in sorted((ROOT / "zinfer").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT / "zinfer").with_suffix("").parts)
+        found |= {f"{module}:{name}" for name in found_in(path.read_text())}
+    assert found - ALLOWED.keys() == set(), "write it with zinfer.spec.atomic"
+    assert ALLOWED.keys() - found == set(), "these write no more"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "open('x', 'w')", "open('x', mode='ab')", "open('x', how)", "Path('x').open('wb')", "path.write_text('x')",
+        "os.open('x', os.O_WRONLY)", "os.replace('x', 'y')", "Path('x').replace(y)", "figure.savefig('x')",
+        "torch.save(x, y)", "np.save(x, y)", "shutil.copyfile(x, y)", "tempfile.mkdtemp()", "path.open('r+')",
+        "stack.callback(path.unlink)",
+    ],
+)  # fmt: skip
+def test_a_write_is_found(line: str) -> None:
+    assert found_in(f"def f():\n    {line}\n") == {"f"}
+
+
+@pytest.mark.parametrize(
+    "line", ["open('x')", "path.open('rb')", "text.replace('a', 'b')", "os.open('x', os.O_RDONLY)"]
+)
+def test_reading_is_none(line: str) -> None:
+    assert found_in(f"def f():\n    {line}\n") == set()

@@ -1,0 +1,126 @@
+"""Ends of a process: at a signal, with its parent, and together with all that it started.
+
+A command that is interrupted says so in one line, gives the terminal its cursor back, ends its workers, removes what it
+owns (`zinfer.spec.lease`) and ends with 128 and the signal's number, within three seconds whatever it is at: a signal's
+Python handler waits for the end of a call into C, so a thread sees to it that none is waited for too long.
+"""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+from zinfer.spec import lease
+
+PARENT = "ZINFER_PARENT"  # environment variable: the process to end with
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PATIENCE_S = 1.0  # for a call into C to return, and again for what has to be done last
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+# Waits for the end of its standard input, that is of the process that holds the other end; then ends the whole group.
+KEEPER = 'trap "" INT TERM HUP; read -r _; kill -KILL 0'
+SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"  # and an empty line, in place of a progress display
+
+_callbacks: list[Callable[[], object]] = []
+_ending = False
+
+
+def at_end(callback: Callable[[], object]) -> Callable[[], None]:
+    """Have `callback` called when a signal ends this process; return a function that takes it back."""
+    _callbacks.append(callback)
+
+    def forget() -> None:
+        with suppress(ValueError):
+            _callbacks.remove(callback)
+
+    return forget
+
+
+def handle_signals() -> None:
+    """End this process in order at SIGINT and SIGTERM, unless it was started with these ignored. For the main thread
+    of a command; a context that handles a signal itself (`zinfer.job.signals`) replaces this for its time."""
+    atexit.register(_ignore_signals)  # the first one is called last
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _arrived)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader,), daemon=True).start()
+
+
+def _ignore_signals() -> None:
+    """Ignore signals while Python ends, which would else end it with another exit code."""
+    for number in SIGNALS:
+        with suppress(ValueError):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _arrived(number: int, _frame: FrameType | None) -> None:
+    _end(number)
+
+
+def _watch(reader: int) -> None:
+    """Wait for signals; end the process where the main thread does not come to do so."""
+    while True:
+        for number in os.read(reader, 64):
+            if number in SIGNALS and signal.getsignal(number) is _arrived:
+                time.sleep(PATIENCE_S)
+                if not _ending:
+                    threading.Thread(target=_end, args=(number,), daemon=True).start()
+                time.sleep(PATIENCE_S)
+                os._exit(128 + number)
+
+
+def _end(number: int) -> None:
+    """Do what has to be done last, and exit; the second signal exits at once."""
+    global _ending
+    if not _ending:
+        _ending = True
+        if threading.current_thread() is threading.main_thread():
+            with suppress(Exception):  # a write to stdout may be under way
+                sys.stdout.flush()
+        with suppress(OSError):
+            os.write(2, (SHOW_CURSOR if os.isatty(2) else b"") + b"interrupted\n")
+        for callback in reversed(_callbacks):
+            with suppress(Exception):
+                callback()
+        with suppress(Exception):
+            lease.end()
+    os._exit(128 + number)
+
+
+def with_parent() -> None:
+    """End this process with its parent, whose id is in the environment (`PARENT`), if there is one; and everything that
+    this process starts with it, compilers for example, if it leads a process group. Linux alone can do the former."""
+    parent = os.environ.pop(PARENT, "")
+    if not parent.isdigit():
+        return
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(1)  # the parent was gone before the request took effect
+    if os.getpgrp() == os.getpid():
+        _keep()
+
+
+def _keep() -> None:
+    """Start a shell that ends this process's group when this process has ended, however it did.
+
+    The request of `with_parent` is not inherited: a compiler that was started would go on for minutes.
+    """
+    import subprocess
+
+    reader, writer = os.pipe()  # closed in programs that are started
+    with suppress(OSError):
+        subprocess.Popen(
+            ["/bin/sh", "-c", KEEPER], stdin=reader, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/"
+        )
+    os.close(reader)
+    os.register_at_fork(after_in_child=lambda: os.close(writer))

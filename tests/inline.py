@@ -67,7 +67,8 @@ class FakeWorker(InlineWorker):
         self.measured.append(batch)
         status: Status = self.fails.get(batch, "ok" if batch <= self.edge else "oom_gpu")
         timed = status == "ok" and request.repeats
-        samples: dict[str, Any] = {"ttft_ms": (1.0 + batch,), "step_ms": ((2.0, 2.5),)} if timed else {}
+        steps = (2.0,) * (case.workload.output_len - 1)
+        samples: dict[str, Any] = {"ttft_ms": (1.0 + batch,), "step_ms": (steps,)} if timed else {}
         effective = Effective(gpu_weight_bytes=1, streamed_bytes_per_step=800)
         return Measured(point=Measurement(case=case, status=status, machine="test", effective=effective, **samples))
 

@@ -147,7 +147,7 @@ def test_markdown_has_one_line_a_point_and_no_markup() -> None:
     widths = {line.replace("\\\\", "").replace("\\|", "").count("|") for line in lines}
     assert len(widths) == 1
     assert "a\\|b\\`c\\\\d\\_e\\[x\\](y)" in lines[4]
-    assert "one \\| two \\[31m&lt;img src=x&gt;&amp;" in lines[4]
+    assert "one \\| two\\\\u001b\\[31m&lt;img src=x&gt;&amp;" in lines[4]
     assert "effective\\_nvme\\_weight\\_bytes" in lines[0]
     assert "gpu\\_used\\_bytes" not in lines[0], "a column in which nothing stands is left out"
 

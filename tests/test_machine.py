@@ -76,9 +76,9 @@ def test_a_probed_machine_is_read_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is not a machine description"),
-        (json.dumps({"name": "x"}), "is not a machine description"),
-        (json.dumps({"name": "x", "source": "measured", "speed": 1}), "is not a machine description"),
+        ("{", "is damaged"),
+        (json.dumps({"name": "x"}), "source: Field required"),
+        (json.dumps({"name": "x", "source": "measured", "speed": 1}), "speed: Extra inputs"),
     ],
 )
 def test_a_damaged_machine_file_is_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from importlib import import_module
 
 import click
 
+from zinfer.commands import limits
 from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError
+from zinfer.spec.printable import guarded, refuse_surrogates
 
 # verb -> its line in the help; its code is zinfer.commands.<verb>:command
 VERBS = {
@@ -32,6 +34,7 @@ VERBS = {
 
 # verbs that make files; at their start goes what a killed one of them left behind
 MAKERS = frozenset(VERBS) - {"models", "doctor", "best", "compare"}
+MESSAGE = 2000  # most characters of an error message
 
 
 class Failure(click.ClickException):
@@ -46,10 +49,15 @@ class _Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        refuse_surrogates(args)
+        return super().parse_args(ctx, args)
+
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
             return None
         command: click.Command = import_module(f"zinfer.commands.{name}").command
+        limits.bound(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -89,6 +97,11 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 def main() -> None:
     """Run the `zinfer` console script. A traceback is printed only with --debug or ZINFER_DEBUG=1."""
+    with guarded():
+        _main()
+
+
+def _main() -> None:
     debug = "--debug" in sys.argv or os.environ.get("ZINFER_DEBUG") == "1"
     if debug:
         os.environ["ZINFER_DEBUG"] = "1"
@@ -103,6 +116,8 @@ def main() -> None:
         click.echo("interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
+        if len(error.message) > MESSAGE:  # it repeats a value that somebody typed or wrote
+            error.message = f"{error.message[:MESSAGE]}…"
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of stdout ended, as `| head` does
@@ -113,13 +128,14 @@ def main() -> None:
             raise
         _close_stdout()
         place = error.filename if error.filename is not None else "the output"
-        click.echo(f"Error: {place}: {error.strerror or error}", err=True)
+        click.echo(f"Error: {place!s:.200}: {error.strerror or error}", err=True)
         sys.exit(ENVIRONMENT)
     except Exception as error:
         if debug:
             raise
         if isinstance(error, ZinferError):
-            click.echo(f"Error: {error}", err=True)
+            text = str(error)
+            click.echo(f"Error: {text}" if len(text) <= MESSAGE else f"Error: {text[:MESSAGE]}…", err=True)
             sys.exit(error.exit_code)
         text = " ".join(str(error).split())[:600]
         click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)

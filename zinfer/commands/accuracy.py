@@ -165,10 +165,11 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
     machine = options.with_nvme(local.this_machine(), nvme_path)
 
     def plans(choice: Any, axes: dict[str, Any]) -> "list[tuple[Plan, str]]":
-        wanted = recipe.Sweep(
-            model=(how["model"],), engine=(how["engine"],), offload=(choice,), gpu_weights=gpu_weights or (None,),
-            options=axes,
-        )  # fmt: skip
+        fields = {
+            "model": (how["model"],), "engine": (how["engine"],), "offload": (choice,),
+            "gpu_weights": gpu_weights or (None,), "options": axes,
+        }  # fmt: skip
+        wanted = recipe.make_sweep(fields, "the command line")
         found = []
         for load in wanted.loads():
             target = options.locate(load)

@@ -88,12 +88,14 @@ def command(
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.ledger import Ledger
     from zinfer.job.batch.openai import Fault, read_requests, refusal
+    from zinfer.record.jsonl import MAX_BYTES
+    from zinfer.spec.documents import read_bytes
 
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
     choice = {key: how[key] for key in ("engine", "offload", "gpu_weights", "settings", "nvme_path")}
     loads = options.one_load("batch", model, layers=layers, **choice)
-    content = prompts.read_bytes()
+    content = read_bytes(prompts, MAX_BYTES)
     lines = read_requests(content)
     if not lines:
         raise click.UsageError(f"{prompts} holds no request")

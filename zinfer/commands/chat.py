@@ -14,6 +14,7 @@ import click
 from zinfer.cli import Failure
 from zinfer.commands.options import Size
 from zinfer.spec.errors import ENVIRONMENT, INTERNAL
+from zinfer.spec.printable import show_generated, text_lines
 
 if TYPE_CHECKING:
     from zinfer.worker.process import Client
@@ -53,14 +54,14 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
         yield from given
         return
     if not asked:
-        yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+        yield from (line.rstrip("\n") for line in text_lines(sys.stdin, "stdin") if line.strip())
         return
     interrupted = False  # one ctrl-C at the prompt may have been meant for the answer
     while True:
         try:
             click.echo("> ", nl=False, err=True)
             with _raised():
-                line = sys.stdin.readline()
+                line = next(text_lines(sys.stdin, "stdin"), "")  # ctrl-C ends the generator
         except KeyboardInterrupt:
             if interrupted:
                 raise
@@ -148,7 +149,7 @@ def talk(
 
 def _show(text: str, as_json: bool) -> None:
     if text and not as_json:
-        click.echo(text, nl=False)
+        show_generated(text)
 
 
 def summary(turn: dict[str, Any]) -> str:

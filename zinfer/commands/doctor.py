@@ -40,7 +40,6 @@ def command(as_json: bool) -> None:
     """Check packages, hardware and which engines can run here. The exit code is 5 if no engine can."""
     import json
 
-    from rich.markup import escape
     from rich.table import Table
 
     from zinfer.commands.out import console
@@ -54,7 +53,7 @@ def command(as_json: bool) -> None:
         table = Table("", "found", "what to do")
         for index, row in enumerate(rows):
             last = index + 1 == len(rows) or rows[index + 1].group != row.group
-            table.add_row(row.name, escape(row.found), escape(row.advice), end_section=last)
+            table.add_row(row.name, row.found, row.advice, end_section=last)
         console().print(table)
     if all(row.advice for row in engines):
         raise SystemExit(ENVIRONMENT)

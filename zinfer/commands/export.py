@@ -29,6 +29,7 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
     from zinfer.record.store import Records, StoreError, files, read
     from zinfer.spec import atomic
     from zinfer.spec.errors import ENVIRONMENT, NOTHING
+    from zinfer.spec.printable import printable
 
     ending = output.suffix.removeprefix(".").lower() if output else ""
     chosen = form or (ending if ending in FORMATS else "csv")
@@ -52,7 +53,8 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
     except ModuleNotFoundError as error:
         raise Failure("--format parquet needs pyarrow: pip install 'pyarrow>=17'", ENVIRONMENT) from error
     if output is None:
-        click.echo(content, nl=False)
+        # a terminal is for reading: what would move its cursor is written out; a file or a pipe gets every character
+        click.echo(printable(content.decode()) if sys.stdout.isatty() else content, nl=False)
         return
     try:
         atomic.write(output, content)

@@ -59,7 +59,7 @@ class Numbers(click.ParamType[Any]):
         except ValueError:
             numbers = ()
         if not numbers or min(numbers) < 1:
-            self.fail(f"{value!r}: write positive whole numbers with commas between", param, ctx)
+            self.fail(f"{value[:60]!r}: write positive whole numbers with commas between", param, ctx)
         return numbers
 
 
@@ -67,6 +67,7 @@ class Size(click.ParamType[Any]):
     """Number of bytes, written as 8GiB or 4096."""
 
     name = "size"
+    largest = 1 << 62  # of `zinfer.commands.limits`
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         from zinfer.spec.units import parse_bytes
@@ -222,7 +223,13 @@ def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
     import shutil
     from pathlib import Path
 
-    Path(nvme_path).mkdir(parents=True, exist_ok=True)
+    from zinfer.cli import Failure
+    from zinfer.spec.errors import ENVIRONMENT
+
+    try:
+        Path(nvme_path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Failure(f"--nvme-path {nvme_path} cannot be made: {error.strerror}", ENVIRONMENT) from None
     return machine.model_copy(update={"nvme_bytes": shutil.disk_usage(nvme_path).free})
 
 
@@ -266,16 +273,17 @@ def one_load(
     Raises UsageError for axes, for a missing ``--nvme-path`` and for an offload that the engine lacks; OptionError and
     EngineError as `located` does.
     """
-    from zinfer.job.recipe import Sweep
+    from zinfer.job.recipe import make_sweep
 
     check_nvme([offload], nvme_path)
     if any(len(values) > 1 for values in [*settings.values(), gpu_weights or ()]):
         raise click.UsageError(f"{verb} takes one value for each option; axes belong to `zinfer sweep`")
     offloads = offload_choices(offload, gpu_weights)
-    wanted = Sweep(
-        model=(model,), engine=(engine,), offload=offloads, layers=(layers,), gpu_weights=gpu_weights or (None,),
-        options=settings,
-    )  # fmt: skip
+    fields = {
+        "model": (model,), "engine": (engine,), "offload": offloads, "layers": (layers,),
+        "gpu_weights": gpu_weights or (None,), "options": settings,
+    }  # fmt: skip
+    wanted = make_sweep(fields, "the command line")
     loads = located(wanted)
     if not loads:
         raise click.UsageError(f"engine {engine} has no offload {', '.join(offloads)}")

@@ -1,11 +1,16 @@
 """Output that commands share: tables on stdout, and runs of studies in the files of their kind."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
+
+from zinfer.spec.printable import printable, unguarded
 
 if TYPE_CHECKING:
     from zinfer.record.study import Study
@@ -13,10 +18,27 @@ if TYPE_CHECKING:
 WIDTH = 160  # columns of a table in a file or a pipe
 
 
+class PlainConsole(Console):
+    """Console whose texts are plain: no markup of rich in them, and no character that moves the cursor."""
+
+    def __init__(self, file: TextIO | None = None, **settings: Any) -> None:
+        stream = unguarded(sys.stdout if file is None else file)
+        if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a character that the terminal's encoding lacks is a question mark
+        super().__init__(file=stream, markup=False, emoji=False, **settings)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        return super().render_str(printable(text), **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
 def console() -> Console:
     """Return stdout for tables; cells are cut to fit a terminal, but never a file or a pipe."""
-    found = Console()
-    return found if found.is_terminal else Console(width=WIDTH)
+    found = PlainConsole()
+    return found if found.is_terminal else PlainConsole(width=WIDTH)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None) -> Table:

@@ -114,7 +114,7 @@ def command(
 
 def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
     """Return the recipe with the given options in place of its own."""
-    from zinfer.job.recipe import make_sweep, read_toml
+    from zinfer.job.recipe import make_sweep, read_toml, with_options
 
     fields: dict[str, Any] = {}
     if recipe is not None:
@@ -124,7 +124,7 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
     for key, asked in scenarios.items():
         if asked is not None:
             axis = tuple(int(value) if str(value).isdigit() else value for value in asked)
-            fields["options"] = fields.get("options", {}) | {key: axis}
+            fields = with_options(fields, {key: axis}, recipe or "the command line")
     if "model" not in fields:
         raise click.UsageError("say what to plan: --model NAME, or a recipe (`zinfer models` lists the catalogue)")
     return make_sweep(fields, recipe or "the command line")
@@ -153,12 +153,13 @@ def _plans(
     from zinfer.spec.model import check_positions
     from zinfer.spec.resolve import resolve
 
+    loads: dict[tuple[str, int | None], list[SweepLoad]] = {}
+    for load in wanted.loads(planning=True):
+        loads.setdefault((load.model, load.layers), []).append(load)
     for place, (input_len, output_len), name, layers in product(places, wanted.lengths(), wanted.model, wanted.layers):
         own, cases = [], set()
-        for load in wanted.loads(planning=True):
-            if (load.model, load.layers) != (name, layers):
-                continue
-            spec = resolve(load.model, wanted.dtype, load.layers)
+        spec = resolve(name, wanted.dtype, layers)
+        for load in loads[name, layers]:
             check_positions(spec, input_len, output_len)
             case = load.case("dummy", spec.dtype, input_len, output_len)
             case = case.model_copy(update={"options": _telling(load)})

@@ -33,7 +33,7 @@ class Contexts(click.ParamType[Any]):
         except ValueError:
             found = {0}
         if min(found) < 1:
-            self.fail(f"{value!r}: write numbers of tokens, such as 512,1k,32k", param, ctx)
+            self.fail(f"{value[:60]!r}: write numbers of tokens, such as 512,1k,32k", param, ctx)
         return tuple(sorted(found))
 
 
@@ -119,10 +119,11 @@ def command(
         raise click.UsageError(f"--context {context[0]} has to exceed --new-tokens {how['new_tokens']}")
     source = find(model, dtype, layers, load_format or "auto")
     machine = options.with_nvme(local.this_machine(), nvme_path)
-    wanted = recipe.Sweep(
-        model=(model,), engine=engine, offload=offload, input_len=context, output_len=(1,), layers=(layers,),
-        gpu_weights=gpu_weights or (None,), options=settings,
-    )  # fmt: skip
+    fields = {
+        "model": (model,), "engine": engine, "offload": offload, "input_len": context, "output_len": (1,),
+        "layers": (layers,), "gpu_weights": gpu_weights or (None,), "options": settings,
+    }  # fmt: skip
+    wanted = recipe.make_sweep(fields, "the command line")
     jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path, positions=False)
     if not jobs:
         raise click.UsageError(f"engine {', '.join(engine)} has no offload {', '.join(offload)}")

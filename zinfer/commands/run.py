@@ -1,7 +1,10 @@
 """`zinfer run`: generate text with a model that does not fit the GPU."""
 
 import json
+import re
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,7 +12,10 @@ import click
 from zinfer.cli import Failure
 from zinfer.commands import options
 from zinfer.commands.chat import ANSWER, CONTEXT, chat_options, talk, turns
+from zinfer.commands.limits import TEXT
+from zinfer.spec import documents
 from zinfer.spec.errors import ENVIRONMENT, INTERNAL
+from zinfer.spec.printable import show_generated, text_lines
 
 
 @click.command("run", cls=options.LoadCommand)
@@ -23,7 +29,7 @@ from zinfer.spec.errors import ENVIRONMENT, INTERNAL
 @click.option(
     "-p", "--prompt", "prompts", multiple=True, help="A prompt. Repeatable; without one each line of stdin is a prompt."
 )
-@click.option("--prompt-file", type=click.File("r"), help="File with a prompt in each line.")
+@click.option("--prompt-file", type=click.Path(), help="File with a prompt in each line; - is stdin.")
 @click.option(
     "--output-len", type=click.IntRange(min=1), help="Most tokens of an answer.  [default: 32; with --chat 512]"
 )
@@ -61,7 +67,7 @@ def command(
     engine: str,
     offload: Any,
     prompts: tuple[str, ...],
-    prompt_file: Any,
+    prompt_file: str | None,
     output_len: int | None,
     batch_size: int | None,
     dtype: Any,
@@ -160,7 +166,7 @@ def command(
         click.echo(json.dumps([text.model_dump() for text in answer.texts], indent=1, ensure_ascii=False))
         return
     for text in answer.texts:
-        click.echo(text.prompt + text.output_text)
+        show_generated(f"{text.prompt}{text.output_text}\n")
 
 
 def _longest(directory: str | None, texts: list[str]) -> int:
@@ -188,15 +194,24 @@ def _check_chat(chat: bool, batch_size: int | None, system: str | None, kv_cache
         raise click.UsageError("a conversation is one row: leave out --batch-size")
 
 
-def _prompts(prompts: tuple[str, ...], prompt_file: Any) -> list[str]:
-    """Return the prompts of the options, of the file, or of stdin. Raises UsageError if there is none."""
+def _prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:
+    """Return the prompts of the options, of the file, or of stdin. Raises UsageError if there is none, DocumentError
+    for a file that cannot be read, TextError for a line that is not UTF-8."""
     texts = list(prompts)
-    if prompt_file is not None:
-        texts += [line.rstrip("\n") for line in prompt_file if line.strip()]
-    if not prompts and prompt_file is None:
+    lines: Iterable[str] = ()
+    if prompt_file is not None and prompt_file != "-":
+        try:
+            content = documents.decode(documents.read_bytes(Path(prompt_file)), prompt_file)
+        except FileNotFoundError:
+            raise click.UsageError(f"--prompt-file {prompt_file}: there is no such file") from None
+        lines = re.split("\r\n?|\n", content)
+    elif prompt_file == "-" or not prompts:
         if sys.stdin.isatty():
             raise click.UsageError("no prompt: --prompt TEXT, --prompt-file FILE, or text on stdin, a prompt a line")
-        texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+        lines = text_lines(sys.stdin, "stdin")
+    texts += [line.rstrip("\n") for line in lines if line.strip()]
     if not texts:
         raise click.UsageError("no prompt: the input is empty")
+    if (longest := max(map(len, texts))) > TEXT:
+        raise click.UsageError(f"a prompt of {longest:,} characters: at most {TEXT:,}")
     return texts

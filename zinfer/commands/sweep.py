@@ -63,7 +63,7 @@ def command(
 
     from zinfer.commands.watch import Watch
     from zinfer.job import sweep
-    from zinfer.job.recipe import RecipeError, make_sweep, read_toml
+    from zinfer.job.recipe import RecipeError, make_sweep, read_toml, with_options
     from zinfer.job.signals import Interrupted
     from zinfer.record.store import Header, Store, read
     from zinfer.spec import local
@@ -77,7 +77,7 @@ def command(
         fields = read_toml(path)
     fields |= {key: value for key, value in given.items() if value is not None}
     if settings:
-        fields["options"] = fields.get("options", {}) | settings
+        fields = with_options(fields, settings, str(recipe))
     if "model" not in fields:
         raise click.UsageError("say what to measure: --model NAME, or a recipe (`zinfer models` lists the catalogue)")
     plan = make_sweep(fields, recipe or "the command line")

@@ -4,9 +4,9 @@ import sys
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from zinfer.commands.out import PlainConsole
 from zinfer.job.batch.run import Standing
 from zinfer.job.sweep import Events
 from zinfer.plan.plan import Plan
@@ -19,10 +19,10 @@ class Watch:
     """Progress on stderr. Without a terminal only finished items are printed, a line each."""
 
     def __init__(self) -> None:
-        self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self.console = PlainConsole(file=sys.stderr, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(24), TimeElapsedColumn())
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(24), TimeElapsedColumn())
             self._bar = Progress(*columns, console=self.console, transient=True)
             self._task = self._bar.add_task("starting", total=1.0)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from zinfer.plan.plan import Plan
 from zinfer.record.accuracy import AccuracyError, Along, Deviation, Failed, Position
-from zinfer.spec import lease
+from zinfer.spec import documents, lease
 from zinfer.spec.case import Case
 from zinfer.spec.checkpoint import Checkpoint
 from zinfer.spec.model import ModelSpec
@@ -184,10 +184,11 @@ def text_of(name: str) -> tuple[str, str]:
 
         return f"the manual of Python {platform.python_version()}", "\n".join(topics[key] for key in sorted(topics))
     try:
-        return Path(name).name, Path(name).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise AccuracyError(f"--prompt-file {name} cannot be read: {reason}") from None
+        return Path(name).name, documents.decode(documents.read_bytes(Path(name)), name)
+    except FileNotFoundError:
+        raise AccuracyError(f"--prompt-file {name} cannot be read: there is no such file") from None
+    except documents.DocumentError as error:
+        raise error.restated(AccuracyError) from None
 
 
 def describe(spec: ModelSpec) -> str:

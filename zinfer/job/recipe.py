@@ -3,35 +3,62 @@
 Both are plain data. Unknown keys are errors that list the known ones; every list is an axis.
 """
 
+import math
+import os.path
 import re
-import tomllib
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from zinfer.plan.published import Published
-from zinfer.spec.case import Case, LoadFormat, Workload, resident_bytes
+from zinfer.spec import documents
+from zinfer.spec.case import MOST, Case, LoadFormat, Workload, resident_bytes
 from zinfer.spec.engine import ENGINES, Offload, Option, Options, conflict, settle
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.model import Dtype
+from zinfer.spec.printable import printable
 from zinfer.spec.value import Frozen
 
 ENGINE_RECIPES = Path("engines")
+RECIPE_BYTES = 64 << 10  # largest recipe file
+LOADS, POINTS = 1000, 10_000  # most processes, and most cases, of a sweep
+AXIS = 1000  # most values of an axis
+DESCRIPTION = 4000  # most characters
 
 
 class RecipeError(ZinferError):
     """A recipe, or an axis on the command line, that cannot be understood."""
 
 
+def _plain(name: str) -> str:
+    if name != printable(name) or not name.isprintable():
+        raise ValueError("a name has no control characters")
+    return name
+
+
+def _finite(value: Option) -> Option:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number is finite")
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise ValueError("a whole number has at most 64 bits")
+    return _plain(value) if isinstance(value, str) else value
+
+
+Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_plain)]
+Whole = Annotated[int, Field(ge=1, le=MOST)]
+Setting = Annotated[Option, AfterValidator(_finite)]
+_SOME = Field(min_length=1, max_length=AXIS)
+
+
 class EngineRecipe(Frozen):
     """An engine by name, and its options that differ from the engine's defaults."""
 
-    engine: str
-    description: str = ""
-    options: dict[str, Option] = Field(default_factory=dict)
+    engine: Name
+    description: str = Field(default="", max_length=DESCRIPTION)
+    options: dict[Name, Setting] = Field(default_factory=dict, max_length=100)
 
 
 class SweepLoad(Frozen):
@@ -72,23 +99,23 @@ class Sweep(Frozen):
     batch that runs ("auto*4" quadruples; "1,8,32,auto" measures these and the largest).
     """
 
-    description: str = ""
-    model: tuple[str, ...]
-    engine: tuple[str, ...] = ("stream",)
-    offload: tuple[Offload, ...] = ("none", "cpu")
-    batch_size: tuple[int, ...] | str = "auto"
-    input_len: tuple[int, ...] = (512,)
-    output_len: tuple[int, ...] = (32,)
+    description: str = Field(default="", max_length=DESCRIPTION)
+    model: Annotated[tuple[Name, ...], _SOME]
+    engine: Annotated[tuple[Name, ...], _SOME] = ("stream",)
+    offload: Annotated[tuple[Offload, ...], _SOME] = ("none", "cpu")
+    batch_size: Annotated[tuple[Whole, ...], _SOME] | str = "auto"
+    input_len: Annotated[tuple[Whole, ...], _SOME] = (512,)
+    output_len: Annotated[tuple[Whole, ...], _SOME] = (32,)
     dtype: Dtype | None = None
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    layers: tuple[int | None, ...] = (None,)
-    gpu_weights: tuple[str | None, ...] = (None,)  # with offload only; without it all weights are on the GPU
-    options: dict[str, tuple[Option, ...]] = Field(default_factory=dict)
-    machine: tuple[str, ...] = ()  # machines to plan for; a sweep runs on this machine
-    published: tuple[Published, ...] = ()
-    repeats: int = Field(default=3, ge=1)
-    tolerance: float = Field(default=0.02, gt=0)  # repeats stop at this 95% half-width, as a share of the mean
-    timeout_s: float = Field(default=1800, gt=0)
+    layers: Annotated[tuple[Whole | None, ...], _SOME] = (None,)
+    gpu_weights: Annotated[tuple[Name | None, ...], _SOME] = (None,)  # of offloaded weights: else all are on the GPU
+    options: dict[Name, Annotated[tuple[Setting, ...], _SOME]] = Field(default_factory=dict, max_length=100)
+    machine: tuple[Name, ...] = Field(default=(), max_length=100)  # to plan for; a sweep runs on this machine
+    published: tuple[Published, ...] = Field(default=(), max_length=100)
+    repeats: int = Field(default=3, ge=1, le=MOST)
+    tolerance: float = Field(default=0.02, gt=0, le=100)  # repeats stop at this 95% half-width, as a share of the mean
+    timeout_s: float = Field(default=1800, gt=0, le=1e12)
 
     @field_validator(
         "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "machine", mode="before"
@@ -102,13 +129,12 @@ class Sweep(Frozen):
     def _batches(cls, value: Any) -> Any:
         if isinstance(value, str):
             value = parse_batches(value)
-        elif isinstance(value, int):
-            value = (value,)
-        if isinstance(value, list | tuple):
-            if not value or min(value) < 1:
-                raise ValueError("batch sizes are positive whole numbers")
-            return tuple(sorted(set(value)))
-        return value
+        if isinstance(value, str):
+            return value
+        sizes = value if isinstance(value, list | tuple) else (value,)
+        if not sizes or len(sizes) > AXIS or not all(type(size) is int and 1 <= size <= MOST for size in sizes):
+            raise ValueError(f"batch sizes are 1 to {AXIS:,} whole numbers from 1 to {MOST:,}")
+        return tuple(sorted(set(sizes)))
 
     @field_validator("gpu_weights")
     @classmethod
@@ -117,6 +143,12 @@ class Sweep(Frozen):
             resident_bytes(budget, 0)
         return value
 
+    @field_validator("model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "machine")
+    @classmethod
+    def _once(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Leave out values that an axis has twice."""
+        return tuple(dict.fromkeys(value))
+
     @field_validator("options", mode="before")
     @classmethod
     def _option_axes(cls, value: Any) -> Any:
@@ -124,16 +156,30 @@ class Sweep(Frozen):
             return value
         return {key: tuple(v) if isinstance(v, list | tuple) else (v,) for key, v in value.items()}
 
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        """Refuse a product of axes that nobody could measure, before it is multiplied out."""
+        budgets = sum(1 if offload == "none" else len(self.gpu_weights) for offload in self.offload)
+        loads = len(self.model) * len(self.layers) * len(self.engine) * budgets
+        loads *= math.prod(map(len, self.options.values()))
+        sizes = 1 if isinstance(self.batch_size, str) else len(self.batch_size)
+        points = loads * len(self.input_len) * len(self.output_len) * sizes * max(1, len(self.machine))
+        if loads > LOADS or points > POINTS:
+            raise ValueError(
+                f"{loads:,} loads and {points:,} points; a sweep has at most {LOADS:,} loads and {POINTS:,} points"
+            )
+        return self
+
     def loads(self, planning: bool = False) -> Iterator[SweepLoad]:
         """Yield the loads one after the other, with the engine recipes resolved and the options validated.
 
         With `planning` any engine takes the options of `PlanOptions`, which it may lack. Raises OptionError for an
         unknown option and for a wrong value, RecipeError for an unknown engine.
         """
+        recipes = [engine_recipe(name) for name in self.engine]
         for model in self.model:
             for layers in self.layers:
-                for name in self.engine:
-                    recipe = engine_recipe(name)
+                for recipe in recipes:
                     for offload in self.offload:
                         budgets = (None,) if offload == "none" else self.gpu_weights
                         for budget, options in product(budgets, _product(recipe.options, self.options)):
@@ -181,18 +227,25 @@ def parse_batches(text: str) -> tuple[int, ...] | str:
         return text
     found: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+)([*+])(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]{1,12})(?:-([0-9]{1,12})([*+])([0-9]{1,12}))?\s*", part)
         if match is None:
-            raise RecipeError(f"--batch-size {text!r}: write auto, 1,2,4, a range 1-64*2 (doubling), or 8-64+8 (steps)")
+            told = text if len(text) <= 80 else f"{text[:80]}…"
+            raise RecipeError(f"--batch-size {told!r}: write auto, 1,2,4, a range 1-64*2 (doubling), or 8-64+8 (steps)")
         value, end = int(match[1]), int(match[2] or match[1])
         step = int(match[4] or 1)
         if value < 1 or step < (2 if match[3] == "*" else 1):
             raise RecipeError(f"--batch-size {text!r}: the range {part.strip()} never ends or starts below 1")
+        if end > MOST or (match[3] == "+" and (end - value) // step >= AXIS):
+            raise RecipeError(
+                f"--batch-size: {part.strip()} is more than {AXIS:,} batch sizes, or a batch above {MOST:,}"
+            )
         while value <= end:
             found.append(value)
             if match[3] is None:
                 break
             value = value * step if match[3] == "*" else value + step
+        if len(found) > AXIS:
+            raise RecipeError(f"--batch-size: more than {AXIS:,} batch sizes")
     return tuple(sorted(set(found)))
 
 
@@ -202,21 +255,30 @@ def parse_option(text: str) -> Option:
         return text.lower() == "true"
     for kind in (int, float):
         try:
-            return kind(text)
+            number = kind(text)
         except ValueError:
             continue
+        return number if math.isfinite(number) else text
     return text
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the contents of a recipe file. Raises RecipeError that names the file and the line."""
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return documents.parse_toml(documents.read_bytes(path, RECIPE_BYTES), path)
     except FileNotFoundError:
         raise RecipeError(f"no recipe {path}") from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise RecipeError(f"{path}: {error}") from None
+    except documents.DocumentError as error:
+        raise error.restated(RecipeError) from None
+
+
+def with_options(fields: dict[str, Any], options: dict[str, Any], origin: str) -> dict[str, Any]:
+    """Return the fields of a recipe with `options` in place of its own. Raises RecipeError where its own are no
+    table."""
+    own = fields.get("options", {})
+    if not isinstance(own, dict):
+        raise RecipeError(f"{origin}: options: write a table, [options]")
+    return fields | {"options": own | options}
 
 
 def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
@@ -231,7 +293,7 @@ def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
 def engine_recipe(name: str) -> EngineRecipe:
     """Return the recipe `engines/<name>.toml`, or the engine `name` with its defaults. Raises RecipeError."""
     path = ENGINE_RECIPES / f"{name}.toml"
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, of a name that is too long for the disk too
         try:
             return EngineRecipe.model_validate(read_toml(path))
         except ValidationError as error:
@@ -239,12 +301,12 @@ def engine_recipe(name: str) -> EngineRecipe:
     if name in ENGINES:
         return EngineRecipe(engine=name)
     recipes = [path.stem for path in sorted(ENGINE_RECIPES.glob("*.toml"))]
-    raise RecipeError(f"no engine {name!r}; choose from {', '.join([*ENGINES, *recipes])}")
+    raise RecipeError(f"no engine {name[:80]!r}; choose from {', '.join([*ENGINES, *recipes])}")
 
 
 def _first_problem(error: ValidationError, kind: type[Frozen]) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][:2])
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(part)[:60] for part in first["loc"][:2])
     if first["type"] == "extra_forbidden":
         return f"unknown key {where!r}; the keys are {', '.join(kind.model_fields)}"
-    return f"{where}: {first['msg'].removeprefix('Value error, ')}"
+    return documents.first_fault(error)

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from typing import ClassVar
 
+from pydantic import Field
+
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan
 from zinfer.spec.value import Frozen
@@ -19,13 +21,13 @@ class Published(Frozen):
     """Published throughput of `engine` on `machine`, as a multiple of that on the machine `over`: from `low` to
     `high`."""
 
-    claim: str
-    engine: str
-    machine: str
-    over: str
-    low: float
-    high: float
-    source: str
+    claim: str = Field(max_length=1000)
+    engine: str = Field(max_length=1000)
+    machine: str = Field(max_length=1000)
+    over: str = Field(max_length=1000)
+    low: float = Field(gt=0, le=1e6)
+    high: float = Field(gt=0, le=1e6)
+    source: str = Field(max_length=1000)
 
 
 class PublishedCodec(Frozen):

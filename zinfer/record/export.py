@@ -15,13 +15,13 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable
-from html import escape
 from statistics import mean
 from typing import Any, NamedTuple, get_args
 
 from zinfer.record.measurement import Effective, Measurement, latest
 from zinfer.record.stats import ci95_half_width
 from zinfer.spec.case import Case, Workload
+from zinfer.spec.printable import markdown
 from zinfer.spec.units import figures
 
 Cell = str | int | float | None
@@ -201,7 +201,4 @@ def _md(cell: Cell) -> str:
     """Return a cell as one line of text, without markup."""
     if cell is None or isinstance(cell, float):
         return "" if cell is None else figures(cell, 4).replace(",", "")
-    flat = " ".join("".join(letter if letter.isprintable() else " " for letter in str(cell)).split())
-    for mark in "\\`*_|[]~":
-        flat = flat.replace(mark, f"\\{mark}")
-    return escape(flat, quote=False)
+    return markdown(str(cell))

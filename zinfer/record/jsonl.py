@@ -21,9 +21,11 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from zinfer.spec.atomic import sync_folder
+from zinfer.spec.documents import DocumentError, read_bytes
 from zinfer.spec.errors import INTEGRITY, ZinferError
 
 SCHEMA_VERSION = 1
+MAX_BYTES = 2 << 30  # largest file of records or answers
 REMEMBERED = 64 << 20  # bytes at a file's end that are kept in memory, in case somebody cuts the file
 
 
@@ -78,7 +80,7 @@ def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
         raise Garbled(f"the checksum {str(claimed)[:16]} does not match the line")
     version = fields.pop("schema_version", None)
     if version != SCHEMA_VERSION:
-        raise ValueError(f"schema version {version}; this zinfer reads {SCHEMA_VERSION}")
+        raise ValueError(f"schema version {version!s:.40}; this zinfer reads {SCHEMA_VERSION}")
     return str(fields.pop("kind", None)), fields
 
 
@@ -100,11 +102,13 @@ def _sealed(fields: dict[str, Any]) -> bytes:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file without their newlines; the last one may lack it. Raises StoreError."""
+    """Return the lines of a regular file without their newlines; the last one may lack it. Raises StoreError."""
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+        content = read_bytes(path, MAX_BYTES)
+    except FileNotFoundError:
+        raise StoreError(f"cannot read {path}: there is no such file") from None
+    except DocumentError as error:
+        raise StoreError(str(error)) from None
     lines = content.split(b"\n")
     return lines if lines[-1] else lines[:-1]
 

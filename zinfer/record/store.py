@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from zinfer.record.jsonl import Closing, Damage, Lines, finite, read_lines, seal, unseal
 from zinfer.record.jsonl import StoreError as StoreError  # for callers that catch it
 from zinfer.record.measurement import Measurement
+from zinfer.record.plausible import implausible
 from zinfer.record.study import PREFIX, Start
 
 
@@ -49,7 +50,7 @@ def _validated(kind: str, fields: dict[str, Any]) -> Header | Measurement:
         return _KINDS[kind].model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]) from None
 
 
 def encode(record: Header | Measurement) -> bytes:
@@ -68,7 +69,7 @@ def decode(line: bytes) -> Header | Measurement:
     it."""
     kind, fields = unseal(line)
     if kind not in _KINDS:
-        raise ValueError(f"unknown kind of record {kind!r}")
+        raise ValueError(f"unknown kind of record {kind[:40]!r}")
     return _validated(kind, fields)
 
 
@@ -80,18 +81,28 @@ def files(path: Path) -> tuple[Path, ...]:
 def read(path: Path) -> Records:
     """Read all records of a file, or of every ``*.jsonl`` below a folder; changes nothing.
 
-    A line that cannot be used is reported in `damaged` and the rest is used. Studies in such files
+    A line that cannot be used, or whose values are not believable (`zinfer.record.plausible`), is reported in `damaged`
+    and the rest is used; so is a file below a folder that cannot be read, as line 0. Studies in such files
     (`zinfer.record.study`) are passed over. Raises StoreError when there is no such path or it cannot be read.
     """
     points: list[Measurement] = []
     headers: list[Header] = []
     damaged: list[Damage] = []
     for file in files(path):
-        for number, line in enumerate(read_lines(file), start=1):
+        try:
+            lines = read_lines(file)
+        except StoreError as error:
+            if file == path:
+                raise
+            damaged.append(Damage(file, 0, str(error).removeprefix(f"{file} ")))
+            continue
+        for number, line in enumerate(lines, start=1):
             try:
                 if f'"kind":"{PREFIX}'.encode() in line and unseal(line)[0].startswith(PREFIX):
                     continue
                 record = decode(line)
+                if (fault := implausible(record)) is not None:
+                    raise ValueError(fault)
             except ValueError as error:
                 damaged.append(Damage(file, number, str(error)))
                 continue

@@ -10,7 +10,6 @@ appended whole, in one write, so it is there with all its points or not at all::
 Files of earlier versions, ``<kind>.json`` with one JSON document, are read as well.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,9 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 from pydantic import Field, ValidationError
 
 from zinfer.record.jsonl import Damage, Lines, StoreError, finite, read_lines, seal, unseal
+from zinfer.record.plausible import implausible
 from zinfer.spec import atomic
+from zinfer.spec.documents import DocumentError, parse_json
 from zinfer.spec.errors import ENVIRONMENT, ZinferError
 from zinfer.spec.value import Frozen
 
@@ -122,19 +123,28 @@ def read(path: Path, kind: type[S]) -> Runs[S]:
         if name == f"{PREFIX}{kind.KIND}":
             if missing:
                 damaged.append(Damage(path, began, f"{missing} lines of this run are missing"))
-            missing, began = own.pop("lines"), number
+            missing, began = own.pop("lines", 0), number
+            if type(missing) is not int or missing < 0:
+                damaged.append(Damage(path, number, f"lines: {missing!r:.40} is no count"))
+                missing = 0
+                continue
             fields = own | {points: [] for points in kind.POINTS}
         elif group in kind.POINTS and missing:
             fields[group].append(own)
             missing -= 1
         else:
-            damaged.append(Damage(path, number, f"a line of kind {name!r} that belongs to no run"))
+            damaged.append(Damage(path, number, f"a line of kind {name[:40]!r} that belongs to no run"))
             continue
         if not missing:
             try:
-                runs.append(kind.model_validate(fields))
+                run = kind.model_validate(fields)
             except ValidationError as error:
                 damaged.append(Damage(path, began, _first(error)))
+                continue
+            if (fault := implausible(run)) is None:
+                runs.append(run)
+            else:
+                damaged.append(Damage(path, began, fault))
     if missing:
         damaged.append(Damage(path, began, f"{missing} lines of this run are missing"))
     if not runs:
@@ -166,7 +176,7 @@ def _earlier(path: Path, kind: type[S]) -> tuple[S, ...]:
     """
     try:
         return _document(path, kind)
-    except json.JSONDecodeError:
+    except DocumentError:  # it is no document
         return ()
     except ValueError as error:
         with suppress(ValueError):
@@ -187,15 +197,18 @@ def _lines(run: Study) -> Iterable[bytes]:
 
 def _document(path: Path, kind: type[S]) -> tuple[S, ...]:
     """Return the runs of a file with one JSON document. Raises ValueError for anything else."""
-    document = json.loads(b"\n".join(read_lines(path)))
+    document = parse_json(b"\n".join(read_lines(path)), path)
     if isinstance(document, dict) and "checksum" in document:
         raise ValueError("it is a line of a later version")
     try:
-        return kind.from_document(document)
+        runs = kind.from_document(document)
     except ValidationError as error:
         raise ValueError(_first(error)) from None
+    if fault := next(filter(None, map(implausible, runs)), None):
+        raise ValueError(fault)
+    return runs
 
 
 def _first(error: ValidationError) -> str:
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]

@@ -5,7 +5,6 @@ Figures are left out, since the tables beside them hold the same numbers; files 
 
 import re
 from collections.abc import Sequence
-from html import escape
 
 from zinfer.report.document import (
     Block,
@@ -20,6 +19,8 @@ from zinfer.report.document import (
     Table,
     Text,
 )
+from zinfer.spec.printable import markdown as plain
+from zinfer.spec.printable import printable
 
 UNDRAWN = "No figure lies beside this report: `zinfer plot` draws them."
 
@@ -29,23 +30,33 @@ def markdown(document: Document) -> str:
     parts = [f"# {cell(document.title)}", prose(document.subtitle)]
     for number, section in enumerate(document.sections, start=1):
         parts += _section(number, section)
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return printable("\n\n".join(part for part in parts if part) + "\n")
 
 
 def cell(text: str, length: int = 200) -> str:
     """Return `text` on one line and safe in a Markdown table: no markup, no HTML, cut after `length` characters."""
     flat = " ".join(text.split())
-    flat = flat if len(flat) <= length else f"{flat[: length - 1]}…"
-    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", escape(flat, quote=False))
+    return plain(flat if len(flat) <= length else f"{flat[: length - 1]}…")
 
 
 def prose(text: str) -> str:
-    """Return a sentence, safe as a paragraph; words between backticks stay code."""
+    """Return a sentence, safe as a paragraph; words between backticks stay code.
+
+    A backtick that has no partner, or nothing between itself and it, is text. No two pairs touch: a run of backticks
+    would begin and end code elsewhere, and what a pair holds is not escaped.
+    """
     parts = " ".join(text.split()).split("`")
     if len(parts) % 2 == 0:  # a backtick without its partner
         parts[-2:] = ["`".join(parts[-2:])]
-    spaced = [part if nth % 2 else _plain(part) for nth, part in enumerate(parts)]
-    return re.sub(r"^(\d*)([-+.)])", r"\1\\\2", "`".join(spaced))
+    written = ""
+    for nth, part in enumerate(parts):
+        if nth % 2 == 0:
+            written += _plain(part)
+        elif part.strip():
+            written += " " * written.endswith("`") + f"`{part}`"
+        else:
+            written += r"\`\`"
+    return re.sub(r"^(\d*)([-+.)>=])", r"\1\\\2", written)
 
 
 def _plain(text: str) -> str:

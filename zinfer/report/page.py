@@ -15,6 +15,7 @@ from markupsafe import Markup, escape
 
 from zinfer.report.document import Document, Picture
 from zinfer.report.plot.style import GREY, GRID, INK
+from zinfer.spec.printable import printable
 
 LIGHT, DARK = "#ffffff", "#14171b"  # the page's paper
 CONTRAST, TEXT_CONTRAST = 3.0, 4.5  # least contrast with the paper, of graphics and of text: WCAG 2.2, 1.4.11 and 1.4.3
@@ -25,7 +26,7 @@ _SVG, _HREF = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}hre
 
 
 def html(document: Document) -> str:
-    """Return the page, with styles and figures inside."""
+    """Return the page, with styles and figures inside; nothing in it is invisible (`zinfer.spec.printable`)."""
     figures, styles = 0, dict[str, str]()
     sections = []
     for section in document.sections:
@@ -37,11 +38,12 @@ def html(document: Document) -> str:
             blocks.append(block)
         sections.append(section._replace(blocks=blocks))
     looks = "".join(f".{name}{{{style}}}\n" for style, name in styles.items())
-    return _template().render(
+    page = _template().render(
         document=document._replace(sections=tuple(sections)),
         style=Markup(_file("page.css") + looks),
         papers=[Markup(f"--paper:{paper};{inks(styles, paper)}") for paper in (LIGHT, DARK)],
     )
+    return printable(page)
 
 
 def embed(picture: Picture, name: str, styles: dict[str, str]) -> str:
@@ -72,7 +74,7 @@ def embed(picture: Picture, name: str, styles: dict[str, str]) -> str:
     title, description = root[0], root[1]  # as `render` puts them
     title.set("id", f"{name}-title")
     description.set("id", f"{name}-desc")
-    description.text = picture.description
+    description.text = printable(picture.description)
     return ElementTree.tostring(root, encoding="unicode")
 
 

@@ -12,14 +12,15 @@ from zinfer.spec.units import parse_bytes
 from zinfer.spec.value import Frozen
 
 LoadFormat = Literal["safetensors", "dummy"]
+MOST = 10**9  # largest count of sequences, tokens or layers
 
 
 class Workload(Frozen):
     """A batch of `batch_size` prompts of `input_len` tokens, each continued by `output_len` tokens."""
 
-    batch_size: int = Field(ge=1)
-    input_len: int = Field(ge=1)
-    output_len: int = Field(ge=1)
+    batch_size: int = Field(ge=1, le=MOST)
+    input_len: int = Field(ge=1, le=MOST)
+    output_len: int = Field(ge=1, le=MOST)
 
     @property
     def total_len(self) -> int:

@@ -2,9 +2,11 @@
 checked field by field. Every fault is a DocumentError whose one line names the file, the field and the fault.
 """
 
+import errno
 import json
 import math
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -12,11 +14,20 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from zinfer.spec.errors import ZinferError
+from zinfer.spec.errors import ENVIRONMENT, ZinferError
 
 MAX_BYTES = 64 << 20  # larger than any configuration, index or recipe in use
 MAX_DEPTH = 64  # levels of nesting
 MAX_DIGITS = 19  # of an integer: 64 bits
+# A dotted key of more than MAX_DEPTH parts, which tomllib needs minutes for: its time grows with their square.
+_LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}""")
+_MISUSED = (
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENXIO,
+)  # faults of the name, not of the machine
 
 Value = TypeVar("Value", bound=BaseModel)
 
@@ -24,12 +35,24 @@ Value = TypeVar("Value", bound=BaseModel)
 class DocumentError(ZinferError):
     """A file that cannot be read, parsed, or believed; the message names the file, the field and the fault."""
 
+    def restated(self, kind: type[ZinferError], more: str = "") -> ZinferError:
+        """Return this error as one of `kind`, with `more` words at its end and the same exit code."""
+        error = kind(f"{self}{more}")
+        error.exit_code = self.exit_code
+        return error
+
+
+class UnreadableError(DocumentError):
+    """A file that this user, or this machine, cannot read."""
+
+    exit_code = ENVIRONMENT
+
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
     """Return the content of the regular file `path`, of at most `limit` bytes.
 
-    A FIFO, a device or a folder is refused without waiting for it. Raises DocumentError; FileNotFoundError if there is
-    no such file.
+    A FIFO, a device or a folder is refused without waiting for it. Raises DocumentError, UnreadableError if permission
+    is denied or the disk fails; FileNotFoundError if there is no such file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -38,10 +61,13 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
             if not stat.S_ISREG(status.st_mode):
                 raise DocumentError(f"{path} is not a regular file")
             content = stream.read(limit + 1)  # a file of /proc has no size before it is read
-    except FileNotFoundError:
+    except (FileNotFoundError, DocumentError):
         raise
     except OSError as error:
-        raise DocumentError(f"{path} cannot be read: {error.strerror or error}") from None
+        kind = DocumentError if error.errno in _MISUSED else UnreadableError
+        raise kind(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError:  # a NUL in the name
+        raise DocumentError(f"{path!s:.80} cannot be read: it is not a file name") from None
     if len(content) > limit:
         raise DocumentError(f"{path} is larger than {limit:,} bytes: it is not what its name says")
     return content
@@ -93,8 +119,11 @@ def parse_json(content: bytes, name: object, infinite: bool = False) -> Any:
 
 def parse_toml(content: bytes, name: object) -> dict[str, Any]:
     """Return the tables of a TOML document; `name` is its file, for messages. Raises DocumentError."""
+    text = decode(content, name)
+    if _LONG_KEY.search(text):
+        _too_deep(name)
     try:
-        value = tomllib.loads(decode(content, name))
+        value = tomllib.loads(text)
     except RecursionError:
         _too_deep(name)
     except DocumentError:

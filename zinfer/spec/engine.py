@@ -30,7 +30,7 @@ Codec = Literal["auto", "none", "lossless"]
 KVOffload = Literal["none", "cpu", "auto"]
 KVAttention = Literal["auto", "gpu", "cpu"]
 KVCacheDtype = Literal["auto", "bf16", "int8", "fp8"]
-Count = Annotated[int, Field(strict=True, ge=1)]
+Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 EIGHT_BITS = ("int8", "fp8")
 
 Model = TypeVar("Model", bound=Frozen)
@@ -237,7 +237,9 @@ def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> 
     found: dict[str, Option] = {}
     for name, value in given.items():
         if name not in fields:
-            raise OptionError(f"engine {engine} has no option {name!r}; its options: {', '.join(fields) or 'none'}")
+            raise OptionError(
+                f"engine {engine} has no option {name[:60]!r}; its options: {', '.join(fields) or 'none'}"
+            )
         model = kind if name in kind.model_fields else PlanOptions
         try:
             found[name] = getattr(model.model_validate({name: value}), name)
@@ -248,8 +250,8 @@ def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> 
 
 
 def _written(value: object) -> str:
-    """Return `value` as it is typed."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Return `value` as it is typed, at most 60 characters of it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)[:60]
 
 
 def without_defaults(engine: str, options: Options) -> Options:

@@ -27,7 +27,9 @@ def name() -> str:
     except MachineError:
         return own
     recorded, cores, memory = known.details.get("host"), host_facts()["cores"], host_bytes()
-    if not recorded or (recorded.get("cores") == cores and abs((known.host_bytes or 0) / memory - 1) <= ALIKE):
+    if not isinstance(recorded, dict) or (
+        recorded.get("cores") == cores and abs((known.host_bytes or 0) / memory - 1) <= ALIKE
+    ):
         return own
     return f"{own}-{cores}-cores-{memory >> 30}-gib"
 

@@ -7,21 +7,26 @@ source, and `override` answers "what if the link were ..."::
     override(load("h100-80gb"), "h2d_bandwidth=200GB/s").describe("h2d_bandwidth")
 """
 
-import json
+import os.path
 import re
 import tomllib
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
+from zinfer.spec import documents
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.units import figures, gb, parse_bytes
 from zinfer.spec.value import Frozen
 
 Tier = Literal["gpu", "host", "nvme"]
+Bytes = Annotated[int, Field(gt=0, le=1 << 60)]
+Rate = Annotated[float, Field(ge=1, le=1e18, allow_inf_nan=False)]  # bytes or operations a second
+Text = Annotated[str, Field(max_length=4000)]
+DESCRIPTION_BYTES = 1 << 20  # largest machine.json
 
 
 class MachineError(ZinferError):
@@ -38,29 +43,41 @@ class Machine(Frozen):
     Without a GPU the CPU is the device: device memory is host memory and the "link" is a copy within it.
     """
 
-    name: str
+    name: str = Field(min_length=1, max_length=200)
     source: Literal["measured", "datasheet"]
-    gpu_name: str | None = None
-    gpu_count: int = 0
-    gpu_bytes: int = 0  # usable memory of one GPU
-    host_bytes: int | None = None  # memory that a process may use: the cgroup's limit, if it has one
-    nvme_bytes: int | None = None  # free space at the offload path
-    hbm_bandwidth: float | None = None  # device-to-device copy, bytes read plus written
-    h2d_bandwidth: float | None = None  # pinned host memory to the device
-    d2h_bandwidth: float | None = None
-    duplex_bandwidth: float | None = None  # bandwidth in each direction, while both copy
-    pageable_bandwidth: float | None = None  # pageable host memory to the device
-    host_bandwidth: float | None = None  # memcpy, bytes read plus written; link and CPU together if that is more
-    attention_bandwidth: float | None = None  # bf16 keys and values that CPU attention reads in decode
-    grouped_attention_bandwidth: float | None = None  # the same with SHARING query heads for each key head
-    shared_attention_bandwidth: float | None = None  # the same while the link copies to the device
-    shared_h2d_bandwidth: float | None = None  # the link's bandwidth meanwhile
-    nvme_bandwidth: float | None = None  # direct-I/O read
-    matmul_flops: float | None = None  # dense bf16
+    gpu_name: Text | None = None
+    gpu_count: int = Field(default=0, ge=0, le=4096)
+    gpu_bytes: int = Field(default=0, ge=0, le=1 << 60)  # usable memory of one GPU
+    host_bytes: Bytes | None = None  # memory that a process may use: the cgroup's limit, if it has one
+    nvme_bytes: int | None = Field(default=None, ge=0, le=1 << 60)  # free space at the offload path
+    hbm_bandwidth: Rate | None = None  # device-to-device copy, bytes read plus written
+    h2d_bandwidth: Rate | None = None  # pinned host memory to the device
+    d2h_bandwidth: Rate | None = None
+    duplex_bandwidth: Rate | None = None  # bandwidth in each direction, while both copy
+    pageable_bandwidth: Rate | None = None  # pageable host memory to the device
+    host_bandwidth: Rate | None = None  # memcpy, bytes read plus written; link and CPU together if that is more
+    attention_bandwidth: Rate | None = None  # bf16 keys and values that CPU attention reads in decode
+    grouped_attention_bandwidth: Rate | None = None  # the same with SHARING query heads for each key head
+    shared_attention_bandwidth: Rate | None = None  # the same while the link copies to the device
+    shared_h2d_bandwidth: Rate | None = None  # the link's bandwidth meanwhile
+    nvme_bandwidth: Rate | None = None  # direct-I/O read
+    matmul_flops: Rate | None = None  # dense bf16
     coherent: bool = False  # the link is cache-coherent (NVLink-C2C)
-    note: str = ""  # kind of machine, or figures that `probe` could not measure
-    sources: dict[str, str] = Field(default_factory=dict)  # figure -> source: "measured ..", "datasheet ..", "set .."
+    note: Text = ""  # kind of machine, or figures that `probe` could not measure
+    sources: dict[str, Text] = Field(default_factory=dict)  # figure -> source: "measured ..", "datasheet ..", "set .."
     details: dict[str, Any] = Field(default_factory=dict)  # further facts: driver, PCIe, NUMA, every block size
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if bool(self.gpu_count) != bool(self.gpu_bytes):
+            raise ValueError(f"gpu_count is {self.gpu_count} and gpu_bytes {self.gpu_bytes}: both, or neither, are 0")
+        for part in ("host", "gpu"):
+            if not isinstance(self.details.get(part, {}), dict):
+                raise ValueError(f"details.{part} is not an object")
+        cores = self.details.get("host", {}).get("cores", 0)
+        if type(cores) is not int or not 0 <= cores <= 1 << 20:
+            raise ValueError(f"details.host.cores is {cores!r:.40}")
+        return self
 
     def attention_rate(self, sharing: int) -> float | None:
         """Return `attention_bandwidth` for `sharing` query heads a key head, in bytes per second: the products for each
@@ -118,7 +135,11 @@ def override(machine: Machine, setting: str) -> Machine:
     stale = {"shared_h2d_bandwidth": None, "shared_attention_bandwidth": None} if alone else {}
     if field == "attention_bandwidth":
         stale["grouped_attention_bandwidth"] = None
-    return machine.model_copy(update=stale | {field: value, "sources": machine.sources | {field: source}})
+    changed = machine.model_copy(update=stale | {field: value, "sources": machine.sources | {field: source}})
+    try:
+        return Machine.model_validate(changed.model_dump())
+    except ValidationError as error:
+        raise MachineError(f"{setting!r}: {documents.first_fault(error)}") from None
 
 
 def _flops(text: str) -> int:
@@ -150,15 +171,13 @@ def load(reference: str | Path) -> Machine:
     if str(reference) in _catalogue():
         return Machine(name=str(reference), **_catalogue()[str(reference)])
     path = Path(reference)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, of a name that is too long for the disk too
         path = path / "machine.json"
-    if not path.is_file():
-        raise MachineError(
-            f"no machine {str(reference)!r}: not a machine.json, not one of {', '.join(catalogue_names())}"
-        )
     try:
-        return Machine.model_validate(json.loads(path.read_text()))
-    except ValueError as error:
+        return documents.validate(Machine, documents.read_object(path, DESCRIPTION_BYTES), path)
+    except FileNotFoundError:
         raise MachineError(
-            f"{path} is not a machine description: {str(error).splitlines()[0]}; run `zinfer probe`"
-        ) from error
+            f"no machine {str(reference)[:200]!r}: not a machine.json, not one of {', '.join(catalogue_names())}"
+        ) from None
+    except documents.DocumentError as error:
+        raise error.restated(MachineError, "; `zinfer probe` writes such a file") from None

@@ -41,16 +41,16 @@ def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = Non
     path = Path(reference).expanduser()
     if reference in _catalogue():
         spec = from_catalogue(reference)
-    elif path.is_dir() or (path.is_file() and path.suffix == ".json"):
+    elif os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".json"):  # of a name of any length
         spec = from_directory(path).model_copy(update={"name": reference})
-    elif path.exists():
+    elif os.path.exists(path):
         raise ModelError(f"{reference} is a file: --model takes the folder that holds config.json and the safetensors")
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", reference):
         spec = from_hub(reference)
     else:
         close = [name for name in catalogue_names() if name.split("-")[0] in reference or reference in name]
         hint = f"; did you mean {', '.join(close)}?" if close else "; `zinfer models` lists the catalogue"
-        raise ModelError(f"no model {reference!r}: not in the catalogue, not a folder, not a hub id{hint}")
+        raise ModelError(f"no model {reference[:200]!r}: not in the catalogue, not a folder, not a hub id{hint}")
     if dtype is not None:
         spec = spec.with_dtype(dtype)
     return spec if layers is None else spec.slice(layers)

@@ -4,7 +4,7 @@ Files hold bytes, bytes per second and milliseconds; only the screen rounds, and
 """
 
 import re
-from math import floor, log10
+from math import floor, isfinite, log10
 
 _SUFFIXES = {"": 1, "B": 1} | {
     f"{prefix}{mark}B": base**power
@@ -14,6 +14,8 @@ _SUFFIXES = {"": 1, "B": 1} | {
 _BY_UPPER = {suffix.upper(): factor for suffix, factor in _SUFFIXES.items()}
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*(/s)?\s*", re.IGNORECASE)
 
+MAX_BYTES = 10**18  # largest size that is typed: a million TB
+
 
 def parse_bytes(text: str) -> int:
     """Return the bytes of a size such as ``40GiB``, ``1.5 GB`` or ``4096``; bytes per second of a rate (``200GB/s``).
@@ -22,8 +24,11 @@ def parse_bytes(text: str) -> int:
     """
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2].upper() not in _BY_UPPER:
-        raise ValueError(f"{text!r} is not a size: write a number with B, KB, MB, GB, TB or KiB, MiB, GiB, TiB")
-    return int(float(match[1]) * _BY_UPPER[match[2].upper()])
+        raise ValueError(f"{text[:40]!r} is not a size: write a number with B, KB, MB, GB, TB or KiB, MiB, GiB, TiB")
+    size = float(match[1]) * _BY_UPPER[match[2].upper()]
+    if size > MAX_BYTES:
+        raise ValueError(f"{text[:40]!r} is too large: a size, or a rate, is at most {gb(MAX_BYTES)}")
+    return int(size)
 
 
 def gb(size: float, digits: int = 1) -> str:
@@ -40,6 +45,8 @@ def figures(value: float, digits: int = 3) -> str:
     """Return `value` with `digits` significant digits and never an exponent: ``0.0123``, ``56.7``, ``1,480``."""
     if value == 0:
         return "0"
+    if not isfinite(value):
+        return str(value)
     places = digits - 1 - floor(log10(abs(value)))
     text = f"{round(value, places):,.{max(places, 0)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
@@ -49,7 +56,7 @@ def duration(seconds: float) -> str:
     """Return `seconds` in the unit that reads best: ``850 ms``, ``6.41 s``, ``3 min 20 s``, ``2 h 05 min``."""
     if seconds < 1:
         return f"{figures(seconds * 1e3)} ms"
-    if seconds < 60:
+    if seconds < 60 or not isfinite(seconds):
         return f"{figures(seconds)} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -146,7 +146,10 @@ def _progress(line: bytes) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = json.loads(line)
         about_a_row = (type(fields.get(key)) for key in ("id", "at", "tokens"))
-        if "zinfer_batch" in fields or tuple(about_a_row) == (str, int, list):
+        if "zinfer_batch" in fields or (
+            tuple(about_a_row) == (str, int, list)
+            and all(type(token) is int and 0 <= token < 1 << 31 for token in fields["tokens"])
+        ):
             return fields
     except (ValueError, TypeError, AttributeError, RecursionError):
         pass

@@ -14,10 +14,14 @@ import json
 import math
 from collections import Counter
 from hashlib import sha256
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from zinfer.record.jsonl import Garbled
+from zinfer.spec.case import MOST
+from zinfer.spec.documents import DocumentError, parse_json
 
+LINE = 16 << 20  # most bytes of a request
+STOPS, STOP = 100, 10_000  # most texts that end an answer, and most characters of one
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 # Parameters that do not affect the answer.
@@ -101,17 +105,16 @@ def read_requests(content: bytes) -> list[BatchRequest | Fault]:
 
 
 def _object(line: bytes, number: int) -> dict[str, Any]:
+    if len(line) > LINE:
+        raise _Refused("invalid_json_line", f"line {number} has {len(line):,} bytes: at most {LINE:,}")
     try:
-        fields = json.loads(line, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        raise _Refused("invalid_json_line", f"line {number} is not valid JSON") from None
+        fields = parse_json(line, f"line {number}")
+    except DocumentError as error:
+        why = str(error).removeprefix(f"line {number} is ")[:200]
+        raise _Refused("invalid_json_line", f"line {number} is not valid JSON: {why}") from None
     if not isinstance(fields, dict):
         raise _Refused("invalid_json_line", f"line {number} is not a JSON object")
     return fields
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _custom_id(fields: dict[str, Any], number: int) -> str:
@@ -165,8 +168,9 @@ def _refuse_unsupported(body: dict[str, Any], subject: str) -> None:
 
 def _whole(body: dict[str, Any], key: str, least: int | None) -> int:
     value = body[key]
-    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
-        raise _Refused("invalid_value", f"{key} must be a whole number" + (f" from {least}" if least else ""), key)
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and not least <= value <= MOST):
+        limits = f" from {least} to {MOST:,}" if least else ""
+        raise _Refused("invalid_value", f"{key} must be a whole number{limits}", key)
     return value
 
 
@@ -195,6 +199,8 @@ def _stop(stop: Any) -> tuple[str, ...]:
     texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise _Refused("invalid_value", "stop must be a text or a list of texts, none of them empty", "stop")
+    if len(texts) > STOPS or max(map(len, texts), default=0) > STOP:
+        raise _Refused("invalid_value", f"stop has at most {STOPS} texts of {STOP:,} characters", "stop")
     return tuple(_unicode(text, "stop") for text in texts)
 
 

@@ -19,9 +19,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text as MatplotlibText
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from zinfer.spec.case import Case
+from zinfer.spec.printable import printable
 
 Format = Literal["png", "svg"]
 
@@ -57,6 +59,7 @@ _STYLE = {
     "svg.hashsalt": "zinfer",  # element ids come from it instead of a random number
     "svg.fonttype": "none",  # text stays text: it can be selected, and a figure is a quarter of the size
     "path.simplify": False,
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
 }
 _WIDTH, _DPI = 9.0, 150
 _LEFT, _RIGHT, _PANEL = 0.85, 0.25, 3.7  # inches, like all below
@@ -88,15 +91,19 @@ def looks() -> Iterator[None]:
 def render(figure: Figure, form: Format) -> bytes:
     """Return the figure's file. Equal figures give equal bytes: no dates, no versions, no random ids.
 
-    SVG is text as text, coordinates to a hundredth of a point, and a title and a description for screen readers.
+    SVG is text as text, coordinates to a hundredth of a point, and a title and a description for screen readers. No
+    text has a formula or an invisible character (`zinfer.spec.printable`), which no XML file may have.
     """
+    for text in figure.findobj(MatplotlibText):
+        text.set_parse_math(False)
+        text.set_text(printable(text.get_text()))
     buffer = BytesIO()
     metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
     with looks():
         figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
     if form == "png":
         return buffer.getvalue()
-    root = ElementTree.fromstring(buffer.getvalue())
+    root = ElementTree.fromstring(printable(buffer.getvalue().decode()))
     _slim(root)
     for tag, words in (("desc", said(figure, "note")), ("title", said(figure, "title"))):
         root.insert(0, told := Element(f"{{{_SVG}}}{tag}"))

@@ -1,0 +1,44 @@
+"""Damaged recipes, machines, records, requests, prompts and options, by seed: no internal error, and no long wait."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz_documents import KINDS, QUICK, one_at_a_time, requests, trial
+from zinfer.job.batch.openai import BatchRequest, Fault, decode, encode, read_requests, refusal
+
+SHORT, LONG, DRAWN = 12, 2000, 100
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_damaged_documents_are_refused_or_served(kind: str, tmp_path: Path) -> None:
+    _try(kind, range(SHORT), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_damaged_documents_are_refused_or_served(kind: str, tmp_path: Path) -> None:
+    _try(kind, range(1000, 1000 + (LONG // len(QUICK) if kind in QUICK else DRAWN)), tmp_path)
+
+
+def _try(kind: str, seeds: range, folder: Path) -> None:
+    with one_at_a_time(folder):
+        codes = set()
+        for seed in seeds:
+            outcome = trial(kind, seed)
+            assert outcome.fault is None, (kind, seed, [word[:80] for word in outcome.words], outcome.fault)
+            codes.add(outcome.code)
+    assert codes - {0}, "nothing was damaged"
+
+
+def test_damaged_requests_are_answered() -> None:
+    found = []
+    for seed in range(300):
+        began = time.process_time()
+        found += read_requests(requests(seed))
+        assert time.process_time() - began < 1, seed
+    assert {type(line) for line in found} == {BatchRequest, Fault}
+    for line in found:
+        if isinstance(line, Fault):
+            assert not decode(encode(refusal(line))).ok

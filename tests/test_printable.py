@@ -1,0 +1,276 @@
+"""Control characters, markup and other hostile text in names: no output obeys them, whatever the verb."""
+
+import ast
+import io
+import json
+import re
+import sys
+import unicodedata
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from xml.etree import ElementTree
+
+import click
+import pytest
+from markdown_it import MarkdownIt
+
+from tests.damage_documents import NASTY
+from tests.fuzz_documents import prepare, run
+from tests.results import accuracy_run, case, codec_run, kept_point, point, reuse_run, sweep, traced
+from zinfer.commands.out import PlainConsole, table
+from zinfer.record import study
+from zinfer.record.measurement import Measurement
+from zinfer.record.store import Header, encode
+from zinfer.report.markdown import markdown as document_markdown
+from zinfer.report.markdown import prose
+from zinfer.spec.machine import Machine
+from zinfer.spec.printable import Guard, generated, guarded, markdown, printable, show_generated
+
+EVIL = " ".join(NASTY)
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def harmful(text: str) -> set[str]:
+    """Return the characters of `text` that are controls, marks of direction, or have no width."""
+    bad = {letter for letter in text if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+    return bad - {"\n", "\t"}
+
+
+def test_every_invisible_character_is_written_out() -> None:
+    visible = re.compile("[\u0600-\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd\U00013430-\U0001343f]")
+    every = "".join(map(chr, [*range(0x1F000), *range(0xE0000, 0xE0200)]))
+    assert not harmful(visible.sub("", printable(every)))
+    kept = [letter for letter in every if unicodedata.category(letter)[0] in "LMNPS"]
+    assert printable("".join(kept)) == "".join(kept)
+    assert printable("a\x1b[1m\u202e\tb\n") == "a\\u001b[1m\\u202e\tb\n"
+    assert json.loads(printable(json.dumps(EVIL, ensure_ascii=False))) == EVIL, "printed JSON keeps its value"
+
+
+def test_text_of_a_model_keeps_its_joiners_and_loses_its_escapes() -> None:
+    text = "می‌خواهم 👩‍👩‍👧 \x1b]0;owned\x07\t\n"
+    assert generated(text) == "می‌خواهم 👩‍👩‍👧 \\u001b]0;owned\\u0007\t\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_generated_text_is_changed_on_a_terminal_only(kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = kind()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with guarded():
+        show_generated("a\x1b[2Jb\n")
+        click.echo("c\x1b[2J")
+    assert stdout.getvalue() == ("a\\u001b[2Jb\n" if kind is Terminal else "a\x1b[2Jb\n") + (
+        "c\\u001b[2J\n" if kind is Terminal else "c\n"  # click itself takes colours off where there is no terminal
+    )
+
+
+def test_progress_bars_of_others_may_move_the_cursor_and_nothing_else_may() -> None:
+    stream = io.StringIO()
+    guard = Guard(stream)
+    for text in ("\r 5%|#", "\n", "\x1b[A", "\r", "name\rspoof", "x\x1b[A"):
+        guard.write(text)
+    assert stream.getvalue() == "\r 5%|#\n\x1b[A\rname\\u000dspoofx\\u001b[A"
+    with pytest.raises(TypeError):
+        guard.write(b"bytes")  # type: ignore[arg-type]
+
+
+def test_tables_have_no_markup_and_no_controls() -> None:
+    stream = io.StringIO()
+    PlainConsole(file=stream, width=200).print(table(EVIL[:40], [EVIL[:30], "#b"], [[text, "1"] for text in NASTY]))
+    shown = stream.getvalue()
+    assert not harmful(shown)
+    assert "[/red][link=http://example.com]" in shown
+
+
+@pytest.mark.parametrize("text", [*NASTY, EVIL, "`<img>``y```", "a `b` `` `<img>`", "```<img>", "`` ` <img> `` `"])
+def test_markdown_of_any_text_has_no_markup(text: str) -> None:
+    reader = MarkdownIt("commonmark").enable("table")
+    rows = f"| a |\n| --- |\n| {markdown(text)} |\n"
+    for source in (markdown(text), prose(text), rows):
+        tokens = [inner for token in reader.parse(source) for inner in (token, *(token.children or ()))]
+        found = {token.type for token in tokens}
+        assert not found & {"html_inline", "html_block", "image", "link_open", "heading_open", "fence"}, source
+    assert len([token for token in reader.parse(rows) if token.type == "tr_open"]) == 2
+
+
+def hostile(one: Measurement, **fields: Any) -> Measurement:
+    """Return a point whose every text is hostile."""
+    asked = one.case.model_copy(update={"model": EVIL, "gpu_weights": "25%"})
+    texts = {"machine": EVIL, "error": EVIL, "model_revision": EVIL, "started_at": EVIL, "versions": {EVIL: EVIL}}
+    effective = one.effective and one.effective.model_copy(update={"shortfall": EVIL, "settings": {EVIL: EVIL}})
+    gpu = {"throttle_reasons": [EVIL], EVIL: EVIL, "energy_j": 5000.0}
+    return one.model_copy(update={"case": asked, "effective": effective, "gpu": gpu} | texts | fields)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Provide a folder of records and studies, and a machine, all of whose texts are hostile."""
+    folder = tmp_path / "sweeps" / "results" / "bad\x1b[31m <img src=x> $$ `x` ![](y) \u202e"
+    folder.mkdir()
+    points = [hostile(one) for one in sweep()[::3]]
+    points.append(hostile(point(case(2)), timeline=traced()))
+    odd = case(4, "stream", options=(("weight_codec", "lossless"), (EVIL, EVIL)))
+    points.append(hostile(point(odd)))
+    header = Header(machine=EVIL, recipe={"model": [EVIL], EVIL: EVIL, "options": {EVIL: [EVIL]}}, versions={"a": EVIL})
+    lines = [encode(header), *map(encode, points), b'{"kind":"\x1b[31m<img src=x>"}', EVIL.encode()]
+    (folder / "r\x07 <img src=x> $$ \u202e.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    evil = {"machine": EVIL, "device": EVIL, "versions": {EVIL: EVIL}}
+    coded = codec_run(EVIL, told=EVIL)
+    study.append(folder / "codec.jsonl", coded.model_copy(update=evil))
+    reused = reuse_run(kept_point(512, 90.0, 50.0), kept_point(4096, 300.0, 60.0), kept_point(9, 1.0, 2.0), model=EVIL)
+    study.append(folder / "reuse.jsonl", reused.model_copy(update=evil))
+    told = accuracy_run()
+    prompts = told.prompts.model_copy(update={"name": EVIL})
+    study.append(folder / "accuracy.jsonl", told.model_copy(update=evil | {"told": EVIL, "prompts": prompts}))
+    machine = Machine(
+        name=EVIL[:200], source="measured", gpu_name=EVIL, gpu_count=1, gpu_bytes=80 << 30, host_bytes=1 << 40,
+        h2d_bandwidth=5e10, note=EVIL, sources={"h2d_bandwidth": EVIL}, details={"gpu": {"driver": EVIL}},
+    )  # fmt: skip
+    (folder / "machine.json").write_text(machine.model_dump_json())
+    return folder
+
+
+class Page(HTMLParser):
+    """Reader of an HTML page that notes whatever is alive in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag in ("img", "script", "iframe", "object") or any(name.startswith("on") for name, _ in attrs):
+            self.alive.append(f"{tag} {attrs}")
+        if any(name in ("href", "src") and not str(value).startswith(("#", "data:")) for name, value in attrs):
+            self.alive.append(f"{tag} {attrs}")
+
+
+def test_figures_and_reports_of_hostile_names_are_inert(results: Path, tmp_path: Path) -> None:
+    code, out, err, _ = run(["plot", str(results), "-o", "drawn", "--format", "svg"])
+    assert code == 0, err
+    drawn = sorted((tmp_path / "drawn").rglob("*.svg"))
+    assert len(drawn) >= 5
+    for path in drawn:
+        assert path.relative_to(tmp_path).as_posix().isascii()
+        content = path.read_text(encoding="utf-8")
+        root = ElementTree.fromstring(content)
+        assert not harmful(content)
+        assert not {element.tag.rsplit("}")[-1] for element in root.iter()} & {"script", "img", "image", "a"}
+    assert any("$$" in path.read_text(encoding="utf-8") for path in drawn), "the names are shown, and as they are"
+    code, more, warned, _ = run(["report", str(results), "-o", "page.html"])
+    assert code == 0, warned
+    assert not harmful(out + err + more + warned)
+    html, text = (Path(f"page.{form}").read_text(encoding="utf-8") for form in ("html", "md"))
+    assert not harmful(html + text)
+    page = Page()
+    page.feed(html)
+    assert page.alive == []
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    found = [inner for token in tokens for inner in (token, *(token.children or ()))]
+    assert [t.content for t in found if t.type in ("html_inline", "html_block", "image", "link_open")] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["best", "FOLDER"],
+        ["best", "FOLDER", "--json"],
+        ["best", "FOLDER", "--model", EVIL.replace("\0", "")],
+        ["best", "FOLDER", "--pareto", "--gpu-hour-usd", "2", "--sla", "ttft:p99:<=:1ms"],
+        ["best", "FOLDER/none\x1b[2J"],
+        ["compare", "FILE", "FILE"],
+        ["export", "FILE", "--format", "md"],
+        ["export", "FILE", "--format", "json"],
+        ["plan", "-m", "opt-30b", "--machine", "FOLDER"],
+        ["plan", "-m", "opt-30b", "--machine", "FOLDER/nowhere\x1b[2J\u202e"],
+        ["plan", "bad"],
+        ["plan", "none\x1b[2J"],
+        ["sweep", "bad", "--dry-run"],
+        ["models", "model\x1b[2J\u202e"],
+        ["models", "m\x9b31m"],
+        ["run", "-m", "x\x1b[2J", "-p", "x"],
+        ["frobnicate\x1b[2J\u202e"],
+        ["plan", "-m", "opt-30b", "--machine", "h200", "--set", "speed\x1b[2J=3"],
+        ["plan", "-m", "opt-30b", "--machine", "h200", "--engine", "e\x1b[2J\u202e"],
+        ["plan", "-m", "opt-30b", "--machine", "h200", "--calibrate", "FOLDER"],
+    ],
+)
+def test_no_verb_prints_what_a_terminal_obeys(words: list[str], results: Path) -> None:
+    file = next(results.glob("r*.jsonl"))
+    recipe = {"model": "opt-30b", "description": EVIL, "machine": "h200", "options": {EVIL: EVIL}}
+    lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in recipe.items() if key != "options")
+    Path("sweeps/bad.toml").write_text(f"{lines}[options]\n{json.dumps(EVIL)} = {json.dumps(EVIL)}\n")
+    words = [word.replace("FOLDER", str(results)).replace("FILE", str(file)) for word in words]
+    code, out, err, _ = run(words)
+    assert code != 1, err
+    assert "Internal" not in err
+    assert out + err
+    assert not harmful(out + err)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437", "utf-8"])
+@pytest.mark.parametrize(
+    "words",
+    [["models"], ["plan", "-m", "opt-30b", "--machine", "h200"], ["best", "RESULTS"], ["models", "no-such–model"]],
+)
+def test_a_terminal_of_any_encoding_gets_what_it_can_show(words: list[str], encoding: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_bytes(b"".join(encode(one) + b"\n" for one in sweep()))
+    code, out, err, _ = run([word.replace("RESULTS", str(own)) for word in words], encoding=encoding)
+    assert code in (0, 2), err
+    assert "Internal" not in err
+    assert out + err
+
+
+def test_an_argument_that_is_no_utf8_is_refused() -> None:
+    for words in (["models", "a\udcff"], ["run", "-m", "bloom-tiny", "-p", "\udcc3\udc28"], ["best", "\udcff.jsonl"]):
+        code, out, err, _ = run(words)
+        assert (code, out) == (2, "")
+        assert "is not UTF-8 text" in err
+
+
+def test_prompts_that_are_no_utf8_name_their_line() -> None:
+    Path("p.txt").write_bytes(b"one\ntwo \xff\n")
+    code, _, err, _ = run(["run", "-m", "bloom-tiny", "--prompt-file", "p.txt"])
+    assert code == 2
+    assert "p.txt is not UTF-8 text (byte 8 is 0xff)" in err
+    code, _, err, _ = run(["run", "-m", "bloom-tiny"], stdin=b"one\ntwo \xff\n")
+    assert code == 2
+    assert "line 2 of stdin is not UTF-8 text" in err
+
+
+def test_the_guard_leaves_the_streams_as_they_were() -> None:
+    before = sys.stdout, sys.stderr
+    with mock.patch.object(sys, "argv", ["zinfer"]), guarded():
+        assert isinstance(sys.stdout, Guard)
+    assert (sys.stdout, sys.stderr) == before
+
+
+def test_the_whole_document_passes_the_exit(results: Path) -> None:
+    from zinfer.report.document import Document, Section, Text
+
+    document = Document(EVIL, EVIL, (Section("a", EVIL, [Text(EVIL)]),))
+    assert not harmful(document_markdown(document))
+
+
+def test_no_module_goes_around_the_exits() -> None:
+    """Hold the rule: consoles are made by `PlainConsole`, and nobody prints."""
+    for path in (ROOT / "zinfer").rglob("*.py"):
+        name, text = path.relative_to(ROOT / "zinfer").as_posix(), path.read_text(encoding="utf-8")
+        if not re.search(r"(print|Console)\(", text):
+            continue
+        calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        called = {func.id for func in calls if isinstance(func, ast.Name)}
+        assert name == "commands/out.py" or "Console" not in called, name
+        assert not name.startswith(("commands", "report", "analysis", "record")) or "print" not in called, name

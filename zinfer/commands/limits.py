@@ -1,0 +1,66 @@
+"""Limits of typed values: every option and argument of every verb is bounded here, in one place.
+
+`bound` is given each verb before it parses its command line. An option whose type names a range keeps it; what is left
+open is closed: whole numbers have at most 10 digits, real numbers are finite, texts have an end.
+"""
+
+import math
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import click
+
+WHOLE = 10**9  # largest count: tokens, rows, layers, repeats
+SEED = 2**63  # largest seed: 64 bits
+REAL = 1e12  # largest real number: seconds, prices
+TEXT = 1 << 20  # longest text, in characters: a prompt
+NAME = 4096  # longest name or path: Linux's limit of a path
+ITEMS = 1000  # most values of a comma list, and most uses of a repeatable option
+
+Convert = Callable[[Any, click.Parameter | None, click.Context | None], Any]
+_PROSE = frozenset({"prompts", "system"})  # parameters with texts of any kind
+
+
+def bound(command: click.Command) -> None:
+    """Bound the values of all options and arguments of `command`; safe to call twice."""
+    for parameter in command.params:
+        if not getattr(parameter.type, "bounded", False):
+            kind = copy(parameter.type)  # click's own types are shared
+            largest = SEED if parameter.name == "seed" else getattr(kind, "largest", WHOLE)
+            kind.convert = _bounded(parameter.type.convert, largest)  # type: ignore[method-assign]
+            kind.bounded = True  # type: ignore[attr-defined]
+            parameter.type = kind
+
+
+def _bounded(convert: Convert, largest: int) -> Convert:
+    """Return `convert` with limits on the text that it is given and on what it returns."""
+
+    def checked(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str):
+            longest = TEXT if param is not None and param.name in _PROSE else NAME
+            if len(value) > longest:
+                raise click.BadParameter(f"a value of {len(value):,} characters: at most {longest:,}", ctx, param)
+            if "\0" in value:
+                raise click.BadParameter("a NUL character", ctx, param)
+        found = convert(value, param, ctx)
+        fault = _fault(found, largest)
+        if fault:
+            raise click.BadParameter(f"{str(value)[:60]!r}: {fault}", ctx, param)
+        return found
+
+    return checked
+
+
+def _fault(value: Any, largest: int) -> str:
+    """Return the reason why a parsed value is out of bounds; empty if it is not."""
+    if isinstance(value, tuple | list | dict):
+        if len(value) > ITEMS:
+            return f"{len(value):,} values: at most {ITEMS:,}"
+        items = value.values() if isinstance(value, dict) else value
+        return next(filter(None, (_fault(item, largest) for item in items)), "")
+    if isinstance(value, int) and abs(value) > largest:
+        return f"write a whole number up to {largest:,}"
+    if isinstance(value, float) and not (math.isfinite(value) and abs(value) <= REAL):
+        return f"write a number up to {REAL:,.0f}"
+    return ""

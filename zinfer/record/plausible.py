@@ -1,0 +1,122 @@
+"""Plausibility of records: the one place that decides which recorded values are believed.
+
+A line may be whole and sealed and still hold a time of 0 ms, 10^300 bytes or a name of a million characters, because it
+was made by hand or by a program with a fault. Such a record is left out, with its file and line, so that no answer is
+computed from it and no reader has to guard against it. Every reader of records goes through `implausible`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from zinfer.record.measurement import Measurement
+
+LARGEST = 1e18  # of any number
+LONGEST = 20_000  # characters of any text: messages of errors are cut to less
+ITEMS = 1_000_000  # most items of a list
+DEPTH = 20  # deepest nesting of what has no fields of its own
+SHORTEST_MS, LONGEST_MS = 1e-4, 1e10  # a hundred ns, which no clock of Python resolves, and four months
+NAME = 1024  # characters of the name of a model, a machine, an engine
+NAMES = frozenset({"machine", "model", "engine", "device", "gpu_weights", "name"})
+DRIFT_MS = 1e7  # a timeline's spans begin at most so long before their step
+
+_TIMES = ("ttft_ms", "step_ms", "recompute_ms", "memory_ms", "disk_ms")
+_POSITIVE = (
+    "load_s", "load_bytes", "link_bandwidth", "link", "layers", "num_layers", "total_layers", "context", "new_tokens",
+    "total_bytes", "raw_bytes", "coded_bytes", "median", "rows", "positions", "samples", "perplexity",
+    "reference_perplexity",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "gpu_peak_bytes", "gpu_used_bytes", "host_peak_bytes", "gpu_weight_bytes", "host_weight_bytes", "nvme_weight_bytes",
+    "streamed_bytes_per_step", "wire_bytes_per_step", "pinned_bytes", "kept_bytes", "spread", "bound", "tokens",
+    "first_differences",
+)  # fmt: skip
+# Field of a record, whatever its kind -> the least and the largest value that is believed, of each sample in a list.
+_RANGES = (
+    dict.fromkeys(_TIMES, (SHORTEST_MS, LONGEST_MS))
+    | dict.fromkeys(_POSITIVE, (1e-9, LARGEST))
+    | dict.fromkeys(_NOT_NEGATIVE, (0.0, LARGEST))
+    | {"agreement": (0.0, 1.0)}
+)
+
+
+def implausible(record: BaseModel) -> str | None:
+    """Return the first reason, as ``field: fault``, not to believe a record; None if there is none."""
+    fault = next(_of_point(record), None) if isinstance(record, Measurement) else None
+    if fault is None:
+        fault = next(_of_fields(record, "", ""), None)
+    return None if fault is None else fault[:300]
+
+
+def _of_point(point: Measurement) -> Iterator[str]:
+    """Yield the faults that lie in several fields of a point, or in those that are no quantities of their own."""
+    load = point.case.workload
+    if len(point.ttft_ms) != len(point.step_ms):
+        yield f"step_ms: {len(point.step_ms)} repeats, and ttft_ms has {len(point.ttft_ms)}"
+    for steps in point.step_ms if point.status == "ok" else ():
+        if len(steps) != load.output_len - 1:
+            yield f"step_ms: {len(steps)} steps for {load.output_len} tokens, the first of which is the prefill's"
+    if point.num_layers and point.total_layers and point.num_layers > point.total_layers:
+        yield f"num_layers: {point.num_layers} of {point.total_layers} layers"
+    if point.effective is not None:
+        yield from _settings(point.effective.settings)
+    for name, value in point.gpu.items():
+        if name == "throttle_reasons":
+            if not isinstance(value, list | tuple):
+                yield f"gpu.{name}: not a list"
+        elif not isinstance(value, str | None) and not (_number(value) and value >= 0):
+            yield f"gpu.{name}: {value!r:.40} is no reading"
+    for name, predicted in point.predicted.items():
+        if predicted is not None and not predicted >= 0:
+            yield f"predicted.{name}: {predicted!r:.40} is no prediction"
+    for span in point.timeline:
+        if not (-DRIFT_MS <= span.start_ms <= span.end_ms <= LONGEST_MS):
+            yield f"timeline: a span from {span.start_ms} to {span.end_ms} ms"
+        if span.layer is not None and not 0 <= span.layer <= LARGEST:
+            yield f"timeline: layer {span.layer}"
+    if point.timeline and max(span.end_ms for span in point.timeline) <= 0:
+        yield "timeline: a step of no length"
+
+
+def _settings(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield faults of the settings that a calibration computes with (`zinfer.analysis.calibrate`)."""
+    for name in ("slot_bytes", "buffer_bytes", "ring_depth", "kv_host_rows", "kv_threads"):
+        value = settings.get(name)
+        if name in settings and not (_number(value) and value >= 0) and not (value is None and name == "kv_threads"):
+            yield f"effective.settings.{name}: {value!r:.40} is no count"
+    for name, needs in (("slot_bytes", "ring_depth"), ("kv_host_rows", "kv_attention")):
+        if name in settings and needs not in settings:
+            yield f"effective.settings: {name} without {needs}"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _of_fields(value: Any, name: str, field: str, depth: int = 0) -> Iterator[str]:
+    """Yield a fault for each number, text or list in a record that is beyond the bounds of its `field`; `name` is the
+    path to it."""
+    if isinstance(value, BaseModel):
+        for own in type(value).model_fields:
+            if own != "timeline":  # thousands of spans, which `_of_point` has seen
+                yield from _of_fields(getattr(value, own), f"{name}.{own}".lstrip("."), own, depth)
+    elif isinstance(value, str):
+        if len(value) > (NAME if field in NAMES else LONGEST):
+            yield f"{name}: a text of {len(value):,} characters"
+    elif _number(value):
+        low, high = _RANGES.get(field, (-LARGEST, LARGEST))
+        if not low <= value <= high:
+            yield f"{name}: {value!r:.40} is not believable"
+    elif isinstance(value, Mapping | list | tuple):
+        if depth > DEPTH or len(value) > ITEMS:
+            yield f"{name}: {len(value):,} items, or too deep"
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                if len(str(key)) > NAME:
+                    yield f"{name}: a key of {len(str(key)):,} characters"
+                else:
+                    yield from _of_fields(item, f"{name}.{key}", "", depth + 1)
+        else:
+            for item in value:
+                yield from _of_fields(item, name, field, depth + 1)

@@ -1,0 +1,150 @@
+"""Text that a checkpoint, a record, a recipe or a file name brings along, made harmless where it leaves zinfer.
+
+Control characters, bidirectional overrides and characters without width can move a terminal's cursor, change its
+title, hide or reorder what is read, or make an SVG file that is no XML. `printable` writes each of them as JSON does
+(``\\u001b``), so that they are seen, and so that printed JSON keeps its value. There is one exit for each kind of
+output, and callers need not think of it: `guarded` (all that is printed), `zinfer.commands.out.console` (tables),
+`zinfer.report.page.html`, `zinfer.report.markdown.markdown`, `zinfer.record.export.to_md`, and
+`zinfer.report.plot.style.render` (figures). CSV, JSON and Parquet files hold data and keep every character.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from html import escape
+from typing import Any, TextIO
+
+from zinfer.spec.errors import ZinferError
+
+# Controls without tab and newline, surrogates, separators of lines and paragraphs, marks of direction, characters
+# without width or picture, and two code points that are no characters, which XML does not have.
+_UNSEEN = (
+    "\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\xad\\u061c\\u180e\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff"
+    "\\ufff9-\\ufffb\\ufffe\\uffff\\ud800-\\udfff\\U0001bca0-\\U0001bca3\\U0001d173-\\U0001d17a\\U000e0000-\\U000e007f"
+)
+_HARMFUL = re.compile(f"[{_UNSEEN}]")
+# Joiners, with which Persian, Hindi and many emoji are written.
+_JOINERS = "\u200c\u200d"
+_MARKUP = re.compile(r"([\\`*_\[\]|~#$])")
+_CURSOR = re.compile(r"[\r\n]*(?:\x1b\[A)*")  # a write of nothing else moves the cursor between progress bars
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class TextError(ZinferError):
+    """Text of the command line or of stdin that is no text; the message says where."""
+
+
+def printable(text: str) -> str:
+    """Return `text` with its harmful characters written as JSON writes them; tabs and newlines stay."""
+    return text if text.isascii() and text.isprintable() else _HARMFUL.sub(_escaped, text)
+
+
+def generated(text: str) -> str:
+    """Return the text of a model for a terminal: as `printable`, but with the joiners that some scripts need."""
+    return "".join(part if part in _JOINERS else printable(part) for part in re.split(f"([{_JOINERS}])", text) if part)
+
+
+def markdown(text: str) -> str:
+    """Return `text` as one line of Markdown without markup, HTML, links, pictures or formulas, fit for a table."""
+    return _MARKUP.sub(r"\\\1", escape(printable(" ".join(text.split())), quote=False))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    units = found[0].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+class Guard:
+    """Text stream that writes `printable` text to `unguarded`, the stream that it stands for.
+
+    Characters that the stream's encoding lacks are replaced. It calls itself UTF-8, so that click does not go around it
+    where the true encoding is ASCII.
+    """
+
+    encoding, errors = "utf-8", "replace"
+
+    def __init__(self, unguarded: TextIO) -> None:
+        self.unguarded = unguarded
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError("a text stream takes no bytes")
+        if not text:
+            return 0
+        if _CURSOR.fullmatch(text):
+            shown = text
+        else:
+            lead = len(text) - len(text.lstrip("\r"))  # a progress bar begins its line anew
+            shown = text[:lead] + printable(text[lead:])
+        self.unguarded.write(_encodable(shown, self.unguarded))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unguarded, name)
+
+
+def unguarded(stream: TextIO) -> TextIO:
+    """Return the stream below a `Guard`: for tables, whose own colours are control characters."""
+    return getattr(stream, "unguarded", stream)
+
+
+def show_generated(text: str) -> None:
+    """Print the text of a model to stdout without a newline: as it is into a file or a pipe, `generated` on a
+    terminal."""
+    stream = unguarded(sys.stdout)
+    stream.write(_encodable(generated(text) if stream.isatty() else text, stream))
+    stream.flush()
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Put a `Guard` before stdout and stderr, and read stdin so that `text_lines` can tell what is no text."""
+    streams = sys.stdout, sys.stderr
+    with suppress(AttributeError, ValueError):
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+    guards = tuple(Guard(stream) if stream is not None else None for stream in streams)
+    sys.stdout, sys.stderr = guards  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if sys.stdout is guards[0]:
+            sys.stdout = streams[0]
+        if sys.stderr is guards[1]:
+            sys.stderr = streams[1]
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """Return `text` with a ``?`` for each character that the encoding of `stream` lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        return text.encode(encoding, "replace").decode(encoding)
+    except LookupError:
+        return text
+
+
+def text_lines(stream: TextIO, name: str) -> Iterator[str]:
+    """Yield the lines of a text stream; `name` is for messages. Raises TextError for a line that is not UTF-8."""
+    number = 0
+    while True:
+        number += 1
+        try:
+            line = stream.readline()
+        except UnicodeDecodeError:
+            line = "\udcff"
+        if not line:
+            return
+        if _SURROGATE.search(line):
+            raise TextError(f"line {number} of {name} is not UTF-8 text")
+        yield line
+
+
+def refuse_surrogates(arguments: Iterable[str]) -> None:
+    """Raise TextError for an argument of the command line whose bytes are not UTF-8."""
+    for argument in arguments:
+        if _SURROGATE.search(argument):
+            raise TextError(f"the argument '{argument[:80]}' is not UTF-8 text")

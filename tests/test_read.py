@@ -19,7 +19,7 @@ from zinfer.engine import read
 from zinfer.engine.read import Group, groups_mapped, groups_read
 from zinfer.engine.state import ModelState
 from zinfer.spec import resolve
-from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from zinfer.spec.checkpoint import Checkpoint, CheckpointError
 
 GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]
 TENSORS = {
@@ -146,7 +146,7 @@ def test_short_of_memory_files_are_mapped(opened: Checkpoint, monkeypatch: pytes
 )
 def test_a_header_that_is_wrong_is_refused(change: dict[str, Any], says: str, opened: Checkpoint) -> None:
     info = opened.tensors["big"]
-    wrong = TensorInfo(**({key: getattr(info, key) for key in TensorInfo.__dataclass_fields__} | change))
+    wrong = info._replace(**change)
     spoilt = Checkpoint(opened.directory, opened.config, {**opened.tensors, "big": wrong})
     with pytest.raises(CheckpointError, match=says):
         next(groups_read(spoilt, GROUPS))

@@ -184,7 +184,7 @@ def test_a_chat_needs_the_models_template(checkpoint: Callable[..., Path]) -> No
     assert "no tokens" in str(empty)
     worker.session.tokenizer(worker.spec).hf.chat_template = TEMPLATE
     chat, bad, text = worker.tokenize([talk, [{"role": "bad", "content": ""}], "[user]hi[assistant]"])
-    assert bad == "no such role"
+    assert str(bad).endswith("no such role")
     assert chat == text
     worker.close()
 

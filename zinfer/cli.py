@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from contextlib import suppress
 from importlib import import_module
 
@@ -95,8 +96,15 @@ def cli(ctx: click.Context, debug: bool) -> None:
         lease.sweep(lambda text: click.echo(text, err=True))
 
 
+def _warn_in_a_line(message: Warning | str, category: type[Warning], *where: object, **_: object) -> None:
+    """Print a warning about a checkpoint in one line; warnings of libraries are for developers."""
+    if category.__name__ == "CheckpointWarning" or os.environ.get("ZINFER_DEBUG") == "1":
+        click.echo(f"Warning: {message}", err=True)
+
+
 def main() -> None:
     """Run the `zinfer` console script. A traceback is printed only with --debug or ZINFER_DEBUG=1."""
+    warnings.showwarning = _warn_in_a_line
     with guarded():
         _main()
 

@@ -90,6 +90,7 @@ def command(
     from zinfer.job.batch.openai import Fault, read_requests, refusal
     from zinfer.record.jsonl import MAX_BYTES
     from zinfer.spec.documents import read_bytes
+    from zinfer.spec.tokenizer_files import require
 
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
@@ -100,6 +101,8 @@ def command(
     if not lines:
         raise click.UsageError(f"{prompts} holds no request")
     source = options.weights_of(model, dtype, layers, load_format)
+    if source.spec.directory is not None:
+        require(Path(source.spec.directory))
     identity = {
         "prompts": sha256(content).hexdigest()[:16], "model": model, "model_revision": source.revision,
         "dtype": source.spec.dtype, "layers": layers, "output_len": output_len,

@@ -103,9 +103,10 @@ def command(
     from zinfer.plan.plan import make_plan
     from zinfer.spec import local
     from zinfer.spec.model import check_positions
+    from zinfer.spec.tokenizer_files import require
     from zinfer.spec.units import duration
     from zinfer.worker.process import TaskFailed, Worker, WorkerDied
-    from zinfer.worker.tasks import ChatOpen, Generate
+    from zinfer.worker.tasks import ChatOpen, Generate, Tokenize
 
     _check_chat(chat, batch_size, system, kv_cache_dir)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(seed))
@@ -113,6 +114,8 @@ def command(
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
     loads = options.one_load("run", model, engine, offload, layers, gpu_weights, settings, nvme_path)
     source = options.weights_of(model, dtype, layers, load_format)
+    if source.spec.directory is not None:
+        require(Path(source.spec.directory))
     longest = _longest(source.spec.directory, texts)
     check_positions(source.spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
     machine = options.with_nvme(local.this_machine(), nvme_path)
@@ -135,6 +138,7 @@ def command(
         watch.loading(plan)
         worker = Worker(target, timeout_s=timeout_s, notice=watch.progress, loaded=watch.loaded, debug=bool(debug))
         try:
+            worker.ask(Tokenize(prompts=[], model=plan.model))  # before the weights: their load may take minutes
             refused = worker.load(plan)
             if refused is not None:
                 raise Failure(f"loading failed ({refused.status}): {refused.error}", ENVIRONMENT)
@@ -172,16 +176,15 @@ def command(
 def _longest(directory: str | None, texts: list[str]) -> int:
     """Return the tokens of the longest prompt, one at least: counted by the checkpoint's tokenizer if it is in one
     file; bytes with random weights, where each is a token."""
-    from pathlib import Path
-
     if directory is None:
         return max((len(text.encode()) for text in texts), default=1) or 1
     file = Path(directory) / "tokenizer.json"
     if not file.is_file() or not texts:
         return 1  # the worker counts, once it has loaded the tokenizer
-    from tokenizers import Tokenizer
+    from zinfer.generation.tokenizer import count_tokens
 
-    return max(1, *(len(encoding.ids) for encoding in Tokenizer.from_file(str(file)).encode_batch(texts)))
+    counts: list[int] = count_tokens(file, texts) or []
+    return max([1, *counts])
 
 
 def _check_chat(chat: bool, batch_size: int | None, system: str | None, kv_cache_dir: str | None) -> None:

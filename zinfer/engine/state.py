@@ -39,9 +39,10 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from zinfer.engine.read import DTYPES, Group, empty_tensor, groups_mapped, groups_read
-from zinfer.spec.architecture import decoder_layers, empty_model
+from zinfer.spec.architecture import building, decoder_layers, empty_model
 from zinfer.spec.case import LoadFormat
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from zinfer.spec.configuration import without_code
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.progress import Progress, silent
 
@@ -400,8 +401,8 @@ class _Around:
             if PreTrainedModel not in getattr(make, "__mro__", ()) or make is type(text):
                 continue
             try:
-                with init_empty_weights(include_buffers=True):
-                    model = make(make.config_class.from_dict(dict(config)))
+                with building(), init_empty_weights(include_buffers=True):
+                    model = make(make.config_class.from_dict(without_code(config, name)))
             except Exception:  # any error of its constructor: this model says nothing about these tensors
                 continue
             for kind in wanted:  # the text model with its head, or without

@@ -81,7 +81,7 @@ class Chat:
         not numbers.
         """
         spec = self._engine.plan.model
-        ids, left = self._dialogue.ask(turn), self._output_len
+        ids, left = self._tokenizer.known(self._dialogue.ask(turn)), self._output_len
         if spec.max_position is not None:
             left = min(left, spec.max_position - len(ids))
         if left < 1:

@@ -8,6 +8,7 @@ exactly that text; otherwise the whole text is, and the common beginning of both
 
 from typing import Any
 
+from zinfer.generation.tokenizer import chat_template
 from zinfer.spec.model import ModelError
 
 TAIL = 16  # tokens before the added ones: enough context to check that these decode to the added text
@@ -18,11 +19,11 @@ class Dialogue:
     """Turns of a user and their answers, formatted by the tokenizer's chat template, or joined if it has none."""
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._template = tokenizer, chat_template(tokenizer)
         self._messages = [{"role": "system", "content": system}] if system else []
         self._asked: list[dict[str, str]] = []
         self._text, self._ids = "", list[int]()  # the conversation up to the last answer
-        self.template = bool(getattr(tokenizer, "chat_template", None))
+        self.template = self._template is not None
 
     def ask(self, turn: str) -> list[int]:
         """Return the tokens of the conversation and of `turn`, up to the beginning of its answer.
@@ -47,13 +48,9 @@ class Dialogue:
         return said
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        if not self.template:
+        if self._template is None:
             return "".join(message["content"] for message in messages)
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template may raise any exception
-            reason = " ".join(str(error).split())[:300]
-            raise ModelError(f"the model's chat template refuses the conversation: {reason}") from None
+        return self._template.render(messages)
 
     def _continued(self, whole: str) -> list[int] | None:
         """Return the tokens so far followed by those of the text that `whole` adds; None if they do not decode to

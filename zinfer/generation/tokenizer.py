@@ -1,9 +1,11 @@
 """Tokenizers: prompts and chats to token ids, token ids to text, and the tokens that end a text."""
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zinfer.generation.chat_template import ChatTemplate
+from zinfer.spec import tokenizer_files
 from zinfer.spec.model import ModelError, ModelSpec
 
 if TYPE_CHECKING:  # it takes seconds to import, and whoever decodes without text does not need it
@@ -18,21 +20,52 @@ class Tokenizer:
     def __init__(self, spec: ModelSpec) -> None:
         self.hf: Any = load_tokenizer(spec)
         self.ends = eos_token_ids(spec, self.hf)
-        self.padding = int(self.hf.pad_token_id or 0)
+        self._spec = spec
+        self._template: ChatTemplate | None = None
+        padding = int(self.hf.pad_token_id or 0)
+        self.padding = padding if 0 <= padding < spec.vocab_size else 0  # no row attends to it
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with the special tokens that the tokenizer begins or ends a text with."""
-        return list(self.hf(text).input_ids)
+        """Return the ids of a text, with the special tokens that the tokenizer begins or ends a text with.
+
+        Raises ModelError for a token that the model does not have.
+        """
+        return self._ids(text, add_special_tokens=True)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.known(self.hf(text, add_special_tokens=add_special_tokens).input_ids)
+        except BaseException as error:
+            _check_library(error)
+            if isinstance(error, ModelError):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(f"the tokenizer of {self._spec.name} fails: {reason}") from None
+
+    def known(self, ids: Sequence[int]) -> list[int]:
+        """Return the `ids` of a prompt. Raises ModelError for one that the model does not have."""
+        if ids and max(ids) >= self._spec.vocab_size:
+            raise ModelError(
+                f"the tokenizer gives token {max(ids):,}, and {self._spec.name} has {self._spec.vocab_size:,}: they do "
+                "not belong together"
+            )
+        return list(ids)
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The model's chat template; None if it has none."""
+        if self._template is None:
+            self._template = chat_template(self.hf)
+        return self._template
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the ids of a chat up to where its answer begins, by the model's chat template.
 
-        Raises ModelError where the model has none, and whatever the template raises to refuse the messages.
+        Raises ModelError where the model has none, or it refuses the messages.
         """
-        if not self.hf.chat_template:
+        if self.template is None:
             raise ModelError("the model has no chat template: use /v1/completions")
-        text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(self.hf(text, add_special_tokens=False).input_ids)
+        return self._ids(self.template.render(messages), add_special_tokens=False)
 
     def try_encode(self, prompt: str | list[dict[str, str]]) -> list[int] | str:
         """Return the ids of a text or of a chat's messages, or one line with the reason why there are none."""
@@ -50,18 +83,71 @@ class Tokenizer:
 def load_tokenizer(spec: ModelSpec) -> "PreTrainedTokenizerBase":
     """Load the checkpoint's own tokenizer, or bytes as tokens for dummy weights. Raises ModelError where there is
     none."""
-    from transformers import AutoTokenizer
-
     if spec.directory is None:
         return byte_tokenizer()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.directory, padding_side="left", trust_remote_code=False)
-    except (OSError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"{spec.directory} has no tokenizer that transformers can load: {reason}") from None
+    from transformers import AutoTokenizer
+
+    directory = Path(spec.directory)
+    with tokenizer_files.cleaned(directory, _is_tokenizer) as folder:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, padding_side="left", trust_remote_code=False, local_files_only=True
+            )
+        except BaseException as error:
+            _check_library(error)
+            reason = " ".join(str(error).split())[:300].replace(str(folder), str(directory))
+            raise ModelError(f"{directory} has no tokenizer that transformers can load: {reason}") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def _is_tokenizer(name: str) -> bool:
+    """Tell whether `transformers` has a tokenizer class of this name (and not a model, or a function)."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    if not name.isidentifier():
+        return False
+    found = tokenizer_class_from_name(name)
+    return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
+
+
+def _check_library(error: BaseException) -> None:
+    """Raise `error` again unless it is a fault that the libraries of tokenizers find: an exception, or a panic of
+    compiled code, which is none."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
+def count_tokens(file: Path, texts: list[str]) -> list[int] | None:
+    """Return the number of tokens of each text, by the `tokenizer.json` at `file`; None if that cannot be loaded.
+    Imports neither torch nor transformers."""
+    from tokenizers import Tokenizer as Fast
+
+    try:
+        fast = Fast.from_file(str(file))
+        fast.no_padding()
+        fast.no_truncation()
+        return [len(encoding.ids) for encoding in fast.encode_batch(texts)]
+    except BaseException as error:
+        _check_library(error)
+        return None  # the worker, which needs all of the tokenizer, says what is wrong with it
+
+
+def chat_template(hf: Any) -> ChatTemplate | None:
+    """Return the chat template of a tokenizer of transformers, its default one if it has several; None if it has none.
+    Raises ModelError for one that is no text."""
+    found = hf.chat_template.get("default") if isinstance(hf.chat_template, dict) else hf.chat_template
+    if not found:
+        return None
+    if not isinstance(found, str):
+        raise ModelError("the model's chat template is no text")
+    variables = {
+        name: [str(one) for one in token] if isinstance(token, list | tuple) else str(token)
+        for name, token in hf.special_tokens_map.items()
+    }
+    return ChatTemplate(found, variables)
 
 
 def byte_tokenizer() -> "PreTrainedTokenizerBase":
@@ -81,16 +167,13 @@ def byte_tokenizer() -> "PreTrainedTokenizerBase":
 def eos_token_ids(spec: ModelSpec, tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
     """Return the tokens that end a text, by the checkpoint's generation settings, else its configuration, else its
     tokenizer."""
-    from transformers import GenerationConfig
-
     found: Any = None
     if spec.directory is not None:
-        with suppress(OSError):
-            found = GenerationConfig.from_pretrained(spec.directory).eos_token_id
+        found = tokenizer_files.end_tokens(Path(spec.directory))
     if found is None:
         found = spec.config.get("eos_token_id")
     if found is None:
         found = tokenizer.eos_token_id
     if found is None:
         return frozenset()
-    return frozenset(found if isinstance(found, list) else [found])
+    return frozenset(token for token in (found if isinstance(found, list) else [found]) if token >= 0)

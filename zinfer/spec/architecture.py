@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub import constants
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import (
@@ -34,24 +36,16 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from zinfer.spec.configuration import without_code
+from zinfer.spec.documents import DocumentError
 from zinfer.spec.model import CONFIG_KEYS, Dtype, LayerSpec, ModelError, ModelSpec, Shape
 
 # Sequences and tokens of the measuring pass. The number of tokens is recognised in the shapes of cached tensors, so it
 # must not equal any width of a model nor a multiple of one: a prime.
 _ROWS, _TOKENS = 2, 13
+MAX_MODULES = 400_000  # of a model; those of the largest have 100,000
+MAX_BUFFERS = 4 << 30  # bytes that a model computes for itself: masks, tables of positions
 _MORE = 8 * 256 + 13  # tokens of the second pass, for models that cache one entry for up to 256 tokens
-# Fields of a configuration that choose an implementation (of attention, of experts), and those that may be chosen
-# because transformers has them itself; fields that name code of a repository or switch it on.
-_CHOOSES = frozenset(
-    f"{prefix}{part}_implementation{suffix}"
-    for prefix in ("", "_")
-    for part in ("attn", "experts")
-    for suffix in ("", "_internal")
-)
-_IMPLEMENTATIONS = frozenset(
-    {"None", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm"}
-)
-_CODE = frozenset({"auto_map", "custom_pipelines", "use_kernels", "kernel_config"})
 # Model types that build and run, but would generate another text than `transformers` does -> the reason.
 _UNLIKE = {
     "kosmos-2": "it numbers positions by its padding token, and not from the first token on",
@@ -70,7 +64,7 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
 def empty_model(spec: ModelSpec) -> PreTrainedModel:
     """Return the model of `spec` with parameters on the meta device and real buffers (rotary tables and the like) on
     the CPU. Raises ModelError if transformers cannot build it as a causal language model."""
-    with _refusing(spec.name), init_empty_weights(include_buffers=False):
+    with _refusing(spec.name), building(), init_empty_weights(include_buffers=False):
         model = _causal(model_config(spec), spec.dtype)
     model.tie_weights()
     return model.requires_grad_(False).eval()
@@ -110,8 +104,10 @@ def measure(name: str, config: Mapping[str, Any]) -> Shape:
 @cache
 def _measure(config_json: str) -> Shape:
     config = json.loads(config_json)
-    with _refusing(), torch.device("meta"), _NoData():
+    with _refusing(), building(), torch.device("meta"), _NoData():
         model = _causal(_configured("", config.get("model_type", ""), config), "bfloat16").eval()
+    if (held := sum(buffer.nbytes for buffer in model.buffers())) > MAX_BUFFERS:
+        raise ModelError(f"its tables and masks take {held / 1e9:,.0f} GB: the positions of its config.json are wrong")
     _, layers = decoder_layers(model)
     watch = _watched(model, layers, _TOKENS)
     if any(seen.may_grow for seen in watch.layers):
@@ -274,7 +270,10 @@ def _others(shape: Iterable[int], hidden: int) -> list[int]:
 def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreTrainedConfig:
     # A copy: transformers writes into the nested settings (rotary scaling) that it receives.
     prefix = f"{name}: " if name else ""
-    settings: dict[str, Any] = _without_code(_numbers(dict(config)), prefix)
+    try:
+        settings: dict[str, Any] = without_code(_numbers(dict(config)), name)
+    except DocumentError as error:
+        raise ModelError(str(error)) from None
     for key in ("model_type", "dtype", "torch_dtype"):
         settings.pop(key, None)
     if architecture not in CONFIG_MAPPING:
@@ -287,20 +286,6 @@ def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreT
     except Exception as error:  # each architecture has checks of its own
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{prefix}transformers cannot build a {architecture!r} model: {reason}") from None
-
-
-def _without_code(value: Any, prefix: str) -> Any:
-    """Return a copy of a part of a `config.json` without the fields that choose an implementation: transformers would
-    fetch a repository that one names, and import it. Raises ModelError for one that is none of its own."""
-    if isinstance(value, list):
-        return [_without_code(part, prefix) for part in value]
-    if not isinstance(value, dict):
-        return value
-    for key in _CHOOSES & value.keys():
-        named = value[key].values() if isinstance(value[key], dict) else [value[key]]
-        if unknown := [one for one in map(str, named) if one not in _IMPLEMENTATIONS]:
-            raise ModelError(f"{prefix}{key} {unknown[0][:80]!r} names code that zinfer does not run; remove the field")
-    return {key: _without_code(part, prefix) for key, part in value.items() if key not in _CHOOSES | _CODE}
 
 
 def _numbers(value: Any) -> Any:
@@ -328,6 +313,27 @@ def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"a {config.model_type!r} model is no decoder-only language model")
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Bound the building of a model in the ``with`` block: nothing is fetched from the hub, and ModelError is raised
+    where the model has more than MAX_MODULES modules, which would take hours."""
+    count = 0
+
+    def counted(_module: nn.Module, _name: str, _child: nn.Module | None) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_MODULES:
+            raise ModelError(f"its config.json describes more than {MAX_MODULES:,} modules")
+
+    hook = register_module_module_registration_hook(counted)
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+        hook.remove()
 
 
 @contextmanager

@@ -13,14 +13,24 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from zinfer.spec import configuration
+from zinfer.spec.documents import DocumentError, once, open_regular, read_object
 from zinfer.spec.errors import ZinferError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _PICKLED = ("*.bin", "*.pt", "*.pth")
+MAX_RANK = 32  # dimensions of a tensor
+MAX_SIZE = 1 << 62  # values of a tensor, bytes of a file
+BITS = {  # type in safetensors -> bits of a value
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
+    "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
 SAMPLE = 4096  # bytes hashed at either end of a tensor: tell retrained weights of one layout apart
 
 
@@ -28,8 +38,7 @@ class CheckpointError(ZinferError):
     """A checkpoint that cannot be loaded safely; the message names the file and its fault."""
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Location of a tensor: bytes ``[start, end)`` of `file`; `dtype` as safetensors spells it (``BF16``)."""
 
     file: Path
@@ -41,7 +50,10 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with `config.json` and one or more safetensors files, all headers read and checked."""
+    """A folder with `config.json` and one or more safetensors files, all headers read and checked.
+
+    `config` is the configuration as it is written: `zinfer.spec.configuration.without_code` comes before any use.
+    """
 
     directory: Path
     config: Mapping[str, Any]
@@ -50,24 +62,27 @@ class Checkpoint:
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
         """Read the headers under `directory`. Raises CheckpointError for the first fault found."""
-        config = _read_json(directory / "config.json", "it is not a checkpoint folder without it")
-        if (directory / INDEX).is_file():
-            weight_map = _read_json(directory / INDEX, "").get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"{directory / INDEX} has no weight_map")
-            files = [_inside(directory, str(name)) for name in sorted(set(map(str, weight_map.values())))]
-        elif (directory / SINGLE).is_file():
-            weight_map, files = None, [directory / SINGLE]
+        config = _config(directory / "config.json", "it is not a checkpoint folder without it")
+        if os.path.lexists(directory / INDEX):
+            weight_map = read_weight_map(directory / INDEX)
+            files = [_inside(directory, name) for name in sorted(set(weight_map.values()))]
+        elif os.path.lexists(directory / SINGLE):
+            weight_map, files = {}, [directory / SINGLE]
         else:
             others = sorted(path.name for pattern in _PICKLED for path in directory.glob(pattern))
             hint = f"; {others[0]} is pickled and is not read: convert it to safetensors" if others else ""
             raise CheckpointError(f"{directory} holds no {SINGLE} and no {INDEX}{hint}")
         tensors: dict[str, TensorInfo] = {}
         for file in files:
-            tensors |= _read_header(file)
-        for name, file_name in (weight_map or {}).items():
-            if name not in tensors or tensors[name].file.name != Path(str(file_name)).name:
+            found = _read_header(file)
+            for name in tensors.keys() & found.keys():
+                raise CheckpointError(f"{file} and {tensors[name].file.name} both hold {name[:200]}")
+            tensors |= found
+        for name, file_name in weight_map.items():
+            if name not in tensors or tensors[name].file.name != file_name:
                 raise CheckpointError(f"{directory / INDEX} places {name} in {file_name}, which does not hold it")
+        if not tensors:
+            raise CheckpointError(f"{directory} holds no tensor")
         return cls(directory, config, tensors)
 
     @classmethod
@@ -96,65 +111,103 @@ class Checkpoint:
 def bare_config(path: Path) -> Mapping[str, Any] | None:
     """Return the configuration of a model without weights: the file `path`, or the `config.json` of a folder that holds
     no weights of any kind; None if it holds some. Raises CheckpointError if it cannot be read."""
-    if path.is_file():
-        return _read_json(path, "")
+    if not path.is_dir():
+        return _config(path, "")
     weights = (SINGLE, INDEX, "*.safetensors", *_PICKLED)
-    if not (path / "config.json").is_file() or any(next(path.glob(pattern), None) for pattern in weights):
+    if not os.path.lexists(path / "config.json") or any(next(path.glob(pattern), None) for pattern in weights):
         return None
-    return _read_json(path / "config.json", "")
+    return _config(path / "config.json", "")
 
 
-def _read_json(path: Path, why: str) -> dict[str, Any]:
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Return the file of each tensor, by name, that the index `path` gives. Raises CheckpointError."""
     try:
-        value = json.loads(path.read_text())
+        weight_map = read_object(path, MAX_HEADER).get("weight_map")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except DocumentError as error:
+        raise CheckpointError(str(error)) from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise CheckpointError(f"{path}: weight_map.{name[:200]} is no file name")
+    return weight_map
+
+
+def _config(path: Path, why: str) -> dict[str, Any]:
+    try:
+        return configuration.read(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing" + (f": {why}" if why else "")) from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return value
+    except DocumentError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _inside(directory: Path, name: str) -> Path:
     """Return the path of the shard `name`, which must lie in `directory` itself. (A hub snapshot's files are links out
     of it: the link, not its target, has to be inside.)"""
-    if name != Path(name).name or name in {"", ".", ".."} or not name.endswith(".safetensors"):
+    if name != Path(name).name or name in {"", ".", ".."} or not name.endswith(".safetensors") or "\0" in name:
         raise CheckpointError(f"{directory / INDEX} points to {name!r}: shards are .safetensors files of this folder")
-    if not (directory / name).is_file():
-        raise CheckpointError(f"{directory / name} is missing: the checkpoint is not complete")
     return directory / name
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(MAX_HEADER, size - 8):
-            raise CheckpointError(f"{file} is not a safetensors file, or is cut off within its header")
-        try:
-            header = json.loads(stream.read(length))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file}: its header is damaged ({error})") from None
-    if not isinstance(header, dict):
+    """Return the tensors of a safetensors file. Raises CheckpointError where its header breaks a rule of the format:
+    names once, known types, sizes that follow from type and shape, data one after the other from 0 to the end."""
+    try:
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = struct.unpack("<Q", stream.read(8))[0] if size >= 8 else 0
+            if not 2 <= length <= min(MAX_HEADER, size - 8):
+                raise CheckpointError(f"{file} is not a safetensors file, or is cut off within its header")
+            text = stream.read(length)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing: the checkpoint is not complete") from None
+    except DocumentError as error:
+        raise CheckpointError(str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+    try:
+        header = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: its header is damaged ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(header, dict) or text[:1] != b"{":
         raise CheckpointError(f"{file}: its header is damaged (not a JSON object)")
-    tensors, end_of_data, base = {}, 0, 8 + length
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            start, end = entry["data_offsets"]
-            info = TensorInfo(file, entry["dtype"], tuple(entry["shape"]), base + start, base + end)
-            if not all(isinstance(number, int) and number >= 0 for number in (start, end, *info.shape)):
-                raise ValueError
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{file}: the header's entry for {name} is damaged") from None
-        if not 0 <= start <= end:
-            raise CheckpointError(f"{file}: the header's entry for {name} is damaged")
-        end_of_data = max(end_of_data, end)
-        tensors[name] = info
-    if base + end_of_data != size:
-        state = "cut off" if size < base + end_of_data else "longer than its header says"
-        raise CheckpointError(f"{file} is {state}: {size} bytes, {base + end_of_data} expected; copy it again")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{file}: its header is damaged (__metadata__ is no map from text to text)")
+    base = 8 + length
+    tensors = {name: _entry(file, name, entry, base) for name, entry in header.items()}
+    end = max((info.end for info in tensors.values()), default=base)
+    if end != size:
+        state = "cut off" if size < end else "longer than its header says"
+        raise CheckpointError(f"{file} is {state}: {size} bytes, {end} expected; copy it again")
+    done = base
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if info.start != done:
+            fault = "overlap those of another tensor" if info.start < done else "leave a hole before them"
+            raise CheckpointError(f"{file}: the header is damaged: the data of {name[:200]} {fault}")
+        done = info.end
     return tensors
+
+
+def _entry(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
+    """Return a tensor's entry of a header whose data begin at byte `base` of the file. Raises CheckpointError."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        bits, rank = BITS.get(dtype, 0), len(shape)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(f"{file}: the header's entry for {name[:200]} is damaged") from None
+    fault = ""
+    if len(entry) != 3 or type(shape) is not list or rank > MAX_RANK:
+        fault = f"it has more than dtype, shape and data_offsets, or more than {MAX_RANK} dimensions"
+    elif not bits:
+        fault = f"safetensors has no type {str(dtype)[:40]!r}"
+    elif not all(type(number) is int and 0 <= number <= MAX_SIZE for number in (start, end, *shape)):
+        fault = "a size is no whole number, or is negative"
+    elif prod(shape) * bits != (end - start) * 8:
+        fault = f"{dtype} {shape[:8]} is not the size of its data_offsets"
+    if fault:
+        raise CheckpointError(f"{file}: the header's entry for {name[:200]} is damaged: {fault}")
+    return TensorInfo(file, dtype, tuple(shape), base + start, base + end)

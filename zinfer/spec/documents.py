@@ -10,7 +10,7 @@ import re
 import stat
 import tomllib
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -48,26 +48,44 @@ class UnreadableError(DocumentError):
     exit_code = ENVIRONMENT
 
 
-def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """Return the content of the regular file `path`, of at most `limit` bytes.
+def open_regular(path: Path) -> BinaryIO:
+    """Open the regular file `path`, or a link to one, for reading.
 
-    A FIFO, a device or a folder is refused without waiting for it. Raises DocumentError, UnreadableError if permission
-    is denied or the disk fails; FileNotFoundError if there is no such file.
+    A FIFO, a device, a folder, or a link to a file of the kernel (in /proc and /sys, whose reads may wait for ever) is
+    refused without waiting for it. Raises DocumentError, UnreadableError if permission is denied or the disk fails;
+    FileNotFoundError if there is no such file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        with open(descriptor, "rb") as stream:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise DocumentError(f"{path} is not a regular file")
-            content = stream.read(limit + 1)  # a file of /proc has no size before it is read
-    except (FileNotFoundError, DocumentError):
+    except FileNotFoundError:
         raise
     except OSError as error:
-        kind = DocumentError if error.errno in _MISUSED else UnreadableError
-        raise kind(f"{path} cannot be read: {error.strerror or error}") from None
+        raise _unread(path, error) from None
     except ValueError:  # a NUL in the name
         raise DocumentError(f"{path!s:.80} cannot be read: it is not a file name") from None
+    kernel = os.path.realpath(path).startswith(("/proc/", "/sys/"))
+    if kernel or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DocumentError(f"{path} is not a regular file")
+    return open(descriptor, "rb")
+
+
+def _unread(path: Path, error: OSError) -> DocumentError:
+    kind = DocumentError if error.errno in _MISUSED else UnreadableError
+    return kind(f"{path} cannot be read: {error.strerror or error}")
+
+
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """Return the content of the regular file `path`, of at most `limit` bytes.
+
+    Raises DocumentError, as `open_regular` does; FileNotFoundError if there is no such file.
+    """
+    stream = open_regular(path)
+    try:
+        with stream:
+            content = stream.read(limit + 1)
+    except OSError as error:
+        raise _unread(path, error) from None
     if len(content) > limit:
         raise DocumentError(f"{path} is larger than {limit:,} bytes: it is not what its name says")
     return content
@@ -81,12 +99,17 @@ def decode(content: bytes, name: object) -> str:
         raise DocumentError(f"{name} is not UTF-8 text (byte {error.start} is {content[error.start]:#04x})") from None
 
 
-def parse_json(content: bytes, name: object, infinite: bool = False) -> Any:
+def parse_json(content: bytes, name: object, infinite: bool = False, digits: int = MAX_DIGITS) -> Any:
     """Return the value of a JSON document; `name` is its file, for messages.
 
-    A key that an object holds twice, more than MAX_DEPTH levels, integers of more than MAX_DIGITS digits and numbers
+    A key that an object holds twice, more than MAX_DEPTH levels, integers of more than `digits` digits and numbers
     that are not finite (unless `infinite`) are refused. Raises DocumentError.
     """
+
+    def integer(text: str) -> int:
+        if len(text.lstrip("-")) > digits:
+            raise ValueError(f"an integer of {len(text)} digits")
+        return int(text)
 
     def constant(text: str) -> float:
         if not infinite:
@@ -102,8 +125,8 @@ def parse_json(content: bytes, name: object, infinite: bool = False) -> Any:
     try:
         value = json.loads(
             decode(content, name),
-            object_pairs_hook=_once,
-            parse_int=_integer,
+            object_pairs_hook=once,
+            parse_int=integer,
             parse_float=real,
             parse_constant=constant,
         )
@@ -134,9 +157,9 @@ def parse_toml(content: bytes, name: object) -> dict[str, Any]:
     return value
 
 
-def read_object(path: Path, limit: int = MAX_BYTES, infinite: bool = False) -> dict[str, Any]:
+def read_object(path: Path, limit: int = MAX_BYTES, infinite: bool = False, digits: int = MAX_DIGITS) -> dict[str, Any]:
     """Return the JSON object that the file `path` holds. Raises DocumentError; FileNotFoundError if it is missing."""
-    value = parse_json(read_bytes(path, limit), path, infinite)
+    value = parse_json(read_bytes(path, limit), path, infinite, digits)
     if not isinstance(value, dict):
         raise DocumentError(f"{path} is not a JSON object")
     return value
@@ -158,20 +181,14 @@ def first_fault(error: ValidationError) -> str:
     return f"{field + ': ' if field else ''}{fault['msg'].removeprefix('Value error, ')}{given}"
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of `pairs`, each key once."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"it has {key[:60]!r} twice")
-        found[key] = value
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of `pairs`: the hook of `json.loads` that raises ValueError for a key that comes twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"it has {twice[:60]!r} twice")
     return found
-
-
-def _integer(text: str) -> int:
-    if len(text.lstrip("-")) > MAX_DIGITS:
-        raise ValueError(f"an integer of {len(text)} digits")
-    return int(text)
 
 
 def _check_depth(value: object, name: object) -> None:

@@ -4,12 +4,14 @@ Nothing that a repository holds is ever run: no pickled weights, no remote code.
 switches (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN) apply.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from zinfer.spec import configuration
+from zinfer.spec.checkpoint import read_weight_map
+from zinfer.spec.documents import DocumentError, read_bytes
 from zinfer.spec.model import ModelError
 
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
@@ -63,14 +65,10 @@ def config_of(hub_id: str) -> dict[str, Any]:
             # Fails fast: without a network the download itself retries for half a minute.
             HfApi().model_info(hub_id, timeout=TIMEOUT_S)
             path = hf_hub_download(hub_id, "config.json")
-        text = Path(path).read_text()
     try:
-        config = json.loads(text)
-    except ValueError as error:
+        return configuration.parse(read_bytes(Path(path), configuration.MAX_BYTES), f"config.json of {hub_id}")
+    except (DocumentError, FileNotFoundError) as error:
         raise ModelError(f"{hub_id}: its config.json cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{hub_id}: its config.json is not a JSON object")
-    return config
 
 
 def download(hub_id: str, revision: str | None = None) -> Path:
@@ -107,7 +105,7 @@ def cached(hub_id: str, revision: str | None = None) -> Path | None:
         index = folder / "model.safetensors.index.json"
         shards = {"model.safetensors"}
         if index.exists():
-            shards = set(json.loads(index.read_text())["weight_map"].values())
-    except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError, ValueError, KeyError):
+            shards = set(read_weight_map(index).values())
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError, ValueError):
         return None
     return folder if all((folder / name).exists() for name in {"config.json", *shards}) else None

@@ -29,6 +29,7 @@ def status_of(error: BaseException) -> Status:
     from zinfer.engine import EngineError
     from zinfer.generation.sampling import NotFiniteError
     from zinfer.spec.checkpoint import CheckpointError
+    from zinfer.spec.documents import DocumentError
     from zinfer.spec.engine import OptionError
     from zinfer.spec.model import ModelError
 
@@ -42,7 +43,7 @@ def status_of(error: BaseException) -> Status:
         return "nan_output"
     if isinstance(error, ModelError | EngineError | OptionError | NotImplementedError):
         return "unsupported"
-    if isinstance(error, CheckpointError | OSError):
+    if isinstance(error, CheckpointError | DocumentError | OSError):
         return "io_error"
     if isinstance(error, KeyboardInterrupt):
         return "cancelled"

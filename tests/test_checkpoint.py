@@ -1,0 +1,147 @@
+"""Headers of safetensors files and indexes: what breaks a rule of the format is refused in one line."""
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.damage import HEADER_DAMAGE, damage_header, damage_safetensors, read_header, write_header
+from zinfer.spec.checkpoint import INDEX as WEIGHT_INDEX
+from zinfer.spec.checkpoint import SINGLE, Checkpoint, CheckpointError
+
+SIZES = {"a": [2, 3], "empty": [0, 4], "b": [5], "scalar": [], "c": [1, 7]}
+
+
+def entries(sizes: dict[str, list[int]]) -> tuple[dict[str, Any], int]:
+    """Return a header of float32 tensors of these shapes, and the bytes of their data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in sizes.items():
+        count = 4
+        for size in shape:
+            count *= size
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + count]}
+        end += count
+    return header, end
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    header, size = entries(SIZES)
+    write_header(tmp_path / SINGLE, header, bytes(range(size)))
+    return tmp_path
+
+
+def refused(folder: Path, says: str = "safetensors|config") -> str:
+    with pytest.raises(CheckpointError, match=says) as error:
+        Checkpoint.open(folder)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 1000
+    return str(error.value)
+
+
+def test_a_tensor_without_values_and_a_number_alone_are_tensors(folder: Path) -> None:
+    found = Checkpoint.open(folder).tensors
+    assert {name: list(info.shape) for name, info in found.items()} == SIZES
+    assert found["empty"].start == found["empty"].end
+
+
+@pytest.mark.parametrize("kind", HEADER_DAMAGE)
+def test_a_header_that_lies_is_refused(kind: str, folder: Path) -> None:
+    good = (folder / SINGLE).read_bytes()
+    for seed in range(8):
+        (folder / SINGLE).write_bytes(good)
+        damage_header(random.Random(seed), folder / SINGLE, kind)
+        assert SINGLE in refused(folder)
+
+
+def test_a_flipped_bit_in_a_header_is_refused_or_harmless(folder: Path) -> None:
+    """A changed name is another tensor, which the model does not have; all that places the data is checked."""
+    good, known = (folder / SINGLE).read_bytes(), Checkpoint.open(folder).tensors
+    places = {(info.dtype, info.shape, info.start, info.end) for info in known.values()}
+    for seed in range(200):
+        (folder / SINGLE).write_bytes(good)
+        damage_safetensors(random.Random(seed), folder / SINGLE)
+        try:
+            found = Checkpoint.open(folder).tensors
+        except CheckpointError:
+            continue
+        for info in found.values():
+            kept = (info.dtype, info.shape, info.start, info.end)
+            assert kept in places or (info.dtype in {"I32", "U32"} and ("F32", *kept[1:]) in places)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("name twice", "it has '[abc]' twice|it has 'scalar' twice"),
+        ("hole", "leave a hole"),
+        ("overlap", "overlap|leave a hole|cut off|longer"),
+        ("all at 0", "overlap|longer"),
+        ("a byte later", "leave a hole"),
+    ],
+)
+def test_the_line_names_the_fault(fault: str, says: str, folder: Path) -> None:
+    damage_header(random.Random(1), folder / SINGLE, fault)
+    refused(folder, says)
+
+
+def shard(folder: Path, name: str, sizes: dict[str, list[int]]) -> dict[str, str]:
+    header, size = entries(sizes)
+    write_header(folder / name, header, bytes(size))
+    return dict.fromkeys(sizes, name)
+
+
+def test_a_name_in_two_shards_is_refused(folder: Path) -> None:
+    weight_map = shard(folder, "1.safetensors", {"a": [2], "b": [2]}) | shard(folder, "2.safetensors", {"b": [2]})
+    (folder / WEIGHT_INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert "both hold b" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"{}", b"[]", b"{", b"\xff", b'{"weight_map": 3}', b'{"weight_map": {"a": 1}}', b'{"weight_map": {"a": ["x"]}}',
+        b'{"weight_map": {"a": "1.safetensors", "a": "1.safetensors"}}',
+        b'{"weight_map": {"a": "x\\u0000.safetensors"}}',
+        b'{"weight_map": {"a": "../1.safetensors"}}', b'{"weight_map": {"a": "none.safetensors"}}', b'{"a":' * 100_000,
+    ],
+)  # fmt: skip
+def test_a_damaged_index_is_refused(index: bytes, folder: Path) -> None:
+    shard(folder, "1.safetensors", {"a": [2]})
+    (folder / WEIGHT_INDEX).write_bytes(index)
+    assert WEIGHT_INDEX in refused(folder) or "none.safetensors" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHT_INDEX, SINGLE])
+@pytest.mark.parametrize("target", ["fifo", "folder", "/dev/zero", "/proc/self/mem", "/proc/kmsg", "itself"])
+def test_only_regular_files_are_read(name: str, target: str, folder: Path) -> None:
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if target == "fifo":
+        os.mkfifo(path)
+    elif target == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(name if target == "itself" else target)
+    began = time.monotonic()
+    assert name in refused(folder)
+    assert time.monotonic() - began < 2
+
+
+def test_a_link_to_a_file_is_read(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As in a snapshot of the hub, whose files are links out of the folder."""
+    blob = tmp_path_factory.mktemp("blobs") / "1234"
+    (folder / SINGLE).rename(blob)
+    (folder / SINGLE).symlink_to(blob)
+    assert Checkpoint.open(folder).tensors.keys() == SIZES.keys()
+
+
+def test_metadata_are_no_tensor(folder: Path) -> None:
+    assert "__metadata__" in read_header(folder / SINGLE)[0]
+    assert "__metadata__" not in Checkpoint.open(folder).tensors

@@ -1,23 +1,29 @@
 """Decisions on fabricated points whose answers follow by arithmetic."""
 
-import shlex
+import re
 
 import pytest
 
 from tests import mentions
 from tests.results import case, point, sweep
+from zinfer.analysis.best import decide
+from zinfer.analysis.compare import Change
+from zinfer.analysis.economics import Prices
 from zinfer.analysis.group import by_load, groups
 from zinfer.analysis.rates import (
     best,
     best_by_load,
-    command,
+    cautions,
     compare_with_baseline,
     edges,
     offload_verdicts,
     pareto,
     spread,
+    tied,
+    winner,
 )
 from zinfer.record.measurement import Measurement
+from zinfer.spec.case import Case
 
 
 def exact(
@@ -74,7 +80,7 @@ def test_offload_is_judged_at_each_sides_best_and_at_equal_batch() -> None:
     (verdict,) = offload_verdicts(PUBLISHED)
     assert (verdict.engine, verdict.offload) == ("stream", "cpu")
     assert verdict.comparison.gain == pytest.approx(1.5)
-    assert dict(verdict.comparison.equal) == pytest.approx({4: 0.125 / 0.21, 8: 0.15 / 0.21, 16: 0.2 / 0.21})
+    assert sizes(verdict.comparison.equal) == pytest.approx({4: 0.125 / 0.21, 8: 0.15 / 0.21, 16: 0.2 / 0.21})
     assert mentions(verdict.text, "cpu", "1.50x", "120 tok/s", "batch 32", "80 tok/s", "batch 16")
     assert mentions(verdict.text, "batch 16", "4 to 16", "60%", "95%")
 
@@ -121,7 +127,7 @@ def test_engines_are_compared_at_best_and_at_equal_batch() -> None:
     engines = {name: [point for point in points if point.case.engine == name] for name in ("stream", "deepspeed")}
     found = compare_with_baseline(engines["stream"], engines["deepspeed"])
     assert found.gain == pytest.approx(4)
-    assert dict(found.equal) == {8: pytest.approx(2)}
+    assert sizes(found.equal) == {8: pytest.approx(2)}
     assert compare_with_baseline(engines["stream"], []).gain is None
     assert compare_with_baseline([], []).equal == ()
 
@@ -190,14 +196,61 @@ def test_a_group_says_slice_weights_and_machine() -> None:
     assert other.stem("../s", alone=False) == "x/s-my-model-512-32-bfloat16-dummy"
 
 
-def test_the_command_is_quoted_and_complete() -> None:
-    asked = case(32, model="my model; rm", options=(("kv_offload", True), ("ring_depth", 3)))
-    words = shlex.split(command(asked))
-    assert words[:4] == ["zinfer", "run", "--model", "my model; rm"]
-    assert " ".join(words[4:]) == (
-        "--engine stream --offload cpu --batch-size 32 --dtype bfloat16 --output-len 32 --layers 14 "
-        "--option kv_offload=true --option ring_depth=3 --prompt Once upon a time"
-    )
-    assert "--layers" not in command(case(1, layers=None))
-    assert "--gpu-weights 25% --option" in command(case(1, gpu_weights="25%", options=(("plan", "x"),)))
-    assert "--load-format" not in command(case(1)), "run has no use for dummy weights"
+def sizes(changes: tuple[Change, ...]) -> dict[int, float | None]:
+    return {change.after_case.workload.batch_size: change.ratio for change in changes}
+
+
+def spreading(asked: Case, *seconds: float) -> Measurement:
+    """Return a point of one generated token a row, whose repeats take `seconds`."""
+    times = {"ttft_ms": tuple(1e3 * value for value in seconds), "step_ms": tuple(() for _ in seconds)}
+    return point(asked).model_copy(update=times)
+
+
+def test_a_difference_within_the_noise_is_no_gain() -> None:
+    with_offload = spreading(case(8, output_len=1), 0.010, 0.013, 0.018)
+    without = spreading(case(8, offload="none", output_len=1), 0.012, 0.015, 0.019)
+    (verdict,) = offload_verdicts([with_offload, without])
+    assert (verdict.comparison.gain or 0) > 1.1
+    assert mentions(verdict.text, "no difference beyond the noise", "±", "batch 8")
+    assert not re.search(r"\d%|\dx", verdict.text)
+    assert [change.verdict for change in verdict.comparison.equal] == ["noise"]
+    assert tied([with_offload, without], with_offload) == "As fast within the noise: stream none at batch 8."
+
+
+def test_a_gain_beyond_the_noise_has_its_spread() -> None:
+    with_offload = spreading(case(8, output_len=1), 0.0100, 0.0101, 0.0102)
+    without = spreading(case(8, offload="none", output_len=1), 0.0200, 0.0201, 0.0203)
+    (verdict,) = offload_verdicts([with_offload, without])
+    assert re.search(r"gives 1\.99x ± 0\.0\d", verdict.text), verdict.text
+    assert tied([with_offload, without], with_offload) == ""
+
+
+def test_single_runs_are_called_so() -> None:
+    assert mentions(offload_verdicts([exact(8, 1.0), exact(4, 1.0, offload="none")])[0].text, "2.00x, single run")
+    assert any("single run" in caution for caution in cautions([exact(8, 1.0)]))
+    assert not any("single run" in caution for caution in cautions(sweep()))
+
+
+def test_lossy_settings_are_ranked_apart() -> None:
+    fast = exact(8, 0.5, options=(("kv_cache_dtype", "int8"),))
+    slow, without = exact(8, 1.0), exact(8, 2.0, offload="none")
+    assert winner([fast, slow, without]) is slow
+    assert winner([fast]) is fast
+    assert offload_verdicts([fast, slow, without])[0].comparison.best is slow
+    found = decide([fast, slow, without], (), "throughput", Prices())
+    assert (found.point, found.lossy, found.usable) == (slow, fast, 2)
+    assert not case(1, options=(("weight_codec", "lossless"),)).lossy
+    assert not case(1, options=(("kv_cache_dtype", "bf16"),)).lossy
+
+
+def test_without_a_gpu_offload_is_a_copy() -> None:
+    cpu = point(case(8)).model_copy(update={"gpu_peak_bytes": None})
+    assert any("without a GPU" in caution for caution in cautions([cpu]))
+    assert not any("without a GPU" in caution for caution in cautions([cpu, point(case(4))]))
+    assert any("random" in caution for caution in cautions([cpu]))
+    assert not any("random" in caution for caution in cautions([point(case(8, load_format="safetensors"))]))
+
+
+def test_whole_models_come_before_slices() -> None:
+    order = [group.layers for group in groups([point(case(1)), point(case(1, layers=None), machine="z")])]
+    assert order == [None, 14]

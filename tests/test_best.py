@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,13 @@ from click.testing import CliRunner, Result
 
 from tests import mentions
 from tests.results import case, point, sweep
+from zinfer.analysis.reproduce import batch_command, sweep_command
 from zinfer.cli import cli
+from zinfer.commands.batch import command as batch
+from zinfer.commands.options import SHORTHANDS, one_load
 from zinfer.record.store import Store
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.machine import load
 
 
 def best(*arguments: object) -> Result:
@@ -35,14 +41,20 @@ def test_the_table_answers_with_a_command(results: Path) -> None:
     done = best(results)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert mentions(lines[0], "bloom-176b", "14 of 70 layers", "512 in", "32 out")
-    assert "slice" in lines[1]
-    assert "dummy weights" in lines[1]
-    command = "zinfer run --model bloom-176b --engine stream --offload none --batch-size 8 --dtype bfloat16"
-    assert any(line.startswith(command) and "--layers 14 --prompt" in line for line in lines)
+    assert lines[0] == "MODELS"
+    at = next(nth for nth, line in enumerate(lines) if line.startswith("SLICES"))
+    assert any("opt-[x]-30b" in line for line in lines[:at])
+    assert mentions(lines[at + 2], "bloom-176b", "14 of 70 layers", "512 in", "32 out")
+    assert "slice" in lines[at + 3]
+    assert "dummy weights" in lines[at + 3]
+    again = "zinfer sweep --model bloom-176b --engine stream --offload none --dtype bfloat16 --batch-size 8"
+    assert any(again in line and "--layers 14" in line for line in lines)
+    use = "zinfer batch prompts.jsonl -o answers.jsonl --model bloom-176b --engine stream"
+    assert any(use in line and "--layers" not in line for line in lines)
+    assert "random (dummy)" in done.stdout
     assert mentions(done.stdout, "Best", "stream none", "batch 8")
     assert sum("zinfer plan --model bloom-176b" in line for line in lines) == 1, "the warning about a slice"
-    assert mentions(done.stdout, "deepspeed:", "cpu", "18.7 tok/s", "batch 32")
+    assert mentions(done.stdout, "deepspeed:", "cpu", "18.7 ±", "tok/s", "batch 32")
     for engine in ("Any engine:", "stream:"):
         assert any(line.startswith(engine) and re.search(r" cpu .* 0\.\d\dx", line) for line in lines)
     assert mentions(done.stdout, "opt-[x]-30b", "512 in", "32 out")
@@ -52,15 +64,16 @@ def test_the_table_answers_with_a_command(results: Path) -> None:
 
 
 def test_json_has_stable_keys(results: Path) -> None:
-    first, second = json.loads(best(results, "--json").stdout)
+    second, first = json.loads(best(results, "--json").stdout)
     assert list(first) == [
         *("machine", "model", "layers", "input_len", "output_len", "dtype", "load_format", "total_layers"),
-        *("best", "best_by_load", "offload", "edges"),
+        *("best", "best_by_load", "lossy_by_load", "offload", "edges"),
     ]
     assert (first["layers"], first["total_layers"], first["load_format"]) == (14, 70, "dummy")
     assert list(first["best"]) == [
         *("engine", "offload", "options", "batch_size", "output_tok_s", "output_tok_s_half_width", "decode_tok_s"),
         *("ttft_ms", "tpot_ms", "h2d_bandwidth", "link_share", "gpu_peak_bytes", "host_peak_bytes", "command"),
+        "batch_command",
     ]
     assert first["best"] == first["best_by_load"][0]
     assert first["best"]["h2d_bandwidth"] is None, "unknown is null, never 0"
@@ -96,6 +109,130 @@ def test_nothing_usable_is_one_message(tmp_path: Path, failed: bool) -> None:
     assert done.exit_code == 4
     assert done.stderr.count("\n") == 1
     assert ("oom_host" if failed else "zinfer sweep") in done.stderr
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Provide a checkout with the records of two other machines; this machine is called mine."""
+    folder = tmp_path / "sweeps" / "results"
+    for machine in ("nvidia-h100", "nvidia-h200", "nvidia-h200-16-cores"):
+        with Store.open(folder / machine / "a.jsonl") as store:
+            store.append(point(case(4, layers=None), machine=machine))
+    (folder / "nvidia-h100" / "torn.jsonl").write_text("torn\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zinfer.spec.local.name", lambda: "mine")
+    return folder
+
+
+@pytest.mark.drawing
+@pytest.mark.parametrize("verb", ["best", "plot --format svg", "report"])
+def test_answers_are_for_this_machine(shipped: Path, verb: str) -> None:
+    done = CliRunner().invoke(cli, verb.split())
+    assert (done.exit_code, done.stderr.count("\n")) == (4, 1)
+    assert mentions(done.stderr, "mine", "`zinfer sweep demo`", "--machine all", "nvidia-h100", "nvidia-h200")
+    with Store.open(shipped / "mine" / "b.jsonl") as store:
+        store.append(point(case(4, layers=None), machine="mine"))
+    done = CliRunner().invoke(cli, verb.split())
+    assert (done.exit_code, done.stderr) == (0, ""), "damage in the records of others does not matter"
+    assert "mine" in done.stdout
+    assert "nvidia" not in done.stdout
+    everything = CliRunner().invoke(cli, [*verb.split(), "--machine", "all"])
+    assert everything.exit_code == 0
+    told = ("mine", "nvidia-h100", "nvidia-h200", "nvidia-h200-16-cores")
+    assert verb == "report" or all(name in everything.stdout for name in told)
+    if verb == "report":
+        assert done.stdout.splitlines() == ["plots/mine/report.html", "plots/mine/report.md"]
+        assert everything.stdout.splitlines() == ["plots/all/report.html", "plots/all/report.md"]
+
+
+def test_machines_are_asked_for_by_name(shipped: Path) -> None:
+    def machines(*words: str) -> list[str]:
+        return [group["machine"] for group in json.loads(best(*words, "--json").stdout)]
+
+    assert machines("--machine", "nvidia-h200") == ["nvidia-h200"], "the very name"
+    assert machines("--machine", "nvidia-h200-") == ["nvidia-h200-16-cores"], "the beginning of one"
+    assert machines("--machine", "nvidia-h1,nvidia-h200") == ["nvidia-h100", "nvidia-h200"]
+    assert machines(str(shipped)) == ["nvidia-h100", "nvidia-h200", "nvidia-h200-16-cores"], "a folder that is named"
+    done = best("--machine", "b200")
+    assert (done.exit_code, done.stderr.count("\n")) == (4, 1)
+    assert mentions(done.stderr, "b200", "nvidia-h100")
+
+
+def test_lossy_settings_have_a_table_of_their_own(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "a.jsonl") as store:
+        store.append(point(case(8, layers=None), 2.0))
+        store.append(point(case(8, layers=None, options=(("kv_cache_dtype", "int8"),)), 1.0))
+    done = best(tmp_path)
+    lossy = done.stdout.index("Lossy settings")
+    assert done.stdout.index("│ stream cpu ") < lossy < done.stdout.index("│ stream cpu kv_cache_dtype=int8")
+    assert "`zinfer accuracy`" in done.stdout
+    assert re.search(r"^Best: stream cpu, batch 8", done.stdout, re.MULTILINE)
+    decided = best(tmp_path, "--objective", "latency")
+    assert mentions(decided.stdout, "Best by latency", "stream cpu", "batch 8")
+    assert mentions(decided.stdout, "Best lossy setting", "int8", "`zinfer accuracy`")
+
+
+def test_noise_makes_no_winner(tmp_path: Path) -> None:
+    noisy = {"ttft_ms": (100.0, 160.0, 130.0), "step_ms": ((1.0,), (1.0,), (1.0,))}
+    with Store.open(tmp_path / "a.jsonl") as store:
+        store.append(point(case(8, layers=None, output_len=2)).model_copy(update=noisy))
+        slower = {"ttft_ms": (110.0, 180.0, 145.0)}
+        store.append(point(case(8, offload="none", layers=None, output_len=2)).model_copy(update=noisy | slower))
+    done = best(tmp_path)
+    assert "no difference beyond the noise" in done.stdout
+    assert "As fast within the noise: stream none at batch 8." in done.stdout
+    assert not re.search(r"\d\.\d\dx", done.stdout)
+
+
+CASES = (
+    case(8, layers=14),
+    case(4, "deepspeed", model="bloom-176b", layers=None, input_len=64, output_len=7, dtype="float16"),
+    case(3, layers=None, gpu_weights="25%", options=(("kv_offload", "cpu"), ("weight_codec", "none"))),
+    case(2, "accelerate", "none", layers=2, options=(("pin_memory", False),)),
+)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("asked", CASES, ids=lambda asked: asked.label())
+def test_the_printed_command_measures_the_same_case(
+    asked: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: load("h100-80gb"))
+    done = CliRunner().invoke(cli, [*shlex.split(sweep_command(asked))[1:], "--dry-run", "--json"])
+    assert done.exit_code == 0, done.output
+    (plan,) = json.loads(done.stdout)
+    assert Case.model_validate(plan["case"]) == asked
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("asked", CASES, ids=lambda asked: asked.label())
+def test_the_printed_command_uses_the_same_configuration(
+    asked: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").touch()
+    words = shlex.split(batch_command(asked))
+    assert words[:2] == ["zinfer", "batch"]
+    given = batch.make_context("batch", words[2:]).params
+    assert given["layers"] is None, "the whole model"
+    assert given["batch_size"] == (asked.workload.batch_size if asked.layers is None else None)
+    told = {name: given[name] for name in ("model", "engine", "gpu_weights", "nvme_path")}
+    settings = given["settings"] | {key: found for key in SHORTHANDS if (found := given.get(key)) is not None}
+    loads = one_load("batch", **told, offload=given["offload"], layers=None, settings=settings)
+    whole = {load.case("dummy", given["dtype"], 1, 1) for load in loads}
+    wanted = asked.load.model_copy(
+        update={"layers": None, "workload": Workload(batch_size=1, input_len=1, output_len=1)}
+    )
+    assert wanted in whole
+    assert len(whole) == (2 if asked.layers is not None and asked.offload == "none" else 1)
+
+
+def test_names_that_a_shell_would_read_are_quoted() -> None:
+    asked = case(32, model="my model; rm", options=(("kv_offload", True),))
+    for command in (sweep_command(asked), batch_command(asked)):
+        assert "'my model; rm'" in command
+        assert "--option kv_offload=true" in command
 
 
 def test_no_verb_over_results_needs_torch_or_pyplot(results: Path, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
         (["sweep", "-m", "bloom-tiny", "-O", "ring=3"], 2, "its options: weight_codec"),
         (["sweep", "-m", "bloom-tiny", "--offload", "nvme"], 2, "--nvme-path"),
         (["sweep", "-m", "bloom-tiny", "--layers", "99"], 2, "has 8 layers"),
-        (["sweep", "no-such-recipe"], 2, "no recipe sweeps/no-such-recipe.toml"),
+        (["sweep", "no-such-recipe"], 2, "no recipe 'no-such-recipe'; choose from bloom-176b"),
         (["sweep", "-m", "bloom-176b", "--offload", "cpu"], 5, "362.2 GB of host memory"),
         (["run", "-m", "bloom-tiny"], 2, "no prompt"),
         (RUN, 2, "--load-format dummy"),
@@ -130,7 +130,7 @@ def test_sweep_to_best_and_back(folder: Path) -> None:
 
     best = json.loads(zinfer(folder, "best", "--json").stdout)
     command = best[0]["best"]["command"].split()
-    assert command[:4] == ["zinfer", "run", "--model", "bloom-tiny"]
+    assert command[:4] == ["zinfer", "sweep", "--model", "bloom-tiny"]
     drawn = zinfer(folder, "plot")
     assert drawn.returncode == 0
     assert all((folder / line).is_file() for line in drawn.stdout.split())

@@ -265,7 +265,7 @@ def test_the_command_line_decides(results: Path) -> None:
     assert any(re.search(r"\d J an output token", line) and "NVML" in line for line in lines)
     assert mentions(done.stdout, "8 h 00 min", "6 GPUs", "1 spare")
     assert sum("a user" in line for line in lines) == 2
-    assert any(line.startswith("zinfer run") and "--batch-size 32" in line for line in lines)
+    assert any("zinfer sweep" in line and "--batch-size 32" in line for line in lines)
 
 
 def test_the_decision_as_json_and_only_when_asked(results: Path) -> None:
@@ -275,7 +275,7 @@ def test_the_decision_as_json_and_only_when_asked(results: Path) -> None:
     told = row["decision"]
     assert told["point"]["batch_size"] == 4
     assert told["fleet"]["gpus"] == told["fleet"]["working"] + 1
-    assert told["command"].startswith("zinfer run")
+    assert told["command"].startswith("zinfer sweep")
     assert told["point"]["usd_per_mtok"] is None
 
 
@@ -288,10 +288,10 @@ def test_an_unkept_level_exits_4_and_names_the_nearest(results: Path) -> None:
 
 def test_only_the_chosen_command_is_printed(results: Path) -> None:
     done = best(results, "--sla", "ttft:max:<=:2s")
-    commands = [line for line in done.stdout.splitlines() if line.startswith("zinfer run")]
+    commands = [line for line in done.stdout.splitlines() if "zinfer sweep" in line]
     assert len(commands) == 1
     assert "--batch-size 4 " in commands[0]
-    assert "zinfer run" not in best(results, "--sla", "ttft:max:<=:500ms").stdout
+    assert "zinfer sweep" not in best(results, "--sla", "ttft:max:<=:500ms").stdout
 
 
 def test_a_batch_longer_than_the_deadline_has_no_fleet(results: Path) -> None:

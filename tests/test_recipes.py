@@ -1,13 +1,18 @@
 """Recipes: every one in the repository loads as a command would load it, and every folder holds what its README
 says."""
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests import PATIENCE_S
 from zinfer import engine
 from zinfer.commands.options import locate
-from zinfer.job.recipe import RecipeError, engine_recipe, make_sweep, read_toml
+from zinfer.job.recipe import RecipeError, engine_recipe, make_sweep, read_toml, sweep_recipe, sweep_recipes
 from zinfer.record.store import read
 from zinfer.spec import resolve
 from zinfer.spec.machine import load as load_machine
@@ -69,3 +74,60 @@ def test_committed_records_are_whole_and_their_machines_are_described() -> None:
         assert records.points
         assert load_machine(path.parent / "machine.json").source == "measured"
         assert all(point.machine == load_machine(path.parent).name for point in records.points)
+
+
+def test_recipes_are_found_outside_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert make_sweep(read_toml(sweep_recipe("demo")), "demo").model == ("bloom-tiny",)
+    assert {path.stem for path in sweep_recipes()} == {path.stem for path in (ROOT / "sweeps").glob("*.toml")}
+    for path in (ROOT / "engines").glob("*.toml"):
+        assert engine_recipe(path.stem).options == read_toml(path).get("options", {})
+    Path("sweeps").mkdir()
+    Path("sweeps/demo.toml").write_text('model = "opt-30b"\n')
+    Path("engines").mkdir()
+    Path("engines/mine.toml").write_text('engine = "stream"\n')
+    assert sweep_recipe("demo") == Path("sweeps/demo.toml"), "the current directory comes first"
+    assert engine_recipe("mine").engine == "stream"
+    with pytest.raises(RecipeError, match=r"no recipe 'nothing'; choose from .*demo"):
+        sweep_recipe("nothing")
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
+    """Build and install a wheel as a user would, and read the recipes where no checkout is."""
+    source = tmp_path / "source"
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, tracked.split("\0")):
+        if name.split("/")[0] in ("zinfer", "engines", "setup.cfg", "pyproject.toml", "README.md", "LICENSE") or (
+            name.startswith("sweeps/") and name.endswith(".toml")
+        ):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, source / name, follow_symlinks=False)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "dist"), str(source)]
+    subprocess.run(build, check=True, timeout=PATIENCE_S)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    install = [*pip, "install", "--no-deps", "--no-index", "--target", str(tmp_path / "installed"), str(wheel)]
+    subprocess.run(install, check=True, timeout=PATIENCE_S)
+    script = (
+        "import zinfer\n"
+        "from zinfer.job.recipe import engine_recipe, sweep_recipes\n"
+        "print(zinfer.__file__, *(path.stem for path in sweep_recipes()), engine_recipe('stream-raw').engine)\n"
+    )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    python = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=empty, env=python, check=True, capture_output=True, text=True
+    )
+    origin, *names = done.stdout.split()
+    assert origin.startswith(str(tmp_path / "installed"))
+    assert names == [*sorted(path.stem for path in (ROOT / "sweeps").glob("*.toml")), "stream"]
+
+
+def test_git_ignores_what_a_user_measures_and_draws() -> None:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("no git checkout")
+    paths = ["sweeps/results/cpu-mine/demo.jsonl", "plots/cpu-mine/report.html", "plots/all/report.md"]
+    done = subprocess.run(["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == paths

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.results import case, point, traced
 from zinfer.record import jsonl
 from zinfer.record.measurement import Effective, Measurement, Span
-from zinfer.record.store import Header, Store, StoreError, decode, encode, read, read_usable
+from zinfer.record.store import Header, Store, StoreError, decode, encode, read
 from zinfer.spec.case import Case, Workload
 
 HEADER = Header(machine="h100", recipe={"engines": ["stream"], "batch_size": [1, 2]}, versions={"zinfer": "0.1.0"})
@@ -234,23 +234,12 @@ def test_empty_and_header_only_files(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.touch()
     assert read(path) == read(tmp_path) == ((), (), ())
-    with pytest.raises(StoreError, match="no results in"):
-        read_usable(path)
     with Store.open(path) as store:
         store.append_header(HEADER)
         assert store.points() == ()
     assert read(path).headers == (HEADER,)
-    with pytest.raises(StoreError, match="zinfer sweep"):
-        read_usable(tmp_path / "nowhere")
     with pytest.raises(StoreError, match="cannot read"):
         read(tmp_path / "nowhere")
-
-
-def test_a_file_of_failures_has_nothing_usable(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "a.jsonl") as store:
-        store.append(point(case(1), status="oom_gpu"))
-    with pytest.raises(StoreError, match=r"none of the 1 points .* succeeded \(oom_gpu\)"):
-        read_usable(tmp_path)
 
 
 def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:

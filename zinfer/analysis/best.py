@@ -5,7 +5,7 @@ from typing import Literal
 
 from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost
 from zinfer.analysis.group import Points
-from zinfer.analysis.rates import pareto
+from zinfer.analysis.rates import exact, lossy, pareto
 from zinfer.analysis.sla import Sla, SlaCheck, check
 from zinfer.record.measurement import Measurement
 from zinfer.spec.value import Frozen
@@ -17,7 +17,8 @@ class Decision(Frozen):
     """Decision for one group of points.
 
     `point` is None if no point keeps every level; `nearest` is then the point that misses by least. `point` is also
-    None if the objective's value is not known for any point that keeps them.
+    None if the objective's value is not known for any point that keeps them. Points with lossy settings are ranked
+    apart: `lossy` is the best of them, unless there are no others.
     """
 
     objective: Objective
@@ -29,6 +30,7 @@ class Decision(Frozen):
     keeping: int = 0  # points that keep the levels
     usable: int = 0
     unknown: int = 0  # points that keep the levels, without a known cost or energy
+    lossy: Measurement | None = None  # best of the points with lossy settings
 
 
 def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Prices) -> Decision:
@@ -38,7 +40,11 @@ def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Pr
     """
     if objective == "cost" and prices.gpu_hour_usd is None and prices.host_hour_usd is None:
         raise EconomicsError("--objective cost needs a price: give --gpu-hour-usd, or --host-hour-usd, or both")
-    usable = [point for point in points if point.usable]
+    points = [point for point in points if point.usable]
+    if exact(points) and lossy(points):
+        apart = decide(lossy(points), slas, objective, prices).point
+        return decide(exact(points), slas, objective, prices).model_copy(update={"lossy": apart})
+    usable = list(points)
     keeping = [point for point in usable if all(kept.ok for kept in check(point, slas))]
     if not keeping:
         nearest = min(usable, key=lambda point: sum(kept.miss for kept in check(point, slas)), default=None)

@@ -18,6 +18,7 @@ from zinfer.record.measurement import Measurement, Status, latest
 from zinfer.record.stats import ci95_half_width
 from zinfer.spec.case import Case
 from zinfer.spec.errors import ZinferError
+from zinfer.spec.units import figures
 from zinfer.spec.value import Frozen
 
 Metric = Literal["output_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes"]
@@ -82,6 +83,33 @@ class Change(Frozen):
         return hypot(self.before.noise, self.after.noise)
 
     @property
+    def ratio(self) -> float | None:
+        """Ratio after / before; None where either is unknown or the first is zero."""
+        if self.after.mean is None or not self.before.mean:
+            return None
+        return self.after.mean / self.before.mean
+
+    @property
+    def ratio_noise(self) -> float | None:
+        """Noise of `ratio`: the relative half-widths of both sides in quadrature; None where unknown."""
+        if not self.ratio or self.before.noise is None or self.after.noise is None:
+            return None
+        before, after = self.before.mean or 1.0, self.after.mean or 1.0  # `ratio` has neither of them unknown or zero
+        return self.ratio * hypot(self.before.noise / before, self.after.noise / after)
+
+    @property
+    def times(self) -> str:
+        """Text of `ratio` as far as the repeats support it: ``1.13x ± 0.04``, ``1.13x, single run``, or ``within the
+        noise``; empty where unknown."""
+        if self.ratio is None:
+            return ""
+        if self.verdict == "unknown":
+            return f"{self.ratio:.2f}x, single run"
+        if self.verdict in ("noise", "same"):
+            return "within the noise"
+        return f"{self.ratio:.2f}x ± {figures(self.ratio_noise or 0.0, 2)}"
+
+    @property
     def loss(self) -> float:
         """Share by which after is worse than before; 0 if it is not worse, or if that is not known."""
         return max(0.0, (self.relative or 0.0) * (-1 if self.higher_is_better else 1))
@@ -142,7 +170,7 @@ def compare(
     common = [(first[key], second[key]) for key in first.keys() & second.keys()]
     return Comparison(
         changes=tuple(
-            _change(ours, theirs, metric) for ours, theirs in sorted(common, key=lambda pair: _order(pair[0]))
+            change(ours, theirs, metric) for ours, theirs in sorted(common, key=lambda pair: _order(pair[0]))
         ),
         only_before=tuple(sorted((first[key] for key in first.keys() - second.keys()), key=_order)),
         only_after=tuple(sorted((second[key] for key in second.keys() - first.keys()), key=_order)),
@@ -162,7 +190,8 @@ def value(point: Measurement, metric: Metric) -> Value:
     return Value(mean=found, noise=ci95_half_width(repeats))
 
 
-def _change(before: Measurement, after: Measurement, metric: Metric) -> Change:
+def change(before: Measurement, after: Measurement, metric: Metric = "output_tok_s") -> Change:
+    """Compare two points by one metric, whatever their cases."""
     return Change(
         before_case=before.case,
         after_case=after.case,

@@ -63,7 +63,7 @@ class Group(Frozen):
 
 
 def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]]:
-    """Return the latest point of each case by group, both sorted."""
+    """Return the latest point of each case by group, both sorted, whole models before slices."""
     found: dict[Group, list[Measurement]] = {}
     for point in latest(points):
         case = point.case
@@ -78,10 +78,17 @@ def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]
         )
         found.setdefault(group, []).append(point)
     result = {}
-    for group in sorted(found, key=lambda g: (g.machine, g.model, g.layers or 0, g.input_len, g.output_len, g.dtype)):
+    for group in sorted(found, key=_rank):
         total = max((point.total_layers or 0 for point in found[group]), default=0) or None
         result[group.model_copy(update={"total_layers": total})] = tuple(sorted(found[group], key=_order))
     return result
+
+
+def _rank(group: Group) -> tuple[bool | int | str, ...]:
+    return (
+        group.layers is not None, group.machine, group.model, group.layers or 0, group.input_len, group.output_len,
+        group.dtype,
+    )  # fmt: skip
 
 
 def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:

@@ -5,16 +5,15 @@ with the price at equal batch beside it. Functions take the points of one group,
 them; nothing here compares across groups.
 """
 
-import shlex
 from collections.abc import Sequence
 from statistics import mean, stdev
 from typing import Literal
 
+from zinfer.analysis.compare import Change, change
 from zinfer.analysis.group import Points, by_load
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import ci95_half_width
 from zinfer.spec.case import Case, Offload
-from zinfer.spec.resolve import catalogue_names, from_catalogue
 from zinfer.spec.units import figures
 from zinfer.spec.value import Frozen
 
@@ -45,12 +44,17 @@ class BaselineComparison(Frozen):
 
     best: Measurement | None = None
     baseline: Measurement | None = None
-    equal: tuple[tuple[int, float], ...] = ()  # batch size, ratio of throughputs
+    equal: tuple[Change, ...] = ()  # a change of `output_tok_s` for each batch size, ascending
+
+    @property
+    def change(self) -> Change | None:
+        """Change of `output_tok_s` from the baseline's own best batch to the points' own."""
+        return change(self.baseline, self.best) if self.best and self.baseline else None
 
     @property
     def gain(self) -> float | None:
         """Ratio of the throughputs at each side's own best batch."""
-        return _ratio(self.best, self.baseline) if self.best and self.baseline else None
+        return self.change.ratio if self.change else None
 
 
 class OffloadVerdict(Frozen):
@@ -74,18 +78,69 @@ def best_by_load(points: Points, objective: RateObjective = "output_tok_s") -> t
     return tuple(sorted(found, key=lambda point: -getattr(point, objective)))
 
 
+def exact(points: Points) -> Points:
+    """Return the points whose settings keep the model's own numbers; lossy ones are ranked apart."""
+    return tuple(point for point in points if not point.case.lossy)
+
+
+def lossy(points: Points) -> Points:
+    """Return the points with lossy settings, such as an 8-bit KV cache."""
+    return tuple(point for point in points if point.case.lossy)
+
+
+def winner(points: Points) -> Measurement | None:
+    """Return the fastest usable point with exact settings; the fastest lossy one if there is no other."""
+    return best(exact(points)) or best(points)
+
+
+def ties(points: Points, first: Measurement) -> tuple[Measurement, ...]:
+    """Return the best points of other loads that differ from `first` by no more than the noise of the repeats."""
+    others = [point for point in best_by_load(exact(points)) if point.case.load != first.case.load]
+    return tuple(point for point in others if change(point, first).verdict in ("noise", "same"))
+
+
+def tied(points: Points, first: Measurement) -> str:
+    """Return the sentence that names what is as fast as `first` within the noise; empty if it is the fastest alone."""
+    names = [f"{point.case.label()} at batch {point.case.workload.batch_size}" for point in ties(points, first)]
+    return f"As fast within the noise: {', '.join(names)}." if names else ""
+
+
+def cautions(points: Points) -> tuple[str, ...]:
+    """Return sentences that a reader needs to read the rates right: random weights, single runs, no GPU."""
+    usable = [point for point in points if point.usable]
+    found = []
+    if any(point.case.load_format == "dummy" for point in usable):
+        found.append(
+            "The weights are random (dummy): the speed is that of real ones, but generated text means nothing."
+        )
+    if usable and all(point.gpu_peak_bytes is None and not point.gpu for point in usable):
+        found.append(
+            "This machine computed without a GPU: the weights are in host memory with and without offload, and the two "
+            "differ only in copying: offload copies each layer before it computes."
+        )
+    single = sum(len(point.ttft_ms) == 1 for point in usable)
+    if single:
+        some = "Every point is" if single == len(usable) else f"{single} of {len(usable)} points are"
+        found.append(f"{some} a single run, whose noise is unknown: differences may be chance.")
+    return tuple(found)
+
+
 def compare_with_baseline(points: Points, baseline: Points) -> BaselineComparison:
     """Compare `points` with `baseline` by `output_tok_s`; at equal batch the fastest point of each side counts."""
     ours, theirs = _by_batch(points), _by_batch(baseline)
     return BaselineComparison(
         best=best(points),
         baseline=best(baseline),
-        equal=tuple((size, _ratio(ours[size], theirs[size])) for size in sorted(ours.keys() & theirs.keys())),
+        equal=tuple(change(theirs[size], ours[size]) for size in sorted(ours.keys() & theirs.keys())),
     )
 
 
 def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
-    """Return the verdicts on each offload against none: over all engines first if there are several, then by engine."""
+    """Return the verdicts on each offload against none: over all engines first if there are several, then by engine.
+
+    Lossy settings do not count unless there are no others.
+    """
+    points = exact(points) or points
     engines = sorted({point.case.engine for point in points})
     verdicts = []
     for engine in [*([None] if len(engines) > 1 else []), *engines]:
@@ -140,50 +195,44 @@ def statuses(points: Points) -> str:
     return ", ".join(f"{status} from batch {size}" for status, size in sorted(smallest.items()))
 
 
-def command(case: Case) -> str:
-    """Return the shell command that runs `case`, quoted: with the model's real weights, or with random ones for a model
-    that has no others."""
-    arguments = ["zinfer", "run", "--model", case.model, "--engine", case.engine, "--offload", case.offload]
-    arguments += ["--batch-size", str(case.workload.batch_size), "--dtype", case.dtype]
-    arguments += ["--output-len", str(case.workload.output_len)]
-    if case.model in catalogue_names() and from_catalogue(case.model).hub_id is None:
-        arguments += ["--load-format", "dummy"]
-    if case.layers is not None:
-        arguments += ["--layers", str(case.layers)]
-    if case.gpu_weights is not None:
-        arguments += ["--gpu-weights", case.gpu_weights]
-    for key, value in case.options:
-        arguments += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
-    return shlex.join([*arguments, "--prompt", "Once upon a time"])
-
-
 def _by_batch(points: Points) -> dict[int, Measurement]:
     """Return the fastest usable point of each batch size."""
     ascending = sorted((point for point in points if point.usable), key=lambda point: point.output_tok_s or 0)
     return {point.case.workload.batch_size: point for point in ascending}
 
 
-def _ratio(point: Measurement, baseline: Measurement) -> float:
-    return (point.output_tok_s or 0) / (baseline.output_tok_s or 1)  # usable points have both
-
-
 def _sentence(offload: Offload, comparison: BaselineComparison, using: Points, without: Points) -> str:
     """Return the verdict in one or two sentences, also if a side has no usable point."""
-    ours, theirs = comparison.best, comparison.baseline
+    ours, theirs, gain = comparison.best, comparison.baseline, comparison.change
     if theirs is not None:
         other = f"without it {_rate(theirs)}"
     else:
         other = f"without it every point failed ({statuses(without)})" if without else "nothing was measured without it"
     if ours is None:
         return f"Nothing succeeded with offload {offload} ({statuses(using)}); {other}."
-    if theirs is None:
+    if gain is None:
         return f"Offload {offload} reaches {_rate(ours)}; {other}."
-    text = f"Offload {offload} gives {comparison.gain:.2f}x at each side's own best batch: {_rate(ours)}, {other}."
-    if not comparison.equal:
-        return f"{text} No batch size was measured on both sides."
-    sizes, ratios = zip(*comparison.equal, strict=True)
-    batches, shares = _range(sizes, "{}"), _range(ratios, "{:.0%}")
-    return f"{text} At equal batch ({batches}) it runs at {shares} of the speed without."
+    if gain.verdict in ("noise", "same"):
+        text = f"Offload {offload} makes no difference beyond the noise at each side's own best batch"
+    else:
+        text = f"Offload {offload} gives {gain.times} at each side's own best batch"
+    return f"{text}: {_rate(ours)}, {other}. {_at_equal_batch(comparison.equal)}"
+
+
+def _at_equal_batch(changes: Sequence[Change]) -> str:
+    """Return the sentence on batch sizes that both sides have; those within the noise count for no ratio."""
+    if not changes:
+        return "No batch size was measured on both sides."
+    known = [change for change in changes if change.verdict not in ("noise", "same")]
+    unsure = [change.after_case.workload.batch_size for change in changes if change not in known]
+    if not known:
+        return f"At equal batch ({_range(unsure, '{}')}) there is no difference beyond the noise."
+    shares = _range([change.ratio or 0.0 for change in known], "{:.0%}")
+    batches = _range([change.after_case.workload.batch_size for change in known], "{}")
+    single = ", single runs" if any(change.verdict == "unknown" for change in known) else ""
+    text = f"At equal batch ({batches}{single}) it runs at {shares} of the speed without"
+    rest = f"; at batch {', '.join(map(str, unsure))} the difference is within the noise" if unsure else ""
+    return f"{text}{rest}."
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -192,4 +241,12 @@ def _range(values: Sequence[float], form: str) -> str:
 
 
 def _rate(point: Measurement) -> str:
-    return f"{figures(point.output_tok_s or 0)} tok/s at batch {point.case.workload.batch_size}"
+    return f"{rate_text(point)} tok/s at batch {point.case.workload.batch_size}"
+
+
+def rate_text(point: Measurement) -> str:
+    """Return a usable point's output tokens a second with half its 95% confidence interval: ``612 ± 150``."""
+    found = spread(point.output_tok_s_samples)
+    if found is None:
+        return ""
+    return figures(found.mean) + (f" ± {figures(found.half_width, 2)}" if found.half_width else "")

@@ -6,16 +6,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zinfer.commands.prices import price_options
+from zinfer.commands.results import results_options
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from zinfer.analysis.group import Group, Points
+    from zinfer.analysis.rates import Edge
+    from zinfer.commands.decision import GroupDecision
     from zinfer.record.measurement import Measurement
+    from zinfer.spec.case import Case
 
 
 @click.command("best")
-@click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
+@results_options
 @click.option("-m", "--model", help="Show only this model.")
-@click.option("--machine", help="Show only this machine.")
 @click.option(
     "--sla", "levels", multiple=True, metavar="METRIC:STATISTIC:<=:VALUE",
     help="A service level to keep, such as ttft:p99:<=:2s or output_tok_s:mean:>=:30. Repeatable.",
@@ -27,14 +32,18 @@ if TYPE_CHECKING:
 @click.option("--pareto", is_flag=True, help="Show the points that nothing beats in both tok/s and tok/s a user.")
 @price_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(results: Path, model: str | None, machine: str | None, as_json: bool, **asked: Any) -> None:
-    """Name the fastest configuration in RESULTS (a file or a folder), what offload gains, and where memory ends.
+def command(results: Path | None, machine: str | None, model: str | None, as_json: bool, **asked: Any) -> None:
+    """Name the fastest configuration, what offload gains, and where memory ends: of this machine's results, or of
+    RESULTS (a file or a folder).
 
-    Each model or slice, pair of lengths and machine is judged by itself. Throughput is output tokens a second, prefill
-    included; each engine and offload is taken at its own best batch size. With --sla, --objective or prices the answer
-    is the point that keeps the levels and is best by the objective; the exit code is 4 when none keeps them.
+    Each model or slice, pair of lengths and machine is judged by itself, whole models first. Throughput is output
+    tokens a second, prefill included; each engine and offload is taken at its own best batch size. A difference within
+    the noise of the repeats counts for none, and lossy settings (an 8-bit KV cache) are ranked apart. With --sla,
+    --objective or prices the answer is the point that keeps the levels and is best by the objective; the exit code is 4
+    when none keeps them.
 
     \b
+    zinfer best --machine all
     zinfer best --sla 'ttft:p99:<=:30s' --objective cost --gpu-hour-usd 2.50 --demand 2Mtok/day --deadline 8h
     """
     import json
@@ -42,24 +51,18 @@ def command(results: Path, model: str | None, machine: str | None, as_json: bool
     from zinfer.analysis.group import groups
     from zinfer.cli import Failure
     from zinfer.commands import decision
-    from zinfer.record.store import StoreError, read_usable
+    from zinfer.commands.results import choose, usable
     from zinfer.spec.errors import NOTHING
 
-    try:
-        records = read_usable(results)
-    except StoreError as error:
-        raise Failure(str(error), NOTHING) from error
+    chosen = choose(results, machine)
+    records = usable(chosen.read(), chosen)
     if records.warning:
         click.echo(records.warning, err=True)
     found = groups(records.points)
-    wanted = {
-        group: points
-        for group, points in found.items()
-        if model in (None, group.model, group.model_name) and machine in (None, group.machine)
-    }
+    wanted = {group: points for group, points in found.items() if model in (None, group.model, group.model_name)}
     if not any(point.usable for points in wanted.values() for point in points):
         there = "; ".join(sorted({f"{group.model_name} on {group.machine}" for group in found}))
-        raise Failure(f"no usable point of that model and machine in {results}; there are {there}", NOTHING)
+        raise Failure(f"no usable point of {model} in {chosen.path}; there are {there}", NOTHING)
     question = decision.question(**asked)
     answers = {group: question.answer(points) for group, points in wanted.items()} if question is not None else {}
     if answers and all(answer.decision.unknown and not answer.decision.point for answer in answers.values()):
@@ -71,45 +74,50 @@ def command(results: Path, model: str | None, machine: str | None, as_json: bool
             row["decision"] = decision.row(answer)
         click.echo(json.dumps(rows, indent=1))
     else:
-        for nth, (group, points) in enumerate(wanted.items()):
-            click.echo("\n" * (nth > 0) + f"{group.title}\n{group.conditions}\n")
-            _show(points, command=group not in answers)
-            if group in answers:
-                decision.show(answers[group])
-            if group.caution:
-                click.echo(f"\n{group.caution}")
+        _print(wanted, answers)
     if answers and all(answer.decision.point is None for answer in answers.values()):
         raise SystemExit(NOTHING)
 
 
-def _show(points: "Points", command: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _print(wanted: "dict[Group, tuple[Measurement, ...]]", answers: "dict[Group, GroupDecision]") -> None:
+    """Print the groups one after the other, whole models before slices."""
     from zinfer.analysis import rates
-    from zinfer.commands.out import console
-    from zinfer.spec.units import duration, figures, gib
+    from zinfer.commands import decision
 
-    winner = rates.best(points)
+    both = len({group.layers is None for group in wanted}) == 2
+    last: bool | None = None
+    for group, points in wanted.items():
+        part = group.layers is not None
+        if last is not None:
+            click.echo()
+        if both and part is not last:
+            click.echo("SLICES: the first layers of a model, whose memory is not the model's\n" if part else "MODELS\n")
+        last = part
+        click.echo(f"{group.title}\n{group.conditions}\n")
+        _show(points, command=group not in answers)
+        if group in answers:
+            decision.show(answers[group])
+        if cautions := [*rates.cautions(points), *filter(None, [group.caution])]:
+            click.echo("\n" + "\n".join(cautions))
+
+
+def _show(points: "Points", command: bool) -> None:
+    from zinfer.analysis import rates
+    from zinfer.commands import decision
+    from zinfer.commands.out import console
+
+    winner = rates.winner(points)
     if winner is None:
         click.echo(f"Nothing succeeded: {rates.statuses(points)}.")
         return
     edges = {edge.load: edge for edge in rates.edges(points)}
-    table = Table("configuration", "best batch", "tok/s", "TTFT", "TPOT", "link share", "GPU peak", "OOM at")
-    for point in rates.best_by_load(points):
-        rate = rates.spread(point.output_tok_s_samples)
-        cells = (
-            point.case.label(),
-            str(point.case.workload.batch_size),
-            figures(rate.mean) + (f" ± {figures(rate.half_width, 2)}" if rate.half_width else "") if rate else "",
-            duration(sum(point.ttft_ms) / len(point.ttft_ms) / 1e3),
-            duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
-            f"{point.link_share:.0%}" if point.link_share else "",
-            gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
-            str(edges[point.case.load].smallest_oom or ""),
-        )
-        table.add_row(*map(Text, cells))
-    console().print(table)
+    apart = rates.lossy(points) if rates.exact([winner]) else ()
+    console().print(_table(rates.best_by_load([point for point in points if point not in apart]), edges))
+    if tops := rates.best_by_load(apart):
+        click.echo(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
+        console().print(_table(tops, edges))
+    elif winner.case.lossy:
+        click.echo(f"Every setting that succeeded is lossy: {decision.ACCURACY}.")
     for edge in edges.values():
         if edge.largest_ok is None:
             own = [point for point in points if point.case.load == edge.load]
@@ -117,9 +125,36 @@ def _show(points: "Points", command: bool) -> None:
     for verdict in rates.offload_verdicts(points):
         click.echo(f"{verdict.engine or 'Any engine'}: {verdict.text}")
     if command:
-        click.echo(
-            f"\nBest: {winner.case.label()}, batch {winner.case.workload.batch_size}\n{rates.command(winner.case)}"
+        named = f"{winner.case.label()}, batch {winner.case.workload.batch_size}"
+        single = ", a single run" if len(winner.ttft_ms) == 1 else ""
+        click.echo(f"\nBest: {named}, {rates.rate_text(winner)} tok/s{single}")
+        if tied := rates.tied(points, winner):
+            click.echo(tied)
+        decision.show_commands(winner)
+
+
+def _table(tops: "Points", edges: "dict[Case, Edge]") -> "Table":
+    """Return the table of the best points of loads, one a row."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from zinfer.analysis import rates
+    from zinfer.spec.units import duration, gib
+
+    table = Table("configuration", "best batch", "tok/s", "TTFT", "TPOT", "link share", "GPU peak", "OOM at")
+    for point in tops:
+        cells = (
+            point.case.label(),
+            str(point.case.workload.batch_size),
+            rates.rate_text(point),
+            duration(sum(point.ttft_ms) / len(point.ttft_ms) / 1e3),
+            duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
+            f"{point.link_share:.0%}" if point.link_share else "",
+            gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
+            str(edges[point.case.load].smallest_oom or ""),
         )
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def _summary(group: "Group", points: "Points") -> dict[str, Any]:
@@ -128,16 +163,21 @@ def _summary(group: "Group", points: "Points") -> dict[str, Any]:
 
     return {
         **group.model_dump(),
-        "best": _point(rates.best(points)),
-        "best_by_load": [_point(point) for point in rates.best_by_load(points)],
+        "best": _point(rates.winner(points)),
+        "best_by_load": [_point(point) for point in rates.best_by_load(rates.exact(points))],
+        "lossy_by_load": [_point(point) for point in rates.best_by_load(rates.lossy(points))],
         "offload": [
             {
                 "engine": verdict.engine,
                 "offload": verdict.offload,
                 "gain": verdict.comparison.gain,
+                "verdict": verdict.comparison.change.verdict if verdict.comparison.change else None,
                 "best": _point(verdict.comparison.best),
                 "baseline": _point(verdict.comparison.baseline),
-                "equal_batch": [{"batch_size": size, "ratio": ratio} for size, ratio in verdict.comparison.equal],
+                "equal_batch": [
+                    {"batch_size": one.after_case.workload.batch_size, "ratio": one.ratio, "verdict": one.verdict}
+                    for one in verdict.comparison.equal
+                ],
                 "words": verdict.text,
             }
             for verdict in rates.offload_verdicts(points)
@@ -156,7 +196,7 @@ def _summary(group: "Group", points: "Points") -> dict[str, Any]:
 
 
 def _point(point: "Measurement | None") -> dict[str, Any] | None:
-    from zinfer.analysis import rates
+    from zinfer.analysis import rates, reproduce
 
     if point is None:
         return None
@@ -175,5 +215,6 @@ def _point(point: "Measurement | None") -> dict[str, Any] | None:
         "link_share": point.link_share,
         "gpu_peak_bytes": point.gpu_peak_bytes,
         "host_peak_bytes": point.host_peak_bytes,
-        "command": rates.command(point.case),
+        "command": reproduce.sweep_command(point.case),
+        "batch_command": reproduce.batch_command(point.case),
     }

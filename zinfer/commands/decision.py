@@ -13,6 +13,8 @@ from zinfer.analysis.sla import Sla, parse
 from zinfer.record.measurement import Measurement
 from zinfer.spec.units import duration, figures
 
+ACCURACY = "`zinfer accuracy` tells how far its text differs"
+
 
 class GroupDecision(NamedTuple):
     """Decision for one group of points, and the machines for the demand."""
@@ -78,8 +80,6 @@ def question(
 
 def show(answer: GroupDecision) -> None:
     """Print the answer below the table, in a few lines."""
-    from zinfer.analysis import rates
-
     found, point = answer.decision, answer.decision.point
     click.echo()
     if point is None:
@@ -99,12 +99,22 @@ def show(answer: GroupDecision) -> None:
         click.echo(f"  {kept.describe()}")
     for line in _costs(answer):
         click.echo(f"  {line}")
-    click.echo(rates.command(point.case))
+    show_commands(point)
+    if found.lossy is not None:
+        click.echo(f"Best lossy setting, ranked apart: {_named(found.lossy)}; {ACCURACY}.")
     if answer.show_front:
         click.echo("\nPareto front of output tok/s and tok/s of one user:")
         for one in found.front:
             user = 1e3 / one.tpot_ms if one.tpot_ms else 0.0
             click.echo(f"  {_named(one)}: {figures(one.output_tok_s or 0)} tok/s, {figures(user)} a user")
+
+
+def show_commands(point: Measurement) -> None:
+    """Print the command that uses a point's configuration, and the one that measures it again."""
+    from zinfer.analysis import reproduce
+
+    click.echo(f"  use it:     {reproduce.batch_command(point.case)}")
+    click.echo(f"  reproduce:  {reproduce.sweep_command(point.case)}")
 
 
 def _costs(answer: GroupDecision) -> list[str]:
@@ -136,13 +146,15 @@ def _named(point: Measurement) -> str:
 
 def row(answer: GroupDecision) -> dict[str, Any]:
     """Return the answer as JSON: seconds, USD, J; null is unknown."""
-    from zinfer.analysis import rates
+    from zinfer.analysis import reproduce
 
     found, machines = answer.decision, answer.fleet
     return {
         "objective": found.objective,
         "point": None if found.point is None else _brief(found.point, answer.prices),
-        "command": None if found.point is None else rates.command(found.point.case),
+        "command": None if found.point is None else reproduce.sweep_command(found.point.case),
+        "batch_command": None if found.point is None else reproduce.batch_command(found.point.case),
+        "lossy": None if found.lossy is None else _brief(found.lossy, answer.prices),
         "nearest": None if found.nearest is None else _brief(found.nearest, answer.prices),
         "levels": [
             {

@@ -74,7 +74,8 @@ def command(
     whether to stream.
 
     Without --calibrate the times are the physical limits, which an engine approaches from above; with it they are
-    predictions with an error band. RECIPE is a file, or a name in the folder sweeps/. Comma lists are axes.
+    predictions with an error band. RECIPE is a file, or a name in sweeps/ or among those that come with
+    zinfer. Comma lists are axes.
 
     \b
     zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu --calibrate sweeps/results
@@ -114,11 +115,11 @@ def command(
 
 def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
     """Return the recipe with the given options in place of its own."""
-    from zinfer.job.recipe import make_sweep, read_toml, with_options
+    from zinfer.job.recipe import make_sweep, read_toml, sweep_recipe, with_options
 
     fields: dict[str, Any] = {}
     if recipe is not None:
-        fields = read_toml(Path(recipe) if recipe.endswith(".toml") else Path("sweeps") / f"{recipe}.toml")
+        fields = read_toml(sweep_recipe(recipe))
     scenarios = {key: given.pop(key) for key in SCENARIOS}
     fields = DEFAULTS | fields | {key: value for key, value in given.items() if value is not None}
     for key, asked in scenarios.items():

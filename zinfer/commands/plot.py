@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from zinfer.commands.results import results_options
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -12,15 +14,16 @@ if TYPE_CHECKING:
 
 
 @click.command("plot")
-@click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
+@results_options
 @click.option("-o", "--output", default="plots", show_default=True, type=click.Path(path_type=Path), help="Folder.")
 @click.option("--format", "formats", default="png,svg", show_default=True, help="png, svg, or both.")
 @click.option(
     "--figure", "wanted", default="all", show_default=True, help="Names of figures, separated by commas, or all."
 )
-def command(results: Path, output: Path, formats: str, wanted: str) -> None:
-    """Draw the figures of each sweep in RESULTS (a file or a folder): throughput, latency and link use over batch size,
-    throughput over residency, and the timeline of a decode step where one was traced; and those of `zinfer reuse`.
+def command(results: Path | None, machine: str | None, output: Path, formats: str, wanted: str) -> None:
+    """Draw the figures of each sweep of this machine, or in RESULTS (a file or a folder): throughput, latency and link
+    use over batch size, throughput over residency, and the timeline of a decode step where one was traced; and those of
+    `zinfer reuse`.
 
     Prints the paths it wrote, DIR/<machine>/<sweep>-<figure>.<format>. Equal results give equal bytes.
     """
@@ -28,10 +31,10 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
 
     from zinfer.analysis.group import groups, path_part
     from zinfer.cli import Failure
+    from zinfer.commands.results import choose, usable
     from zinfer.record import study
     from zinfer.record.measurement import latest
     from zinfer.record.prefix_reuse import Run
-    from zinfer.record.store import StoreError, files, read, read_usable
     from zinfer.report.plot import figures, style
     from zinfer.spec.errors import NOTHING
 
@@ -43,31 +46,34 @@ def command(results: Path, output: Path, formats: str, wanted: str) -> None:
     if unknown := [name for name in names if name not in known]:
         choice = ", ".join(known)
         raise click.BadParameter(f"{unknown[0]!r} is no figure: choose from {choice}, or all", param_hint="--figure")
-    reuses = study.files(results, Run) if results.is_dir() or study.holds(results, Run) else ()
-    sweeps = () if results in reuses else files(results)
+    chosen = choose(results, machine)
+    reuses = chosen.study_files(Run)
+    sweeps = [(file, records) for file, records in chosen.read() if file not in reuses]
+    runs = [run for file in reuses for run in study.read(file, Run).runs if chosen.keeps(run.machine)]
     try:
-        if (sweeps or not reuses) and (warning := read_usable(results).warning):
+        if warning := usable(sweeps, chosen).warning:
             click.echo(warning, err=True)
-    except StoreError as error:
-        if not reuses:
-            raise Failure(str(error), NOTHING) from error
+    except Failure:
+        if not runs:
+            raise
     missing = set(names) if wanted != "all" else set()
-    for file in sweeps:
-        found = groups(read(file).points)
+    for file, records in sweeps:
+        found = groups(records.points)
         for group, points in found.items():
             stem = output / group.stem(file.stem, alone=len(found) == 1)
             for name, figure in figures.draw(group, points, names).items():
                 missing.discard(name)
                 _write(figure, stem.with_name(f"{stem.name}-{name}"), forms)
-    runs = [run for file in reuses if "reuse" in names for run in study.read(file, Run).runs]
-    for run in latest(runs):
+    for run in latest(runs) if "reuse" in names else ():
         drawn = figures.reuse(run)
         if drawn is not None:
             missing.discard("reuse")
             _write(drawn, output / path_part(run.machine) / f"reuse-{path_part(run.title)}", forms)
     if missing:
         why = "; `zinfer sweep` traces a step of each point that the stream engine offloads" * ("timeline" in missing)
-        raise Failure(f"no point in {results} has what figure {', '.join(sorted(missing))} would show{why}", NOTHING)
+        raise Failure(
+            f"no point in {chosen.path} has what figure {', '.join(sorted(missing))} would show{why}", NOTHING
+        )
 
 
 def _write(figure: "Figure", stem: Path, forms: "list[Format]") -> None:

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from zinfer.commands.prices import price_options
+from zinfer.commands.results import results_options
 
 if TYPE_CHECKING:
+    from zinfer.commands.results import Chosen
     from zinfer.record.study import Study
     from zinfer.report.findings import Findings, PlanningQuestion
     from zinfer.spec.machine import Machine
@@ -17,16 +19,18 @@ FORMS = (".html", ".md")
 
 
 @click.command("report")
-@click.argument("results", default="sweeps/results", type=click.Path(path_type=Path))
+@results_options
 @click.option(
-    "-o", "--output", default="plots/report.html", show_default=True, type=click.Path(path_type=Path),
-    help="The page (.html), or its Markdown twin (.md); both are written, side by side.",
+    "-o", "--output", type=click.Path(path_type=Path),
+    help="The page (.html), or its Markdown twin (.md); both are written, side by side.  "
+    "[default: plots/MACHINE/report.html; plots/all/report.html for several machines]",
 )  # fmt: skip
 @click.option("--baseline", type=click.Path(exists=True, path_type=Path), help="Result file or folder to compare with.")
 @price_options
 def command(
-    results: Path,
-    output: Path,
+    results: Path | None,
+    machine: str | None,
+    output: Path | None,
     baseline: Path | None,
     gpu_hour_usd: float | None,
     host_hour_usd: float | None,
@@ -37,21 +41,22 @@ def command(
     utilisation: float,
     spare: int,
 ) -> None:
-    """Write the answers in RESULTS (a file or a folder), every point behind them, the system under test, predictions
-    for other machines, and how far all of it may be trusted.
+    """Write the answers of this machine's results, or of RESULTS (a file or a folder), every point behind them, the
+    system under test, predictions for other machines, and how far all of it may be trusted.
 
     The page is one file that needs no other and no network; the Markdown twin shows the figures that `zinfer plot` drew
     into its folder. Prints the paths it wrote. Equal results give equal bytes.
     """
     from zinfer.analysis.economics import Prices, parse_demand
     from zinfer.cli import Failure
+    from zinfer.commands.results import choose
     from zinfer.record.store import StoreError
     from zinfer.report import contents, markdown, page
     from zinfer.report.findings import Demand
     from zinfer.spec import atomic
-    from zinfer.spec.errors import ENVIRONMENT
+    from zinfer.spec.errors import ENVIRONMENT, NOTHING
 
-    if output.suffix not in FORMS:
+    if output is not None and output.suffix not in FORMS:
         raise click.BadParameter(f"{str(output)!r}: write a name that ends in .html or .md", param_hint="--output")
     if deadline is not None and demand is None:
         raise click.UsageError("--deadline is for a demand: add --demand 5Mtok")
@@ -60,9 +65,15 @@ def command(
         gpu_hour_usd=gpu_hour_usd, host_hour_usd=host_hour_usd, power_usd_kwh=power_usd_kwh,
         gpus_per_server=gpus_per_server,
     )  # fmt: skip
+    chosen = choose(results, machine)
     try:
-        found = _findings(results, output.parent, baseline)
-        found = found._replace(prices=prices, demand=asked, questions=_questions(Path("sweeps")))
+        found = _findings(chosen, baseline)
+        if not (found.workloads or found.codecs or found.accuracies or found.reuses):
+            lost = f" (left out {found.damaged[0]})" if found.damaged else ""
+            raise Failure(f"{chosen.nothing()}{lost}", NOTHING)
+        output = output or Path("plots") / _folder(found) / "report.html"
+        found = _with_figures(found, output.parent)
+        found = found._replace(prices=prices, demand=asked, questions=_questions(found))
         document = contents.document(found)
     except StoreError as error:
         raise Failure(str(error), ENVIRONMENT) from error
@@ -77,34 +88,53 @@ def command(
         click.echo(path)
 
 
-def _findings(results: Path, folder: Path, baseline: Path | None) -> "Findings":
+def _findings(chosen: "Chosen", baseline: Path | None) -> "Findings":
     from zinfer.analysis.group import groups
     from zinfer.record.accuracy import AccuracyRecord
     from zinfer.record.codec import CodecRecord
     from zinfer.record.measurement import latest
     from zinfer.record.prefix_reuse import Run
-    from zinfer.record.store import files, read
+    from zinfer.record.store import read
     from zinfer.report.findings import Findings, WorkloadFindings
 
     workloads: list[WorkloadFindings] = []
     damaged: list[str] = []
-    paths = files(results) if results.exists() else ()
-    folders = dict.fromkeys(file.parent for file in paths)
+    read_files = chosen.read()
+    roots = [root for root in chosen.roots() if root.is_dir()]
+    folders = dict.fromkeys([*(file.parent for file, _ in read_files), *roots])
     codecs = [run for folder in folders for run in _runs(folder, CodecRecord, damaged)[-1:]]
     accuracies = [run for folder in folders for run in _runs(folder, AccuracyRecord, damaged)[-1:]]
     reuses = latest(run for folder in folders for run in _runs(folder, Run, damaged))
-    for file in paths:
-        records = read(file)
+    for file, records in read_files:
         damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in records.damaged]
         found = groups(records.points)
         for group, points in found.items():
-            links = _figures(folder, group.stem(file.stem, alone=len(found) == 1))
+            stem = group.stem(file.stem, alone=len(found) == 1)
             place = _machine(file.parent)
-            workloads.append(WorkloadFindings(file.stem, group, points, place, records.headers, links))
+            workloads.append(WorkloadFindings(file.stem, group, points, place, records.headers, stem))
+    workloads.sort(key=lambda workload: workload.group.layers is not None)  # a stable sort: whole models first
     against = None if baseline is None else (str(baseline), read(baseline).points)
     return Findings(
-        tuple(workloads), tuple(damaged), against, codecs=tuple(codecs), accuracies=tuple(accuracies), reuses=reuses
-    )
+        tuple(workloads), tuple(damaged), against,
+        codecs=tuple(run for run in codecs if chosen.keeps(run.machine)),
+        accuracies=tuple(run for run in accuracies if chosen.keeps(run.machine)),
+        reuses=tuple(run for run in reuses if chosen.keeps(run.machine)),
+    )  # fmt: skip
+
+
+def _folder(findings: "Findings") -> str:
+    """Return the folder of the report in `plots`: the machine's, where its figures are too, or ``all``."""
+    from zinfer.analysis.group import path_part
+
+    studies = (*findings.codecs, *findings.accuracies, *findings.reuses)
+    machines = {*(one.group.machine for one in findings.workloads), *(study.machine for study in studies)}
+    return path_part(machines.pop()) if len(machines) == 1 else "all"
+
+
+def _with_figures(findings: "Findings", folder: Path) -> "Findings":
+    """Return the findings with links from `folder` to the existing figures of each workload."""
+    workloads = tuple(one._replace(figures=_figures(folder, one.stem)) for one in findings.workloads)
+    return findings._replace(workloads=workloads)
 
 
 def _runs(folder: Path, kind: "type[S]", damaged: list[str]) -> "list[S]":
@@ -124,17 +154,18 @@ def _runs(folder: Path, kind: "type[S]", damaged: list[str]) -> "list[S]":
     return found
 
 
-def _questions(folder: Path) -> "tuple[PlanningQuestion, ...]":
-    """Return the questions of the planning recipes in `folder`."""
-    from zinfer.job.recipe import make_sweep, read_toml
+def _questions(findings: "Findings") -> "tuple[PlanningQuestion, ...]":
+    """Return the questions of the planning recipes about models that were measured."""
+    from zinfer.job.recipe import make_sweep, read_toml, sweep_recipes
     from zinfer.report.findings import PlanningQuestion
     from zinfer.spec import machine
     from zinfer.spec.resolve import resolve
 
+    measured = {workload.group.model for workload in findings.workloads}
     found = []
-    for path in sorted(folder.glob("*.toml")):
+    for path in sweep_recipes():
         wanted = make_sweep(read_toml(path), str(path))
-        if wanted.machine:
+        if wanted.machine and measured & set(wanted.model):
             cases = tuple(
                 load.case("dummy", resolve(load.model, wanted.dtype, load.layers).dtype, *lengths)
                 for load in wanted.loads(planning=True)
@@ -155,11 +186,12 @@ def _machine(folder: Path) -> "Machine | None":
 
 
 def _figures(folder: Path, stem: str) -> dict[str, str]:
-    """Return links from `folder` to the existing figures of `stem`, SVG before PNG."""
+    """Return links from `folder` to the existing figures of `stem`, SVG before PNG: in `folder`, or beside it where it
+    is the machine's own."""
     from os.path import isfile  # unlike Path.is_file, of a name that is too long for the disk too
 
     candidates = {
-        name: [f"{stem}-{name}.{form}" for form in ("svg", "png")]
+        name: [f"{up}{stem}-{name}.{form}" for up in ("", "../") for form in ("svg", "png")]
         for name in ("throughput", "latency", "link", "residency", "timeline")
     }
     return {name: there[0] for name, links in candidates.items() if (there := [x for x in links if isfile(folder / x)])}

@@ -52,7 +52,8 @@ def command(
 ) -> None:
     """Measure throughput over batch size, with offload on and off. Every point is on disk before the next one starts.
 
-    RECIPE is a file, or a name in the folder sweeps/; options given besides it replace its own. Comma lists are axes.
+    RECIPE is a file, or a name in sweeps/ or among those that come with zinfer; options given besides it replace its
+    own. Comma lists are axes.
 
     \b
     zinfer sweep --model bloom-176b --offload cpu
@@ -63,7 +64,7 @@ def command(
 
     from zinfer.commands.watch import Watch
     from zinfer.job import sweep
-    from zinfer.job.recipe import RecipeError, make_sweep, read_toml, with_options
+    from zinfer.job.recipe import RecipeError, make_sweep, read_toml, sweep_recipe, with_options
     from zinfer.job.signals import Interrupted
     from zinfer.record.store import Header, Store, read
     from zinfer.spec import local
@@ -73,8 +74,7 @@ def command(
 
     fields = {}
     if recipe is not None:
-        path = Path(recipe) if recipe.endswith(".toml") else Path("sweeps") / f"{recipe}.toml"
-        fields = read_toml(path)
+        fields = read_toml(sweep_recipe(recipe))
     fields |= {key: value for key, value in given.items() if value is not None}
     if settings:
         fields = with_options(fields, settings, str(recipe))

@@ -4,9 +4,9 @@ Both are plain data. Unknown keys are errors that list the known ones; every lis
 """
 
 import math
-import os.path
 import re
 from collections.abc import Iterator
+from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -22,7 +22,7 @@ from zinfer.spec.model import Dtype
 from zinfer.spec.printable import printable
 from zinfer.spec.value import Frozen
 
-ENGINE_RECIPES = Path("engines")
+ENGINE_RECIPES, SWEEP_RECIPES = Path("engines"), Path("sweeps")
 RECIPE_BYTES = 64 << 10  # largest recipe file
 LOADS, POINTS = 1000, 10_000  # most processes, and most cases, of a sweep
 AXIS = 1000  # most values of an axis
@@ -290,18 +290,40 @@ def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
         raise RecipeError(f"{origin}: {_first_problem(error, Sweep)}") from None
 
 
+def _recipes(folder: Path) -> dict[str, Path]:
+    """Return the recipes of a folder by name: those of the current directory, and those that come with zinfer."""
+    shipped = Path(str(files("zinfer") / "catalog")) / folder.name
+    return {path.stem: path for root in (shipped, folder) for path in sorted(root.glob("*.toml"))}
+
+
+def sweep_recipes() -> tuple[Path, ...]:
+    """Return the sweep recipes that `sweep_recipe` finds by name, sorted by it."""
+    return tuple(path for _, path in sorted(_recipes(SWEEP_RECIPES).items()))
+
+
+def sweep_recipe(name: str) -> Path:
+    """Return the file of a sweep recipe: `name` itself if it ends in ``.toml``, else ``sweeps/<name>.toml`` of the
+    current directory, or the recipe of that name that comes with zinfer. Raises RecipeError, with the known names."""
+    if name.endswith(".toml"):
+        return Path(name)
+    known = _recipes(SWEEP_RECIPES)
+    if name not in known:
+        raise RecipeError(f"no recipe {name[:80]!r}; choose from {', '.join(sorted(known))}, or name a .toml file")
+    return known[name]
+
+
 def engine_recipe(name: str) -> EngineRecipe:
-    """Return the recipe `engines/<name>.toml`, or the engine `name` with its defaults. Raises RecipeError."""
-    path = ENGINE_RECIPES / f"{name}.toml"
-    if os.path.isfile(path):  # unlike Path.is_file, of a name that is too long for the disk too
+    """Return the recipe `engines/<name>.toml` of the current directory, or that comes with zinfer, or the engine `name`
+    with its defaults. Raises RecipeError."""
+    recipes = _recipes(ENGINE_RECIPES)
+    if (path := recipes.get(name)) is not None:
         try:
             return EngineRecipe.model_validate(read_toml(path))
         except ValidationError as error:
             raise RecipeError(f"{path}: {_first_problem(error, EngineRecipe)}") from None
     if name in ENGINES:
         return EngineRecipe(engine=name)
-    recipes = [path.stem for path in sorted(ENGINE_RECIPES.glob("*.toml"))]
-    raise RecipeError(f"no engine {name[:80]!r}; choose from {', '.join([*ENGINES, *recipes])}")
+    raise RecipeError(f"no engine {name[:80]!r}; choose from {', '.join([*ENGINES, *sorted(recipes)])}")
 
 
 def _first_problem(error: ValidationError, kind: type[Frozen]) -> str:

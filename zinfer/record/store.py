@@ -113,18 +113,6 @@ def read(path: Path) -> Records:
     return Records(tuple(points), tuple(headers), tuple(damaged))
 
 
-def read_usable(path: Path) -> Records:
-    """Read as `read` does. Raises StoreError unless some point is usable."""
-    records = read(path) if path.exists() else Records()
-    if any(point.usable for point in records.points):
-        return records
-    if not records.points:
-        lost = f" ({records.warning})" if records.warning else ""
-        raise StoreError(f"no results in {path}{lost}: measure first, with `zinfer sweep`")
-    statuses = ", ".join(sorted({point.status for point in records.points}))
-    raise StoreError(f"none of the {len(records.points)} points in {path} succeeded ({statuses}): see `zinfer report`")
-
-
 class Store(Closing):
     """Results file open for appending, by this process alone. Make one with `Store.open`."""
 

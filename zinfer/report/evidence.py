@@ -1,7 +1,7 @@
 """Sections on the evidence: comparisons, how far the numbers may be trusted, and how to get them again."""
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from statistics import mean, stdev
 from typing import Any
@@ -131,26 +131,34 @@ def _change(change: compare.Change) -> Row:
 
 
 def _others(points: Points) -> tuple[Row, ...]:
-    winner = rates.best(points)
+    winner = rates.winner(points)
     if winner is None:
         return ()
     loads = by_load(points)
     rows = []
     for load, own in loads.items():
         found = rates.compare_with_baseline(loads[winner.case.load], own)
-        if load == winner.case.load or found.baseline is None or found.gain is None:
+        if load == winner.case.load or found.baseline is None or found.change is None:
             continue
-        sizes, ratios = [str(size) for size, _ in found.equal], [ratio for _, ratio in found.equal]
+        sizes = [str(change.after_case.workload.batch_size) for change in found.equal]
         cells = (
             load.label(),
             str(found.baseline.case.workload.batch_size),
             str(winner.case.workload.batch_size),
-            f"{found.gain:.2f}x",
+            found.change.times,
             ", ".join(sizes),
-            "" if not ratios else _span([f"{min(ratios):.2f}x", f"{max(ratios):.2f}x"]),
+            _ratios(found.equal),
         )
         rows.append(Row(cells))
     return tuple(rows)
+
+
+def _ratios(changes: Sequence[compare.Change]) -> str:
+    """Return the range of the ratios that are beyond the noise, or that none is."""
+    ratios = [change.ratio for change in changes if change.ratio and change.verdict not in ("noise", "same")]
+    if not ratios:
+        return "within the noise" if changes else ""
+    return _span([f"{min(ratios):.2f}x", f"{max(ratios):.2f}x"])
 
 
 def _limits(workload: WorkloadFindings) -> list[str]:

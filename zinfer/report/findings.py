@@ -19,13 +19,15 @@ from zinfer.spec.resolve import catalogue_names, resolve
 
 
 class WorkloadFindings(NamedTuple):
-    """One group of one sweep. `machine` is the result of the probe there; `figures` are links by the figure's name."""
+    """One group of one sweep. `machine` is the result of the probe there; `stem` the path of its figures in the
+    folder of plots; `figures` links to them by the figure's name."""
 
     sweep: str
     group: Group
     points: Points
     machine: Machine | None = None
     headers: tuple[Header, ...] = ()
+    stem: str = ""
     figures: Mapping[str, str] = {}
 
 

@@ -4,7 +4,7 @@ and whether offload pays."""
 from collections.abc import Iterator, Sequence
 from math import floor, log10
 
-from zinfer.analysis import rates
+from zinfer.analysis import rates, reproduce
 from zinfer.analysis.group import Points, by_load
 from zinfer.analysis.timeline import busy, busy_bandwidth, length_ms, share, waits
 from zinfer.plan.published import PublishedCodec, codecs
@@ -183,7 +183,9 @@ def _answer(workload: WorkloadFindings) -> Recommendation:
     spread = rate(winner)[1] or "one repeat, so its spread is unknown"
     lines = [f"{waits}. {spread[:1].upper()}{spread[1:]}{' tok/s at 95% confidence' * spread.startswith('±')}."]
     lines += [verdict.text for verdict in rates.offload_verdicts(workload.points)[:1]]
-    return Recommendation(asked, rate(winner)[0], "tok/s", named(winner), tuple(lines), rates.command(winner.case))
+    return Recommendation(
+        asked, rate(winner)[0], "tok/s", named(winner), tuple(lines), reproduce.sweep_command(winner.case)
+    )
 
 
 def _count(points: Points, outcome: str) -> int:

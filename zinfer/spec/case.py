@@ -6,7 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from zinfer.spec.engine import Offload as Offload
 from zinfer.spec.engine import Option as Option
-from zinfer.spec.engine import Options, without_defaults
+from zinfer.spec.engine import Options, plan_options, without_defaults
 from zinfer.spec.model import Dtype
 from zinfer.spec.units import parse_bytes
 from zinfer.spec.value import Frozen
@@ -55,6 +55,11 @@ class Case(Frozen):
     def with_batch(self, batch_size: int) -> "Case":
         workload = self.workload.model_copy(update={"batch_size": batch_size})
         return self.model_copy(update={"workload": workload})
+
+    @property
+    def lossy(self) -> bool:
+        """True for settings that change the values which the model computes with, such as an 8-bit KV cache."""
+        return plan_options(self.engine, self.options).lossy
 
     def label(self) -> str:
         """Return engine and offload in a few characters, for legends and progress lines."""

@@ -153,6 +153,12 @@ class PlanOptions(Frozen):
     def kv_in_8_bits(self) -> bool:
         return self.kv_cache_dtype in EIGHT_BITS
 
+    @property
+    def lossy(self) -> bool:
+        """True if the model computes with other numbers than it was released with: `zinfer accuracy` tells how far the
+        text differs."""
+        return self.kv_in_8_bits or self.weight_bits < 16
+
 
 @dataclass(frozen=True)
 class EngineKind:

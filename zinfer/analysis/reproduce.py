@@ -1,0 +1,48 @@
+"""Commands for a measured case: one that measures it again, one that uses its configuration."""
+
+import shlex
+
+from zinfer.spec.case import Case
+from zinfer.spec.resolve import catalogue_names, from_catalogue
+
+
+def sweep_command(case: Case) -> str:
+    """Return the shell command that measures `case` and nothing else: the same model or slice, weights, lengths, batch
+    size and options. It writes a file of its own, for `zinfer compare`."""
+    load = case.workload
+    words = ["zinfer", "sweep", *_load(case), "--batch-size", str(load.batch_size)]
+    words += ["--input-len", str(load.input_len), "--output-len", str(load.output_len)]
+    words += ["--load-format", case.load_format]
+    if case.layers is not None:
+        words += ["--layers", str(case.layers)]
+    return shlex.join([*words, *_settings(case), "-o", "again.jsonl"])
+
+
+def batch_command(case: Case) -> str:
+    """Return the shell command that answers a file of prompts in the configuration of `case`, with the whole model.
+
+    Real weights, or random ones of a model that has no others. The best batch size of a slice, and weights that all
+    stay on the GPU, are the slice's own, so the command of a slice leaves them to the plan.
+    """
+    words = ["zinfer", "batch", "prompts.jsonl", "-o", "answers.jsonl", *_load(case)]
+    if case.layers is None:
+        words += ["--batch-size", str(case.workload.batch_size)]
+    words += ["--output-len", str(case.workload.output_len)]
+    if case.model in catalogue_names() and from_catalogue(case.model).hub_id is None:
+        words += ["--load-format", "dummy"]
+    if case.layers is not None and case.offload == "none":
+        at = words.index("--offload")
+        del words[at : at + 2]
+    return shlex.join([*words, *_settings(case)])
+
+
+def _load(case: Case) -> list[str]:
+    words = ["--model", case.model, "--engine", case.engine, "--offload", case.offload, "--dtype", case.dtype]
+    return [*words, "--nvme-path", "FOLDER"] if case.offload == "nvme" else words
+
+
+def _settings(case: Case) -> list[str]:
+    words = [] if case.gpu_weights is None else ["--gpu-weights", case.gpu_weights]
+    for key, value in case.options:
+        words += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+    return words

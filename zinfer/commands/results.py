@@ -1,0 +1,136 @@
+"""Results that a verb answers from: this machine's, those of machines asked for by name, or a file or folder."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import click
+
+from zinfer.cli import Failure
+from zinfer.spec.errors import NOTHING
+
+if TYPE_CHECKING:
+    from zinfer.record.store import Records
+    from zinfer.record.study import Study
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+ALL = "all"
+
+
+def results_options(function: Command) -> Command:
+    """Add the argument RESULTS and the option ``--machine``, which `choose` understands."""
+    help_text = (
+        "Machines, separated by commas: names or their beginnings, or all, which includes the records in git.  "
+        "[default: this machine; all of RESULTS where it is given]"
+    )
+    function = click.option("--machine", metavar="NAME,..|all", help=help_text)(function)
+    return click.argument("results", required=False, type=click.Path(path_type=Path))(function)
+
+
+class Chosen(NamedTuple):
+    """Results to answer from: those in `path` of `machines` (names or beginnings of names; None is all).
+
+    `named` tells whether the path was given; `own`, that the machine is this one because none was asked for.
+    """
+
+    path: Path
+    machines: tuple[str, ...] | None
+    named: bool
+    own: bool
+
+    def roots(self) -> tuple[Path, ...]:
+        """Return the folders and files to read: with machines, only their folders and loose files in `sweeps/results`,
+        so that damage in another machine's records does not matter."""
+        if self.named or self.machines is None or not self.path.is_dir():
+            return (self.path,)
+        inside = sorted(self.path.iterdir())
+        folders = {folder.name: folder for folder in inside if folder.is_dir()}
+        loose = [file for file in inside if file.suffix == ".jsonl" and file.is_file()]
+        return tuple(folders[name] for name in self._matching(folders)) + tuple(loose)
+
+    def read(self) -> "list[tuple[Path, Records]]":
+        """Return the records of each results file, with the points of the chosen machines only. Raises StoreError."""
+        from zinfer.record.store import files, read
+
+        found = [(file, read(file)) for root in self.roots() if root.exists() for file in files(root)]
+        kept = self._matching({point.machine for _, records in found for point in records.points})
+        return [
+            (file, records._replace(points=tuple(point for point in records.points if point.machine in kept)))
+            for file, records in found
+        ]
+
+    def study_files(self, kind: "type[Study]") -> tuple[Path, ...]:
+        """Return the files that hold runs of a kind of study; `runs` chooses those of the machines."""
+        from zinfer.record import study
+
+        roots = [root for root in self.roots() if root.is_dir() or study.holds(root, kind)]
+        return tuple(file for root in roots for file in study.files(root, kind))
+
+    def keeps(self, machine: str) -> bool:
+        """Return whether a study of `machine` is chosen; those in the folder of a chosen machine are its own."""
+        return self.machines is None or any(machine.startswith(name) for name in self.machines)
+
+    def nothing(self) -> Failure:
+        """Return the error for no record at all: what was looked for, what there is, and what to do."""
+        there = self._there()
+        if self.own:
+            known = f"; --machine all shows the records of {', '.join(there)}" if there else ""
+            return Failure(
+                f"no results for this machine, {self.machines and self.machines[0]}, in {self.path}: measure with "
+                f"`zinfer sweep demo`, or name a file{known}",
+                NOTHING,
+            )
+        if self.machines is not None:
+            known = f"there are {', '.join(there)}" if there else "there are none"
+            return Failure(f"no results for machine {', '.join(self.machines)} in {self.path}; {known}", NOTHING)
+        return Failure(f"no results in {self.path}: measure first, with `zinfer sweep`", NOTHING)
+
+    def _there(self) -> list[str]:
+        """Return the names of the machines with records in `path`."""
+        if self.named:
+            from zinfer.record.store import read
+
+            return sorted({point.machine for point in read(self.path).points}) if self.path.exists() else []
+        folders = self.path.iterdir() if self.path.is_dir() else ()
+        return sorted(folder.name for folder in folders if folder.is_dir() and any(folder.glob("*.jsonl")))
+
+    def _matching(self, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that are chosen: the very name where it is there, else all that begin with it."""
+        names = sorted(names)
+        if self.machines is None:
+            return names
+        if self.own:
+            return [name for name in names if name in self.machines]
+        exact = {asked for asked in self.machines if asked in names}
+        begun = tuple(asked for asked in self.machines if asked not in exact)
+        return [name for name in names if name in exact or (begun and name.startswith(begun))]
+
+
+def choose(results: Path | None, machine: str | None) -> Chosen:
+    """Return the results that the argument and the option stand for."""
+    from zinfer.spec import local
+
+    path = local.RESULTS if results is None else results
+    if machine is not None:
+        names = tuple(name.strip() for name in machine.split(",") if name.strip())
+        return Chosen(path, None if ALL in names or not names else names, results is not None, own=False)
+    own = (local.name(),) if results is None else None
+    return Chosen(path, own, results is not None, own=own is not None)
+
+
+def usable(found: "list[tuple[Path, Records]]", chosen: Chosen) -> "Records":
+    """Return all records together, for an answer from points. Raises Failure unless some point is usable."""
+    from zinfer.record.store import Records
+
+    points = tuple(point for _, records in found for point in records.points)
+    damaged = tuple(damage for _, records in found for damage in records.damaged)
+    together = Records(points, tuple(header for _, records in found for header in records.headers), damaged)
+    if any(point.usable for point in points):
+        return together
+    if not points:
+        lost = f" ({together.warning})" if together.warning else ""
+        raise Failure(f"{chosen.nothing()}{lost}", NOTHING)
+    statuses = ", ".join(sorted({point.status for point in points}))
+    raise Failure(
+        f"none of the {len(points)} points in {chosen.path} succeeded ({statuses}): see `zinfer report`", NOTHING
+    )

@@ -36,17 +36,18 @@ def zinfer(folder: Path, *words: str, stdin: str = "", **settings: str) -> Compl
             main()
     code = end.value.code or 0
     assert isinstance(code, int)
-    texts = (stream.buffer.getvalue().decode() for stream in (printed, said))  # type: ignore[attr-defined]
-    return CompletedProcess(["zinfer", *words], code, *texts)
+    for stream in (printed, said):
+        stream.seek(0)
+    return CompletedProcess(["zinfer", *words], code, printed.read(), said.read())
 
 
 def zinfer_process(folder: Path, *words: str, **settings: Any) -> CompletedProcess[str]:
     """Run `zinfer` in a process of its own in `folder`; `settings` are those of subprocess.run."""
     command = [sys.executable, "-m", "zinfer.cli", *words]
     settings = {"stdin": subprocess.DEVNULL, "env": environment(HF_HUB_OFFLINE="1")} | settings
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False, **settings
-    )
+    settings |= {"cwd": folder, "capture_output": True, "text": True, "timeout": PATIENCE_S, "check": False}
+    done: CompletedProcess[str] = subprocess.run(command, **settings)
+    return done
 
 
 @contextmanager

@@ -144,6 +144,43 @@ def test_an_import_is_interrupted_in_one_line(tmp_path: Path) -> None:
     interrupted(process, signal.SIGINT)
 
 
+PROBED = """
+import sys
+from zinfer.spec import local
+probe = "import os, sys, time; from zinfer.spec.ending import with_parent; with_parent(); "
+probe += "print(os.getpid(), file=sys.stderr, flush=True)"
+local.PROBE = (sys.executable, "-c", probe + "; time.sleep(600)")
+from zinfer.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_sweep_is_interrupted_in_its_probe(tmp_path: Path, number: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROBED, "sweep", "-m", "bloom-tiny"], cwd=tmp_path, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    probe = int(process.stderr.readline())
+    interrupted(process, number)
+    deadline = time.monotonic() + SOON_S
+    while alive(probe) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(probe)
+
+
+@pytest.mark.parametrize("words", [["models"], ["--help"], ["export", "sweeps/results", "--format", "md"]])
+def test_a_full_disk_as_stdout_is_one_line(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "zinfer", *words], cwd=Path(__file__).parents[1], stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+    assert (result.returncode, len(result.stderr.splitlines())) == (5, 1)
+    assert "No space left on device" in result.stderr
+
+
 # A worker that starts a compiler, which starts another program; all of them write their ids.
 WORKER = """
 import os, subprocess, time

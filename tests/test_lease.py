@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -208,3 +209,37 @@ def test_a_written_file_keeps_its_permissions_and_a_link_its_target(place: Path)
     assert (place / "file").stat().st_mode & 0o777 == 0o640
     atomic.write(place / ("long" * 63), "x")
     assert (place / ("long" * 63)).read_text() == "x"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["command", "worker", "both"])
+def test_a_killed_run_leaves_no_weights_on_the_drive(
+    place: Path, checkpoint: Callable[..., Path], tmp_path: Path, victim: str
+) -> None:
+    from tests.test_cli import zinfer
+    from zinfer.spec.host import slug
+    from zinfer.spec.machine import Machine
+
+    machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
+    file = tmp_path / "sweeps" / "results" / slug() / "machine.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(machine.model_dump_json())
+    words = ["run", "-m", str(checkpoint("llama")), "--engine", "accelerate", "--offload", "nvme"]
+    words += ["--nvme-path", str(place), "-p", "x", "--output-len", "900", "--ignore-eos"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zinfer", *words], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + PATIENCE_S
+    while not list(place.glob("zinfer-weights-*/index.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 1
+    for number in [process.pid] * (victim != "worker") + [int(children[0])] * (victim != "command"):
+        os.kill(number, signal.SIGKILL)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == (5 if victim == "worker" else -signal.SIGKILL)
+    if victim != "worker":
+        while Path(f"/proc/{children[0]}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert f"removed {place}" in zinfer(tmp_path, "export", "nothing").stderr
+    assert list(place.iterdir()) == []

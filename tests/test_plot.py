@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -23,9 +24,10 @@ from tests.results import LAYERS_BYTES, case, point, sweep, traced
 from zinfer.analysis.group import groups
 from zinfer.cli import cli
 from zinfer.record.measurement import Effective, Measurement
-from zinfer.record.store import Store
+from zinfer.record.store import Store, read
 from zinfer.report.plot import figures as plot
 from zinfer.report.plot import style as chart
+from zinfer.report.plot.style import said
 
 pytestmark = pytest.mark.drawing
 
@@ -387,3 +389,35 @@ def test_an_svg_is_small_and_its_text_is_text(name: str) -> None:
         ids = [element.attrib["id"] for element in root.iter() if "id" in element.attrib]
         assert set(re.findall(r"""(?:href="|url\()#([^")]+)""", svg.decode())) == set(ids)
         assert len(ids) == len(set(ids))
+
+
+def test_a_figure_of_few_points_has_their_values_and_ticks_near_them() -> None:
+    """The committed figure of the whole BLOOM-176B: between 7 and 30 tok/s at four batch sizes, two of them close."""
+    (file,) = (Path(__file__).parents[1] / "sweeps" / "results").rglob("bloom-176b-whole.jsonl")
+    ((group, points),) = groups(read(file).points).items()
+    figure = plot.draw(group, points, ["throughput"])["throughput"]
+    axes = figure.axes[0]
+    FigureCanvasAgg(figure).draw()
+    ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
+    assert len(ticks) >= 4
+    values = {round(point.output_tok_s or 0, 1) for point in points if point.usable}
+    written = [text for text in axes.texts if text.get_text()]
+    assert {round(float(text.get_text().split()[0]), 1) for text in written} == values
+    assert any("batch" in text.get_text() for text in written), "a batch size without a tick stands at its point"
+    boxes = [text.get_window_extent() for text in written]
+    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+    many = plot.draw(*next(iter(groups(sweep()).items())), ["throughput"])["throughput"]
+    assert not [text for text in many.axes[0].texts if text.get_text()], "of many points none has its value"
+
+
+def test_a_noisy_winner_is_not_the_fastest_alone() -> None:
+    noisy = {"ttft_ms": (100.0, 160.0, 130.0), "step_ms": ((1.0,), (1.0,), (1.0,))}
+    slower = noisy | {"ttft_ms": (110.0, 180.0, 145.0)}
+    points = [
+        point(case(8, output_len=2)).model_copy(update=noisy),
+        point(case(8, offload="none", output_len=2)).model_copy(update=slower),
+    ]
+    ((group, own),) = groups(points).items()
+    note = said(plot.draw(group, own, ["throughput"])["throughput"], "note")
+    assert mentions(note, "stream cpu", "±", "As fast within the noise: stream none at batch 8")
+    assert "a single run" in said(plot.draw(group, [point(case(8), repeats=1)], ["throughput"])["throughput"], "note")

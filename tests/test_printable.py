@@ -26,7 +26,7 @@ from zinfer.record.store import Header, encode
 from zinfer.report.markdown import markdown as document_markdown
 from zinfer.report.markdown import prose
 from zinfer.spec.machine import Machine
-from zinfer.spec.printable import Guard, generated, guarded, markdown, printable, show_generated
+from zinfer.spec.printable import Guard, generated, guarded, markdown, printable, show_generated, shows_unicode
 
 EVIL = " ".join(NASTY)
 ROOT = Path(__file__).parents[1]
@@ -274,3 +274,19 @@ def test_no_module_goes_around_the_exits() -> None:
         called = {func.id for func in calls if isinstance(func, ast.Name)}
         assert name == "commands/out.py" or "Console" not in called, name
         assert not name.startswith(("commands", "report", "analysis", "record")) or "print" not in called, name
+
+
+def test_json_keeps_its_value_on_a_terminal_that_lacks_its_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, expected in (("latin-1", False), ("ascii", False), ("utf-8", True), ("UTF8", True)):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        with guarded():
+            assert shows_unicode() is expected
+
+
+def test_a_folder_that_may_not_be_entered_is_no_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    code, out, err, _ = run(["best", "secret\x07"])
+    assert (code, out, err) == (5, "", "Error: secret\\u0007: Permission denied\n")

@@ -300,7 +300,12 @@ def test_the_probe_takes_a_share_of_the_memory_that_is_left(
         return [1e9]
 
     monkeypatch.setattr(probe, "_attention", attention)
-    monkeypatch.setattr(probe, "_host_copy", lambda size, repeats: [sizes.append(2 * size) or 5e9])
+
+    def copy(size: int, repeats: int) -> list[float]:
+        sizes.append(2 * size)
+        return [5e9]
+
+    monkeypatch.setattr(probe, "_host_copy", copy)
     monkeypatch.setattr(probe, "available_bytes", lambda: 400 << 20)
     probe.probe(memory=memory)
     assert 0 < max(sizes) <= (200 << 20 if memory is None else memory)
@@ -347,8 +352,17 @@ def test_a_probe_that_is_killed_for_memory_does_not_end_the_job(
 
 
 def test_a_full_disk_is_no_folder_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe.shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
     result = CliRunner().invoke(command, ["--nvme-path", str(tmp_path), "-o", str(tmp_path / "m.json")])
     assert isinstance(result.exception, probe.Full)
     assert result.exception.exit_code == 5
     assert "too little to measure with" in str(result.exception)
+
+
+def test_a_machine_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(name="x", source="measured")
+    monkeypatch.setattr(probe, "probe", lambda *_given: machine)
+    result = CliRunner().invoke(command, ["-o", "/dev/full"])
+    assert result.exit_code == 5
+    assert "No space left on device" in result.output
+    assert len(result.output.splitlines()) == 1

@@ -5,6 +5,7 @@ import sys
 import warnings
 from contextlib import suppress
 from importlib import import_module
+from typing import IO, Any
 
 import click
 
@@ -35,7 +36,21 @@ VERBS = {
 
 # verbs that make files; at their start goes what a killed one of them left behind
 MAKERS = frozenset(VERBS) - {"models", "doctor", "best", "compare"}
-MESSAGE = 2000  # most characters of an error message
+MESSAGE = 2000  # most characters of an error message, which may repeat a value that somebody typed or wrote
+
+
+class _Short:
+    """Text stream that cuts each text to MESSAGE characters."""
+
+    def __init__(self, stream: IO[Any]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…\n")
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Failure(click.ClickException):
@@ -124,9 +139,7 @@ def _main() -> None:
         click.echo("interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
-        if len(error.message) > MESSAGE:  # it repeats a value that somebody typed or wrote
-            error.message = f"{error.message[:MESSAGE]}…"
-        error.show()
+        error.show(_Short(sys.stderr))
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of stdout ended, as `| head` does
         _close_stdout()
@@ -142,8 +155,7 @@ def _main() -> None:
         if debug:
             raise
         if isinstance(error, ZinferError):
-            text = str(error)
-            click.echo(f"Error: {text}" if len(text) <= MESSAGE else f"Error: {text[:MESSAGE]}…", err=True)
+            click.echo(f"Error: {error}", file=_Short(sys.stderr))
             sys.exit(error.exit_code)
         text = " ".join(str(error).split())[:600]
         click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)

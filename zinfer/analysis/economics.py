@@ -6,7 +6,7 @@ over the tokens generated meanwhile; a datasheet's watts never replace it.
 """
 
 import re
-from math import ceil, isfinite
+from math import ceil
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from zinfer.spec.value import Frozen
 COUNTER = "NVML's energy counter of the GPU"
 READINGS = "mean of NVML's power readings of the GPU, times the time"
 DAY_S = 86400
+LARGEST = 1e18  # most tokens of a demand, and most seconds
 _PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": DAY_S, "day": DAY_S}
 
@@ -108,8 +109,8 @@ def parse_seconds(text: str) -> float:
     """Return the seconds of ``8h``, ``30 min``, ``2s`` or ``250ms``. Raises EconomicsError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|h|d|day)\s*", text)
     value = 0.0 if match is None else float(match[1]) * (1e-3 if match[2] == "ms" else _SECONDS[match[2]])
-    if not value or not isfinite(value):
-        raise EconomicsError(f"{text!r} is not a duration: write 8h, 30min, 2s or 250ms")
+    if not 0 < value <= LARGEST:
+        raise EconomicsError(f"{text[:80]!r} is not a duration: write 8h, 30min, 2s or 250ms")
     return value
 
 
@@ -120,8 +121,8 @@ def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
         r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kKMGBT]?)\s*(?:tok(?:ens?)?)?\s*(?:/\s*(s|min|h|d|day))?\s*", text
     )
     tokens = 0.0 if match is None else float(match[1]) * _PREFIXES[match[2]]
-    if match is None or not tokens or not isfinite(tokens):
-        raise EconomicsError(f"{text!r} is not a demand: write 2Mtok/day, 500ktok/h, or 5Mtok with --deadline 8h")
+    if match is None or not 0 < tokens <= LARGEST:
+        raise EconomicsError(f"{text[:80]!r} is not a demand: write 2Mtok/day, 500ktok/h, or 5Mtok with --deadline 8h")
     period = _SECONDS[match[3]] if match[3] else None
     if deadline is None and period is None:
         raise EconomicsError(f"{text!r} has no period: write it as 2Mtok/day, or add --deadline 8h")

@@ -66,22 +66,37 @@ def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]
     """Return the latest point of each case by group, both sorted, whole models before slices."""
     found: dict[Group, list[Measurement]] = {}
     for point in latest(points):
-        case = point.case
-        group = Group(
-            machine=point.machine,
-            model=case.model,
-            layers=case.layers,
-            input_len=case.workload.input_len,
-            output_len=case.workload.output_len,
-            dtype=case.dtype,
-            load_format=case.load_format,
-        )
-        found.setdefault(group, []).append(point)
+        found.setdefault(_of(point), []).append(point)
     result = {}
     for group in sorted(found, key=_rank):
         total = max((point.total_layers or 0 for point in found[group]), default=0) or None
         result[group.model_copy(update={"total_layers": total})] = tuple(sorted(found[group], key=_order))
     return result
+
+
+def loads_of(group: Group, points: Iterable[Measurement]) -> dict[Case, tuple[float, ...]]:
+    """Return the output tok/s of each usable record of the group's cases, repeated ones included, in order: each load
+    of the model gives a case one record."""
+    found: dict[Case, tuple[float, ...]] = {}
+    own = group.model_copy(update={"total_layers": None})
+    for point in points:
+        if point.usable and point.output_tok_s is not None and _of(point) == own:
+            found[point.case] = (*found.get(point.case, ()), point.output_tok_s)
+    return found
+
+
+def _of(point: Measurement) -> Group:
+    """Return the group of a point, without its total layers, which other points may have recorded."""
+    case = point.case
+    return Group(
+        machine=point.machine,
+        model=case.model,
+        layers=case.layers,
+        input_len=case.workload.input_len,
+        output_len=case.workload.output_len,
+        dtype=case.dtype,
+        load_format=case.load_format,
+    )
 
 
 def _rank(group: Group) -> tuple[bool | int | str, ...]:

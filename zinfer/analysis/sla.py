@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Literal
 
 from zinfer.analysis import group
-from zinfer.analysis.economics import parse_seconds
+from zinfer.analysis.economics import LARGEST, parse_seconds
 from zinfer.record.measurement import Measurement
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.units import duration, figures
@@ -136,8 +136,8 @@ def _needed(statistic: str) -> int:
 
 def _rate(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:tok/s)?", text)
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is not a rate: write 30 or 30tok/s")
+    if match is None or not 0 < float(match[1]) <= LARGEST:
+        raise ValueError(f"{text[:80]!r} is not a rate: write 30 or 30tok/s")
     return float(match[1])
 
 

@@ -14,7 +14,7 @@ import click
 from zinfer.cli import Failure
 from zinfer.commands.options import Size
 from zinfer.spec.errors import ENVIRONMENT, INTERNAL
-from zinfer.spec.printable import show_generated, text_lines
+from zinfer.spec.printable import show_generated, shows_unicode, text_lines
 
 if TYPE_CHECKING:
     from zinfer.worker.process import Client
@@ -143,7 +143,7 @@ def talk(
             "computed_tokens": first.computed, "ttft_s": round(first.seconds, 6),
             "decode_tok_s": round(steps / seconds, 3) if seconds else None,
         }  # fmt: skip
-        click.echo(json.dumps(turn, ensure_ascii=False) if as_json else "")
+        click.echo(json.dumps(turn, ensure_ascii=not shows_unicode()) if as_json else "")
         say(summary(turn))
 
 

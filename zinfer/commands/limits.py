@@ -28,7 +28,7 @@ def bound(command: click.Command) -> None:
         if not getattr(parameter.type, "bounded", False):
             kind = copy(parameter.type)  # click's own types are shared
             largest = SEED if parameter.name == "seed" else getattr(kind, "largest", WHOLE)
-            kind.convert = _bounded(parameter.type.convert, largest)  # type: ignore[method-assign]
+            kind.convert = _bounded(parameter.type.convert, largest)  # type: ignore[method-assign, assignment]
             kind.bounded = True  # type: ignore[attr-defined]
             parameter.type = kind
 

@@ -171,7 +171,10 @@ def _plans(
             if isinstance(wanted.batch_size, str):
                 own.append(best_batch(case, spec, place, told))
             else:
-                own += [make_plan(case.with_batch(size), spec, place, factors=told) for size in wanted.batch_size]
+                sizes = [case.with_batch(size) for size in wanted.batch_size]
+                first = make_plan(sizes[0], spec, place, factors=told)
+                edge = first.max_batch_size  # the same for all of them, and it takes the most time
+                own += [first, *(make_plan(one, spec, place, None, told, edge) for one in sizes[1:])]
         part = "" if layers is None else f", {layers} layers"
         yield f"{name}{part} on {place.name}{'*' * bool(place.overridden)}, {input_len} in / {output_len} out", own
 

@@ -89,7 +89,7 @@ def command(
 
 
 def _findings(chosen: "Chosen", baseline: Path | None) -> "Findings":
-    from zinfer.analysis.group import groups
+    from zinfer.analysis.group import groups, loads_of
     from zinfer.record.accuracy import AccuracyRecord
     from zinfer.record.codec import CodecRecord
     from zinfer.record.measurement import latest
@@ -111,7 +111,8 @@ def _findings(chosen: "Chosen", baseline: Path | None) -> "Findings":
         for group, points in found.items():
             stem = group.stem(file.stem, alone=len(found) == 1)
             place = _machine(file.parent)
-            workloads.append(WorkloadFindings(file.stem, group, points, place, records.headers, stem))
+            loads = loads_of(group, records.points)
+            workloads.append(WorkloadFindings(file.stem, group, points, place, records.headers, stem, loads=loads))
     workloads.sort(key=lambda workload: workload.group.layers is not None)  # a stable sort: whole models first
     against = None if baseline is None else (str(baseline), read(baseline).points)
     return Findings(

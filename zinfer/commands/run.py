@@ -15,7 +15,7 @@ from zinfer.commands.chat import ANSWER, CONTEXT, chat_options, talk, turns
 from zinfer.commands.limits import TEXT
 from zinfer.spec import documents
 from zinfer.spec.errors import ENVIRONMENT, INTERNAL
-from zinfer.spec.printable import show_generated, text_lines
+from zinfer.spec.printable import show_generated, shows_unicode, text_lines
 
 
 @click.command("run", cls=options.LoadCommand)
@@ -167,7 +167,7 @@ def command(
         tokens = sum(len(text.output_ids) for text in answer.texts)
         watch.say(f"{tokens} tokens in {duration(answer.seconds)}: {tokens / answer.seconds:.2f} tok/s")
     if as_json:
-        click.echo(json.dumps([text.model_dump() for text in answer.texts], indent=1, ensure_ascii=False))
+        click.echo(json.dumps([text.model_dump() for text in answer.texts], indent=1, ensure_ascii=not shows_unicode()))
         return
     for text in answer.texts:
         show_generated(f"{text.prompt}{text.output_text}\n")

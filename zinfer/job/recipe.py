@@ -24,7 +24,7 @@ from zinfer.spec.value import Frozen
 
 ENGINE_RECIPES, SWEEP_RECIPES = Path("engines"), Path("sweeps")
 RECIPE_BYTES = 64 << 10  # largest recipe file
-LOADS, POINTS = 1000, 10_000  # most processes, and most cases, of a sweep
+LOADS, CASES, POINTS = 1000, 2000, 10_000  # most processes of a sweep; these at each pair of lengths; and each batch
 AXIS = 1000  # most values of an axis
 DESCRIPTION = 4000  # most characters
 
@@ -163,10 +163,11 @@ class Sweep(Frozen):
         loads = len(self.model) * len(self.layers) * len(self.engine) * budgets
         loads *= math.prod(map(len, self.options.values()))
         sizes = 1 if isinstance(self.batch_size, str) else len(self.batch_size)
-        points = loads * len(self.input_len) * len(self.output_len) * sizes * max(1, len(self.machine))
-        if loads > LOADS or points > POINTS:
+        cases = loads * len(self.input_len) * len(self.output_len) * max(1, len(self.machine))
+        if loads > LOADS or cases > CASES or cases * sizes > POINTS:
             raise ValueError(
-                f"{loads:,} loads and {points:,} points; a sweep has at most {LOADS:,} loads and {POINTS:,} points"
+                f"the axes make {loads:,} loads, {cases:,} with lengths, and {cases * sizes:,} points; a sweep has at "
+                f"most {LOADS:,} loads, {CASES:,} with lengths, and {POINTS:,} points"
             )
         return self
 
@@ -258,7 +259,7 @@ def parse_option(text: str) -> Option:
             number = kind(text)
         except ValueError:
             continue
-        return number if math.isfinite(number) else text
+        return text if isinstance(number, float) and not math.isfinite(number) else number
     return text
 
 

@@ -6,7 +6,7 @@ computed from it and no reader has to guard against it. Every reader of records 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel
 
@@ -90,7 +90,7 @@ def _settings(settings: Mapping[str, Any]) -> Iterator[str]:
             yield f"effective.settings: {name} without {needs}"
 
 
-def _number(value: Any) -> bool:
+def _number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

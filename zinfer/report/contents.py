@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from zinfer.report import evidence, measured, predicted, sizing
-from zinfer.report.document import Block, Document, Section
+from zinfer.report.document import Block, Details, Document, Section, Table
 from zinfer.report.findings import Findings
 
 
@@ -25,7 +25,17 @@ def document(findings: Findings) -> Document:
         evidence.validity(findings),
         evidence.reproduce(findings),
     )
-    return Document("Capacity report", _subtitle(findings), sections)
+    filled = tuple(section._replace(blocks=tuple(map(_filled, section.blocks))) for section in sections)
+    return Document("Capacity report", _subtitle(findings), filled)
+
+
+def _filled(block: Block) -> Block:
+    """Return a block whose tables have no empty column."""
+    if isinstance(block, Table):
+        return block.filled()
+    if isinstance(block, Details):
+        return block._replace(blocks=tuple(one.filled() if isinstance(one, Table) else one for one in block.blocks))
+    return block
 
 
 def _with(section: Section, *more: Iterable[Block]) -> Section:
@@ -39,5 +49,6 @@ def _subtitle(findings: Findings) -> str:
     models = dict.fromkeys(workload.group.model_name for workload in findings.workloads)
     return (
         f"{', '.join(models)} on {', '.join(machines)}: {len(findings.points)} points of {len(findings.workloads)} "
-        "workloads. Measured numbers are plain; what was predicted says so and is shaded."
+        f"workloads. {evidence.measured_with(findings.points)} Measured numbers are plain; what was predicted says so "
+        "and is shaded."
     )

@@ -51,6 +51,12 @@ class Table(NamedTuple):
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
 
+    def filled(self) -> "Table":
+        """Return the table without the columns that have no text in any row; the first one stays."""
+        kept = [nth for nth in range(len(self.columns)) if nth == 0 or any(row.cells[nth] for row in self.rows)]
+        rows = tuple(row._replace(cells=tuple(row.cells[nth] for nth in kept)) for row in self.rows)
+        return self._replace(columns=tuple(self.columns[nth] for nth in kept), rows=rows)
+
     @property
     def heads(self) -> tuple[tuple[str, str], ...]:
         """Title and mark of each column; the mark is empty for text."""
@@ -75,18 +81,33 @@ class Links(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """The configuration to use for one workload, and the command that runs it; `value` is empty where nothing
-    succeeded."""
+    """The configuration to use for one model on one machine, and the command that runs it; `value` is empty where
+    nothing succeeded. `facts` are pairs of a name and a text: latency, cost, risks."""
 
     question: str
     value: str
     unit: str
     configuration: str
     lines: tuple[str, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
     command: str = ""
 
 
-Block = Text | Heading | Items | Command | Table | Picture | Links | Recommendation
+class Signature(NamedTuple):
+    """A place to sign, with the lines that are to be filled in by hand."""
+
+    lines: tuple[str, ...]
+
+
+class Details(NamedTuple):
+    """Blocks that a reader opens on the screen, and that are not printed: `title` says what is inside."""
+
+    title: str
+    blocks: "tuple[Plain, ...]"
+
+
+Plain = Text | Heading | Items | Command | Table | Picture | Links | Recommendation | Signature
+Block = Plain | Details
 
 
 class Section(NamedTuple):

@@ -10,7 +10,7 @@ from zinfer.analysis import compare, rates
 from zinfer.analysis.group import Points, by_load
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import relative_half_width
-from zinfer.report.document import Block, Command, Heading, Items, Kind, Row, Section, Table, Text
+from zinfer.report.document import Block, Command, Details, Heading, Items, Kind, Plain, Row, Section, Table, Text
 from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.measured import rated
 
@@ -36,6 +36,7 @@ def comparison(findings: Findings) -> Section:
         )
     else:
         blocks += _against(*findings.baseline, findings.points)
+    tables: dict[bool, list[Plain]] = {True: [], False: []}
     for workload in findings.workloads:
         rows = _others(workload.points)
         if rows:
@@ -47,8 +48,11 @@ def comparison(findings: Findings) -> Section:
                 "#equal batch",
                 "#ratio there",
             )
-            caption = "Output tokens a second of the fastest configuration over those of each other one."
-            blocks += [Heading(workload.group.title), Table(caption, columns, rows)]
+            caption = f"{workload.name}: output tok/s of the fastest configuration over those of each other one."
+            tables[workload in findings.main].append(Table(caption, columns, rows))
+    blocks += tables[True]
+    if tables[False]:
+        blocks.append(Details("Slices: the fastest configuration against each other one", tuple(tables[False])))
     return Section("comparison", "Comparison", blocks)
 
 
@@ -56,18 +60,21 @@ def validity(findings: Findings) -> Section:
     """Return the section on repeats, spread, clocks and throttling, kind of weights, slices, and lines that could not
     be read."""
     blocks: list[Block] = []
-    for workload in findings.workloads:
-        blocks += [Heading(workload.group.title), Items(tuple(_limits(workload)))]
+    tables: list[Plain] = []
+    for workload in (*findings.main, *findings.slices):
+        blocks += [Heading(workload.name), Items(tuple(_limits(workload)))]
         rows = tuple(_conduct(load.label(), own) for load, own in by_load(workload.points).items())
         columns = (
             "configuration", "#timed", "#repeats", "#spread", "#steps", "#step varies", "#GPU clock", "#power",
             "#hottest", "#link", "throttled",
         )  # fmt: skip
         caption = (
-            "How it ran. Spread: the widest 95% confidence of a point's throughput; step varies: standard deviation of "
-            "decode steps over their mean, at most; link: as measured in the process of the load."
+            f"{workload.name}: how it ran. Spread: the widest 95% confidence of a point's throughput; step varies: "
+            "standard deviation of decode steps over their mean, at most; link: as measured in the process of the load."
         )
-        blocks.append(Table(caption, columns, rows))
+        tables.append(Table(caption, columns, rows))
+    if tables:
+        blocks.append(Details("How each configuration ran: repeats, spread, clocks, power", tuple(tables)))
     if not findings.workloads:
         blocks.append(Text("There is no point to judge.", "missing"))
     if findings.damaged:
@@ -92,6 +99,14 @@ def reproduce(findings: Findings) -> Section:
     if days:
         blocks.append(Text(f"Measured {days}, UTC. Equal records give this report byte by byte."))
     return Section("reproduce", "How to reproduce", blocks)
+
+
+def measured_with(points: Points) -> str:
+    """Return the sentence with the days of the measurements and the versions of zinfer and torch; empty if unknown."""
+    versions = {row.cells[0]: row.cells[1] for row in _versions(points)}
+    told = [f"{name} {versions[name]}" for name in ("zinfer", "torch") if name in versions]
+    words = [part for part in (_days(points), f"with {', '.join(told)}" if told else "") if part]
+    return f"Measured {' '.join(words)}." if words else ""
 
 
 def _against(name: str, before: Points, after: Points) -> list[Block]:

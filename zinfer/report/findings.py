@@ -29,6 +29,12 @@ class WorkloadFindings(NamedTuple):
     headers: tuple[Header, ...] = ()
     stem: str = ""
     figures: Mapping[str, str] = {}
+    loads: Mapping[Case, tuple[float, ...]] = {}  # output tok/s of each usable record of a case, one for each load
+
+    @property
+    def name(self) -> str:
+        """Model, slice, lengths and machine: the name of a table's subject."""
+        return f"{self.group.title}, {self.group.machine}"
 
 
 class Demand(NamedTuple):
@@ -68,6 +74,17 @@ class Findings(NamedTuple):
     def machines(self) -> dict[str, Machine]:
         """Described machines, by the name that points know them by."""
         return {workload.group.machine: workload.machine for workload in self.workloads if workload.machine is not None}
+
+    @property
+    def main(self) -> tuple[WorkloadFindings, ...]:
+        """Workloads of whole models; all of them if there are only slices."""
+        return tuple(one for one in self.workloads if one.group.layers is None) or self.workloads
+
+    @property
+    def slices(self) -> tuple[WorkloadFindings, ...]:
+        """Workloads of slices, where there are whole models too."""
+        whole = any(one.group.layers is None for one in self.workloads)
+        return tuple(one for one in self.workloads if whole and one.group.layers is not None)
 
     @property
     def points(self) -> Points:

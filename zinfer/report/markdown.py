@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from zinfer.report.document import (
     Block,
     Command,
+    Details,
     Document,
     Heading,
     Items,
@@ -16,6 +17,7 @@ from zinfer.report.document import (
     Picture,
     Recommendation,
     Section,
+    Signature,
     Table,
     Text,
 )
@@ -92,6 +94,13 @@ def _block(block: Block) -> str:
             return "\n\n".join(_answer(block))
         case Picture():
             return ""
+        case Signature(lines):
+            return "\n".join(f"- {cell(line)}: ____________________" for line in lines)
+        case Details(title, blocks):
+            inside = [text for one in blocks if (text := _block(one))]
+            plain = re.sub(r"[\\`*_\[\]|~#<>&]", lambda found: f"&#{ord(found[0])};", " ".join(title.split()))
+            summary = f"<details>\n<summary>{plain}</summary>"
+            return "\n\n".join([summary, *inside, "</details>"])
 
 
 def _answer(answer: Recommendation) -> Sequence[str]:
@@ -100,6 +109,7 @@ def _answer(answer: Recommendation) -> Sequence[str]:
         f"### {cell(answer.question)}",
         f"**{cell(what)}**",
         *(prose(line) for line in answer.lines),
+        "\n".join("- " + prose(f"{name}: {text}") for name, text in answer.facts),
         *([fenced(answer.command)] if answer.command else []),
     )
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from math import floor, log10
 
 from zinfer.analysis import rates, reproduce
+from zinfer.analysis.best import known_cost
+from zinfer.analysis.economics import DAY_S
 from zinfer.analysis.group import Points, by_load
 from zinfer.analysis.timeline import busy, busy_bandwidth, length_ms, share, waits
 from zinfer.plan.published import PublishedCodec, codecs
@@ -13,14 +15,17 @@ from zinfer.record.measurement import Measurement
 from zinfer.report.document import (
     Block,
     Command,
+    Details,
     Heading,
     Items,
     Kind,
     Links,
     Picture,
+    Plain,
     Recommendation,
     Row,
     Section,
+    Signature,
     Table,
     Text,
 )
@@ -48,14 +53,29 @@ _NAMES = {
 }
 
 
+_COLUMNS = (
+    "configuration", "#batch", "#tok/s", "#95% interval", "#TTFT", "#TPOT", "#link share", "#GPU peak", "#host peak",
+)  # fmt: skip
+LOADS = 3  # loads of the model that a headline needs behind it, not to be called a single run
+
+
 def answer(findings: Findings) -> Section:
-    """Return the section with the fastest configuration of each workload and the command that runs it."""
-    blocks: list[Block] = [_answer(workload) for workload in findings.workloads]
+    """Return the first page: a card for each whole model and machine, a table of the slices, and a place to sign.
+
+    Where only slices were measured, they have the cards.
+    """
+    cards: dict[tuple[str, str], list[WorkloadFindings]] = {}
+    for workload in findings.main:
+        cards.setdefault((workload.group.machine, workload.group.model), []).append(workload)
+    blocks: list[Block] = [_card(workloads, findings) for workloads in cards.values()]
     if not blocks:
         blocks = [
-            Text("Nothing was measured yet: measure with `zinfer sweep`, then write this report again.", "missing"),
+            Text("No sweep was measured yet: measure with `zinfer sweep`, then write this report again.", "missing"),
             Command("zinfer probe\nzinfer sweep --model bloom-176b --offload cpu\nzinfer report"),
         ]
+    blocks.append(Signature(("Reviewed by", "Date", "Signature")))
+    if findings.slices:
+        blocks += [Heading("Slices: the first layers of a model"), _slices(findings.slices)]
     return Section("answer", "Answer", blocks)
 
 
@@ -114,22 +134,25 @@ def system(findings: Findings) -> Section:
 
 
 def results(findings: Findings) -> Section:
-    """Return the section with every point of every workload and a figure of the throughput."""
+    """Return the section with each workload's throughput, the best point of each configuration, and every point."""
     blocks: list[Block] = []
-    for workload in findings.workloads:
-        blocks += [Heading(workload.group.title), Text(f"{workload.group.conditions}. Sweep: {workload.sweep}.")]
+    for workload in (*findings.main, *findings.slices):
+        blocks += [Heading(workload.name), Text(f"{workload.group.conditions}. Sweep: {workload.sweep}.")]
+        drawn, every = (_throughput(workload), Links(workload.figures)), _points(workload)
+        if workload in findings.slices:
+            blocks += [_tops(workload), Details(f"Figure and every point: {workload.name}", (*drawn, *every))]
+        else:
+            blocks += [*drawn, _tops(workload), Details(f"Every point: {workload.name}", every)]
         if workload.group.caution:
             blocks.append(Text(workload.group.caution, "caution"))
-        blocks += [_throughput(workload), Links(workload.figures)]
-        blocks += _points(workload.points)
     return Section("results", "Results", blocks or [Text("No point was measured.", "missing")])
 
 
 def offload(findings: Findings) -> Section:
     """Return the section on the cost and the gain of offload, engine by engine."""
     blocks: list[Block] = []
-    for workload in findings.workloads:
-        blocks.append(Heading(workload.group.title))
+    for workload in (*findings.main, *findings.slices):
+        blocks.append(Heading(workload.name))
         verdicts = rates.offload_verdicts(workload.points)
         lines = [f"{verdict.engine or 'Any engine'}: {verdict.text}" for verdict in verdicts]
         blocks.append(Items(tuple(lines)) if lines else Text("No point with offload was measured.", "missing"))
@@ -138,7 +161,7 @@ def offload(findings: Findings) -> Section:
 
 def link_waits(findings: Findings) -> tuple[Block, ...]:
     """Return a table for each workload with traced points: the parts of a decode step's time."""
-    blocks: list[Block] = []
+    tables: list[Plain] = []
     for workload in findings.workloads:
         if rows := _steps(workload.points):
             columns = (
@@ -146,11 +169,11 @@ def link_waits(findings: Findings) -> tuple[Block, ...]:
                 "#busy link",
             )  # fmt: skip
             caption = (
-                "When the link waits: one decode step, traced after the timed ones, at each configuration's own best "
-                "batch. While the link does not wait, it carries bytes."
+                f"{workload.name}: when the link waits. One decode step, traced after the timed ones, at each "
+                "configuration's own best batch. While the link does not wait, it carries bytes."
             )
-            blocks += [Heading(f"{workload.group.title}: one step"), Table(caption, columns, rows)]
-    return tuple(blocks)
+            tables.append(Table(caption, columns, rows))
+    return (Details("One traced decode step of each configuration", tuple(tables)),) if tables else ()
 
 
 def rate(point: Measurement) -> tuple[str, str]:
@@ -172,20 +195,137 @@ def named(point: Measurement) -> str:
     return f"{point.case.label()}, batch {point.case.workload.batch_size}"
 
 
-def _answer(workload: WorkloadFindings) -> Recommendation:
-    group, winner = workload.group, rates.best(workload.points)
-    asked = f"{group.title} · {group.conditions}"
+def _card(workloads: Sequence[WorkloadFindings], findings: Findings) -> Recommendation:
+    """Return the card of one model on one machine: the first pair of lengths in large, the others in a line each."""
+    first = next((one for one in workloads if rates.winner(one.points)), workloads[0])
+    group, winner = first.group, rates.winner(first.points)
+    part = "" if group.layers is None else f", {group.layers} of {group.total_layers or '?'} layers"
+    asked = f"{group.model_name}{part} on {group.machine}"
     if winner is None:
-        return Recommendation(asked, "", "", f"No point succeeded: {rates.statuses(workload.points)}.")
+        return Recommendation(asked, "", "", f"No point succeeded: {rates.statuses(first.points)}.")
     waits = f"TTFT {duration(sum(winner.ttft_ms) / len(winner.ttft_ms) / 1e3)}"
     if winner.tpot_ms:
         waits += f", TPOT {duration(winner.tpot_ms / 1e3)}"
-    spread = rate(winner)[1] or "one repeat, so its spread is unknown"
-    lines = [f"{waits}. {spread[:1].upper()}{spread[1:]}{' tok/s at 95% confidence' * spread.startswith('±')}."]
-    lines += [verdict.text for verdict in rates.offload_verdicts(workload.points)[:1]]
-    return Recommendation(
-        asked, rate(winner)[0], "tok/s", named(winner), tuple(lines), reproduce.sweep_command(winner.case)
+    facts = [
+        ("Measured", f"{lengths(first)}, {group.dtype}: {waits}. {_evidence(first, winner)}."),
+        *(("Offload", verdict.text) for verdict in rates.offload_verdicts(first.points)[:1] if _judged(verdict)),
+        *_apart(first, winner),
+        *_costs(winner, findings),
+        ("Risks", "; ".join(_risks(first, winner)) or "none known"),
+    ]
+    for other in workloads:
+        if other is not first:
+            top = rates.winner(other.points)
+            told = "no point succeeded" if top is None else f"{rate(top)[0]} tok/s{_single(other, top)}: {named(top)}"
+            facts.append((lengths(other), told))
+    where = {"none": "on the GPU", "cpu": "in host memory", "nvme": "on the drive"}[winner.case.offload]
+    size = winner.case.workload.batch_size
+    lines = [f"Recommended: engine {winner.case.engine} with the weights {where}, at batch {size}."]
+    if tied := rates.tied(first.points, winner):
+        lines.append(tied)
+    unit = f"tok/s{_single(first, winner)}"
+    use = reproduce.batch_command(winner.case)
+    return Recommendation(asked, rate(winner)[0], unit, named(winner), tuple(lines), tuple(facts), use)
+
+
+def lengths(workload: WorkloadFindings) -> str:
+    """Return the tokens of a prompt and of an answer: ``512 in / 32 out``."""
+    return f"{workload.group.input_len} in / {workload.group.output_len} out"
+
+
+def _judged(verdict: rates.OffloadVerdict) -> bool:
+    """Return whether points with and without offload were tried, so that the verdict compares something."""
+    return verdict.comparison.change is not None or "failed" in verdict.text
+
+
+def _single(workload: WorkloadFindings, point: Measurement) -> str:
+    """Return the words for a headline with fewer than three loads of the model behind it."""
+    loads = len(workload.loads.get(point.case, (0.0,)))
+    return "" if loads >= LOADS else ", single run" if loads == 1 else f", {loads} single runs"
+
+
+def _evidence(workload: WorkloadFindings, point: Measurement) -> str:
+    found = workload.loads.get(point.case, (point.output_tok_s or 0.0,))
+    repeats, spread = len(point.ttft_ms), rate(point)[1]
+    noise = f"{spread} tok/s at 95% confidence" if spread else "noise unknown"
+    own = f"{repeats} repeat{'s' * (repeats > 1)} in one load, {noise}"
+    if len(found) == 1:
+        return f"Single run: {own}"
+    return f"{len(found)} loads of the model, {rated(min(found))} to {rated(max(found))} tok/s; the last: {own}"
+
+
+def _apart(workload: WorkloadFindings, winner: Measurement) -> Iterator[tuple[str, str]]:
+    """Yield the fastest lossy setting, which is ranked apart."""
+    other = rates.best(rates.lossy(workload.points))
+    if other is not None and not winner.case.lossy:
+        yield (
+            "Lossy, apart",
+            f"{rate(other)[0]} tok/s: {named(other)}; `zinfer accuracy` tells how far its text differs",
+        )
+
+
+def _costs(point: Measurement, findings: Findings) -> Iterator[tuple[str, str]]:
+    """Yield the cost of a million tokens, and of a day at full load, where prices were given."""
+    found = known_cost(point, findings.prices)
+    if findings.prices.known and found.usd_per_mtok is None:
+        yield "Cost", "unknown: energy has a price and was not measured"
+    elif found.usd_per_mtok is not None:
+        tokens = (point.output_tok_s or 0.0) * DAY_S / 1e6
+        day = f"{found.usd_per_mtok * tokens:,.2f} USD a day, at full load {rated(tokens)} million output tokens"
+        yield "Cost", f"{found.usd_per_mtok:,.2f} USD a million output tokens; {day}"
+
+
+def _risks(workload: WorkloadFindings, point: Measurement) -> Iterator[str]:
+    """Yield what speaks against relying on the headline."""
+    group = workload.group
+    if len(workload.loads.get(point.case, ())) < LOADS:
+        repeats = "one repeat" if len(point.ttft_ms) == 1 else f"{len(point.ttft_ms)} repeats"
+        yield f"fewer than {LOADS} loads with {repeats} each, and another load may differ"
+    if group.load_format == "dummy":
+        yield "random weights (dummy): the text is not checked"
+    if group.layers is not None:
+        yield "a slice: the whole model is slower and its memory differs"
+    if point.case.lossy:
+        yield "a lossy setting: check the text with `zinfer accuracy`"
+    if point.gpu.get("throttle_reasons"):
+        yield "the driver held the GPU's clocks back"
+    if point.effective is not None and point.effective.shortfall:
+        yield f"asked for and not done: {point.effective.shortfall}"
+    if workload.machine is None:
+        yield "the machine is not described"
+
+
+def _slices(workloads: Sequence[WorkloadFindings]) -> Table:
+    """Return a table with the fastest configuration of each slice."""
+    rows = []
+    for workload in workloads:
+        group, winner = workload.group, rates.winner(workload.points)
+        asked = (
+            f"{group.model_name}, {group.layers} of {group.total_layers or '?'} layers", group.machine,
+            f"{group.input_len} / {group.output_len}",
+        )  # fmt: skip
+        if winner is None:
+            rows.append(Row((*asked, f"none: {rates.statuses(workload.points)}", *[""] * 5), "failed"))
+            continue
+        gains = [one.comparison.change for one in rates.offload_verdicts(workload.points)]
+        gain = next((change.times for change in gains if change is not None), "")
+        runs = len(workload.loads.get(winner.case, (0.0,)))
+        cells = (
+            winner.case.label(), str(winner.case.workload.batch_size), " ".join(rate(winner)).strip(),
+            duration(sum(winner.ttft_ms) / len(winner.ttft_ms) / 1e3),
+            duration(winner.tpot_ms / 1e3) if winner.tpot_ms else "", gain,
+            "single run" if runs == 1 else f"{runs} loads",
+        )  # fmt: skip
+        rows.append(Row((*asked, *cells)))
+    columns = (
+        "model", "machine", "#tokens in / out", "fastest configuration", "#batch", "#tok/s", "#TTFT", "#TPOT",
+        "offload against none", "evidence",
+    )  # fmt: skip
+    caption = (
+        "A slice shows which configuration is the fastest. Its throughput and its memory are not the model's: a step "
+        "of the whole model takes longer in proportion to its layers, and its largest batch is another."
     )
+    return Table(caption, columns, tuple(rows))
 
 
 def _count(points: Points, outcome: str) -> int:
@@ -214,7 +354,7 @@ def _machine(machine: Machine) -> list[Block]:
     rows += [Row((name, value, "read")) for name, value in _details(machine)]
     missing = [_NAMES.get(field, field) for field in FIGURES if not getattr(machine, field)]
     blocks: list[Block] = [
-        Table("Capacities and rates of the machine, and the source of each.", ("", "#", "source"), tuple(rows))
+        Table(f"{machine.name}: capacities and rates, and the source of each.", ("", "#", "source"), tuple(rows))
     ]
     if missing:
         blocks.append(Text(f"{', '.join(missing)}: `zinfer probe` finds out what it can.", "missing"))
@@ -281,7 +421,7 @@ def _studies(findings: Findings) -> Iterator[Block]:
         yield Items(tuple(run.verdicts))
 
 
-def _throughput(workload: WorkloadFindings) -> Block:
+def _throughput(workload: WorkloadFindings) -> Plain:
     """Return the figure of throughput over batch size, as `zinfer plot` draws it."""
     drawn = figures.draw(workload.group, workload.points, ("throughput",))
     if not drawn:
@@ -295,19 +435,34 @@ def _throughput(workload: WorkloadFindings) -> Block:
     return Picture(title, f"{title} {'. '.join(found)}.", style.render(drawn["throughput"], "svg").decode())
 
 
-def _points(points: Points) -> list[Block]:
-    winner = rates.best(points)
-    columns = (
-        "configuration", "#batch", "#tok/s", "#95% interval", "#TTFT", "#TPOT", "#link share",
-        "#GPU peak", "#host peak", "outcome",
-    )  # fmt: skip
-    rows = tuple(Row(_cells(point), _kind(point, winner)) for point in points)
-    blocks: list[Block] = [Table("Every point. Peaks are of memory that tensors and processes held.", columns, rows)]
-    failures = _failures(points)
+def _tops(workload: WorkloadFindings) -> Table:
+    """Return a table of each configuration at its own best batch, and where its memory ends."""
+    winner = rates.winner(workload.points)
+    edges = {edge.load: edge for edge in rates.edges(workload.points)}
+    rows = []
+    for exact in (True, False):
+        points = rates.exact(workload.points) if exact else rates.lossy(workload.points)
+        for point in rates.best_by_load(points):
+            name, *cells = _cells(point)[:-1]
+            name += "" if exact else " (lossy)"
+            rows.append(Row((name, *cells, str(edges[point.case.load].smallest_oom or "")), _kind(point, winner)))
+    caption = f"{workload.name}: each configuration at its own best batch" + (
+        "; lossy settings last, see `zinfer accuracy`." if rates.lossy(workload.points) else "."
+    )
+    return Table(caption, (*_COLUMNS, "#OOM at"), tuple(rows))
+
+
+def _points(workload: WorkloadFindings) -> tuple[Plain, ...]:
+    winner = rates.winner(workload.points)
+    rows = tuple(Row(_cells(point), _kind(point, winner)) for point in workload.points)
+    caption = f"{workload.name}: every point. Peaks are of memory that tensors and processes held."
+    blocks: list[Plain] = [Table(caption, (*_COLUMNS, "outcome"), rows)]
+    failures = _failures(workload.points)
     if failures:
         heads = ("configuration", "#batch", "outcome", "in", "message")
-        blocks.append(Table("Failed points, and how the smallest such batch ended.", heads, failures))
-    return blocks
+        caption = f"{workload.name}: failed points, and how the smallest such batch ended."
+        blocks.append(Table(caption, heads, failures))
+    return tuple(blocks)
 
 
 def _kind(point: Measurement, winner: Measurement | None) -> Kind:

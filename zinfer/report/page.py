@@ -7,13 +7,15 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
+from itertools import count
+from typing import TypeVar
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from zinfer.report.document import Document, Picture
+from zinfer.report.document import Block, Details, Document, Picture
 from zinfer.report.plot.style import GREY, GRID, INK
 from zinfer.spec.printable import printable
 
@@ -22,21 +24,22 @@ CONTRAST, TEXT_CONTRAST = 3.0, 4.5  # least contrast with the paper, of graphics
 # colours of figures that the page names; paper is white in them
 _OWN = {"#ffffff": "--paper", INK: "--ink", GREY: "--soft", GRID: "--grid"}
 _HEX = re.compile(r"#[0-9a-f]{6}\b")
+B = TypeVar("B", bound=Block)
 _SVG, _HREF = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 
 
 def html(document: Document) -> str:
     """Return the page, with styles and figures inside; nothing in it is invisible (`zinfer.spec.printable`)."""
-    figures, styles = 0, dict[str, str]()
-    sections = []
-    for section in document.sections:
-        blocks = []
-        for block in section.blocks:
-            if isinstance(block, Picture):
-                figures += 1
-                block = block._replace(svg=embed(block, f"f{figures}", styles))
-            blocks.append(block)
-        sections.append(section._replace(blocks=blocks))
+    figures, styles = count(1), dict[str, str]()
+
+    def drawn(block: B) -> B:
+        if isinstance(block, Picture):
+            return block._replace(svg=embed(block, f"f{next(figures)}", styles))
+        if isinstance(block, Details):
+            return block._replace(blocks=tuple(map(drawn, block.blocks)))
+        return block
+
+    sections = [section._replace(blocks=[drawn(block) for block in section.blocks]) for section in document.sections]
     looks = "".join(f".{name}{{{style}}}\n" for style, name in styles.items())
     page = _template().render(
         document=document._replace(sections=tuple(sections)),

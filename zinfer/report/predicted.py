@@ -15,9 +15,9 @@ from zinfer.plan.plan import Plan, make_plan
 from zinfer.plan.published import beside
 from zinfer.plan.search import advice, best_batch
 from zinfer.record.measurement import Measurement
-from zinfer.report.document import Block, Heading, Items, Picture, Row, Section, Table, Text
+from zinfer.report.document import Block, Details, Heading, Items, Picture, Plain, Row, Section, Table, Text
 from zinfer.report.findings import Findings, WorkloadFindings, shape
-from zinfer.report.measured import named, rate, rated
+from zinfer.report.measured import lengths, named, rate, rated
 from zinfer.report.plot import style
 from zinfer.report.plot.figures import Bar, bars
 from zinfer.report.plot.style import PALETTE
@@ -58,41 +58,68 @@ def forecast(findings: Findings) -> Forecast:
 def memory(findings: Findings) -> Section:
     """Return the section on the bytes of every configuration by tier and use, predicted from shapes, beside the
     measured peaks."""
-    blocks: list[Block] = []
-    for workload in findings.workloads:
-        blocks.append(Heading(workload.group.title))
+    rows: list[Row] = []
+    details: list[Block] = []
+    for workload in (*findings.main, *findings.slices):
         if workload.machine is None:
-            blocks.append(Text("The machine is not described: `zinfer probe` does it.", "missing"))
+            details.append(Text(f"{workload.name}: the machine is not described; `zinfer probe` does it.", "missing"))
             continue
         plans = [(point, _planned(point.case, workload.machine)) for point in _shown(workload)]
         known = [(point, plan) for point, plan in plans if plan is not None]
-        blocks += _memory(workload, known, workload.machine) if known else [_unknown(workload)]
+        if not known:
+            details.append(_unknown(workload))
+            continue
+        rows += _needs(workload, known)
+        drawn = workload in findings.main
+        blocks = tuple(_memory(workload, known, workload.machine, drawn))
+        details.append(Details(f"Memory of every configuration: {workload.name}", blocks))
+    if not details:
+        return Section("memory", "Memory plan", [Text("No point to plan for.", "missing")])
     intro = Text(
         "Predicted from the shapes of the model alone, each configuration at its own best batch, or at the smallest "
         "that was tried where none succeeded. Measured peaks are of what tensors held on the GPU, and of the process's "
         "memory."
     )
-    return Section("memory", "Memory plan", [intro, *blocks] if blocks else [Text("No point to plan for.", "missing")])
+    columns = (
+        "model", "machine", "configuration", "#batch", "~GPU predicted", "#GPU measured", "~host predicted",
+        "#host measured",
+    )  # fmt: skip
+    table = [Table("Memory of the fastest configuration of each workload.", columns, tuple(rows))] if rows else []
+    return Section("memory", "Memory plan", [intro, *table, *details])
 
 
 def bottleneck(findings: Findings, known: Forecast) -> Section:
     """Return the section on the limit of a decode step, and the gain from a link of twice the speed."""
-    blocks: list[Block] = []
-    for workload in findings.workloads:
+    first: list[Row] = []
+    tables: list[Plain] = []
+    lacking: list[Block] = []
+    columns = (
+        "configuration", "#batch", "#decode step", "#link share", "#tok/s", "~step predicted", "~bound by",
+        "~tok/s predicted", "~at twice the link", "~gain", "~then bound by",
+    )  # fmt: skip
+    brief = (0, 1, 4, 6, 8, 9, 10)  # columns that fit beside the names of model and machine
+    for workload in (*findings.main, *findings.slices):
         rows = tuple(_bottlenecks(workload, known))
-        blocks.append(Heading(workload.group.title))
         if not rows:
-            blocks.append(Text(_why_no_prediction(workload), "missing"))
+            lacking.append(Text(f"{workload.name}: {_why_no_prediction(workload)}", "missing"))
             continue
-        columns = (
-            "configuration", "#batch", "#decode step", "#link share", "#tok/s", "~step predicted", "~bound by",
-            "~tok/s predicted", "~at twice the link", "~gain", "~then bound by",
-        )  # fmt: skip
-        caption = (
-            "Each configuration at its own best batch, as it is and behind a link of twice the measured bandwidth; "
-            "copies out of pageable memory do not get faster with it."
-        )
-        blocks.append(Table(caption, columns, rows))
+        group = workload.group
+        part = "" if group.layers is None else f", {group.layers} layers"
+        winner = rates.winner(workload.points)
+        row = next((row for row in rows if winner and row.cells[0] == winner.case.label()), rows[0])
+        told = tuple(cell for nth, cell in enumerate(row.cells) if nth in brief)
+        first.append(Row((f"{group.model_name}{part}, {lengths(workload)}", group.machine, *told)))
+        tables.append(Table(f"{workload.name}: each configuration at its own best batch.", columns, rows))
+    caption = (
+        "The fastest configuration of each workload, as it is and behind a link of twice the measured bandwidth; "
+        "copies out of pageable memory do not get faster with it."
+    )
+    blocks: list[Block] = []
+    if first:
+        heads = ("model", "machine", *(columns[nth] for nth in brief))
+        blocks.append(Table(caption, heads, tuple(first)))
+        blocks.append(Details("Every configuration, and a link of twice the speed", tuple(tables)))
+    blocks += lacking
     return Section("bottleneck", "Bottleneck", blocks or [Text("No point was measured.", "missing")])
 
 
@@ -100,14 +127,21 @@ def machines(findings: Findings, known: Forecast) -> Section:
     """Return the section on the predicted throughput of whole models on other machines, and how far to trust it."""
     blocks: list[Block] = []
     asked: dict[Case, WorkloadFindings] = {}
-    for workload in findings.workloads:
-        winner = rates.best(workload.points)
+    for workload in (*findings.main, *findings.slices):
+        winner = rates.winner(workload.points)
         if winner is not None and winner.case.engine in known.factors:
             asked.setdefault(winner.case.load.model_copy(update={"layers": None, "gpu_weights": None}), workload)
+    seen: set[str] = set()
+    others: list[Plain] = []
     for case, workload in asked.items():
         spec = shape(case)
-        if spec is not None:
-            blocks += _elsewhere(case, spec, workload, known)
+        if spec is None:
+            continue
+        drawn = case.model not in seen
+        (blocks if drawn else others).extend(_elsewhere(case, spec, workload, known, drawn))
+        seen.add(case.model)
+    if others:
+        blocks.append(Details("Other lengths and configurations of these models", tuple(others)))
     if not blocks:
         blocks = [Text("A prediction needs timed points, the machine's description and a known model.", "missing")]
     return Section("machines", "What-if machines", [*blocks, *_trust(known)])
@@ -130,7 +164,7 @@ def claims(findings: Findings, known: Forecast) -> Iterator[Block]:
         yield Heading(question.title)
         columns = ("machine", "configuration", "#batch", "#TTFT", "#TPOT", "bound by", "#tok/s", "#error band")
         caption = "Predicted, nothing was run: each engine with its factors from these records, at its best batch."
-        yield Table(caption, columns, tuple(map(_claim, plans)))
+        yield Details("Every machine and configuration", (Table(caption, columns, tuple(map(_claim, plans))),))
         told = [f"{place.name}: {advice([p for p in plans if p.machine == place])}" for place in question.machines]
         yield Items((*told, *(found.describe() for found in beside(question.published, plans, known.factors))))
 
@@ -157,23 +191,41 @@ def _shown(workload: WorkloadFindings) -> list[Measurement]:
     return [rates.best(own) or own[0] for own in by_load(workload.points).values()]
 
 
-def _memory(workload: WorkloadFindings, known: list[tuple[Measurement, Plan]], place: Machine) -> list[Block]:
-    blocks: list[Block] = []
+def _needs(workload: WorkloadFindings, known: list[tuple[Measurement, Plan]]) -> Iterator[Row]:
+    """Yield the row of the fastest configuration: bytes of each tier, predicted and measured."""
+    winner = rates.winner(workload.points)
+    for point, plan in known:
+        if point is winner:
+            group = workload.group
+            part = "" if group.layers is None else f", {group.layers} layers"
+            gpu = plan.gpu.total - plan.gpu.overhead
+            yield Row((
+                f"{group.model_name}{part}, {lengths(workload)}",
+                group.machine, point.case.label(), str(point.case.workload.batch_size),
+                gib(gpu) if gpu else "", gib(peak) if (peak := point.gpu_peak_bytes) else "",
+                gib(plan.host.total) if plan.host.total else "", gib(host) if (host := point.host_peak_bytes) else "",
+            ))  # fmt: skip
+
+
+def _memory(
+    workload: WorkloadFindings, known: list[tuple[Measurement, Plan]], place: Machine, drawn: bool
+) -> list[Plain]:
+    blocks: list[Plain] = []
     tiers = [("gpu", "GPU memory", place.gpu_bytes), ("host", "host memory", place.host_bytes)][not place.gpu_count :]
-    for tier, name, size in tiers:
+    for tier, name, size in tiers if drawn else ():
         rows = list(_stacks(known, tier))
         limit = (size / 2**30, f"{name} of the machine: {gib(size)}") if size else None
         told = "; ".join(" ".join(filter(None, (row.label, row.tag, row.text))) for row in rows)
         notes = (workload.group.conditions, "Predicted pale, measured solid; each configuration at its own best batch.")
-        drawn = bars(workload.group, f"how much {name} does it take?", notes, rows, _COLOURS, "GiB", limit)
+        figure = bars(workload.group, f"how much {name} does it take?", notes, rows, _COLOURS, "GiB", limit)
         title = f"{name[:1].upper()}{name[1:]}: predicted pale, measured solid."
-        blocks.append(Picture(title, f"{title} {told}.", style.render(drawn, "svg").decode()))
+        blocks.append(Picture(title, f"{title} {told}.", style.render(figure, "svg").decode()))
     columns = (
         "configuration", "#batch", "tier", "~weights", "~KV cache", "~buffers", "~activations", "~overhead",
         "~predicted", "#measured", "#difference",
     )  # fmt: skip
     cells = tuple(_sizes(point, plan, tier) for point, plan in known for tier, _, _ in tiers)
-    caption = "The same as numbers. Overhead on the GPU, the CUDA context, is in no measured peak."
+    caption = f"{workload.name}: bytes by use. Overhead on the GPU, the CUDA context, is in no measured peak."
     return [*blocks, Table(caption, columns, cells)]
 
 
@@ -250,8 +302,9 @@ def _bottlenecks(workload: WorkloadFindings, known: Forecast) -> Iterator[Row]:
         yield Row(cells)
 
 
-def _elsewhere(case: Case, spec: ModelSpec, workload: WorkloadFindings, known: Forecast) -> list[Block]:
-    """Predict the whole model on every machine of `MACHINES` and on the one it was measured on."""
+def _elsewhere(case: Case, spec: ModelSpec, workload: WorkloadFindings, known: Forecast, drawn: bool) -> list[Plain]:
+    """Predict the whole model on every machine of `MACHINES` and on the one it was measured on; with a figure if
+    `drawn`."""
     here = workload.machine
     places = [*([here] if here is not None else []), *map(machine.load, MACHINES)]
     ways = [_ways(case, spec, place, known.factors) for place in places]
@@ -264,12 +317,12 @@ def _elsewhere(case: Case, spec: ModelSpec, workload: WorkloadFindings, known: F
         "#tok/s", "#error band", f"#over {base.machine.name}" if base else "#",
     )  # fmt: skip
     caption = (
-        f"Predicted, nothing was run: {case.engine} with its factors from these records, without offload or with "
-        "weights in host memory (cpu), whichever is faster, at its best batch. Host memory is the need; it is checked "
-        "only where the machine's own is known."
+        f"{title}: predicted, nothing was run. {case.engine} with its factors from these records, without offload or "
+        "with weights in host memory (cpu), whichever is faster, at its best batch. Host memory is the need; it is "
+        "checked only where the machine's own is known."
     )
     rows = tuple(_place(plan, base) for plan in plans)
-    drawn = [
+    drawing = [
         Bar(
             f"{plan.machine.name}: {plan.case.label()}, batch {plan.case.workload.batch_size}",
             (("predicted", plan.output_tok_s),),
@@ -279,14 +332,14 @@ def _elsewhere(case: Case, spec: ModelSpec, workload: WorkloadFindings, known: F
             predicted=True,
         )
         for plan in plans
-        if plan.fits and plan.output_tok_s
+        if drawn and plan.fits and plan.output_tok_s
     ]
-    blocks: list[Block] = [Heading(title)]
-    if drawn:
+    blocks: list[Plain] = [Heading(title)] if drawn else []
+    if drawing:
         said = "Predicted output tokens a second; the bars of error hold nine of ten points of these records."
         whole = workload.group.model_copy(update={"layers": None})
-        picture = bars(whole, "what would other machines do?", (said,), drawn, {"predicted": PALETTE[0]}, "tok/s")
-        words = f"Predicted output tokens a second: {'; '.join(f'{bar.label}, {bar.text}' for bar in drawn)}."
+        picture = bars(whole, "what would other machines do?", (said,), drawing, {"predicted": PALETTE[0]}, "tok/s")
+        words = f"Predicted output tokens a second: {'; '.join(f'{bar.label}, {bar.text}' for bar in drawing)}."
         blocks.append(Picture(said, words, style.render(picture, "svg").decode()))
     told = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
     told += [
@@ -357,7 +410,8 @@ def _trust(known: Forecast) -> list[Block]:
             )
     told = f"Throughput is predicted for {'; '.join(parts)}." if parts else "No point is predicted by another."
     limits = "These records come from few machines: another one adds errors that they do not show."
-    return [Heading("How far predictions may be trusted"), Text(f"{told} {limits}"), Table(caption, columns, rows)]
+    details = Details("Every point, predicted from the others", (Table(caption, columns, rows),))
+    return [Heading("How far predictions may be trusted"), Text(f"{told} {limits}"), details]
 
 
 def _checked(row: calibrate.PredictedPoint) -> Row:

@@ -2,10 +2,9 @@
 
 from zinfer.analysis import rates
 from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost, fleet
-from zinfer.analysis.group import Points
 from zinfer.record.measurement import Measurement
-from zinfer.report.document import Block, Command, Heading, Row, Section, Table, Text
-from zinfer.report.findings import Demand, Findings
+from zinfer.report.document import Block, Command, Details, Plain, Row, Section, Table, Text
+from zinfer.report.findings import Demand, Findings, WorkloadFindings
 from zinfer.report.measured import rate, rated
 from zinfer.spec.units import duration
 
@@ -16,16 +15,25 @@ def sizing(findings: Findings) -> Section:
     """Return the section on the cost of every configuration at its own best batch, and the fleet for the demand if one
     is given."""
     blocks: list[Block] = _given(findings)
-    for workload in findings.workloads:
-        blocks.append(Heading(workload.group.title))
-        if workload.group.layers is not None:
-            blocks.append(Text(_SLICE, "caution"))
+    asked = findings.prices.known or findings.demand is not None
+    for workload in (*findings.main, *findings.slices):
         if rates.best(workload.points) is None:
-            blocks.append(Text(f"No point succeeded ({rates.statuses(workload.points)}).", "missing"))
+            if workload in findings.main:
+                blocks.append(
+                    Text(f"{workload.name}: no point succeeded ({rates.statuses(workload.points)}).", "missing")
+                )
             continue
-        blocks.append(_costs(workload.points, findings.prices))
+        tables: list[Plain] = [_costs(workload, findings.prices)]
         if findings.demand is not None:
-            blocks.append(_fleets(workload.points, findings.demand, findings.prices))
+            tables.append(_fleets(workload, findings.demand, findings.prices))
+        if workload.group.layers is not None:
+            tables.append(Text(_SLICE, "caution"))
+        if asked and workload in findings.main:
+            blocks += tables
+        else:
+            blocks.append(
+                Details(f"{'Cost' if asked else 'Energy'} of every configuration: {workload.name}", tuple(tables))
+            )
     return Section("cost", "Sizing and cost", blocks)
 
 
@@ -53,8 +61,8 @@ def _given(findings: Findings) -> list[Block]:
     return blocks
 
 
-def _costs(points: Points, prices: Prices) -> Table:
-    known = [(point, *_cost(point, prices)) for point in rates.best_by_load(points)]
+def _costs(workload: WorkloadFindings, prices: Prices) -> Table:
+    known = [(point, *_cost(point, prices)) for point in rates.best_by_load(workload.points)]
     paid = [found.usd_per_mtok for _, found, _ in known if found and found.usd_per_mtok is not None]
     rows = []
     for point, found, why in known:
@@ -67,7 +75,7 @@ def _costs(points: Points, prices: Prices) -> Table:
         )
         rows.append(Row(cells, "best" if usd is not None and usd == min(paid) else ""))
     columns = ("configuration", "#batch", "#tok/s", "#USD a million tokens", "#GPU energy a token", "energy from")
-    caption = "Each configuration at its own best batch, on one GPU that always has work."
+    caption = f"{workload.name}: each configuration at its own best batch, on one GPU that always has work."
     return Table(caption, columns, tuple(rows))
 
 
@@ -79,9 +87,9 @@ def _cost(point: Measurement, prices: Prices) -> tuple[Cost | None, str]:
         return cost(point, Prices()), str(error)
 
 
-def _fleets(points: Points, demand: Demand, prices: Prices) -> Table:
+def _fleets(workload: WorkloadFindings, demand: Demand, prices: Prices) -> Table:
     rows = []
-    for point in rates.best_by_load(points):
+    for point in rates.best_by_load(workload.points):
         found = fleet(point, demand.tokens, demand.seconds, demand.utilisation, demand.spare, prices.gpus_per_server)
         amounts = (
             f"{found.working:,}", str(found.spare), f"{found.gpus:,}", f"{found.servers:,}", f"{found.load:.0%}",
@@ -98,8 +106,9 @@ def _fleets(points: Points, demand: Demand, prices: Prices) -> Table:
         "#load of those at work",
     )
     caption = (
-        f"GPUs for {demand.text}: {demand.tokens:,.0f} output tokens within {duration(demand.seconds)}, counting on "
-        f"{demand.utilisation:.0%} of the throughput of each; {prices.gpus_per_server} to a server."
+        f"{workload.name}: GPUs for {demand.text}, {demand.tokens:,.0f} output tokens within "
+        f"{duration(demand.seconds)}, counting on {demand.utilisation:.0%} of the throughput of each; "
+        f"{prices.gpus_per_server} to a server."
     )
     return Table(caption, columns, tuple(rows))
 

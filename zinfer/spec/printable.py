@@ -101,12 +101,19 @@ def show_generated(text: str) -> None:
     stream.flush()
 
 
+def shows_unicode() -> bool:
+    """Tell whether stdout takes every character: JSON is written in ASCII where it does not, so that it keeps its
+    value."""
+    encoding = getattr(unguarded(sys.stdout), "encoding", None) or "utf-8"
+    return encoding.lower().replace("-", "").startswith("utf")
+
+
 @contextmanager
 def guarded() -> Iterator[None]:
     """Put a `Guard` before stdout and stderr, and read stdin so that `text_lines` can tell what is no text."""
     streams = sys.stdout, sys.stderr
     with suppress(AttributeError, ValueError):
-        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        sys.stdin.reconfigure(errors="surrogateescape")
     guards = tuple(Guard(stream) if stream is not None else None for stream in streams)
     sys.stdout, sys.stderr = guards  # type: ignore[assignment]
     try:

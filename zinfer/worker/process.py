@@ -132,7 +132,7 @@ class Worker(Client):
             env={**_CALM, **_GROWING, **os.environ, PARENT: str(os.getpid())},
             start_new_session=True,  # ctrl-C is the parent's to handle
         )
-        self._forget = at_end(self._kill_group)
+        self._forget = at_end(self._abort)
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -185,6 +185,13 @@ class Worker(Client):
         self._process.wait()
         self._forget()
         lease.sweep()  # what it owned
+
+    def _abort(self) -> None:
+        """End the worker in the last moments of this process, in which others may be waiting for it."""
+        self._kill_group()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1)
+        lease.sweep()
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError):

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from zinfer.analysis.group import Group, Points, by_load, samples
-from zinfer.analysis.rates import Spread, best, best_by_load, spread
+from zinfer.analysis.rates import Spread, best_by_load, rate_text, spread, tied, winner
 from zinfer.analysis.rates import edges as find_edges
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement
@@ -38,6 +38,7 @@ from zinfer.report.plot.timeline import timeline
 from zinfer.spec.case import Case
 from zinfer.spec.units import figures, gb
 
+_VALUED = 8  # most points whose values are written beside them
 _SAME_LIMIT = 1.1  # limits closer than this are drawn as one
 _WAYS = {"recompute": (PALETTE[1], "s"), "memory": (PALETTE[0], "o"), "disk": (PALETTE[2], "^")}
 _BAR_ROW, _NAME_ROW = 0.21, 0.3  # inches that a bar takes, and the name above it
@@ -52,12 +53,14 @@ def draw(group: Group, points: Points, names: Collection[str] | None = None) -> 
 
 def throughput(group: Group, points: Points) -> Figure | None:
     """Draw output tokens a second over batch size, with the batch sizes that failed in a strip below."""
-    top = best(points)
+    top = winner(points)
     if top is None or top.output_tok_s is None:
         return None
+    others = tied(points, top)
     points = _shown(points)
     failed = by_load([point for point in points if point.status != "ok"])
-    answer = f"Ringed, the fastest: {top.case.label()}, batch {_batch(top)}, {figures(top.output_tok_s or 0)} tok/s."
+    answer = f"Ringed, the fastest: {top.case.label()}, batch {_batch(top)}, {rate_text(top)} tok/s{_alone(top)}."
+    answer += f" {others}" * bool(others)
     notes = (answer, f"{group.conditions}{_bars(points)}")
     sheet = Sheet(group, "which engine, at which batch?", notes, strip_rows=len(failed))
     axes = sheet.panels[0]
@@ -67,6 +70,7 @@ def throughput(group: Group, points: Points) -> Figure | None:
     log_axis(axes, values)
     axes.set_ylabel("output tokens a second")
     batch_axis(axes, _sizes(points))
+    _values(axes, points)
     if sheet.strip is not None:
         axes.tick_params(labelbottom=False, bottom=False)
         axes.set_xlabel("")
@@ -319,6 +323,42 @@ def _sizes(points: Points) -> list[int]:
 def _bars(points: Points) -> str:
     repeated = any(point.usable and len(point.ttft_ms) > 1 for point in points)
     return " · means of the repeats, bars their 95% confidence" if repeated else ""
+
+
+def _alone(point: Measurement) -> str:
+    """Return the words for a point whose noise is unknown, and for one with lossy settings."""
+    return ", a single run" * (len(point.ttft_ms) == 1) + ", a lossy setting" * point.case.lossy
+
+
+def _values(axes: Axes, points: Points) -> None:
+    """Write the rate at each point of a figure with few of them, and its batch size where the axis has no tick at it.
+
+    The text stands above its point; beside it where a line has one point only, and of two that are close together, to
+    the left of the first and to the right of the second.
+    """
+    loads = {load: [point for point in own if point.usable] for load, own in by_load(points).items()}
+    if sum(map(len, loads.values())) > _VALUED:
+        return
+    ticks = {round(tick) for tick in axes.get_xticks()}
+    low, high = axes.get_xlim()
+    close = (high / low) ** 0.12
+    look = series(loads)
+    for load, own in loads.items():
+        for nth, point in enumerate(own):
+            size = _batch(point)
+            after = nth + 1 < len(own) and _batch(own[nth + 1]) / size < close
+            before = nth > 0 and size / _batch(own[nth - 1]) < close
+            text = figures(point.output_tok_s or 0) + (f" (batch {size})" if size not in ticks else "")
+            if after:
+                side, offset = "right", (-9, 3)
+            elif before or len(own) == 1:
+                side, offset = "left", (11, -4)
+            else:
+                side, offset = "right" if nth + 1 < len(own) else "center", (6, 11)
+            axes.annotate(
+                text, (size, point.output_tok_s or 0), xytext=offset, textcoords="offset points", ha=side, size=8.5,
+                color=look[load]["color"], zorder=4,
+            )  # fmt: skip
 
 
 def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | None]) -> list[float]:

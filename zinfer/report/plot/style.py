@@ -283,7 +283,13 @@ def log_axis(axes: Axes, values: Iterable[float]) -> None:
     low, high = min(values := list(values)), max(values)
     low, high = low / 1.35, high * 1.35
     span = high / low
-    steps = (1.0, 1.5, *range(2, 10)) if span < 8 else (1.0, 2.0, 5.0) if span < 3e4 else (1.0,)
+    steps: tuple[float, ...]
+    if span < 8:
+        steps = (1.0, 1.5, *range(2, 10))
+    elif span < 40:
+        steps = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+    else:
+        steps = (1.0, 2.0, 5.0) if span < 3e4 else (1.0,)
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))

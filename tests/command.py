@@ -44,9 +44,9 @@ def zinfer(folder: Path, *words: str, stdin: str = "", **settings: str) -> Compl
 def zinfer_process(folder: Path, *words: str, **settings: Any) -> CompletedProcess[str]:
     """Run `zinfer` in a process of its own in `folder`; `settings` are those of subprocess.run."""
     command = [sys.executable, "-m", "zinfer.cli", *words]
-    settings = {"stdin": subprocess.DEVNULL, "env": environment(HF_HUB_OFFLINE="1")} | settings
-    settings |= {"cwd": folder, "capture_output": True, "text": True, "timeout": PATIENCE_S, "check": False}
-    done: CompletedProcess[str] = subprocess.run(command, **settings)
+    usual: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": environment(HF_HUB_OFFLINE="1")}
+    usual |= {"cwd": folder, "capture_output": True, "text": True, "timeout": PATIENCE_S, "check": False}
+    done: CompletedProcess[str] = subprocess.run(command, **usual | settings)
     return done
 
 

@@ -13,9 +13,8 @@ from typing import Any
 NASTY = (
     "\x1b[2J\x1b]0;title\x07", "\x9b31m", "<img src=x onerror=alert(1)>", "![](http://example.com/x.png)",
     "$$\\frac", "$x^", "a|b", "`<img src=x>``y```", "line\nbreak", "\u202egnp.exe", "zero\u200bwidth\ufeff",
-    "\r\x08\x08",
-    "[/red][link=http://example.com]", "=cmd()", "{{ 7 * 7 }}", "%s%n", "../../etc/passwd", "</svg><script>", "\u2028",
-    "'; rm -rf ~ #", "--help", "\ufffe\uffff",
+    "\r\x08\x08", "[/red][link=http://example.com]", "=cmd()", "{{ 7 * 7 }}", "%s%n", "../../etc/passwd",
+    "</svg><script>", "\u2028", "'; rm -rf ~ #", "--help", "\ufffe\uffff",
 )  # fmt: skip
 NUMBERS = (
     0, -1, 1, 2, 3.5, -0.0, 1e-300, 1e-9, 1e300, 1e18, 10**9, 10**9 + 1, 2**31, 2**63, 10**30, 10**400, math.inf,

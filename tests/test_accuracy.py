@@ -315,7 +315,7 @@ PACKED = ("--offload", "cpu", "--reference", "packed=nowhere", "--reference", "w
         ([*AXIS, "--offload", "nvme"], "--offload nvme needs --nvme-path"),
         ([*AXIS, "--offload", "none", "--gpu-weights", "50%"], "leave out --offload none"),
         ([*AXIS, "--prompt-file", "missing.txt"], "--prompt-file missing.txt cannot be read: No such file"),
-        ([*AXIS, "--prompt-file", "model/model.bin"], "cannot be read: it is not UTF-8"),
+        ([*AXIS, "--prompt-file", "model/model.bin"], "model.bin is not UTF-8 text"),
         ([*AXIS, "--input-len", "99"], "exceed the 64 positions of model"),
         ([*AXIS, "--samples", "99"], f"the text has {len(TEXT):,} tokens, too few for 99 samples of 32"),
         (["-m", "bloom-tiny", *AXIS], "bloom-tiny has no weights to fetch: give a checkpoint folder"),

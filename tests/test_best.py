@@ -37,7 +37,7 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_table_answers_with_a_command(results: Path) -> None:
+def test_the_table_answers_with_a_command(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = best(results)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
@@ -59,6 +59,8 @@ def test_the_table_answers_with_a_command(results: Path) -> None:
         assert any(line.startswith(engine) and re.search(r" cpu .* 0\.\d\dx", line) for line in lines)
     assert mentions(done.stdout, "opt-[x]-30b", "512 in", "32 out")
     assert mentions(done.stdout, "accelerate cpu", "crashed", "batch 1")
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = best(results).stdout.splitlines()
     (row,) = [line.strip("│").split("│") for line in lines if line.startswith("│ deepspeed cpu")]
     assert [cell.strip() for cell in row][-3:] == ["74%", "20.0 GiB", "64"]
 

@@ -62,6 +62,14 @@ def folder(tmp_path: Path) -> Path:
         (["best"], 4, "sweeps/results"),
         (["plot"], 4, "sweeps/results"),
         (["frobnicate"], 2, "No such command"),
+        (["swep"], 2, "did you mean 'sweep'?"),
+        (["sweep", "-m", "bloom-tiny", "--engine", "strem"], 2, "did you mean 'stream'"),
+        (["sweep", "-m", "bloom-tiny", "-O", "wieght_codec=none"], 2, "did you mean 'weight_codec'?"),
+        (["plan", "-m", "bloom-176b", "--machine", "h20"], 2, "did you mean 'h200'?"),
+        (["plan", "-m", "blom-176b", "--machine", "h200"], 2, "did you mean 'bloom-176b'"),
+        (["run", "-m", "./nope", "-p", "x"], 2, "no such folder: ./nope"),
+        (["run", "-m", "../no/pe", "-p", "x"], 2, "no such folder: ../no/pe"),
+        (["run", "-m", "bloom-tiny", "--revision", "v1", "-p", "x"], 2, "--revision is for a hub model"),
     ],
 )
 def test_mistakes_get_one_message_and_a_code(
@@ -89,7 +97,7 @@ def test_mistakes_get_one_message_and_a_code(
 def test_a_model_that_cannot_be_found_is_one_line(folder: Path, words: list[str]) -> None:
     """In a process of its own, since huggingface_hub reads the environment when it is imported."""
     result = zinfer_process(folder, *words, "-m", "someone/some-model")
-    assert result.returncode == 2, result.stderr
+    assert result.returncode == 5, result.stderr
     assert "someone/some-model" in result.stderr
     assert "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) <= 4
@@ -164,7 +172,9 @@ def test_an_old_file_without_a_setting_has_its_default() -> None:
 def test_dry_run_loads_nothing(folder: Path) -> None:
     result = zinfer(folder, "sweep", *TINY, "--batch-size", "1,8", "--dry-run")
     assert result.returncode == 0
-    assert len(result.stdout.splitlines()) == 4
+    *lines, last = result.stdout.splitlines()
+    assert len(lines) == 4
+    assert last == "in all: 2 loads, 4 points, a time that is not known", "this machine's matmul rate is not known"
     assert not list(folder.rglob("*.jsonl"))
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests import mentions
 from zinfer.plan.cost import (
+    CODED_BOUND,
     LINK_KEEPS,
     PIECE_BYTES,
     Efficiency,
@@ -28,9 +29,13 @@ from zinfer.spec.case import Case, Workload
 from zinfer.spec.machine import FIGURES, Machine
 
 BLOOM = resolve.resolve("bloom-176b", None, None)
-H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
+# Without sources and a name no peaks are known, so that limits are those of the figures below.
+H100 = machine.load("h100-80gb").model_copy(
+    update={"host_bytes": 1 << 40, "sources": {}, "peaks": {}, "gpu_name": "test"}
+)
 RAW = (("weight_codec", "none"),)
 PHYSICS = Efficiency(link_share=1.0)
+FULL_RING = 2e-3  # share of the bytes of a run's steps that a full ring may save it
 NAMES = ("bloom-176b", "opt-30b", "llama-3.1-70b", "mixtral-8x22b")
 
 
@@ -105,7 +110,7 @@ def test_residency_takes_bytes_off_the_link_at_a_given_batch() -> None:
     assert some.gpu.total + opt.layer_bytes > H100.gpu_bytes
     weights = opt.streamed_bytes
     gain = weights / (weights - some.resident_bytes)
-    assert (full.step_s or 0) / (some.step_s or 1) == pytest.approx(gain)
+    assert (full.step_s or 0) / (some.step_s or 1) == pytest.approx(gain, rel=FULL_RING)
 
 
 def test_with_the_batch_free_the_cache_is_worth_more_than_resident_weights() -> None:
@@ -147,15 +152,16 @@ def test_cpu_and_link_share_the_hosts_memory() -> None:
     tight = place.model_copy(update={"host_bandwidth": 120e9})
     all_cores = (("kv_attention", "cpu"), ("kv_offload", "cpu"), ("kv_threads", 32))
     case = asked(batch_size=64, options=all_cores)
-    alone = make_plan(case, BLOOM, place).step_s or 0.0
-    assert make_plan(case, BLOOM, place.model_copy(update={"host_bandwidth": 150e9})).step_s == alone
+    alone = make_plan(case, BLOOM, place, factors=PHYSICS).step_s or 0.0
+    wide = place.model_copy(update={"host_bandwidth": 150e9})
+    assert make_plan(case, BLOOM, wide, factors=PHYSICS).step_s == alone
     lost = BLOOM.kv_bytes(64, 528) / 80e9 * (1 - LINK_KEEPS)
-    assert (make_plan(case, BLOOM, tight).step_s or 0.0) - alone == pytest.approx(lost)
+    assert (make_plan(case, BLOOM, tight, factors=PHYSICS).step_s or 0.0) - alone == pytest.approx(lost)
     on_gpu = asked(batch_size=16)
     assert make_plan(on_gpu, BLOOM, tight).step_s == make_plan(on_gpu, BLOOM, place).step_s
     fewer = asked(batch_size=64, options=all_cores[:2])
     assert placement_of(fewer, BLOOM, tight).kv_cpu_share == 0.625  # 63 of 120 GB/s beside the link's 50
-    assert make_plan(fewer, BLOOM, tight).step_s == alone
+    assert make_plan(fewer, BLOOM, tight, factors=PHYSICS).step_s == alone
     assert placement_of(fewer, BLOOM, place).kv_cpu_share == 1
     many = asked(batch_size=260, options=all_cores[:2])  # fewer cores would finish late
     assert placement_of(many, BLOOM, tight).kv_cpu_share == 1
@@ -223,9 +229,12 @@ def test_a_prefill_also_waits_for_its_intermediate_results() -> None:
 
 
 def test_a_codec_takes_its_share_off_the_link_and_nothing_else() -> None:
-    raw, coded = (make_plan(asked(options=o), BLOOM, linked(55e9)) for o in ((), (("weight_codec", "lossless"),)))
+    lossless = (("weight_codec", "lossless"),)
+    raw, coded = (make_plan(asked(options=o), BLOOM, linked(55e9), factors=PHYSICS) for o in ((), lossless))
     assert coded.streamed_bytes == pytest.approx(0.67 * raw.streamed_bytes)
     assert (coded.step_s or 0) == pytest.approx(0.67 * (raw.step_s or 0))
+    bound = make_plan(asked(options=lossless), BLOOM, linked(55e9)).step_s
+    assert bound == pytest.approx(CODED_BOUND * (raw.step_s or 0), rel=FULL_RING)
 
 
 def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:
@@ -236,7 +245,7 @@ def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:
     assert on_host.host.kv_cache == on_gpu.gpu.kv_cache
     assert on_host.max_batch_size > 4 * on_gpu.max_batch_size
     kv = BLOOM.kv_bytes(16, 528)
-    assert (on_host.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + kv) / 55e9)
+    assert (on_host.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + kv) / 55e9, rel=FULL_RING)
     assert on_host.host.total * 0.97 < (H100.host_bytes or 0)
 
 
@@ -244,10 +253,11 @@ def test_attention_on_the_cpu_reads_the_cache_beside_the_link() -> None:
     cpu = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
     place = linked(55e9).model_copy(update={"host_bandwidth": 100e9, "host_bytes": 800 << 30})
     few, many = (make_plan(asked(batch_size=size, options=cpu), BLOOM, place) for size in (16, 200))
-    assert (few.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 55e9)
+    assert (few.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 55e9, rel=FULL_RING)
     assert few.bound_by == "link"
     assert many.bound_by == "host memory"
-    assert (many.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + BLOOM.kv_bytes(200, 528)) / 100e9)
+    read = BLOOM.streamed_bytes + BLOOM.kv_bytes(200, 528)
+    assert (many.step_s or 0) == pytest.approx(read / 100e9, rel=FULL_RING)
     assert many.gpu.kv_cache == 0
 
 
@@ -257,15 +267,15 @@ def test_the_faster_way_to_a_cache_in_host_memory_is_taken(cpu_reads: float, bou
     found = make_plan(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, place)
     kv = BLOOM.kv_bytes(100, 528)
     assert found.bound_by == bound
-    assert (found.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + read_over * kv) / 55e9)
+    assert (found.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + read_over * kv) / 55e9, rel=FULL_RING)
 
 
 def test_attention_on_the_cpu_and_the_gpu_wait_for_each_other() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": 50e9, "host_bytes": 800 << 30})
     there = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
-    found = make_plan(asked(batch_size=200, options=there), BLOOM, place)
+    found = make_plan(asked(batch_size=200, options=there), BLOOM, place, factors=PHYSICS)
     assert found.bound_by == "cpu attention"
-    at_rest = make_plan(asked(batch_size=1, options=there), BLOOM, place)
+    at_rest = make_plan(asked(batch_size=1, options=there), BLOOM, place, factors=PHYSICS)
     assert (found.step_s or 0) > BLOOM.kv_bytes(200, 528) / 50e9
     assert (found.step_s or 0) < BLOOM.kv_bytes(200, 528) / 50e9 + (at_rest.step_s or 0)
 
@@ -376,12 +386,12 @@ def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:
 
 def test_every_gpu_brings_its_own_link() -> None:
     one, four = (make_plan(asked(batch_size=8, options=(("gpus", n),)), BLOOM, linked(55e9)) for n in (1, 4))
-    assert (one.step_s or 0) == pytest.approx(4 * (four.step_s or 0))
+    assert (one.step_s or 0) == pytest.approx(4 * (four.step_s or 0), rel=FULL_RING)
     assert four.gpu.kv_cache == one.gpu.kv_cache // 4
     shared = H100.model_copy(update={"host_bandwidth": 100e9})
     capped = make_plan(asked(options=(("gpus", 4),)), BLOOM, shared)
     assert capped.bound_by == "host memory"
-    assert (capped.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 100e9)
+    assert (capped.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 100e9, rel=FULL_RING)
 
 
 def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -54,6 +55,21 @@ def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> N
     assert advice["click"] == "pip install zinfer"
     monkeypatch.setattr("zinfer.engine.kind", refuse)
     assert "zinfer[tensorrt-rtx]" in "".join(CliRunner().invoke(doctor.command, []).stdout.split())
+
+
+def test_libaio_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    rows = {row.name: row for row in doctor.machine_rows()}
+    assert mentions(rows["libaio"].found, "no libaio", "no C++ compiler")
+    assert mentions(rows["libaio"].advice, "libaio-dev", "deepspeed", "nvme")
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: f"lib{name}.so.1")
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    (tmp_path / "libaio.h").touch()
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    rows = {row.name: row for row in doctor.machine_rows()}
+    assert mentions(rows["libaio"].found, "libaio.so.1", "libaio.h", "/usr/bin/c++")
+    assert rows["libaio"].advice == ""
 
 
 def test_machine_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ def test_a_written_file_keeps_its_permissions_and_a_link_its_target(place: Path)
 def test_a_killed_run_leaves_no_weights_on_the_drive(
     place: Path, checkpoint: Callable[..., Path], tmp_path: Path, victim: str
 ) -> None:
-    from tests.test_cli import zinfer
+    from tests.command import zinfer_process as zinfer
     from zinfer.spec.host import slug
     from zinfer.spec.machine import Machine
 

@@ -28,6 +28,7 @@ from zinfer.job.batch.packing import (
     shaped,
     worth_packing_anew,
 )
+from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import CAUTIOUS, largest_batch, make_plan
 from zinfer.spec import machine
 from zinfer.spec.resolve import from_catalogue
@@ -168,7 +169,7 @@ def test_no_more_rows_share_a_batch_than_make_it_fast() -> None:
 
 def test_seconds_are_the_plans_until_they_are_measured() -> None:
     pace, shape = StepTimeModel(STREAMED, BLOOM, H100), BatchShape(8, 512, 32)
-    plan = make_plan(shaped(STREAMED, shape), BLOOM, H100)
+    plan = make_plan(shaped(STREAMED, shape), BLOOM, H100, factors=Efficiency())
     assert plan.prefill_s
     assert plan.step_s
     assert pace.prefill(shape) == pytest.approx(plan.prefill_s, rel=0.1)

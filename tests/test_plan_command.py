@@ -16,7 +16,7 @@ RESULTS = str(ROOT / "sweeps" / "results")
 
 
 def plan(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(cli, ["plan", *words])
+    result = CliRunner().invoke(cli, ["plan", *words], env={"COLUMNS": "200"})
     assert result.exit_code == code, result.output
     return result.stdout
 
@@ -75,7 +75,7 @@ def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:
 
 def test_replaced_figures_are_shown() -> None:
     words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "8")
-    (before,), (after,) = rows(*words), rows(*words, "--set", "h2d_bandwidth=109.8GB/s")
+    (before,), (after,) = (rows(*words, "--set", f"h2d_bandwidth={rate}GB/s") for rate in (54.9, 109.8))
     assert before["step_s"] == pytest.approx(2 * after["step_s"])
     text = plan(*words, "--set", "h2d_bandwidth=109.8GB/s")
     assert "h100-80gb*" in text
@@ -105,3 +105,72 @@ def test_a_model_that_does_not_fit_is_reported_once_with_a_remedy() -> None:
     assert result.exit_code == 0
     assert "does not fit" in result.stdout
     assert result.stderr.count("355.8 GB of GPU memory") == 1
+    alone = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "none"])
+    assert alone.exit_code == 4, "nothing fits"
+
+
+def test_a_batch_beyond_the_largest_does_not_fit() -> None:
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "none")
+    (best,) = rows(*words)
+    assert best["fits"]
+    largest = best["max_batch_size"]
+    found = json.loads(plan(*words, "--batch-size", f"{largest},{largest + 1}", "--json"))
+    assert [row["fits"] for row in found] == [True, False]
+    plan(*words, "--batch-size", str(largest + 1), code=4)
+    text = plan(*words, "--batch-size", f"{largest},{largest + 1}")
+    assert text.count("does not") == 1
+
+
+def test_what_no_engine_runs_is_not_listed_or_said_to_be_so() -> None:
+    words = ("-m", "opt-30b", "--machine", "h100-80gb")
+    found = rows(*words, "--engine", "stream,accelerate", "--offload", "cpu,nvme")
+    assert [(row["case"]["engine"], row["case"]["offload"]) for row in found] == [
+        ("stream", "cpu"), ("accelerate", "cpu"), ("accelerate", "nvme"),
+    ]  # fmt: skip
+    refused = CliRunner().invoke(cli, ["plan", *words, "--offload", "nvme"])
+    assert refused.exit_code == 2
+    assert mentions(refused.stderr, "stream", "nvme", "accelerate")
+    told = CliRunner().invoke(cli, ["plan", *words, "--weight-bits", "4", "--offload", "cpu"])
+    assert mentions(told.stderr, "weight_bits=4", "what-if")
+
+
+def test_unknown_memory_is_an_assumption_that_is_told() -> None:
+    words = ["plan", "-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu"]
+    told = CliRunner().invoke(cli, words)
+    assert mentions(told.stderr, "host memory is not known", "--set host_bytes=")
+    (size,) = re.findall(r"--set host_bytes=(\d+GiB)", told.stderr)
+    enough = CliRunner().invoke(cli, [*words, "--set", f"host_bytes={size}"])
+    assert enough.exit_code == 0
+    assert enough.stderr == ""
+    little = CliRunner().invoke(cli, [*words, "--set", f"host_bytes={int(size[:-3]) - 2}GiB"])
+    assert little.exit_code == 4
+    assert json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)[0]["assumes"]
+
+
+def test_a_level_chooses_the_batch_and_a_price_gives_the_cost() -> None:
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu")
+    (free,) = rows(*words)
+    (kept,) = rows(*words, "--sla", "ttft:mean:<=:2s")
+    assert kept["prefill_s"] <= 2 < free["prefill_s"]
+    (next_one,) = rows(*words, "--batch-size", str(kept["case"]["workload"]["batch_size"] + 1))
+    assert next_one["prefill_s"] > 2, "the largest batch that keeps the level has the best throughput"
+    text = plan(*words, "--sla", "ttft:mean:<=:2s", "--gpu-hour-usd", "2.5", "--demand", "2Mtok/day")
+    for words_ in ("ttft mean <= 2 s: predicted", "USD a million output tokens", "2,000,000 tokens"):
+        assert words_ in text
+    text = plan(*words, "--sla", "ttft:mean:<=:1ms", code=4)
+    assert "No plan keeps every level" in text
+    assert "missed by" in text
+    assert CliRunner().invoke(cli, ["plan", *words, "--power-usd-kwh", "1"]).exit_code == 2
+
+
+def test_lengths_beyond_the_positions_are_left_out() -> None:
+    words = ["plan", "-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu"]
+    told = CliRunner().invoke(cli, [*words, "--input-len", "512,1024,4096"])
+    assert told.exit_code == 0
+    assert mentions(told.stdout, "2,048 positions", "512 in")
+    assert mentions(told.stdout, "2,048 positions", "1024 in")
+    assert "4096 in" not in told.stdout
+    assert "4096" in told.stderr
+    alone = CliRunner().invoke(cli, [*words, "--input-len", "4096"])
+    assert alone.exit_code != 0
+    assert "2048 positions" in str(alone.exception)

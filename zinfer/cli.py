@@ -5,34 +5,43 @@ import sys
 import warnings
 from contextlib import suppress
 from importlib import import_module
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import click
 
 from zinfer.commands import limits
-from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError
+from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError, did_you_mean
 from zinfer.spec.printable import guarded, refuse_surrogates
 
-# verb -> its line in the help; its code is zinfer.commands.<verb>:command
-VERBS = {
-    "models": "List the models of the catalogue, or show one.",
-    "probe": "Measure this machine's memory, links and compute.",
-    "codec": "Measure size and speed of losslessly coded weights, and whether coding pays.",
-    "reuse": "Measure TTFT with a conversation's KV cache kept, and computed again.",
-    "accuracy": "Measure the cost of an engine's setting in accuracy.",
-    "plan": "Predict what fits where and how fast it can be, without running.",
-    "build": "Build a TensorRT plan.",
-    "pack": "Store a checkpoint in the lossless wire format.",
-    "run": "Generate text.",
-    "batch": "Answer a file of prompts, in the OpenAI batch format.",
-    "sweep": "Measure batch sizes, offloads and engines; keep every point.",
-    "best": "Name the best configuration and the command that runs it.",
-    "plot": "Draw the figures of a result file.",
-    "report": "Write the results as an HTML page and as Markdown.",
-    "compare": "Compare two result files; fail on a regression.",
-    "export": "Write result files as CSV, Parquet, Markdown or JSON, a row a point.",
-    "doctor": "Check packages, hardware and which engines can run.",
+# groups of verbs in the order of work: verb -> its line in the help; its code is zinfer.commands.<verb>:command
+GROUPS = {
+    "Measure and decide": {
+        "probe": "Measure this machine's memory, links and compute.",
+        "sweep": "Measure batch sizes, offloads and engines; keep every point.",
+        "plot": "Draw the figures of a result file.",
+        "best": "Name the best configuration and the command that runs it.",
+        "report": "Write the results as an HTML page and as Markdown.",
+        "plan": "Predict what fits where and how fast it can be, without running.",
+    },
+    "Run a model": {
+        "run": "Generate text.",
+        "batch": "Answer a file of prompts, in the OpenAI batch format.",
+    },
+    "Look closer": {
+        "demo": "Measure a small model in every way, and explain the answer.",
+        "doctor": "Check packages, hardware and which engines can run.",
+        "models": "List the models of the catalogue, or show one.",
+        "compare": "Compare two result files; fail on a regression.",
+        "export": "Write result files as CSV, Parquet, Markdown or JSON, a row a point.",
+        "codec": "Measure size and speed of losslessly coded weights, and whether coding pays.",
+        "accuracy": "Measure the cost of an engine's setting in accuracy.",
+        "reuse": "Measure TTFT with a conversation's KV cache kept, and computed again.",
+        "pack": "Store a checkpoint in the lossless wire format.",
+        "build": "Build a TensorRT plan.",
+        "completion": "Print the completion script of a shell.",
+    },
 }
+VERBS = {verb: line for group in GROUPS.values() for verb, line in group.items()}
 
 # verbs that make files; at their start goes what a killed one of them left behind
 MAKERS = frozenset(VERBS) - {"models", "doctor", "best", "compare"}
@@ -73,12 +82,25 @@ class _Verbs(click.Group):
         if name not in VERBS:
             return None
         command: click.Command = import_module(f"zinfer.commands.{name}").command
+        from zinfer.commands.completion import add_values
+
         limits.bound(command)
+        add_values(command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in VERBS and not name.startswith("-"):
+            ctx.fail(f"No such command {name!r}{did_you_mean(name, VERBS) or '; `zinfer --help` lists them'}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(VERBS.items()))
+        width = max(map(len, VERBS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{verb:{width}}", line) for verb, line in group.items()])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes"):
@@ -139,7 +161,7 @@ def _main() -> None:
         click.echo("interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
-        error.show(_Short(sys.stderr))
+        error.show(cast(IO[Any], _Short(sys.stderr)))
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of stdout ended, as `| head` does
         _close_stdout()
@@ -155,7 +177,7 @@ def _main() -> None:
         if debug:
             raise
         if isinstance(error, ZinferError):
-            click.echo(f"Error: {error}", file=_Short(sys.stderr))
+            click.echo(f"Error: {error}", file=cast(IO[Any], _Short(sys.stderr)))
             sys.exit(error.exit_code)
         text = " ".join(str(error).split())[:600]
         click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)

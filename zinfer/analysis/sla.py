@@ -71,6 +71,11 @@ class SlaCheck(Frozen):
         amount = _amount(self.sla.metric, abs(self.actual - self.sla.bound))
         return f", missed by {amount} ({figures(self.miss * 100, 2)}%)"
 
+    @property
+    def value(self) -> str:
+        """Text of the actual value, in the metric's unit."""
+        return "unknown" if self.actual is None else _amount(self.sla.metric, self.actual)
+
     def describe(self) -> str:
         """Describe the value measured, and how far it may be trusted."""
         if self.actual is None:

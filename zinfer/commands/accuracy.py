@@ -10,8 +10,7 @@ from zinfer.commands import options
 from zinfer.spec.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from zinfer.commands.out import Table
     from zinfer.plan.plan import Plan
     from zinfer.record.accuracy import AccuracyRecord
 

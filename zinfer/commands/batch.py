@@ -200,10 +200,10 @@ def _tokenize(
 
 
 def _summary(answers: int, errors: int, output: Path, standing: "Standing | None") -> str:
-    from zinfer.spec.units import duration, figures
+    from zinfer.spec.units import counted, duration, figures
 
-    counts = f"{answers:,} answers and {errors:,} errors in {output}"
+    counts = f"{counted(answers, 'answer')} and {counted(errors, 'error')} in {output}"
     if standing is None or standing.rate is None:
         return counts
-    time = f"{standing.tokens:,} tokens in {duration(standing.seconds)}: {figures(standing.rate)} tok/s"
+    time = f"{counted(standing.tokens, 'token')} in {duration(standing.seconds)}: {figures(standing.rate)} tok/s"
     return f"{counts}; {time}, {standing.waste:.2f}x padding"

@@ -9,11 +9,10 @@ from zinfer.commands.prices import price_options
 from zinfer.commands.results import results_options
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from zinfer.analysis.group import Group, Points
     from zinfer.analysis.rates import Edge
     from zinfer.commands.decision import GroupDecision
+    from zinfer.commands.out import Table
     from zinfer.record.measurement import Measurement
     from zinfer.spec.case import Case
 
@@ -135,26 +134,30 @@ def _show(points: "Points", command: bool) -> None:
 
 def _table(tops: "Points", edges: "dict[Case, Edge]") -> "Table":
     """Return the table of the best points of loads, one a row."""
-    from rich.table import Table
-    from rich.text import Text
-
     from zinfer.analysis import rates
-    from zinfer.spec.units import duration, gib
+    from zinfer.commands.out import table
+    from zinfer.spec.units import duration, figures, gib
 
-    table = Table("configuration", "best batch", "tok/s", "TTFT", "TPOT", "link share", "GPU peak", "OOM at")
-    for point in tops:
-        cells = (
+    rows = [
+        (
             point.case.label(),
             str(point.case.workload.batch_size),
             rates.rate_text(point),
             duration(sum(point.ttft_ms) / len(point.ttft_ms) / 1e3),
             duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
+            figures(point.prefill_tok_s) if point.prefill_tok_s else "",
+            figures(point.decode_tok_s) if point.decode_tok_s else "",
             f"{point.link_share:.0%}" if point.link_share else "",
             gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
             str(edges[point.case.load].smallest_oom or ""),
         )
-        table.add_row(*map(Text, cells))
-    return table
+        for point in tops
+    ]
+    columns = (
+        "configuration", "#best batch", "#tok/s", "#TTFT", "#TPOT", "#prefill tok/s", "#decode tok/s", "#link share",
+        "#GPU peak", "#OOM at",
+    )  # fmt: skip
+    return table("", columns, rows, drop=("GPU peak", "link share", "OOM at"))
 
 
 def _summary(group: "Group", points: "Points") -> dict[str, Any]:

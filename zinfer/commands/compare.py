@@ -60,6 +60,7 @@ def command(
     from zinfer.analysis.compare import CompareError, compare
     from zinfer.cli import Failure
     from zinfer.spec.errors import REGRESSION
+    from zinfer.spec.units import counted
 
     ours, theirs, axes = _points(before), _points(after), across or ()
     for path, side in ((before, ours), (after, theirs)):
@@ -78,7 +79,7 @@ def command(
     if worse:
         which = ", ".join(f"{change.label} batch {change.after_case.workload.batch_size}" for change in worse[:3])
         more = f" and {len(worse) - 3} more" if len(worse) > 3 else ""
-        raise Failure(f"{len(worse)} of {len(found.changes)} points regressed: {which}{more}", REGRESSION)
+        raise Failure(f"{len(worse)} of {counted(len(found.changes), 'point')} regressed: {which}{more}", REGRESSION)
 
 
 def _points(path: Path) -> "tuple[Measurement, ...]":
@@ -115,11 +116,8 @@ def _nothing_common(before: Path, after: Path, found: "Comparison") -> str:
 
 
 def _show(before: Path, after: Path, metric: "Metric", found: "Comparison") -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     from zinfer.analysis.compare import HIGHER_IS_BETTER
-    from zinfer.commands.out import console
+    from zinfer.commands.out import console, table
 
     click.echo(f"A: {before}\nB: {after}")
     for name, ours, theirs in found.differences:
@@ -131,11 +129,9 @@ def _show(before: Path, after: Path, metric: "Metric", found: "Comparison") -> N
         sections.setdefault(_title(change), []).append(change)
     for title, changes in sections.items():
         click.echo(f"\n{title}\n{metric}, {sense} is better")
-        table = Table("configuration", "batch", "A", "B", "change", "noise", "")
-        for change in changes:
-            cells = (change.label, str(change.after_case.workload.batch_size), *_cells(change, metric))
-            table.add_row(*map(Text, cells))
-        out.print(table)
+        columns = ("configuration", "#batch", "#A", "#B", "#change", "#noise", "")
+        rows = [(one.label, str(one.after_case.workload.batch_size), *_cells(one, metric)) for one in changes]
+        out.print(table("", columns, rows))
     verdicts = {change.verdict for change in found.changes}
     if "unknown" in verdicts:
         click.echo("? one side has a single repeat, so its noise is unknown: measure with --repeats 3 or more")

@@ -11,7 +11,7 @@ from zinfer.analysis.economics import EconomicsError, Fleet, Prices, fleet, pars
 from zinfer.analysis.group import Points
 from zinfer.analysis.sla import Sla, parse
 from zinfer.record.measurement import Measurement
-from zinfer.spec.units import duration, figures
+from zinfer.spec.units import counted, duration, figures
 
 ACCURACY = "`zinfer accuracy` tells how far its text differs"
 
@@ -92,7 +92,8 @@ def show(answer: GroupDecision) -> None:
             for kept in found.kept:
                 click.echo(f"  {kept.describe()}{kept.missed}")
         return
-    click.echo(f"Best by {found.objective}, {found.keeping} of {found.usable} points to choose from: {_named(point)}")
+    choice = f"{found.keeping} of {counted(found.usable, 'point')} to choose from"
+    click.echo(f"Best by {found.objective}, {choice}: {_named(point)}")
     if found.unknown:
         click.echo(f"  {found.unknown} of them are left out: their {found.objective} is not known")
     for kept in found.kept:
@@ -130,13 +131,13 @@ def _costs(answer: GroupDecision) -> list[str]:
         lines.append(f"one batch takes {duration(answer.too_slow)}, longer than --deadline: no number of GPUs keeps it")
     elif machines is not None:
         lines.append(
-            f"{figures(machines.tokens)} tokens in {duration(machines.seconds)}: {machines.working} GPUs at "
+            f"{figures(machines.tokens)} tokens in {duration(machines.seconds)}: {counted(machines.working, 'GPU')} at "
             f"{machines.load:.0%} of {figures(machines.gpu_tok_s)} tok/s, {machines.spare} spare, "
-            f"{machines.servers} servers of {answer.prices.gpus_per_server}"
+            f"{counted(machines.servers, 'server')} of {answer.prices.gpus_per_server}"
         )
     layers = answer.decision.point.case.layers if answer.decision.point else None
     if lines and layers is not None:
-        lines.append(f"all figures are for {layers} layers, not for the model")
+        lines.append(f"all figures are for {counted(layers, 'layer')}, not for the model")
     return lines
 
 

@@ -40,9 +40,7 @@ def command(as_json: bool) -> None:
     """Check packages, hardware and which engines can run here. The exit code is 5 if no engine can."""
     import json
 
-    from rich.table import Table
-
-    from zinfer.commands.out import console
+    from zinfer.commands.out import console, table
     from zinfer.spec.errors import ENVIRONMENT
 
     engines = engine_rows()
@@ -50,11 +48,9 @@ def command(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([row._asdict() for row in rows], indent=1))
     else:
-        table = Table("", "found", "what to do")
-        for index, row in enumerate(rows):
-            last = index + 1 == len(rows) or rows[index + 1].group != row.group
-            table.add_row(row.name, row.found, row.advice, end_section=last)
-        console().print(table)
+        ends = [nth for nth, row in enumerate(rows[:-1]) if rows[nth + 1].group != row.group]
+        cells = [(row.name, row.found, row.advice) for row in rows]
+        console().print(table("", ("", "found", "what to do"), cells, ends=ends))
     if all(row.advice for row in engines):
         raise SystemExit(ENVIRONMENT)
 
@@ -102,6 +98,7 @@ def machine_rows() -> list[Finding]:
         Finding("machine", "memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + LOCKS),
         Finding("machine", "free disk", gib(shutil.disk_usage(".").free)),
         _compiler_row(),
+        _async_io_row(),
     ]
 
 
@@ -113,6 +110,27 @@ def _compiler_row() -> Finding:
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     advice = "" if found else "install gcc: without it `stream` cannot unpack weights and --kv-offload is slow"
     return Finding("machine", "C compiler", found or "none", advice)
+
+
+def _async_io_row() -> Finding:
+    """Return the row on what DeepSpeed's file I/O is compiled with at the first load with offload `nvme`: libaio, its
+    header, and a C++ compiler."""
+    import os
+    import shutil
+    from ctypes.util import find_library
+    from pathlib import Path
+
+    folders = [*os.environ.get("CPATH", "").split(":"), "/usr/include", "/usr/local/include"]
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    parts = {
+        "libaio": find_library("aio"),
+        "libaio.h": next((str(file) for one in folders if one and (file := Path(one, "libaio.h")).is_file()), None),
+        "C++ compiler": compiler,
+    }
+    lacking = [name for name, found in parts.items() if found is None]
+    found = ", ".join(f"no {name}" for name in lacking) or ", ".join(str(found) for found in parts.values())
+    advice = "apt install libaio-dev g++: needed for --engine deepspeed --offload nvme alone" if lacking else ""
+    return Finding("machine", "libaio", found, advice)
 
 
 def engine_rows() -> list[Finding]:

@@ -48,6 +48,9 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
         if output and any(output.resolve() == Path(file).resolve() for file, _ in own):
             raise Failure(f"{output} is one of the result files: name another file with -o")
         points += [(file, point) for file, records in own for point in records.points]
+    if form is None and ending and ending not in (*FORMATS, "txt"):
+        known = ", ".join(f".{name}" for name in FORMATS)
+        raise Failure(f"{output}: zinfer writes no .{ending}; end it in {known}, or choose with --format")
     try:
         content = WRITERS[chosen](FlatTable.of(points))
     except ModuleNotFoundError as error:

@@ -10,9 +10,7 @@ def command(name: str | None, as_json: bool) -> None:
     """List the catalogue's models with their sizes; with NAME (a catalogue name, a folder or a hub id), show one."""
     import json
 
-    from rich.table import Column, Table
-
-    from zinfer.commands.out import console
+    from zinfer.commands.out import console, table
     from zinfer.spec import resolve
     from zinfer.spec.units import gb
 
@@ -22,10 +20,12 @@ def command(name: str | None, as_json: bool) -> None:
         rows = [spec.model_dump(exclude={"layers"}) | {key: getattr(spec, key) for key in keys} for spec in specs]
         click.echo(json.dumps(rows, indent=1))
         return
-    name_column = Column("model", no_wrap=True)
-    table = Table(name_column, "parameters", "weights", "layers", "per layer", "other", "KV per token", "architecture")
-    for spec in specs:
-        table.add_row(
+    columns = (
+        "model", "#parameters", "#weights", "#layers", "#per layer", "#other", "#KV per token", "#positions",
+        "architecture",
+    )  # fmt: skip
+    cells = [
+        (
             spec.name,
             f"{spec.parameters / 1e9:.2f} B" if spec.parameters > 1e8 else f"{spec.parameters / 1e6:.2f} M",
             gb(spec.weight_bytes),
@@ -33,6 +33,9 @@ def command(name: str | None, as_json: bool) -> None:
             gb(spec.layer_bytes, 2),
             gb(spec.other_bytes, 2),
             f"{spec.kv_bytes_per_token / 1e3:.1f} kB",
+            f"{spec.max_position:,}" if spec.max_position else "",
             spec.architecture,
         )
-    console().print(table)
+        for spec in specs
+    ]
+    console().print(table("", columns, cells, drop=("other", "per layer", "architecture", "KV per token")))

@@ -156,6 +156,8 @@ def _shorthands(function: Command) -> Command:
 
     @functools.wraps(function)
     def merged(*args: Any, settings: dict[str, tuple[Any, ...]], **given: Any) -> Any:
+        if (revision := given.pop("revision")) is not None:
+            given["model"] = at_revision(given.get("model"), revision)
         short = {key: values for key in SHORTHANDS if (values := given.pop(key)) is not None}
         for key in sorted(short.keys() & settings.keys()):
             raise click.UsageError(f"--{key.replace('_', '-')} and -O {key} say the same: leave out one")
@@ -185,9 +187,23 @@ def load_options(function: Command) -> Command:
             help="Real weights (safetensors), random ones (dummy), or real ones if there are any (auto).",
         ),
         click.option("--dtype", type=Dtype(), default=None, help="Weight type.  [default: the model's own]"),
+        click.option("--revision", help="Branch, tag or commit of a hub model; as --model owner/name@REVISION."),
     ):  # fmt: skip
         function = option(function)
     return function
+
+
+def at_revision(model: Any, revision: str) -> Any:
+    """Return a hub id, or several, with the revision to take: ``owner/name@revision``. Raises UsageError for a model
+    that is not of the hub."""
+    import re
+
+    from zinfer.spec import hub
+
+    for name in (model,) if isinstance(model, str) else model or ("",):
+        if not re.fullmatch(hub.REFERENCE, f"{name}@{revision}") or "@" in name or name.startswith("."):
+            raise click.UsageError(f"--revision is for a hub model, as --model owner/name: {name or 'none was given'}")
+    return f"{model}@{revision}" if isinstance(model, str) else tuple(f"{name}@{revision}" for name in model)
 
 
 class LoadCommand(click.Command):

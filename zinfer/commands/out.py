@@ -1,13 +1,16 @@
 """Output that commands share: tables on stdout, and runs of studies in the files of their kind."""
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
 from zinfer.spec.printable import printable, unguarded
@@ -15,7 +18,9 @@ from zinfer.spec.printable import printable, unguarded
 if TYPE_CHECKING:
     from zinfer.record.study import Study
 
-WIDTH = 160  # columns of a table in a file or a pipe
+UNLIMITED = 10_000  # columns of a table in a file or a pipe
+LEAST_WORDS = 12  # columns that a cell of words keeps when it is wrapped
+INDENT = 2  # columns before the values of a row that is shown as a block
 
 
 class PlainConsole(Console):
@@ -36,19 +41,106 @@ class PlainConsole(Console):
 
 
 def console() -> Console:
-    """Return stdout for tables; cells are cut to fit a terminal, but never a file or a pipe."""
+    """Return stdout for tables: as wide as the terminal, or as COLUMNS says; in a file or a pipe as wide as needed."""
     found = PlainConsole()
-    return found if found.is_terminal else PlainConsole(width=WIDTH)
+    return found if found.is_terminal or "COLUMNS" in os.environ else PlainConsole(width=UNLIMITED)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None) -> Table:
-    """Return a table of text; columns whose title begins with ``#`` hold numbers and stand flush right."""
-    found = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for name in columns:
-        found.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
-    for row in rows:
-        found.add_row(*row)
-    return found
+class Table:
+    """Table of plain text that no width cuts: too wide a table loses its frame, then wraps its words, then leaves out
+    the columns in `drop` and says so, and at last shows each row as a block of lines.
+
+    Columns whose title begins with ``#`` hold numbers: they stand flush right and are never wrapped. Columns without
+    any content are left out.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        caption: str | None = None,
+        drop: Sequence[str] = (),
+        ends: Sequence[int] = (),
+    ) -> None:
+        """Take `rows` of a cell for each of `columns`; `drop` names columns, the least important one first, and `ends`
+        are the numbers of rows that a line follows."""
+        every = [tuple(row) for row in rows]
+        used = [nth for nth in range(len(columns)) if not every or any(row[nth] for row in every)]
+        self.title, self.caption, self.ends = title, caption, set(ends)
+        self.columns = [columns[nth].lstrip("#") for nth in used]
+        self.numbers = [columns[nth].startswith("#") for nth in used]
+        self.rows = [[row[nth] for nth in used] for row in every]
+        self.drop = [name for name in drop if name in self.columns]
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        if self.title:
+            yield Text(self.title, style="italic")
+        shown = list(range(len(self.columns)))
+        gone: list[str] = []
+        while self._least(shown) > width and len(gone) < len(self.drop):
+            gone.append(self.drop[len(gone)])
+            shown = [nth for nth in shown if self.columns[nth] not in gone]
+        if self._least(shown) <= width:
+            yield self._grid(shown, width)
+        else:
+            gone = []
+            yield from self._blocks(width)
+        if self.caption:
+            yield Text(self.caption, style="italic")
+        if gone:
+            yield Text(f"left out for want of room: {', '.join(gone)} (a wider terminal, a pipe or --json shows them)")
+
+    def _widths(self, nth: int) -> tuple[int, int]:
+        """Return the least and the natural width of a column: that of its longest word, or number, and of its longest
+        line."""
+        title, cells = self.columns[nth], [row[nth] for row in self.rows]
+        lines = max((cell_len(line) for cell in cells for line in cell.splitlines()), default=0)
+        words = max((cell_len(word) for text in [title, *cells] for word in text.split()), default=0)
+        natural = max(lines, cell_len(title))
+        if self.numbers[nth]:  # its title may be wrapped, its numbers may not
+            return max(lines, *map(cell_len, title.split() or [""])), natural
+        return min(natural, max(words, LEAST_WORDS)), natural
+
+    def _least(self, shown: Sequence[int]) -> int:
+        """Return the least width of a table of these columns, without a frame: two spaces are between columns."""
+        return sum(self._widths(nth)[0] for nth in shown) + 2 * (len(shown) - 1)
+
+    def _grid(self, shown: Sequence[int], width: int) -> Grid:
+        natural = sum(self._widths(nth)[1] for nth in shown)
+        framed = natural + 3 * len(shown) + 1 <= width
+        grid = Grid(box=box.HEAVY_HEAD if framed else box.SIMPLE_HEAD, pad_edge=framed, show_edge=framed)
+        if not framed:
+            grid.padding, grid.collapse_padding = (0, 1, 0, 0), True
+        spare = width - self._least(shown)
+        for nth in shown:
+            least, wanted = self._widths(nth)
+            given = min(wanted - least, max(0, spare))
+            spare -= given
+            grid.add_column(
+                Text(self.columns[nth]), justify="right" if self.numbers[nth] else "left", min_width=least + given,
+                max_width=least + given, overflow="fold",
+            )  # fmt: skip
+        for index, row in enumerate(self.rows):
+            grid.add_row(*(Text(row[nth]) for nth in shown), end_section=index in self.ends)
+        return grid
+
+    def _blocks(self, width: int) -> Iterable[Text]:
+        """Yield each row as its first cell and a line for each other cell that is not empty."""
+        named = max((cell_len(name) for name in self.columns[1:]), default=0)
+        for row in self.rows:
+            yield Text(row[0], overflow="fold")
+            for name, cell in zip(self.columns[1:], row[1:], strict=True):
+                if cell:
+                    room = max(8, width - INDENT - named - 2)
+                    lines = Text(cell).wrap(Console(width=room), room, overflow="fold")
+                    for number, line in enumerate(lines):
+                        head = name if number == 0 else ""
+                        yield Text(f"{'':{INDENT}}{head}{'':{named - cell_len(head)}}  {line.plain.rstrip()}")
+
+
+table = Table
 
 
 def study_file(kind: "type[Study]", machine: str, output: Path | None) -> Path:

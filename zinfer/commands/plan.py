@@ -1,7 +1,7 @@
 """`zinfer plan`: bytes on each tier, speed, and whether to stream at all; nothing runs."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import product
 from pathlib import Path
@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zinfer.commands import options
-from zinfer.spec.engine import PlanOptions, values
+from zinfer.commands.prices import price_options
+from zinfer.spec.engine import ENGINES, PlanOptions, values
 
 if TYPE_CHECKING:
+    from zinfer.analysis.best import Objective
+    from zinfer.commands.decision import DecisionCriteria
     from zinfer.job.recipe import Sweep, SweepLoad
     from zinfer.plan.cost import Efficiency
     from zinfer.plan.plan import Plan
+    from zinfer.record.measurement import Measurement
     from zinfer.spec.engine import Options
     from zinfer.spec.machine import Machine
+    from zinfer.spec.model import ModelSpec
 
+HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become axes of `Case.options`, with the value that changes nothing
 SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "kv_cache_dtype": "auto", "gpus": 1}
@@ -38,7 +44,7 @@ SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "k
     help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
 )  # fmt: skip
 @click.option("--batch-size", type=options.Batches(), help="auto: the batch with the best throughput.  [default: auto]")
-@click.option("--input-len", type=options.Numbers(), help="Prompt tokens.  [default: 512]")
+@click.option("--input-len", type=options.Numbers(), help="Prompt tokens; 512,2048 plans both.  [default: 512]")
 @click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
 @click.option("--dtype", type=options.Dtype(), help="Weight type.  [default: the model's own]")
 @click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
@@ -59,6 +65,15 @@ SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "k
     help="Predict the speed that engines reach, from these records, instead of the physical limit.",
 )  # fmt: skip
 @click.option(
+    "--sla", "levels", multiple=True, metavar="METRIC:STATISTIC:<=:VALUE",
+    help="A service level to keep, such as ttft:mean:<=:2s or output_tok_s:mean:>=:30. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--objective", type=click.Choice(["throughput", "cost", "latency"]), default="throughput", show_default=True,
+    help="Quantity to choose the best configuration by.",
+)  # fmt: skip
+@price_options
+@click.option(
     "--figure", type=click.Path(dir_okay=False, path_type=Path), help="Draw throughput over batch (png, svg)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -68,49 +83,162 @@ def command(
     calibrate: Path | None,
     figure: Path | None,
     as_json: bool,
+    levels: tuple[str, ...],
+    objective: "Objective",
+    demand: str | None,
+    deadline: str | None,
+    utilisation: float,
+    spare: int,
+    gpu_hour_usd: float | None,
+    host_hour_usd: float | None,
+    power_usd_kwh: float | None,
+    gpus_per_server: int,
     **given: Any,
 ) -> None:
     """Predict bytes on each tier, the largest batch, times and throughput of model x machine x engine x offload, and
     whether to stream.
 
-    Without --calibrate the times are the physical limits, which an engine approaches from above; with it they are
-    predictions with an error band. RECIPE is a file, or a name in sweeps/ or among those that come with
-    zinfer. Comma lists are axes.
+    Without --calibrate the times are physical limits (the link, GPU memory and matrix products at their peaks), which
+    no engine passes; with it they are predictions with an error band. RECIPE is a file, or a name in sweeps/ or among
+    those that come with zinfer. Comma lists are axes. With --sla, --objective or prices the batch is the best that
+    keeps the levels. A prediction is one value, which every statistic of a level is compared with.
+
+    The exit code is 4 if nothing fits, or nothing keeps the levels.
 
     \b
     zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu --calibrate sweeps/results
     zinfer plan --model bloom-176b --machine h200 --weight-bits 16,4
+    zinfer plan --model opt-30b --machine h100-80gb --sla 'ttft:mean:<=:2s' --gpu-hour-usd 2.50
     zinfer plan bloom-176b-machines --calibrate sweeps/results
     """
+    from zinfer.commands import decision
     from zinfer.plan.published import beside
     from zinfer.plan.search import advice
     from zinfer.spec import local, machine
+    from zinfer.spec.errors import NOTHING
 
+    if power_usd_kwh is not None:
+        raise click.UsageError("--power-usd-kwh needs a reading of the energy: no plan has one, `zinfer best` may")
+    prices = {"gpu_hour_usd": gpu_hour_usd, "host_hour_usd": host_hour_usd, "gpus_per_server": gpus_per_server}
+    criteria = decision.question(
+        levels,
+        objective,
+        False,
+        demand,
+        deadline,
+        utilisation,
+        spare,
+        **prices,
+    )
     wanted = _sweep(recipe, given)
     named = [machine.load(name) for name in wanted.machine] if wanted.machine else [local.this_machine()]
     places = [reduce(machine.override, settings, place) for place in named]
     factors = _factors(calibrate)
-    groups = list(_plans(wanted, places, factors))
+    groups = list(_plans(wanted, places, factors, criteria))
     plans = [plan for _, own in groups for plan in own]
     if figure is not None:
         _draw(figure, wanted, places, factors)
+    answers = [criteria.answer(_as_points(own)) for _, own in groups] if criteria is not None else []
     if as_json:
         click.echo(json.dumps([_row(plan) for plan in plans], indent=1))
-        return
-    for title, own in groups:
-        _print(title, own, bool(factors))
-        click.echo(advice(own))
-    click.echo()
-    for place in places:
-        shown = dict.fromkeys(("h2d_bandwidth", *place.overridden))
-        click.echo(f"{place.name}: " + "; ".join(f"{field} {place.describe(field)}" for field in shown))
-    for engine, told in factors.items():
-        if any(plan.case.engine == engine for plan in plans):
-            click.echo(f"{engine}: {told.describe()}")
-    for claim in beside(wanted.published, plans, factors):
-        click.echo(claim.describe())
-    for reason in dict.fromkeys(plan.why_not for plan in plans if plan.why_not):
+    else:
+        for nth, (title, own) in enumerate(groups):
+            _print(title, own, bool(factors), criteria)
+            click.echo(advice(own))
+            if criteria is not None:
+                click.echo(_decided(answers[nth], own))
+        click.echo()
+        for place in places:
+            _print_machine(place, bool(factors))
+        for engine, told in factors.items():
+            if any(plan.case.engine == engine for plan in plans):
+                click.echo(f"{engine}: {told.describe()}")
+        for claim in beside(wanted.published, plans, factors):
+            click.echo(claim.describe())
+    for reason in dict.fromkeys(_remarks(plans)):
         click.echo(reason, err=True)
+    none_kept = answers and all(answer.decision.point is None for answer in answers)
+    if none_kept or not any(plan.holds for plan in plans):
+        raise SystemExit(NOTHING)
+
+
+def _as_points(plans: "Sequence[Plan]") -> "tuple[Measurement, ...]":
+    """Return predictions in the form of points, so that levels and prices are applied as to measured ones. They are
+    never written, nor shown as measured."""
+    from zinfer.record.measurement import Measurement
+
+    return tuple(
+        Measurement(
+            case=plan.case, status="ok", machine=plan.machine.name, ttft_ms=(plan.prefill_s * 1e3,),
+            step_ms=((plan.step_s * 1e3,) * (plan.case.workload.output_len - 1),),
+        )
+        for plan in plans
+        if plan.holds and plan.prefill_s is not None and plan.step_s is not None
+    )  # fmt: skip
+
+
+def _decided(answer: Any, plans: "Sequence[Plan]") -> str:
+    """Return the sentences on levels and prices for one table."""
+    from zinfer.commands import decision
+
+    found = answer.decision
+    point = found.point or found.nearest
+    if point is None:
+        return "No plan that fits has known times."
+    levels = [f"  {kept.sla.describe()}: predicted {kept.value}{kept.missed}" for kept in found.kept]
+    where = f"{point.case.label()}, batch {point.case.workload.batch_size}"
+    if found.point is None:
+        return "\n".join([f"No plan keeps every level. The nearest is {where}:", *levels])
+    lines = [f"Best by {found.objective}, {found.keeping} of {len(plans)} plans to choose from: {where}", *levels]
+    return "\n".join([*lines, *(f"  {line}" for line in decision._costs(answer))])
+
+
+def _print_machine(place: "Machine", calibrated: bool) -> None:
+    """Print the link's rate, the figures that were replaced, and the peaks that limits are made of."""
+    shown = dict.fromkeys(("h2d_bandwidth", *place.overridden))
+    click.echo(f"{place.name}: " + "; ".join(f"{field} {place.describe(field)}" for field in shown))
+    peak = place.at_peak().model_copy(update={"sources": {}})
+    raised = [field for field in ("h2d_bandwidth", "hbm_bandwidth", "matmul_flops") if getattr(peak, field)]
+    if not calibrated and raised:
+        told = ", ".join(f"{field} {peak.describe(field).partition(' (')[0]}" for field in raised)
+        click.echo(f"{place.name}: limits are made of {told}")
+
+
+def _remarks(plans: "Sequence[Plan]") -> "Iterator[str]":
+    """Yield what a reader has to know of plans: why one does not fit, what it assumes, and that no engine runs it."""
+    for plan in plans:
+        if plan.why_not:
+            yield plan.why_not
+        elif not plan.holds and not plan.max_batch_size:
+            what = f"{plan.case.model} with {plan.case.label()}"
+            yield f"{what} needs nearly all memory of {plan.machine.name}: no room is left for a sequence"
+    for plan in plans:
+        yield from _assumptions(plan)
+    for option in sorted({key for plan in plans for key in _hypothetical(plan)}):
+        yield f"{option} is a what-if: no engine of zinfer runs it so"
+
+
+def _assumptions(plan: "Plan") -> "Iterator[str]":
+    """Yield the memory that a plan needs of a tier whose size is not known."""
+    from math import ceil
+
+    from zinfer.plan.plan import HOST_SHARE
+
+    place = plan.machine
+    if not plan.holds:
+        return
+    for tier, known in (("host", place.host_bytes), ("nvme", place.nvme_bytes)):
+        need = getattr(plan, tier).total
+        if known is None and need > (0 if tier == "nvme" else HOST_NEGLIGIBLE):
+            size = f"{ceil(need / HOST_SHARE / (1 << 30))}GiB"
+            what = f"{place.name}: its {tier} memory is not known; {plan.case.label()} fits only with {size}"
+            yield f"{what} (--set {tier}_bytes={size} says that it is there)"
+
+
+def _hypothetical(plan: "Plan") -> list[str]:
+    """Return the options of a plan that its engine does not have."""
+    known = ENGINES[plan.case.engine].options.model_fields if plan.case.engine in ENGINES else {}
+    return [f"{key}={value} with {plan.case.engine}" for key, value in plan.case.options if key not in known]
 
 
 def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
@@ -145,38 +273,84 @@ def _factors(results: Path | None) -> "Mapping[str, Efficiency]":
 
 
 def _plans(
-    wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Efficiency]"
+    wanted: "Sweep",
+    places: "list[Machine]",
+    factors: "Mapping[str, Efficiency]",
+    criteria: "DecisionCriteria | None" = None,
 ) -> "Iterator[tuple[str, list[Plan]]]":
-    """Yield the plans of each model, machine and pair of lengths, with a title."""
+    """Yield the plans of each model, machine and pair of lengths, with a title. Loads that no engine can run are left
+    out.
+
+    Raises ModelError if all lengths exceed the models' positions, UsageError if no engine has the offload.
+    """
     from zinfer.plan.cost import Efficiency
-    from zinfer.plan.plan import make_plan
-    from zinfer.plan.search import best_batch
-    from zinfer.spec.model import check_positions
+    from zinfer.spec.model import ModelError, check_positions
     from zinfer.spec.resolve import resolve
 
+    runnable = [load for load in wanted.loads(planning=True) if load.offload in ENGINES[load.engine].offloads]
+    if not runnable:
+        able = [name for name, kind in ENGINES.items() if kind.offloads & set(wanted.offload)]
+        lacking = f"engine {', '.join(wanted.engine)} has no offload {', '.join(wanted.offload)}"
+        raise click.UsageError(f"{lacking}; choose from --engine {', '.join(able)}")
     loads: dict[tuple[str, int | None], list[SweepLoad]] = {}
-    for load in wanted.loads(planning=True):
+    for load in runnable:
         loads.setdefault((load.model, load.layers), []).append(load)
+    refused: ModelError | None = None
+    yielded = False
     for place, (input_len, output_len), name, layers in product(places, wanted.lengths(), wanted.model, wanted.layers):
         own, cases = [], set()
         spec = resolve(name, wanted.dtype, layers)
-        for load in loads[name, layers]:
+        try:
             check_positions(spec, input_len, output_len)
+        except ModelError as error:
+            refused = error
+            click.echo(f"left out: {error}", err=True)
+            continue
+        for load in loads[name, layers]:
             case = load.case("dummy", spec.dtype, input_len, output_len)
             case = case.model_copy(update={"options": _telling(load)})
             if case in cases:
                 continue
             cases.add(case)
             told = factors.get(load.engine, Efficiency()) if factors else None
-            if isinstance(wanted.batch_size, str):
-                own.append(best_batch(case, spec, place, told))
-            else:
-                sizes = [case.with_batch(size) for size in wanted.batch_size]
-                first = make_plan(sizes[0], spec, place, factors=told)
-                edge = first.max_batch_size  # the same for all of them, and it takes the most time
-                own += [first, *(make_plan(one, spec, place, None, told, edge) for one in sizes[1:])]
+            own += _batches(wanted, case, spec, place, told, criteria)
         part = "" if layers is None else f", {layers} layers"
-        yield f"{name}{part} on {place.name}{'*' * bool(place.overridden)}, {input_len} in / {output_len} out", own
+        positions = f" ({spec.max_position:,} positions)" if spec.max_position else ""
+        machine = f"{place.name}{'*' * bool(place.overridden)}"
+        yielded = True
+        yield f"{name}{part}{positions} on {machine}, {input_len} in / {output_len} out", own
+    if refused is not None and not yielded:
+        raise refused
+
+
+def _batches(
+    wanted: "Sweep",
+    case: Any,
+    spec: "ModelSpec",
+    place: "Machine",
+    told: "Efficiency | None",
+    criteria: "DecisionCriteria | None",
+) -> "list[Plan]":
+    """Plan a case at the batches that were asked for; with ``auto`` at the best one, which keeps the levels if any
+    does."""
+    from zinfer.plan.plan import make_plan
+    from zinfer.plan.search import batches_within, best_batch
+
+    if not isinstance(wanted.batch_size, str):
+        sizes = [case.with_batch(size) for size in wanted.batch_size]
+        first = make_plan(sizes[0], spec, place, factors=told)
+        edge = first.max_batch_size  # the same for all of them, and it takes the most time
+        return [first, *(make_plan(one, spec, place, None, told, edge) for one in sizes[1:])]
+    if criteria is None:
+        return [best_batch(case, spec, place, told)]
+
+    def kept(plan: "Plan") -> bool:
+        return criteria.answer(_as_points([plan])).decision.point is not None
+
+    plans = batches_within(case, spec, place, told, kept)
+    chosen = criteria.answer(_as_points(plans)).decision
+    point = chosen.point or chosen.nearest
+    return [plan for plan in plans if point is None or plan.case == point.case][:1]
 
 
 def _telling(load: "SweepLoad") -> "Options":
@@ -186,42 +360,51 @@ def _telling(load: "SweepLoad") -> "Options":
 
 
 def _row(plan: "Plan") -> dict[str, Any]:
-    derived = {"output_tok_s": plan.output_tok_s, "e2e_s": plan.e2e_s, "fits": plan.fits, "bounds": plan.bounds}
+    names = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "e2e_s", "bounds")
+    derived = {name: getattr(plan, name) for name in names}
+    derived |= {"fits": plan.holds, "assumes": list(_assumptions(plan)), "what_if": _hypothetical(plan)}
     return plan.model_dump(mode="json", exclude={"model": {"layers", "config"}}) | derived
 
 
-def _print(title: str, plans: "list[Plan]", calibrated: bool) -> None:
-    from rich.table import Table
-
-    from zinfer.commands.out import console
+def _print(title: str, plans: "list[Plan]", calibrated: bool, criteria: "DecisionCriteria | None") -> None:
+    from zinfer.commands.out import console, table
     from zinfer.spec.units import duration, figures, gb
 
-    what = "predicted" if calibrated else "physical limits"
-    table = Table(
-        "configuration", "batch", "of", "GPU", "host", "NVMe", "over the link", "TTFT", "TPOT", "bound by", "tok/s", "",
-        title=f"{title}: {what}, nothing was run",
-    )  # fmt: skip
+    def told(plan: "Plan", value: float | None, form: "Callable[[float], str]") -> str:
+        return form(value) if plan.holds and value else "-"
+
+    cells = []
     for plan in plans:
-        size = plan.case.workload.batch_size
-        fits = plan.fits and size <= plan.max_batch_size
-        band = (
-            "limit" if plan.error is None and not calibrated else f"± {plan.error:.0%}" if plan.error else "no record"
+        band = "" if not calibrated else f" ± {plan.error:.0%}" if plan.error else " (no record)"
+        cost = ""
+        if criteria is not None and criteria.prices.known and plan.holds:
+            paid = criteria.answer(_as_points([plan])).decision.cost
+            cost = figures(paid.usd_per_mtok) if paid is not None and paid.usd_per_mtok is not None else ""
+        cells.append(
+            (
+                plan.case.label(),
+                str(plan.case.workload.batch_size),
+                str(plan.max_batch_size) if plan.fits else "-",
+                told(plan, plan.output_tok_s, figures) + (band if plan.holds and plan.output_tok_s else ""),
+                told(plan, plan.prefill_s, duration),
+                told(plan, plan.step_s, duration),
+                told(plan, plan.prefill_tok_s, figures),
+                told(plan, plan.decode_tok_s, figures),
+                (", ".join(plan.bounds) or "-") if plan.holds else "does not fit",
+                cost,
+                gb(plan.streamed_bytes) if plan.streamed_bytes else "",
+                gb(plan.gpu.total),
+                gb(plan.host.total),
+                gb(plan.nvme.total) if plan.nvme.total else "",
+            )
         )
-        table.add_row(
-            plan.case.label(),
-            str(size),
-            str(plan.max_batch_size) if plan.fits else "-",
-            gb(plan.gpu.total),
-            gb(plan.host.total),
-            gb(plan.nvme.total) if plan.nvme.total else "-",
-            gb(plan.streamed_bytes) if plan.streamed_bytes else "-",
-            duration(plan.prefill_s) if fits and plan.prefill_s else "-",
-            duration(plan.step_s) if fits and plan.step_s else "-",
-            (", ".join(plan.bounds) or "-") if fits else "does not fit",
-            figures(plan.output_tok_s) if fits and plan.output_tok_s else "-",
-            band if fits and plan.output_tok_s else "",
-        )
-    console().print(table)
+    columns = (
+        "configuration", "#batch", "#of", "#tok/s", "#TTFT", "#TPOT", "#prefill tok/s", "#decode tok/s", "bound by",
+        "#USD/Mtok", "#over the link", "#GPU", "#host", "#NVMe",
+    )  # fmt: skip
+    what = "predicted" if calibrated else "physical limits"
+    drop = ("over the link", "NVMe", "GPU", "host")
+    console().print(table(f"{title}: {what}, nothing was run", columns, cells, drop=drop))
 
 
 def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Efficiency]") -> None:

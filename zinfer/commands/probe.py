@@ -8,8 +8,7 @@ import click
 from zinfer.commands.options import Size
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from zinfer.commands.out import Table
     from zinfer.spec.machine import Machine
 
 
@@ -47,8 +46,7 @@ def command(nvme_path: Path | None, output: Path | None, quick: bool, memory: in
 
 def table(machine: "Machine") -> "Table":
     """Return a table of the measured figures, one a line; unknown ones are left out."""
-    from rich.table import Table
-
+    from zinfer.commands import out
     from zinfer.spec.units import gb, gib
 
     link = "host to GPU" if machine.gpu_count else "copy within memory"
@@ -65,14 +63,12 @@ def table(machine: "Machine") -> "Table":
         (f"{link} meanwhile", machine.shared_h2d_bandwidth, "/s"),
         ("disk, direct reads", machine.nvme_bandwidth, "/s"),
     ]
-    found = Table("", machine.name, title_justify="left")
+    cells = []
     if machine.gpu_count:
-        found.add_row("GPU", f"{machine.gpu_count} x {machine.gpu_name}, {gib(machine.gpu_bytes)}")
+        cells.append(("GPU", f"{machine.gpu_count} x {machine.gpu_name}, {gib(machine.gpu_bytes)}"))
     if machine.host_bytes is not None:
-        found.add_row("host memory", gib(machine.host_bytes))
-    for name, value, unit in rows:
-        if value is not None:
-            found.add_row(name, gb(value) + unit)
+        cells.append(("host memory", gib(machine.host_bytes)))
+    cells += [(name, gb(value) + unit) for name, value, unit in rows if value is not None]
     if machine.matmul_flops is not None:
-        found.add_row("matrix product", f"{machine.matmul_flops / 1e12:.3g} TFLOP/s")
-    return found
+        cells.append(("matrix product", f"{machine.matmul_flops / 1e12:.3g} TFLOP/s"))
+    return out.table("", ("figure", machine.name), cells)

@@ -12,8 +12,7 @@ from zinfer.commands import options
 from zinfer.spec.errors import NOTHING
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from zinfer.commands.out import Table
     from zinfer.commands.watch import Watch
     from zinfer.job.sweep import LoadJob
     from zinfer.record.prefix_reuse import Point, Run

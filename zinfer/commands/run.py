@@ -41,7 +41,13 @@ from zinfer.spec.printable import show_generated, shows_unicode, text_lines
     show_default=True,
     help="Sampling temperature; 0 is greedy.",
 )
-@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Sample among the likeliest tokens that have this share of the probability.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
 @click.option("--ignore-eos", is_flag=True, help="Generate --output-len tokens, past the end of a text.")
 @chat_options
@@ -104,7 +110,7 @@ def command(
     from zinfer.spec import local
     from zinfer.spec.model import check_positions
     from zinfer.spec.tokenizer_files import require
-    from zinfer.spec.units import duration
+    from zinfer.spec.units import counted, duration
     from zinfer.worker.process import TaskFailed, Worker, WorkerDied
     from zinfer.worker.tasks import ChatOpen, Generate, Tokenize
 
@@ -165,7 +171,7 @@ def command(
         finally:
             worker.close()
         tokens = sum(len(text.output_ids) for text in answer.texts)
-        watch.say(f"{tokens} tokens in {duration(answer.seconds)}: {tokens / answer.seconds:.2f} tok/s")
+        watch.say(f"{counted(tokens, 'token')} in {duration(answer.seconds)}: {tokens / answer.seconds:.2f} tok/s")
     if as_json:
         click.echo(json.dumps([text.model_dump() for text in answer.texts], indent=1, ensure_ascii=not shows_unicode()))
         return

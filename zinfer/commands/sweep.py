@@ -172,7 +172,9 @@ def _changes(before: Any, after: Any) -> str:
 
 
 def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
+    from zinfer.job.forecast import Forecast
     from zinfer.plan.plan import describe
+    from zinfer.spec.units import counted, duration
 
     rows = [
         job.plan.at(case.with_batch(batch).workload)
@@ -189,6 +191,10 @@ def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
         head = f"{row.case.model} {row.case.label()} {lengths} batch {workload.batch_size}"
         room = "" if workload.batch_size <= row.max_batch_size else f" · more than the {row.max_batch_size} that fit"
         click.echo(f"{head}: " + (row.why_not or describe(row) + room))
+    outlook = Forecast(plan, [(job.plan, job.cases) for job in jobs]).outlook()
+    about = "" if outlook.exact else "about "
+    time = "a time that is not known" if outlook.seconds_left is None else f"about {duration(outlook.seconds_left)}"
+    click.echo(f"in all: {counted(len(jobs), 'load')}, {about}{counted(outlook.points, 'point')}, {time}")
 
 
 def _row(point: Any) -> dict[str, Any]:

@@ -1,28 +1,52 @@
 """Progress on stderr while a sweep or a load runs: a moving line on a terminal, plain lines elsewhere."""
 
 import sys
+from collections.abc import Callable
+from time import monotonic
 from types import TracebackType
 from typing import Self
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 
 from zinfer.commands.out import PlainConsole
 from zinfer.job.batch.run import Standing
+from zinfer.job.forecast import Outlook
 from zinfer.job.sweep import Events
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement
+from zinfer.spec.case import Case
 from zinfer.spec.progress import NOTE
 from zinfer.spec.units import duration, figures, gb
 
+LINE_S = 60.0  # seconds between lines on a long stage, where there is no terminal
+LEAST_SHARE, LEAST_S = 0.02, 3.0  # share and seconds of a stage from which on the time that it has left is told
+
+
+class _Clock(ProgressColumn):
+    """Time since the watch began, and the time left. (rich's own clock stops at the end of the first stage.)"""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        super().__init__()
+        self._text = text
+
+    def render(self, _task: Task) -> Text:
+        return Text(self._text(), style="progress.elapsed")
+
 
 class Watch:
-    """Progress on stderr. Without a terminal only finished items are printed, a line each."""
+    """Progress on stderr. Without a terminal finished items are printed, a line each, and the stage that lasts longer
+    than a minute."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self.console = PlainConsole(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._clock, self._began = clock, clock()
+        self._stage, self._stage_began, self._share, self._spoke = "", self._began, 0.0, self._began
+        self._outlook: Outlook | None = None
+        self._left_at = self._began
         self._bar: Progress | None = None
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(24), TimeElapsedColumn())
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(16), _Clock(self.times))
             self._bar = Progress(*columns, console=self.console, transient=True)
             self._task = self._bar.add_task("starting", total=1.0)
 
@@ -43,6 +67,7 @@ class Watch:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
+        self._spoke = self._clock()
         self.console.print(text, markup=False)
 
     def progress(self, what: str, share: float) -> None:
@@ -51,13 +76,48 @@ class Watch:
             self.say(what.removeprefix(NOTE))
             return
         if self._bar is not None:
-            self._bar.update(self._task, description=f"{self._prefix}{what}", completed=share)
+            self._bar.update(self._task, description=f"{self._counted()}{self._prefix}{what}", completed=share)
+        now = self._clock()
+        if what != self._stage or share < self._share:
+            self._stage, self._stage_began = what, now
+        self._share = share
+        if self._bar is None and now - max(self._spoke, self._stage_began) >= LINE_S:
+            self.say(f"{self._counted()}{self._prefix}{what} {share:.0%}, {self.times()}")
 
     _prefix = ""
 
+    def times(self) -> str:
+        """Return the time since the start, and the time left where it is known: ``0:02:10, about 3 min 20 s left``."""
+        now = self._clock()
+        seconds = round(now - self._began)
+        told = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+        left: float | None = None
+        if self._outlook is not None:
+            if self._outlook.seconds_left is not None:
+                left = max(0.0, self._outlook.seconds_left - (now - self._left_at))
+        elif self._share >= LEAST_SHARE and now - self._stage_began >= LEAST_S:
+            left = (now - self._stage_began) * (1 - self._share) / self._share
+        return told if left is None else f"{told}, about {duration(max(1, round(left)))} left"
+
+    def _counted(self) -> str:
+        """Return the points done of all, for the head of a line."""
+        if self._outlook is None:
+            return ""
+        done, points = self._outlook.done, self._outlook.points
+        return f"[{min(done + 1, points)}/{'' if self._outlook.exact else '~'}{points}] "
+
+    def outlook(self, outlook: Outlook) -> None:
+        """Take the points done of all, and the time left, of a sweep."""
+        self._outlook, self._left_at = outlook, self._clock()
+
+    def trying(self, case: Case) -> None:
+        """Take the case under way; its label precedes the progress that follows."""
+        self._prefix = f"{case.label()} batch {case.workload.batch_size}: "
+
     def loading(self, plan: Plan) -> None:
         """Announce a load; its label precedes the progress that follows."""
-        self._prefix = f"{plan.case.label()}: "
+        if self._outlook is None:
+            self._prefix = f"{plan.case.label()}: "
         weights = f"{gb(plan.model.weight_bytes)}, {plan.case.load_format}"
         self.say(f"loading {plan.case.model} ({weights}) with {plan.case.label()}")
 
@@ -80,7 +140,7 @@ class Watch:
         else:
             fits = "fits" if point.status == "ok" else point.status
             tail = fits + (f" ({point.error})" if point.error else "")
-        self.say(head + tail + ("  [recorded]" if resumed else ""))
+        self.say(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
 
     def rows(self, standing: Standing) -> None:
         """Show the progress of a batch job."""
@@ -92,4 +152,7 @@ class Watch:
 
     def events(self) -> Events:
         """Return the callbacks for a sweep that print to this watch."""
-        return Events(point=self.point, loading=self.loading, loaded=self.loaded, progress=self.progress)
+        return Events(
+            point=self.point, loading=self.loading, loaded=self.loaded, progress=self.progress, outlook=self.outlook,
+            trying=self.trying,
+        )  # fmt: skip

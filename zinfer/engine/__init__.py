@@ -6,7 +6,7 @@ Their code is imported in the process that runs it, because that costs seconds a
 from importlib import util
 
 from zinfer.spec.engine import ENGINES, EngineKind
-from zinfer.spec.errors import ZinferError
+from zinfer.spec.errors import ZinferError, did_you_mean, not_here
 
 
 class EngineError(ZinferError):
@@ -19,10 +19,10 @@ def kind(name: str) -> EngineKind:
     Raises EngineError when there is no such engine, or when a package is missing.
     """
     if name not in ENGINES:
-        raise EngineError(f"no engine {name!r}; there are {', '.join(ENGINES)}")
+        raise EngineError(f"no engine {name!r}{did_you_mean(name, ENGINES)}; there are {', '.join(ENGINES)}")
     found = ENGINES[name]
     missing = [wanted for wanted in found.requires if not any(map(util.find_spec, wanted.split("|")))]
     if missing:
         packages = ", ".join(" or ".join(wanted.split("|")) for wanted in missing)
-        raise EngineError(f"engine {name} needs {packages}: pip install 'zinfer[{found.extra}]'")
+        raise not_here(EngineError(f"engine {name} needs {packages}: pip install 'zinfer[{found.extra}]'"))
     return found

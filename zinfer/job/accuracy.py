@@ -186,7 +186,7 @@ def text_of(name: str) -> tuple[str, str]:
     try:
         return Path(name).name, documents.decode(documents.read_bytes(Path(name)), name)
     except FileNotFoundError:
-        raise AccuracyError(f"--prompt-file {name} cannot be read: there is no such file") from None
+        raise AccuracyError(f"--prompt-file {name} cannot be read: No such file or directory") from None
     except documents.DocumentError as error:
         raise error.restated(AccuracyError) from None
 

@@ -17,7 +17,7 @@ from zinfer.plan.published import Published
 from zinfer.spec import documents
 from zinfer.spec.case import MOST, Case, LoadFormat, Workload, resident_bytes
 from zinfer.spec.engine import ENGINES, Offload, Option, Options, conflict, settle
-from zinfer.spec.errors import ZinferError
+from zinfer.spec.errors import ZinferError, did_you_mean
 from zinfer.spec.model import Dtype
 from zinfer.spec.printable import printable
 from zinfer.spec.value import Frozen
@@ -324,7 +324,8 @@ def engine_recipe(name: str) -> EngineRecipe:
             raise RecipeError(f"{path}: {_first_problem(error, EngineRecipe)}") from None
     if name in ENGINES:
         return EngineRecipe(engine=name)
-    raise RecipeError(f"no engine {name[:80]!r}; choose from {', '.join([*ENGINES, *sorted(recipes)])}")
+    hint = did_you_mean(name, [*ENGINES, *recipes])
+    raise RecipeError(f"no engine {name[:80]!r}{hint}; choose from {', '.join([*ENGINES, *sorted(recipes)])}")
 
 
 def _first_problem(error: ValidationError, kind: type[Frozen]) -> str:

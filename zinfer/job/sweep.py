@@ -7,8 +7,10 @@ Out of memory is a result, not an accident: it is recorded, and no larger batch 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, takewhile
+from time import monotonic
 from typing import Any
 
+from zinfer.job.forecast import Forecast, Outlook
 from zinfer.job.recipe import Sweep, SweepLoad, automatic
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.plan import LARGEST_BATCH, Plan, make_plan
@@ -56,6 +58,8 @@ class Events:
     loading: Callable[[Plan], None] = lambda _plan: None
     loaded: Callable[[int, float], None] = lambda _size, _seconds: None
     progress: Callable[[str, float], None] = lambda _what, _share: None
+    outlook: Callable[[Outlook], None] = lambda _outlook: None  # at the start and after each point
+    trying: Callable[[Case], None] = lambda _case: None
 
 
 def to_the_edge(limit: int, factor: int = 2, first: Iterable[int] = (), guess: int = 0) -> Batches:
@@ -151,9 +155,18 @@ def run(
     known = {point.case: point for point in done if point.status in FINAL}
     events = events or Events()
     points: list[Measurement] = []
+    jobs = tuple(jobs)
+    forecast = Forecast(sweep, [(job.plan, job.cases) for job in jobs], known)
     with Signals() as signals:
-        for job in jobs:
-            points += _Runner(sweep, job, store, known, events, make_worker, signals).run()
+        for index, job in enumerate(jobs):
+            forecast.start(index)
+            events.outlook(forecast.outlook())
+
+            def finished(case: Case, taken_s: float, resumed: bool, index: int = index) -> None:
+                forecast.finish(index, case, taken_s, resumed)
+                events.outlook(forecast.outlook())
+
+            points += _Runner(sweep, job, store, known, events, make_worker, signals, finished).run()
     return points
 
 
@@ -169,9 +182,10 @@ class _Runner:
         events: Events,
         make_worker: Callable[..., Any],
         signals: Signals,
+        finished: Callable[[Case, float, bool], None],
     ) -> None:
         self._sweep, self._job, self._store, self._known, self._events = sweep, job, store, known, events
-        self._make_worker, self._signals = make_worker, signals
+        self._make_worker, self._signals, self._finished = make_worker, signals, finished
         self._worker: Any = None
         self._crashes = 0
 
@@ -183,10 +197,13 @@ class _Runner:
                 status: Status | None = None
                 while (attempt := _advance(batches, status)) is not None:
                     repeats = self._sweep.repeats if attempt.timed else 0
-                    point, resumed = self._point(case.with_batch(attempt.batch_size), repeats)
+                    tried, began = case.with_batch(attempt.batch_size), monotonic()
+                    self._events.trying(tried)
+                    point, resumed = self._point(tried, repeats)
                     status = point.status
                     points.append(point)
                     self._events.point(point, resumed)
+                    self._finished(tried, monotonic() - began, resumed)
                     if point.stage == "load" or self._crashes > 1:
                         return points  # nothing of this load can be measured
         finally:
@@ -200,8 +217,9 @@ class _Runner:
         point = self._measure(case, repeats)
         predicted = self._job.plan.at(case.workload)
         numbers: dict[str, float] = {"gpu_bytes": predicted.gpu.total, "host_bytes": predicted.host.total}
-        if predicted.step_s is not None and predicted.prefill_s is not None:
-            numbers |= {"step_ms": predicted.step_s * 1e3, "ttft_ms": predicted.prefill_s * 1e3}
+        prefill_s, step_s = predicted.expected()
+        if step_s is not None and prefill_s is not None:
+            numbers |= {"step_ms": step_s * 1e3, "ttft_ms": prefill_s * 1e3}
         point = point.model_copy(update={"predicted": numbers, "model_revision": self._job.revision})
         self._store.append(point)
         self._known[case] = point

@@ -3,6 +3,7 @@
 A decode step reads every weight once: t = max(bytes over the link / link, bytes in GPU memory / HBM, FLOPs / compute,
 bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`.
 `Efficiency` holds how far an engine stays behind the physics; `zinfer.analysis.calibrate` fits it to measurements.
+`LIMITS` is the physics alone, which no engine passes on the machine's peak rates (`Machine.at_peak`).
 
     setup = Placement(tier="host")
     step(setup, spec, machine, batch_size=32, context=528).bound_by        # "link"
@@ -18,6 +19,7 @@ from pydantic import Field
 
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
+from zinfer.spec.units import counted
 from zinfer.spec.value import Frozen
 
 Bound = Literal["link", "hbm", "compute", "host memory", "cpu attention", "nvme", "launch"]
@@ -43,6 +45,9 @@ CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
 LINK_KEEPS = 0.95  # share of the link's rate left while all cores attend: 0.95 seen beside 16 cores, 0.92 beside 64
 UNPACKING = 0.4  # rate at which coded weights are unpacked, as a share of the bandwidth of GPU memory
 PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
+# Least size of losslessly coded bf16 weights: 8 bits of sign and mantissa, and the entropy of the exponents, which is
+# 2.5 bits for weights of a normal distribution (`zinfer codec` prints the bound of a checkpoint).
+CODED_BOUND = 0.65
 
 
 class Bytes(Frozen):
@@ -103,6 +108,7 @@ class Efficiency(Frozen):
     layer_s: float = 0.0  # seconds to launch one decoder layer, the least that a layer takes
     mfu: float = 0.6  # share of the machine's matmul rate, where compute is the bottleneck
     memory: float = 1.0  # GPU bytes taken over bytes counted, besides weights and KV cache
+    perfect: bool = False  # the physics alone: everything overlaps, and nothing passes between matrix products
     error: float | None = None  # error of predicted throughput in 9 of 10 cases, as a share; None: never measured
     points: int = 0  # number of measurements behind the factors
 
@@ -112,8 +118,11 @@ class Efficiency(Frozen):
         band = "" if self.error is None else f"; throughput within {self.error:.0%} in 9 of 10 cases"
         return (
             f"{self.link_share:.1%} of the link{launch}, {self.mfu:.0%} of the matmul rate, working memory "
-            f"x {self.memory:.2f}, from {self.points} points{band}"
+            f"x {self.memory:.2f}, from {counted(self.points, 'point')}{band}"
         )
+
+
+LIMITS = Efficiency(link_share=1.0, mfu=1.0, perfect=True)
 
 
 class Times(Frozen):
@@ -149,13 +158,15 @@ def step(
     batch_size: int,
     context: int,
     factors: Efficiency | None = None,
+    ready: int = 0,
 ) -> Times:
-    """Time one decode step of `batch_size` sequences with `context` tokens in their KV cache, on average."""
+    """Time one decode step of `batch_size` sequences with `context` tokens in their KV cache, on average; `ready` are
+    the bytes that need not cross the link, since the ring holds them when the step begins."""
     factors = factors or Efficiency()
     kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
     active = model.parameters_read(batch_size) * model.dtype_bytes * setup.weight_ratio
     flops = model.decode_flops(batch_size, context)
-    return _pass(setup, model, machine, factors, kv, active, flops)
+    return _pass(setup, model, machine, factors, kv, active, flops, ready=ready)
 
 
 def prefill(
@@ -165,8 +176,10 @@ def prefill(
     batch_size: int,
     input_len: int,
     factors: Efficiency | None = None,
+    ready: int = 0,
 ) -> Times:
-    """Time the whole prefill of `batch_size` prompts of `input_len` tokens, in as many passes as it takes."""
+    """Time the whole prefill of `batch_size` prompts of `input_len` tokens, in as many passes as it takes; `ready` as
+    for `step`."""
     factors = factors or Efficiency()
     rows = setup.prefill_rows(batch_size, input_len)
     passes = 1 if setup.blocks else ceil(batch_size / rows)
@@ -174,7 +187,7 @@ def prefill(
     stored = model.weight_bytes * setup.weight_ratio
     written = round(model.kv_bytes(batch_size, input_len) * setup.kv_ratio * setup.kv_host_share) // passes
     passed = _passed_bytes(model, batch_size, input_len) // passes
-    one = _pass(setup, model, machine, factors, 0, stored, flops, written, passed)
+    one = _pass(setup, model, machine, factors, 0, stored, flops, written, passed, ready // passes)
     if one.seconds is None:
         return one
     scaled = {bound: seconds * passes for bound, seconds in one.limits.items()}
@@ -191,14 +204,18 @@ def _pass(
     flops: int,
     written: int = 0,
     passed: int = 0,
+    ready: int = 0,
 ) -> Times:
     """Time a pass that reads `read` bytes of weights and `kv` bytes of cache, computes `flops`, reads and writes
     `passed` bytes of GPU memory in between, and sends `written` bytes of keys and values to the host while weights
-    come."""
+    come, `ready` of which are there already."""
     link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
     hosted = round(kv * setup.kv_host_share)
-    over_link = wire_bytes(setup, model) + (0 if setup.kv_on_cpu else hosted)
-    from_host = wire_bytes(setup, model) + hosted
+    if factors.perfect and setup.wire_ratio < 1:
+        setup = setup.model_copy(update={"wire_ratio": min(setup.wire_ratio, CODED_BOUND)})
+    weights = max(0, wire_bytes(setup, model) - ready)
+    over_link = weights + (0 if setup.kv_on_cpu else hosted)
+    from_host = weights + hosted
     if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and link is None):
         return Times()
     share = setup.gpus  # everything is split between them
@@ -206,7 +223,8 @@ def _pass(
     limits: dict[Bound, float] = {
         # a streamed weight is written to GPU memory before it is read
         "hbm": (read + streamed + kv - (hosted if setup.kv_on_cpu else 0)) / share / machine.hbm_bandwidth,
-        "compute": flops / share / (factors.mfu * machine.matmul_flops) + passed / share / machine.hbm_bandwidth,
+        "compute": flops / share / (factors.mfu * machine.matmul_flops)
+        + (0 if factors.perfect else passed / share / machine.hbm_bandwidth),
         "launch": factors.layer_s * model.num_layers,
     }
     if over_link and link is not None:
@@ -216,7 +234,9 @@ def _pass(
     if from_host and machine.host_bandwidth is not None:  # all links, and the CPU, read from one memory
         limits["host memory"] = from_host / machine.host_bandwidth
     cpu = machine.attention_rate(max(1, model.num_heads // max(1, model.num_kv_heads)))
-    if hosted and setup.kv_on_cpu and cpu is not None:
+    if hosted and setup.kv_on_cpu and cpu is not None and factors.perfect:
+        limits["cpu attention"] = hosted / cpu
+    elif hosted and setup.kv_on_cpu and cpu is not None:
         # These follow each other in every layer: weights are unpacked, the GPU computes, the CPU attends.
         unpacked = 0.0 if setup.wire_ratio == 1 else streamed / share / (UNPACKING * machine.hbm_bandwidth)
         on_gpu = unpacked + limits["hbm"] + limits["compute"] + limits["launch"]
@@ -227,7 +247,7 @@ def _pass(
     if setup.tier == "nvme":
         if machine.nvme_bandwidth is None:
             return Times()
-        limits["nvme"] = wire_bytes(setup, model) / machine.nvme_bandwidth
+        limits["nvme"] = weights / machine.nvme_bandwidth
     found = _slowest(limits)
     if setup.overlapped or found.seconds is None or found.bound_by not in ("link", "nvme", "host memory"):
         return found

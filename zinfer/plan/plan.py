@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from zinfer.plan import cost
-from zinfer.plan.cost import Bytes, Efficiency, Placement
+from zinfer.plan.cost import LIMITS, Bytes, Efficiency, Placement
 from zinfer.spec.case import Case, Workload, resident_bytes
 from zinfer.spec.engine import ENGINES, Offload, Transport, conflict, plan_options, read_options
 from zinfer.spec.machine import Machine
@@ -21,6 +21,9 @@ from zinfer.spec.value import Frozen
 
 LARGEST_BATCH = 1 << 20  # nobody asks for more
 HOST_SHARE = 0.97  # share of host memory that a load may take before it is refused
+# Share of the device's memory that a batch may take: no record shows a batch of that size out of memory, which gaps of
+# the allocator and short-lived tensors of a step cause beyond it.
+DEVICE_SHARE = 0.97
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
 RING_DEPTH = 6  # least number of ring buffers: they hold what arrives while a layer of a decode step computes
 # Margin of an engine that gives free GPU memory away, for memory that a plan does not see (gaps, moments of a step).
@@ -69,9 +72,33 @@ class Plan(Frozen):
         return _output_tok_s(self.case.workload, self.prefill_s, self.step_s)
 
     @property
+    def holds(self) -> bool:
+        """True if the load can run here and this batch fits."""
+        return self.fits and self.case.workload.batch_size <= self.max_batch_size
+
+    @property
+    def prefill_tok_s(self) -> float | None:
+        """Prompt tokens a second of the prefill."""
+        load = self.case.workload
+        return load.batch_size * load.input_len / self.prefill_s if self.prefill_s else None
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens a second of the decode steps."""
+        return self.case.workload.batch_size / self.step_s if self.step_s else None
+
+    @property
     def e2e_s(self) -> float | None:
         """Seconds of the prefill, which gives the first token, and of one step for each further token."""
         return _e2e_s(self.case.workload, self.prefill_s, self.step_s)
+
+    def expected(self) -> tuple[float | None, float | None]:
+        """Return the seconds of the prefill and of an average decode step as a good engine takes them, where these
+        figures are limits; None if they are not known."""
+        if self.factors is not None:
+            return self.prefill_s, self.step_s
+        prefill, step = _times(self.placement, self.case, self.model, self.machine, Efficiency())
+        return prefill.seconds, step.seconds
 
     def at(self, workload: Workload) -> "Plan":
         """Return the plan of the same load for another batch: same machine, same factors."""
@@ -329,12 +356,17 @@ def make_plan(
 def _times(
     setup: Placement, case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None
 ) -> tuple[cost.Times, cost.Times]:
-    """Return the seconds of the prefill and of an average decode step."""
-    load, limits = case.workload, factors or Efficiency(link_share=1.0)
+    """Return the seconds of the prefill and of an average decode step; without factors their lower bounds."""
+    load, ready, first = case.workload, 0, 0
     context = load.input_len + load.output_len // 2
+    if factors is None:
+        # The ring may be full when a batch begins, and again when its prefill ends.
+        factors, machine = LIMITS, machine.at_peak()
+        first = setup.ring_depth * cost.piece_bytes(setup, model)
+        ready = first // max(1, load.output_len - 1)
     return (
-        cost.prefill(setup, model, machine, load.batch_size, load.input_len, limits),
-        cost.step(setup, model, machine, load.batch_size, context, limits),
+        cost.prefill(setup, model, machine, load.batch_size, load.input_len, factors, first),
+        cost.step(setup, model, machine, load.batch_size, context, factors, ready),
     )
 
 
@@ -345,15 +377,17 @@ def output_rate(case: Case, model: ModelSpec, machine: Machine, factors: Efficie
 
 
 def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> int:
-    """Find the largest batch whose bytes the device holds (and the host, where it has part of the cache), 0 if none. A
-    host whose memory is not known gets none of the cache."""
+    """Find the largest batch whose bytes `DEVICE_SHARE` of the device's memory holds, or all of it with `CAUTIOUS`
+    factors (and the host, where it has part of the cache), 0 if none. A host whose memory is not known gets none of the
+    cache."""
+    room = machine.device_bytes * (1.0 if factors and factors.memory >= CAUTIOUS.memory else DEVICE_SHARE)
 
     def fits(batch_size: int) -> bool:
         one = case.with_batch(batch_size)
         gpu, host, _ = _tiers(placement_of(one, model, machine, factors=factors), one, model, machine, factors)
         if host.kv_cache and host.total > HOST_SHARE * (machine.host_bytes or 0):
             return False
-        return gpu.total + (0 if machine.gpu_count else host.total) <= machine.device_bytes
+        return gpu.total + (0 if machine.gpu_count else host.total) <= room
 
     high = 1
     while fits(high) and high < LARGEST_BATCH:

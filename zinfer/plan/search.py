@@ -4,8 +4,9 @@ A larger batch is free until something else than the link sets the step. So a ba
 judged at each side's own best batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, largest_batch, make_plan, output_rate
@@ -44,10 +45,35 @@ def best_batch(case: Case, model: ModelSpec, machine: Machine, factors: Efficien
     return make_plan(case.with_batch(best), model, machine, factors=factors, largest=largest)
 
 
+def batches_within(
+    case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None, kept: Callable[[Plan], bool]
+) -> list[Plan]:
+    """Plan `case` at 1, 2, 4, .. up to the largest batch that fits, at the best one, and at the edges between batches
+    that are `kept` and those that are not."""
+    best = best_batch(case, model, machine, factors)
+    largest = best.max_batch_size
+    found: dict[int, Plan] = {best.case.workload.batch_size: best}
+
+    def plan(size: int) -> Plan:
+        if size not in found:
+            found[size] = make_plan(case.with_batch(size), model, machine, factors=factors, largest=largest)
+        return found[size]
+
+    sizes = sorted({1 << power for power in range(largest.bit_length())} | {largest} - {0})
+    for low, high in pairwise(sizes):
+        lower = kept(plan(low))
+        if lower == kept(plan(high)):
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if kept(plan(middle)) == lower else (low, middle)
+    return [found[size] for size in sorted(found)]
+
+
 def advice(plans: Sequence[Plan]) -> str:
     """Advise in one sentence whether to stream, from the `best_batch` plans of one model, machine and pair of
     lengths."""
-    able = [plan for plan in plans if plan.fits and plan.output_tok_s]
+    able = [plan for plan in plans if plan.holds and plan.output_tok_s]
     if not able:
         return "Nothing fits; see why below." if plans else "Nothing was planned."
     staying, moving = (
@@ -56,8 +82,9 @@ def advice(plans: Sequence[Plan]) -> str:
     )
     if moving is None or staying is None:
         (only,) = (plan for plan in (staying, moving) if plan)
-        verb = "Stream: without it the weights do not fit" if only is moving else "Do not stream: all of it fits"
-        return f"{verb}. {_words(only)}."
+        tried = any(plan.case.offload == "none" for plan in plans)
+        stream = "Stream: without it the weights do not fit. " if tried else "Only streaming was planned: "
+        return f"{stream if only is moving else 'Do not stream: all of it fits. '}{_words(only)}."
     first, second = (staying, moving) if _rate(staying) >= _rate(moving) else (moving, staying)
     verb = "Do not stream" if first is staying else "Stream"
     return f"{verb}: {_words(first)}; {_words(second)}, {_rate(second) / _rate(first):.2f} of it."

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import Field, StrictBool, ValidationError
 from pydantic.fields import FieldInfo
 
-from zinfer.spec.errors import ZinferError
+from zinfer.spec.errors import ZinferError, did_you_mean
 from zinfer.spec.value import Frozen
 
 Offload = Literal["none", "cpu", "nvme"]
@@ -243,8 +243,9 @@ def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> 
     found: dict[str, Option] = {}
     for name, value in given.items():
         if name not in fields:
+            hint = did_you_mean(name, fields)
             raise OptionError(
-                f"engine {engine} has no option {name[:60]!r}; its options: {', '.join(fields) or 'none'}"
+                f"engine {engine} has no option {name[:60]!r}{hint}; its options: {', '.join(fields) or 'none'}"
             )
         model = kind if name in kind.model_fields else PlanOptions
         try:

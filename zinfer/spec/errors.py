@@ -1,5 +1,9 @@
 """Errors that a user sees as one line, and the exit codes of commands."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TypeVar
+
 # click itself uses 2 for usage errors
 INTERNAL, USAGE, PARTIAL, NOTHING, ENVIRONMENT, INTEGRITY, REGRESSION = 1, 2, 3, 4, 5, 6, 7
 EXIT_CODES = {
@@ -8,7 +12,7 @@ EXIT_CODES = {
     str(USAGE): "wrong usage",
     str(PARTIAL): "some points, or lines of a batch job, failed; the results are usable",
     str(NOTHING): "nothing succeeded",
-    str(ENVIRONMENT): "this machine cannot do it (memory, disk, missing package)",
+    str(ENVIRONMENT): "this machine cannot do it (memory, disk, missing package, hub out of reach)",
     str(INTEGRITY): "the results have other settings or were taken away, or the codec returned wrong bits",
     str(REGRESSION): "a regression (`zinfer compare --fail-on-regression 5%`)",
     "130, 143": "interrupted",
@@ -19,6 +23,23 @@ class ZinferError(ValueError):
     """Base of errors whose message says the fault and the remedy. `exit_code` ends the command."""
 
     exit_code = USAGE
+
+
+E = TypeVar("E", bound=ZinferError)
+
+
+def not_here(error: E) -> E:
+    """Return `error` as one of this machine (a missing package, no network), whose exit code is `ENVIRONMENT`."""
+    error.exit_code = ENVIRONMENT
+    return error
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'x' or 'y'?`` for known words that are nearly `word`; empty if there is none."""
+    names = list(known)
+    close = get_close_matches(word, names, n=3, cutoff=0.6)
+    close += [name for name in names if word and name not in close and (name.startswith(word) or word.startswith(name))]
+    return f"; did you mean {' or '.join(map(repr, close[:3]))}?" if close else ""
 
 
 def one_line(error: BaseException) -> str:

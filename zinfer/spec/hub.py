@@ -12,12 +12,21 @@ from typing import Any
 from zinfer.spec import configuration
 from zinfer.spec.checkpoint import read_weight_map
 from zinfer.spec.documents import DocumentError, read_bytes
+from zinfer.spec.errors import not_here
 from zinfer.spec.model import ModelError
 
+# owner/name, and the branch, tag or commit to take
+REFERENCE = r"[\w.-]+/[\w.-]+(@[\w./-]+)?"
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 _NOT = ["*/*", "consolidated*"]  # folders and Mistral's second copy of the weights would double the download
 TIMEOUT_S = 10.0
 _WITHOUT = "use --load-format dummy with a catalogue model, or pass a local folder"
+
+
+def split(reference: str) -> tuple[str, str | None]:
+    """Return hub id and revision of ``owner/name@revision``; None is the default branch."""
+    hub_id, _, revision = reference.partition("@")
+    return hub_id, revision or None
 
 
 @contextmanager
@@ -26,45 +35,49 @@ def _explained(hub_id: str) -> Iterator[None]:
     try:
         from huggingface_hub import errors
     except ImportError:
-        raise ModelError(f"{hub_id}: models of the hub need huggingface_hub: pip install 'zinfer[engines]'") from None
+        message = f"{hub_id}: models of the hub need huggingface_hub: pip install 'zinfer[engines]'"
+        raise not_here(ModelError(message)) from None
+    absent = False  # the hub was reached, and has no such thing
     try:
         yield
     except errors.GatedRepoError:
         message = "its access is restricted: accept its terms on the hub, then `hf auth login`"
     except errors.RevisionNotFoundError:
-        message = "the hub has no such revision"
+        absent, message = True, "the hub has no such revision"
     except errors.RepositoryNotFoundError:
-        message = "the hub has no such model, or it is private: check the name, or `hf auth login`"
+        absent, message = True, "the hub has no such model, or it is private: check the name, or `hf auth login`"
     except errors.OfflineModeIsEnabled:
         message = f"HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}"
     except errors.LocalEntryNotFoundError:
         message = f"it is not in the local cache and the hub cannot be reached; {_WITHOUT}"
     except errors.EntryNotFoundError:
-        message = "the repository has no config.json: it holds no transformers model"
+        absent, message = True, "the repository has no config.json: it holds no transformers model"
     except errors.HFValidationError as error:
-        message = " ".join(str(error).split())
+        absent, message = True, " ".join(str(error).split())
     except ModelError:
         raise
     except Exception as error:  # network failures (each of the library's HTTP clients has its own), 5xx, disk
         message = f"the hub cannot be used ({' '.join(str(error).split())[:200]}); {_WITHOUT}"
     else:
         return
-    raise ModelError(f"{hub_id}: {message}")
+    fault = ModelError(f"{hub_id}: {message}")
+    raise fault if absent else not_here(fault)
 
 
-def config_of(hub_id: str) -> dict[str, Any]:
-    """Return the config.json of the hub's model `hub_id` (``owner/name``).
+def config_of(reference: str) -> dict[str, Any]:
+    """Return the config.json of the hub's model `reference` (``owner/name`` or ``owner/name@revision``).
 
     Raises ModelError, in one line, if it cannot be fetched or read.
     """
+    hub_id, revision = split(reference)
     with _explained(hub_id):
         from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
-        path = try_to_load_from_cache(hub_id, "config.json")
+        path = try_to_load_from_cache(hub_id, "config.json", revision=revision)
         if not isinstance(path, str):
             # Fails fast: without a network the download itself retries for half a minute.
-            HfApi().model_info(hub_id, timeout=TIMEOUT_S)
-            path = hf_hub_download(hub_id, "config.json")
+            HfApi().model_info(hub_id, revision=revision, timeout=TIMEOUT_S)
+            path = hf_hub_download(hub_id, "config.json", revision=revision)
     try:
         return configuration.parse(read_bytes(Path(path), configuration.MAX_BYTES), f"config.json of {hub_id}")
     except (DocumentError, FileNotFoundError) as error:
@@ -77,6 +90,7 @@ def download(hub_id: str, revision: str | None = None) -> Path:
 
     Raises ModelError, in one line, if files cannot be fetched, or if the repository holds no safetensors.
     """
+    hub_id, revision = split(hub_id) if revision is None else (hub_id, revision)
     folder = cached(hub_id, revision)
     if folder is not None:
         return folder
@@ -92,6 +106,7 @@ def download(hub_id: str, revision: str | None = None) -> Path:
 
 def cached(hub_id: str, revision: str | None = None) -> Path | None:
     """Return the folder of a complete local snapshot (configuration, every shard), or None; never uses the network."""
+    hub_id, revision = split(hub_id) if revision is None else (hub_id, revision)
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from zinfer.spec import documents
-from zinfer.spec.errors import ZinferError
+from zinfer.spec.errors import ZinferError, did_you_mean
 from zinfer.spec.units import figures, gb, parse_bytes
 from zinfer.spec.value import Frozen
 
@@ -33,6 +33,11 @@ class MachineError(ZinferError):
     """A machine reference that cannot be used; the message says what to do next."""
 
 
+# Payload of PCIe x16 in bytes per second by generation: the wire's rate, of which packets of 256 bytes leave 256 / 276
+# to the data (PCI Express Base Specification 5.0, section 2.2: 12 bytes of header, 8 of framing, sequence and LCRC).
+PCIE_BANDWIDTH = {
+    generation: lane * 16 * 256 / 276 for generation, lane in {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 8e9}.items()
+}
 SHARING = 8  # query heads a key head that `grouped_attention_bandwidth` is measured with: as in most current models
 
 
@@ -63,6 +68,7 @@ class Machine(Frozen):
     nvme_bandwidth: Rate | None = None  # direct-I/O read
     matmul_flops: Rate | None = None  # dense bf16
     coherent: bool = False  # the link is cache-coherent (NVLink-C2C)
+    peaks: dict[str, Rate] = Field(default_factory=dict)  # figure -> the vendor's peak, where the figure is measured
     note: Text = ""  # kind of machine, or figures that `probe` could not measure
     sources: dict[str, Text] = Field(default_factory=dict)  # figure -> source: "measured ..", "datasheet ..", "set .."
     details: dict[str, Any] = Field(default_factory=dict)  # further facts: driver, PCIe, NUMA, every block size
@@ -91,6 +97,27 @@ class Machine(Frozen):
         """Memory that weights in use, KV cache and activations have to fit into, in bytes."""
         return self.gpu_bytes if self.gpu_count else (self.host_bytes or 0)
 
+    def at_peak(self) -> "Machine":
+        """Return the machine with its rates at their peaks, which no engine passes: matrix products and GPU memory as
+        the vendor's datasheet has them, the link as its wire carries it. Pageable memory is as fast as page-locked
+        memory then, since only its driver is slower. Figures without a known peak, and those set by hand, stay."""
+        peaks = self.peaks or next((one["peaks"] for one in _catalogue().values() if _same_gpu(one, self)), {})
+        found = {field: max(getattr(self, field) or 0.0, peak) for field, peak in peaks.items()}
+        gpu = self.details.get("gpu") or {}
+        generation, width = gpu.get("pcie_generation_max"), gpu.get("pcie_width_max")
+        if not self.details and (match := re.search(r"PCIe(\d) x16", self.sources.get("h2d_bandwidth", ""))):
+            generation, width = int(match[1]), 16
+        if self.h2d_bandwidth and not self.coherent and generation in PCIE_BANDWIDTH and isinstance(width, int):
+            wire = PCIE_BANDWIDTH[generation] * width / 16
+            found |= {"h2d_bandwidth": max(self.h2d_bandwidth, wire)}
+            if self.duplex_bandwidth:
+                found |= {"duplex_bandwidth": max(self.duplex_bandwidth, wire)}
+        found = {field: value for field, value in found.items() if field not in self.overridden}
+        if self.pageable_bandwidth and "pageable_bandwidth" not in self.overridden:
+            link = found.get("h2d_bandwidth", self.h2d_bandwidth) or 0.0
+            found["pageable_bandwidth"] = max(self.pageable_bandwidth, link)
+        return self.model_copy(update=found)
+
     @property
     def overridden(self) -> tuple[str, ...]:
         """Names of the figures that `override` changed."""
@@ -100,6 +127,10 @@ class Machine(Frozen):
         """Return one of `FIGURES` with its unit and its source: ``25.2 GB/s (measured by others, PCIe4 x16)``."""
         value = getattr(self, field)
         return "unknown" if not value else f"{_text(field, value)} ({self.sources.get(field, self.source)})"
+
+
+def _same_gpu(entry: dict[str, Any], machine: Machine) -> bool:
+    return "peaks" in entry and entry.get("gpu_name") == machine.gpu_name
 
 
 FIGURES = tuple(name for name in Machine.model_fields if name.endswith(("_bytes", "_bandwidth", "_flops")))
@@ -178,6 +209,7 @@ def load(reference: str | Path) -> Machine:
     except FileNotFoundError:
         raise MachineError(
             f"no machine {str(reference)[:200]!r}: not a machine.json, not one of {', '.join(catalogue_names())}"
+            f"{did_you_mean(str(reference), catalogue_names())}"
         ) from None
     except documents.DocumentError as error:
         raise error.restated(MachineError, "; `zinfer probe` writes such a file") from None

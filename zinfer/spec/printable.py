@@ -11,8 +11,9 @@ output, and callers need not think of it: `guarded` (all that is printed), `zinf
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from html import escape
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 from zinfer.spec.errors import ZinferError
@@ -112,10 +113,10 @@ def shows_unicode() -> bool:
 def guarded() -> Iterator[None]:
     """Put a `Guard` before stdout and stderr, and read stdin so that `text_lines` can tell what is no text."""
     streams = sys.stdout, sys.stderr
-    with suppress(AttributeError, ValueError):
+    if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     guards = tuple(Guard(stream) if stream is not None else None for stream in streams)
-    sys.stdout, sys.stderr = guards  # type: ignore[assignment]
+    sys.stdout, sys.stderr = guards
     try:
         yield
     finally:

@@ -21,6 +21,7 @@ from typing import Any, cast, get_args
 
 from zinfer.spec import atomic, formula, hub
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config
+from zinfer.spec.errors import did_you_mean
 from zinfer.spec.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, text_config
 
 # Families that tie the head to the embedding by default; their checkpoints may hold both even so.
@@ -45,11 +46,14 @@ def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = Non
         spec = from_directory(path).model_copy(update={"name": reference})
     elif os.path.exists(path):
         raise ModelError(f"{reference} is a file: --model takes the folder that holds config.json and the safetensors")
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", reference):
+    elif reference.startswith((".", "/", "~")):
+        raise ModelError(f"no such folder: {reference}")
+    elif re.fullmatch(hub.REFERENCE, reference):
         spec = from_hub(reference)
     else:
         close = [name for name in catalogue_names() if name.split("-")[0] in reference or reference in name]
-        hint = f"; did you mean {', '.join(close)}?" if close else "; `zinfer models` lists the catalogue"
+        hint = did_you_mean(reference, catalogue_names()) or did_you_mean(reference, close)
+        hint = hint or (f"; did you mean {', '.join(close)}?" if close else "; `zinfer models` lists the catalogue")
         raise ModelError(f"no model {reference[:200]!r}: not in the catalogue, not a folder, not a hub id{hint}")
     if dtype is not None:
         spec = spec.with_dtype(dtype)

@@ -52,6 +52,11 @@ def figures(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things: ``1 point``, ``1,200 points``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Return `seconds` in the unit that reads best: ``850 ms``, ``6.41 s``, ``3 min 20 s``, ``2 h 05 min``."""
     if seconds < 1:

@@ -16,6 +16,7 @@ from zinfer import __version__
 from zinfer.record.codec import CodecError, CodecRecord, Coded, Rate
 from zinfer.spec import host, local
 from zinfer.spec.checkpoint import Checkpoint, TensorInfo
+from zinfer.spec.errors import not_here
 from zinfer.spec.model import LAYER_INDEX
 from zinfer.worker import probe
 
@@ -80,7 +81,7 @@ def measure(
     try:
         import torch
     except ImportError:
-        raise CodecError("the measurement needs torch: pip install 'zinfer[engines]'") from None
+        raise not_here(CodecError("the measurement needs torch: pip install 'zinfer[engines]'")) from None
     stored = [find(path, cast) for path in checkpoints]
     started = datetime.now(UTC).isoformat(timespec="seconds")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

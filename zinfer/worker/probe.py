@@ -20,7 +20,7 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from zinfer.spec.errors import ENVIRONMENT
+from zinfer.spec.errors import ENVIRONMENT, not_here
 from zinfer.spec.host import available_bytes, gpus, host_bytes, host_facts, name_of
 from zinfer.spec.machine import SHARING, Machine, MachineError
 from zinfer.spec.units import gb
@@ -64,7 +64,7 @@ def probe(
     try:
         import torch
     except ImportError:
-        raise MachineError("the measurement needs torch: pip install 'zinfer[engines]'") from None
+        raise not_here(MachineError("the measurement needs torch: pip install 'zinfer[engines]'")) from None
     memory = available_bytes() // 2 if memory is None else memory
     cuda = torch.cuda.is_available()
     devices = gpus() if cuda else []

@@ -21,7 +21,7 @@ class Server:
     def __init__(self, answers: IO[str]) -> None:
         self._answers = answers
         self._lock = threading.Lock()
-        self._last_beat = 0.0
+        self._last_beat, self._last_stage = 0.0, ""
         self._session = Session(self._beat)
 
     def serve(self, requests: IO[str]) -> None:
@@ -40,8 +40,8 @@ class Server:
             self._answers.flush()
 
     def _beat(self, what: str, share: float) -> None:
-        if share >= 1 or time.monotonic() - self._last_beat > BEAT_SECONDS:
-            self._last_beat = time.monotonic()
+        if what != self._last_stage or share >= 1 or time.monotonic() - self._last_beat > BEAT_SECONDS:
+            self._last_beat, self._last_stage = time.monotonic(), what
             self._say({"progress": what, "share": share})
 
 

@@ -123,7 +123,7 @@ def best_plan(
     for case in cases:
         fits = [need for need, fine in zip(needs, fitting(case, needs, model, machine), strict=True) if fine]
         typical = shaped(case, BatchShape(1, *mean))
-        rate = best_batch(typical, model, machine).output_tok_s or 0.0
+        rate = best_batch(typical, model, machine, cost.Efficiency()).output_tok_s or 0.0
         longest = max(fits or [mean], key=sum)
         plan = make_plan(shaped(case, BatchShape(1, *longest)), model, machine, nvme_path)
         ranked.append(((plan.fits, len(fits), rate), plan))

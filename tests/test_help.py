@@ -1,0 +1,132 @@
+"""Help in the order of work, completion of values, revisions of the hub, and exit codes of what is missing here."""
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+
+from tests.results import case, point
+from zinfer.cli import GROUPS, VERBS, cli
+from zinfer.commands.options import at_revision
+from zinfer.record.store import Store
+from zinfer.spec import hub
+from zinfer.spec.engine import ENGINES
+from zinfer.spec.errors import ENVIRONMENT, did_you_mean
+from zinfer.spec.model import ModelError
+from zinfer.spec.resolve import catalogue_names
+from zinfer.spec.units import counted
+
+
+def offered(*words: str, incomplete: str = "") -> list[str]:
+    """Return the values that completion offers behind `words`."""
+    return [item.value for item in ShellComplete(cli, {}, "zinfer", "_X").get_completions(list(words), incomplete)]
+
+
+def test_verbs_stand_in_the_order_of_work() -> None:
+    text = CliRunner().invoke(cli, ["--help"]).stdout
+    assert list(VERBS)[:8] == ["probe", "sweep", "plot", "best", "report", "plan", "run", "batch"]
+    places = [text.index(f"\n  {verb} ") for verb in VERBS]
+    assert places == sorted(places)
+    assert all(f"{title}:" in text for title in GROUPS)
+
+
+@pytest.mark.parametrize("verb", ["run", "sweep", "batch"])
+def test_help_lists_the_options_of_every_engine_with_their_values(verb: str) -> None:
+    text = " ".join(CliRunner().invoke(cli, [verb, "--help"]).stdout.split())
+    for name, kind in ENGINES.items():
+        assert f"Options of engine {name}, as -O KEY=VALUE" in text
+        assert all(f"{key}=" in text for key in kind.options.model_fields)
+    assert re.search(r"--engine ENGINE", text)
+    assert "weight_codec=auto|" in text
+
+
+def test_values_are_completed_also_behind_a_comma() -> None:
+    assert offered("sweep", "--model", incomplete="bloom-1") == ["bloom-176b"]
+    assert offered("plan", "--model", incomplete="opt-30b,bloom-1") == ["opt-30b,bloom-176b"]
+    assert "h200" in offered("plan", "--machine", incomplete="h")
+    assert "stream" in offered("run", "--engine", incomplete="st")
+    assert "kv_offload=auto" in offered("run", "-O", incomplete="kv_off")
+    assert offered("run", "--offload", incomplete="n") == ["none", "nvme"]
+    assert offered(incomplete="swe") == ["sweep"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_names_its_variable(shell: str) -> None:
+    done = CliRunner().invoke(cli, ["completion", shell])
+    assert done.exit_code == 0
+    assert "_ZINFER_COMPLETE" in done.stdout
+
+
+def test_words_that_are_nearly_known() -> None:
+    assert did_you_mean("swep", VERBS) == "; did you mean 'sweep'?"
+    assert "'bloom-176b'" in did_you_mean("bloom176b", catalogue_names())
+    assert did_you_mean("xyzzy", VERBS) == ""
+
+
+def test_a_revision_is_part_of_the_reference() -> None:
+    assert at_revision("owner/name", "v1.0") == "owner/name@v1.0"
+    assert at_revision(("a/b", "c/d"), "main") == ("a/b@main", "c/d@main")
+    assert hub.split("owner/name@v1.0") == ("owner/name", "v1.0")
+    assert hub.split("owner/name") == ("owner/name", None)
+    for model in ("bloom-176b", "./folder", None, "a/b@c"):
+        with pytest.raises(click.UsageError, match="--revision is for a hub model"):
+            at_revision(model, "v1")
+
+
+def test_the_revision_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+    (tmp_path / "config.json").write_text("{}")
+
+    def found(repo_id: str, file: str, revision: str | None = None) -> str:
+        asked.append((repo_id, file, revision))
+        return str(tmp_path / "config.json")
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", found)
+    assert hub.config_of("owner/name@v2") == {}
+    assert hub.config_of("owner/name") == {}
+    assert asked == [("owner/name", "config.json", "v2"), ("owner/name", "config.json", None)]
+
+
+def test_a_hub_out_of_reach_is_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", offline)
+    with pytest.raises(ModelError) as caught:
+        hub.config_of("owner/name")
+    assert caught.value.exit_code == ENVIRONMENT
+
+
+def test_an_engine_without_its_packages_is_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zinfer.engine import EngineError, kind
+
+    monkeypatch.setattr("zinfer.engine.util.find_spec", lambda _name: None)
+    with pytest.raises(EngineError, match="pip install") as caught:
+        kind("stream")
+    assert caught.value.exit_code == ENVIRONMENT
+
+
+def test_export_refuses_a_format_that_it_does_not_write(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "a.jsonl") as store:
+        store.append(point(case(1)))
+    done = CliRunner().invoke(cli, ["export", str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "x.xlsx")])
+    assert done.exit_code == 2
+    assert ".csv" in done.stderr
+    assert not (tmp_path / "x.xlsx").exists()
+    forced = CliRunner().invoke(
+        cli, ["export", str(tmp_path / "a.jsonl"), "--format", "csv", "-o", str(tmp_path / "x.xlsx")]
+    )
+    assert forced.exit_code == 0
+
+
+def test_one_is_no_plural() -> None:
+    assert [counted(number, "point") for number in (0, 1, 2, 1200)] == [
+        "0 points",
+        "1 point",
+        "2 points",
+        "1,200 points",
+    ]

@@ -1,0 +1,86 @@
+"""Tables in any terminal: nothing is cut, numbers are whole, and what is left out is named."""
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.cells import cell_len
+from rich.console import Console
+
+from zinfer.cli import cli
+from zinfer.commands.out import Table, table
+
+RECORDS = Path(__file__).parents[1] / "sweeps" / "results" / "nvidia-h100-80gb-hbm3"
+COLUMNS = ("configuration", "#batch", "#tok/s", "#TTFT", "#TPOT", "#link share", "#GPU peak", "remark")
+ROWS = (
+    (
+        "stream cpu kv_attention=gpu kv_cache_dtype=bf16",
+        "64",
+        "122.59 ± 3.2",
+        "1.42 s",
+        "390 ms",
+        "93%",
+        "20.3 GiB",
+        "",
+    ),
+    ("deepspeed [cpu]", "128", "494 ± 160", "1.07 s", "67.9 ms", "", "1.0 GiB", ""),
+)
+
+
+def drawn(found: Table, width: int) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(found)
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [20, 25, 40, 60, 80, 100, 200])
+def test_no_width_cuts_a_cell(width: int) -> None:
+    text = drawn(table("title", COLUMNS, ROWS, drop=("GPU peak", "link share")), width)
+    assert "…" not in text
+    assert max(map(cell_len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    gone = re.search(r"left out for want of room: ([^(]*)", flat)
+    left_out = [name.strip() for name in gone[1].split(",")] if gone else []
+    assert set(left_out) <= {"GPU peak", "link share"}
+    for row in ROWS:
+        for name, cell in zip(COLUMNS, row, strict=True):
+            shown = all(word in text for word in cell.split())
+            assert shown or name.lstrip("#") in left_out or width < 25, (name, cell)
+    assert "remark" not in text, "a column without content is left out"
+
+
+def test_columns_go_in_the_order_asked_for_before_rows_become_blocks() -> None:
+    found = table("", COLUMNS, ROWS, drop=("GPU peak", "link share"))
+    assert "left out" not in drawn(found, 100)
+    assert "left out for want of room: GPU peak (" in drawn(found, 66)
+    assert "left out for want of room: GPU peak, link share (" in " ".join(drawn(found, 60).split())
+    blocks = drawn(found, 40)
+    assert "left out" not in blocks
+    assert re.search(r"^  GPU peak +20.3 GiB$", blocks, re.M)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["best", str(RECORDS / "bloom-176b-kv-ways.jsonl"), "--machine", "nvidia-h100-80gb-hbm3"],
+        ["compare", str(RECORDS / "dense-peers.jsonl"), str(RECORDS / "dense-peers.jsonl")],
+        ["models"],
+        ["plan", "-m", "opt-30b,llama-3.1-70b", "--machine", "h100-80gb", "--set", "host_bytes=1TB"],
+    ],
+)
+def test_verbs_cut_nothing(words: list[str], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output
+    assert "…" not in done.stdout
+
+
+def test_best_and_plan_show_prefill_and_decode_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    measured = CliRunner().invoke(cli, ["best", str(RECORDS / "dense-peers.jsonl")]).stdout
+    planned = CliRunner().invoke(cli, ["plan", "-m", "opt-30b", "--machine", "h100-80gb"]).stdout
+    for text in (measured, planned):
+        for name in ("tok/s", "TTFT", "TPOT", "prefill tok/s", "decode tok/s"):
+            assert name in text

@@ -1,0 +1,131 @@
+"""Progress: a clock that never stops, points done of all, the time left, and stages that last on a plain stderr."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.inline import MACHINE, FakeWorker, prepared, run_inline
+from zinfer.commands.out import PlainConsole
+from zinfer.commands.watch import LINE_S, Watch
+from zinfer.job.forecast import Forecast, Outlook
+from zinfer.job.recipe import Sweep
+from zinfer.job.sweep import Events
+from zinfer.worker.server import Server
+
+
+class Time:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Time:
+    return Time()
+
+
+def test_the_clock_goes_on_after_a_finished_stage(clock: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        "zinfer.commands.watch.PlainConsole", lambda **_: PlainConsole(file=screen, force_terminal=True, width=99)
+    )
+    watch = Watch(clock)
+    watch.progress("loading weights", 1.0)
+    seen = []
+    for _ in range(3):
+        clock.now += 65
+        watch.progress("prefill", 0.0)
+        assert watch._bar is not None
+        with watch._bar.console.capture() as caught:
+            watch._bar.console.print(watch._bar.get_renderable())
+        seen.append(caught.get())
+    for text, told in zip(seen, ("0:01:05", "0:02:10", "0:03:15"), strict=True):
+        assert told in text
+
+
+def test_a_stage_tells_the_time_it_has_left(clock: Time) -> None:
+    watch = Watch(clock)
+    watch.progress("loading weights", 0.0)
+    clock.now += 30
+    watch.progress("loading weights", 0.25)
+    assert watch.times() == "0:00:30, about 1 min 30 s left"
+    clock.now += 1
+    watch.progress("generating", 0.0)
+    assert watch.times() == "0:00:31"
+
+
+def test_a_sweep_tells_points_and_time(clock: Time) -> None:
+    watch = Watch(clock)
+    watch.outlook(Outlook(done=2, points=24, exact=True, seconds_left=90.0))
+    clock.now += 30
+    assert watch.times() == "0:00:30, about 1 min 00 s left"
+    assert watch._counted() == "[3/24] "
+    watch.outlook(Outlook(done=24, points=24, exact=False, seconds_left=None))
+    assert watch.times() == "0:00:30"
+    assert watch._counted() == "[24/~24] "
+
+
+def test_a_long_stage_is_a_line_where_there_is_no_terminal(
+    clock: Time, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(clock)
+    watch.console = PlainConsole(file=sys.stderr, soft_wrap=True)
+    watch.progress("compiling DeepSpeed's file I/O", 0.0)
+    assert capsys.readouterr().err == ""
+    clock.now += LINE_S
+    watch.progress("compiling DeepSpeed's file I/O", 0.0)
+    assert "compiling DeepSpeed's file I/O" in capsys.readouterr().err
+    clock.now += 1
+    watch.progress("compiling DeepSpeed's file I/O", 0.0)
+    assert capsys.readouterr().err == ""
+
+
+def test_every_stage_of_a_worker_reaches_the_parent() -> None:
+    said = io.StringIO()
+    server = Server(said)
+    for stage, share in (("starting", 0.0), ("compiling", 0.0), ("compiling", 0.1), ("loading weights", 0.0)):
+        server._beat(stage, share)
+    assert [line.split('"')[3] for line in said.getvalue().splitlines()] == ["starting", "compiling", "loading weights"]
+
+
+def test_a_sweep_reports_its_points_of_all_and_the_time_left(tmp_path: Path) -> None:
+    seen: list[Outlook] = []
+    sweep = Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 2, 4, 8, 16))
+    run_inline(tmp_path / "r.jsonl", sweep, FakeWorker(edge=4, pause_s=0.01), Events(outlook=seen.append))
+    assert [(one.done, one.points) for one in seen] == [(0, 5), (1, 5), (2, 5), (3, 5), (4, 5)]
+    assert all(one.exact for one in seen)
+    resumed: list[Outlook] = []
+    run_inline(tmp_path / "r.jsonl", sweep, FakeWorker(edge=4), Events(outlook=resumed.append))
+    assert [one.done for one in resumed] == [0, 1, 2, 3, 4]
+
+
+def test_time_left_is_scaled_by_what_points_took() -> None:
+    rates = {"h2d_bandwidth": 1e3, "hbm_bandwidth": 1e6, "matmul_flops": 1e9}
+    sweep = Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 2, 4))
+    (job,) = prepared(sweep)
+    load = job.plan.model_copy(update={"machine": MACHINE.model_copy(update=rates)}), job.cases
+    forecast = Forecast(sweep, [load])
+    before = forecast.outlook()
+    assert before.seconds_left is not None
+    forecast.start(0)
+    first = job.cases[0].with_batch(1)
+    forecast.finish(0, first, taken_s=4 * before.seconds_left, resumed=False)
+    after = forecast.outlook()
+    assert after.seconds_left is not None
+    assert (after.done, after.points) == (1, 3)
+    assert after.seconds_left > 2 * before.seconds_left
+    known = Forecast(sweep, [load], [job.cases[0].with_batch(size) for size in (1, 2, 4)]).outlook()
+    assert known.seconds_left == 0
+
+
+def test_auto_counts_about_as_many_points_as_it_tries() -> None:
+    sweep = Sweep(model=("fake",), offload=("cpu",), batch_size="1,8,auto")
+    outlook = Forecast(sweep, [(job.plan, job.cases) for job in prepared(sweep)]).outlook()
+    assert not outlook.exact
+    assert outlook.points == 3

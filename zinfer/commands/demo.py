@@ -1,0 +1,96 @@
+"""`zinfer demo`: measure a small model in every way, draw the figures, and explain the answer."""
+
+import io
+import shutil
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zinfer.record.measurement import Measurement
+    from zinfer.spec.machine import Machine
+
+RECIPE = "demo"
+
+
+@click.command("demo")
+@click.pass_context
+def command(ctx: click.Context) -> None:
+    """Measure a model of 15 MB with every engine on this machine (a GPU, or the CPU), draw the figures, name the best
+    configuration, and explain what all of it means. Takes two minutes; a second run goes on where the first one ended.
+    """
+    from zinfer.record.store import read
+    from zinfer.spec import local
+    from zinfer.spec.errors import PARTIAL
+
+    click.echo("1 of 3: measure (zinfer sweep demo --resume)", err=True)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        code = _run(ctx, "sweep", RECIPE, "--resume")
+    if code not in (0, PARTIAL):
+        raise SystemExit(code)
+    results = printed.getvalue().strip()
+    for step, verb in enumerate(("plot", "best"), start=2):
+        click.echo(f"{step} of 3: {'draw' if verb == 'plot' else 'decide'} (zinfer {verb} {results})\n", err=True)
+        if ended := _run(ctx, verb, results):
+            raise SystemExit(ended)
+    click.echo("\n" + explanation(read(Path(results)).points, local.this_machine()))
+    raise SystemExit(code)
+
+
+def _run(ctx: click.Context, *words: str) -> int:
+    """Run a verb of zinfer in this process; return its exit code."""
+    group = ctx.find_root().command
+    try:
+        group.main(list(words), prog_name="zinfer", standalone_mode=False, obj=ctx.obj)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 0
+
+
+def explanation(points: "Sequence[Measurement]", machine: "Machine") -> str:
+    """Return the text below the answer: what was measured, what the answer means, and what to do next."""
+    from zinfer.analysis import rates
+    from zinfer.spec.units import counted, figures
+
+    usable = [point for point in points if point.usable]
+    cases = [point.case for point in usable]
+    batches = sorted({case.workload.batch_size for case in cases})
+    engines = sorted({case.engine for case in cases})
+    gpu = machine.gpu_name if machine.gpu_count else None
+    best = rates.best(usable)
+    lines = [
+        "WHAT WAS MEASURED",
+        f"  {counted(len(usable), 'point')} on {gpu or 'the CPU, since no GPU is here'}: {', '.join(engines)};",
+        f"  weights on the {'GPU' if gpu else 'device'} (offload none) and in host memory (offload cpu);",
+        f"  {batches[0]} to {batches[-1]} sequences at once; up to "
+        f"{max(len(point.ttft_ms) for point in usable)} runs each, shown as mean ± 95% confidence.",
+        "WHAT THE ANSWER MEANS",
+    ]
+    if best is not None:
+        lines += [
+            f"  {best.case.label()} at batch {best.case.workload.batch_size} makes the most text: "
+            f"{figures(best.output_tok_s or 0)} tokens a second over all its sequences, prompts",
+            "  included. TTFT is the wait for a sequence's first token, TPOT the time between two tokens.",
+            "  A larger batch makes more tokens a second, and each reader waits longer.",
+        ]
+    if gpu is None:
+        lines += [
+            "  This machine is a CPU: weights in host memory are copied within that memory, so offload",
+            "  cannot pay here. It pays where a model is larger than the GPU.",
+        ]
+    if any(case.load_format == "dummy" for case in cases):
+        lines.append("  The weights are random: speeds are as with real ones, texts would be meaningless.")
+    lines.append("WHAT TO DO NEXT")
+    if shutil.which("zinfer") is None:
+        lines.append("  source .venv/bin/activate")
+    lines += [
+        "  zinfer plan --model bloom-176b --machine h200,gh200-96gb      what a large model would do",
+        "  zinfer run --model ./my-checkpoint --prompt 'Once upon'       text of a model of yours",
+        "  zinfer sweep --model ./my-checkpoint && zinfer best           its fastest configuration here",
+    ]
+    return "\n".join(lines)

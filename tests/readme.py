@@ -1,19 +1,25 @@
-"""Tables and figures of README.md and docs/models.md, made from the records in `sweeps/results`.
+"""Tables and figures of README.md and docs/*.md, made from the records in `sweeps/results`.
 
-Both pages call these functions between cog's markers; `make readme` writes the output into the pages. The README's
-paragraphs are written by hand: `figures` returns what they must quote, and tests/test_readme.py compares.
+The pages call these functions between cog's markers; `make readme` writes the output into the pages. The paragraphs of
+docs/results.md are written by hand: `figures` returns what they must quote, and tests/test_readme.py compares.
 """
 
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from statistics import median
+from unittest.mock import patch
 
+from click.testing import CliRunner
 from cogapp import Cog  # type: ignore[import-untyped]
 
 from tests.conformance import record as conformance
 from zinfer.analysis.calibrate import fit, load_machines, load_points
+from zinfer.cli import cli
+from zinfer.commands.demo import explanation
 from zinfer.plan.plan import make_plan
 from zinfer.record import accuracy, codec, prefix_reuse, study
 from zinfer.record.measurement import Measurement, latest
@@ -21,10 +27,21 @@ from zinfer.record.store import read
 from zinfer.spec import machine, resolve
 from zinfer.spec.engine import ENGINES
 from zinfer.spec.errors import EXIT_CODES
+from zinfer.spec.units import gib
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "sweeps" / "results"
-PAGES = ("README.md", "docs/models.md")
+PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
+DEMO = ROOT / "docs" / "demo.jsonl"  # record of a `zinfer demo`, outside sweeps/results, where a demo would resume it
+ENGINE_LINES = {
+    "stream": "zinfer's own: losslessly coded weights in page-locked host memory; copies run ahead of compute across "
+    "layers and steps; one layer at a time on the GPU",
+    "deepspeed": "DeepSpeed ZeRO-Inference: ZeRO stage 3 with `offload_param`, tuned for decode",
+    "accelerate": "Hugging Face Accelerate's offload hooks, from pinned memory",
+    "tensorrt": "a TensorRT plan made by `zinfer build`, with TensorRT's own weight streaming",
+}
+OFFLOADS = ("none", "cpu", "nvme")
+UNTRIED = "experimental: no plan has run on a GPU"
 COLUMNS = ("batch", "output tok/s", "TTFT", "decode step", "link share")
 WIDTH = 120
 
@@ -98,6 +115,116 @@ def codecs() -> str:
     return markdown(codec.COLUMNS, study.last(RESULTS, codec.CodecRecord).cells())
 
 
+def engines() -> str:
+    """Return the table of engines: offloads, what was measured of each on a GPU, and a line about it."""
+    measured = [point for file in RESULTS.rglob("*.jsonl") for point in read(file).points if point.usable]
+    rows = []
+    for name, kind in ENGINES.items():
+        own = [point for point in measured if point.case.engine == name]
+        machines = len({point.machine for point in own})
+        state = f"{len(own)} points on {machines} GPU{'s' * (machines != 1)}" if own else UNTRIED
+        rows.append((f"`{name}`", ", ".join(o for o in OFFLOADS if o in kind.offloads), state, ENGINE_LINES[name]))
+    return markdown(("engine", "offload", "measured", "description"), rows)
+
+
+def machines() -> str:
+    """Return the table of the machines that were measured, with the range of the link's rate over all loads."""
+    rows = []
+    for folder in sorted(path.parent for path in RESULTS.glob("*/machine.json")):
+        one = machine.load(folder)
+        if not one.gpu_count:
+            continue
+        links = [p.link_bandwidth or 0.0 for file in folder.glob("*.jsonl") for p in read(file).points if p.usable]
+        links = sorted(rate / 1e9 for rate in links if rate)
+        host = one.details["host"]
+        memory = min(one.host_bytes or 0, host["memory_bytes"])
+        span = f"{links[0]:.1f} to {links[-1]:.1f}, median {median(links):.1f}"
+        rows.append((one.gpu_name or "", gib(one.gpu_bytes, 0), gib(memory, 0), f"{host['cores']}", span))
+    return markdown(("GPU", "#its memory", "#host memory", "#cores", "#link of each load, GB/s"), rows)
+
+
+def headlines() -> str:
+    """Return six results of the records, a row each, with their conditions."""
+    large, theirs = points("bloom-176b-whole")[-2:]
+    ours, deepspeed = (
+        max((p for p in points("bloom-176b-slice") if p.case.label() == label), key=lambda p: p.output_tok_s or 0.0)
+        for label in ("stream cpu", "deepspeed cpu")
+    )
+    peers = {point.case.label(): point for point in points("bloom-176b-peers")}
+    llama = {p.case.label(): p for p in points("dense-peers") if p.case.model == "llama-3.1-70b"}
+    (long,) = points("llama-70b-long")
+    fitting, offloaded = (
+        max((p for p in points("opt-30b") if p.case.label() == label), key=lambda p: p.output_tok_s or 0.0)
+        for label in ("stream none", "stream cpu")
+    )
+    stream, stream_llama = step_ms(peers["stream cpu"]), step_ms(llama["stream cpu"])
+    rows = [
+        _headline(
+            large, f"decode {large.decode_tok_s:.1f} tok/s, {large.output_tok_s:.1f} with the prefill",
+            f"DeepSpeed, batch {theirs.case.workload.batch_size}: {theirs.decode_tok_s:.1f} tok/s",
+            (large.decode_tok_s or 0) / (theirs.decode_tok_s or 1),
+        ),
+        _headline(
+            ours, f"{ours.output_tok_s:.0f} tok/s",
+            f"DeepSpeed, batch {deepspeed.case.workload.batch_size}: {deepspeed.output_tok_s:.1f} tok/s",
+            (ours.output_tok_s or 0) / (deepspeed.output_tok_s or 1),
+        ),
+        *(
+            _headline(peers["stream cpu"], f"decode step {stream / 1e3:.3f} s",
+                      f"{name}: {step_ms(peers[label]) / 1e3:.3f} s", step_ms(peers[label]) / stream)
+            for name, label in (("Accelerate", "accelerate cpu"),)
+        ),
+        _headline(
+            llama["stream cpu"], f"decode step {stream_llama / 1e3:.3f} s",
+            f"DeepSpeed: {step_ms(llama['deepspeed cpu']) / 1e3:.3f} s",
+            step_ms(llama["deepspeed cpu"]) / stream_llama,
+        ),
+        _headline(
+            fitting, f"without offload {fitting.output_tok_s:.0f} tok/s",
+            f"offload cpu, batch {offloaded.case.workload.batch_size}: {offloaded.output_tok_s:.0f} tok/s",
+            (fitting.output_tok_s or 0) / (offloaded.output_tok_s or 1),
+        ),
+        _headline(long, f"TTFT {long.ttft_ms[0] / 1e3:.1f} s, then {step_ms(long) / 1e3:.1f} s a token", "-", None),
+    ]  # fmt: skip
+    return markdown(("model", "GPU", "#in / out", "#batch", "#runs", "result", "beside it", "#ratio"), rows)
+
+
+def _headline(point: Measurement, result: str, beside: str, ratio: float | None) -> list[str]:
+    load = point.case.workload
+    whole = "all" if point.num_layers == point.total_layers else f"{point.num_layers} of {point.total_layers} layers"
+    return [
+        f"{point.case.model}, {whole}",
+        point.machine.split("-")[1].upper(),
+        f"{load.input_len:,} / {load.output_len}",
+        f"{load.batch_size}",
+        f"{len(point.ttft_ms)}",
+        result,
+        beside,
+        f"{ratio:.2f}x" if ratio else "-",
+    ]
+
+
+def demo() -> str:
+    """Return the last screen of `zinfer demo`, from the record of a run, as a block of text."""
+    ended = CliRunner().invoke(cli, ["best", str(DEMO)], env={"COLUMNS": "80", "TERM": "dumb"}, catch_exceptions=False)
+    found = read(DEMO)
+    one = machine.load(RESULTS / found.headers[0].machine)
+    with patch("shutil.which", return_value=None):  # as where `make demo` has just installed it
+        text = explanation(found.points, one)
+    lines = f"{ended.stdout.rstrip()}\n\n{text}".splitlines()
+    return "\n".join(("```text", *(line.rstrip() for line in lines), "```"))
+
+
+def reliability() -> str:
+    """Return the table of the last fault campaign, a sentence if none is recorded."""
+    file = RESULTS / "reliability.jsonl"
+    if not file.exists():
+        return "No campaign is recorded yet."
+    campaign = import_module("tests.campaign.record")
+    text: str = campaign.markdown(study.read(file, campaign.Campaign).runs[-1])
+    return text
+
+
 def exit_codes() -> str:
     """Return the table of exit codes."""
     return markdown(("#code", "meaning"), EXIT_CODES.items())
@@ -105,7 +232,7 @@ def exit_codes() -> str:
 
 def supported_models() -> str:
     """Return the counts of the conformance record, as a paragraph with a link."""
-    text = f"[Supported models](docs/models.md): {conformance.summary(conformance.read())}"
+    text = f"[Supported models](models.md): {conformance.summary(conformance.read())}"
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
@@ -150,11 +277,13 @@ def host_rows(point: Measurement) -> int:
 
 
 def figures() -> dict[str, list[str]]:
-    """Return what the README's paragraphs quote from records: the bold beginning of each, and its figures in order."""
+    """Return what the paragraphs of docs/results.md quote from records: the bold beginning of each, and its figures in
+    order."""
     return {
         "All of BLOOM-176B on one GPU": _whole(),
         "A slice of BLOOM-176B": _slice(),
         "Every engine in one run": _peers(),
+        "OPT-30B": _opt(),
         "Other families": [f"{gain:.2f}x" for gain in gains("dense-peers").values()],
         "Batches beyond the GPU's memory": _kv(),
         "Resident layers": [f"{_resident():.2f}x"],
@@ -215,6 +344,20 @@ def _kv() -> list[str]:
         f"{second}",
         f"{third} sequences",
         *(f"{best[on_cpu] / best[label]:.2f}x" for label in ("stream cpu", "deepspeed cpu", "accelerate cpu")),
+    ]
+
+
+def _opt() -> list[str]:
+    (fitting, offloaded), best = (
+        [max((p for p in points("opt-30b") if p.case.offload == offload), key=lambda p: p.case.workload.batch_size)
+         for offload in ("none", "cpu")],
+        rates("opt-30b"),
+    )  # fmt: skip
+    return [
+        f"{offloaded.case.workload.batch_size}",
+        f"{fitting.case.workload.batch_size}",
+        f"{step_ms(offloaded) / step_ms(fitting):.1f}x",
+        f"{best['stream cpu'] / best['stream none']:.2f}x",
     ]
 
 

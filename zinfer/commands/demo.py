@@ -73,9 +73,10 @@ def explanation(points: "Sequence[Measurement]", machine: "Machine") -> str:
     ]
     if best is not None:
         lines += [
-            f"  {best.case.label()} at batch {best.case.workload.batch_size} makes the most text: "
-            f"{figures(best.output_tok_s or 0)} tokens a second over all its sequences, prompts",
-            "  included. TTFT is the wait for a sequence's first token, TPOT the time between two tokens.",
+            f"  No configuration was faster than {best.case.label()} at batch {best.case.workload.batch_size}: "
+            f"{figures(best.output_tok_s or 0)} tokens a second",
+            "  over all its sequences, prompts included.",
+            "  TTFT is the wait for a sequence's first token, TPOT the time between two tokens.",
             "  A larger batch makes more tokens a second, and each reader waits longer.",
         ]
     if gpu is None:

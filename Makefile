@@ -4,6 +4,9 @@ BIN := .venv/bin
 # Python compiles what it imports, once: that is a tenth of what pip would compile.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
+# Where the environment keeps Python from writing what it compiled, each of the demo's workers would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test quick lint conformance readme codec accuracy plots report
 
 setup: .venv/installed .venv/installed-dev

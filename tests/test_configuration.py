@@ -32,7 +32,7 @@ LLAMA: dict[str, Any] = {
         ({"hidden_size": 10**9}, "hidden_size is 1000000000"),
         ({"hidden_size": 4.5}, "hidden_size is '4.5'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"num_attention_heads": {}}, "num_attention_heads"),
+        ({"num_attention_heads": "4"}, "num_attention_heads"),
         ({"num_key_value_heads": [2, "3"]}, "num_key_value_heads is '3'"),
         ({"num_key_value_heads": [2, 10**9]}, "num_key_value_heads is 1000000000"),
         ({"num_local_experts": 4096, "num_hidden_layers": 1000}, "4,096,000 experts in all layers"),
@@ -118,3 +118,19 @@ def test_an_implementation_of_a_repository_is_refused_when_it_is_read(field: str
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vision_config": {field: "someone/kernels"}}))
     with pytest.raises(DocumentError, match=r"config\.json: .*someone/kernels.* names code"):
         configuration.read(tmp_path / "config.json")
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_the_default_configuration_of_every_model_type_passes() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    passed = 0
+    for kind in CONFIG_MAPPING:
+        try:
+            default = CONFIG_MAPPING[kind]().to_dict()
+        except Exception:  # a few have no default
+            continue
+        configuration.parse(json.dumps(default, default=str).encode(), kind)
+        passed += 1
+    assert passed > 600

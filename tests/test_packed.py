@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from tests.test_parity import BATCHES, greedy, load
 from zinfer.cli import cli
 from zinfer.engine import EngineError
 from zinfer.engine.stream import codec, packed
-from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.checkpoint import Checkpoint, CheckpointError
 from zinfer.spec.model import ModelSpec
-from zinfer.spec.resolve import resolve
+from zinfer.spec.resolve import from_directory, resolve
 from zinfer.spec.source import revision_of
 
 Checkpoints = Callable[..., Path]
@@ -114,6 +116,119 @@ def test_packed_layers_of_other_weights_are_refused(spec: ModelSpec, checkpoint:
     assert packed.find(half, revision_of(half, "safetensors"), "auto") is None
     with pytest.raises(EngineError, match="dtype bfloat16 instead of float16"):
         packed.find(half, revision_of(half, "safetensors"), str(folder))
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], object], sign: bool = True) -> None:
+    """Change the index of `folder`; with `sign` as somebody does who also writes its checksum."""
+    content = json.loads((folder / packed.INDEX).read_text())
+    change(content)
+    if sign:
+        with suppress(ValueError):
+            content = packed._Index.model_validate(content).signed().model_dump(mode="json")
+    (folder / packed.INDEX).write_text(json.dumps(content))
+
+
+def twice(content: dict[str, Any]) -> None:
+    content["images"][1] = content["images"][0]
+
+
+def exchanged(content: dict[str, Any]) -> None:
+    content["images"][:2] = reversed(content["images"][:2])
+
+
+def edit(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: content["images"][1].update({name: value})
+
+
+def block(place: int, value: Any) -> Callable[[dict[str, Any]], object]:
+    def change(content: dict[str, Any]) -> None:
+        next(iter(content["images"][1]["blocks"].values()))[place] = value
+
+    return change
+
+
+def piece(place: int, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: content["images"][1]["pieces"][0].__setitem__(place, value)
+
+
+INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "twice": (twice, "listed twice"),
+    "exchanged": (exchanged, "listed twice"),
+    "one left out": (lambda content: content["images"].pop(), "listed twice, or is missing"),
+    "text": (edit("start", "0"), "images.1.start"),
+    "negative": (edit("end", -1), "images.1.end"),
+    "another field": (edit("more", 1), "images.1.more"),
+    "no pieces": (edit("pieces", []), "images.1.pieces"),
+    "no checksums": (edit("crc32", []), "checksums are missing"),
+    "type": (block(2, "load"), "a type is unknown"),
+    "place": (block(0, 10**12), "tensors overlap|size is not|no data"),
+    "chunk": (piece(1, 10**12), "chunks overlap|not as long"),
+    "slot": (piece(2, 10**12), "tensors overlap"),
+    "layout": (piece(3, [1, 2, 3]), "not as long as its layout"),
+    "slot size": (edit("slot_bytes", 2**60), "size is not that of its tensors|no data"),
+    "files": (lambda content: content.update(files=[1]), "files"),
+}
+
+
+@pytest.mark.parametrize("damage", INDEX_DAMAGE)
+def test_an_index_that_lies_is_refused(damage: str, spec: ModelSpec) -> None:
+    folder, (change, says) = write(spec), INDEX_DAMAGE[damage]
+    changed(folder, change)
+    with pytest.raises(EngineError, match=says) as error:
+        packed.find(spec, revision_of(spec, "safetensors"), str(folder))
+    assert "\n" not in str(error.value)
+
+
+def test_a_changed_index_is_noticed(spec: ModelSpec) -> None:
+    folder = write(spec)
+    changed(folder, lambda content: content.update(allow_nan=True), sign=False)
+    with pytest.raises(EngineError, match="its own checksum differs"):
+        packed.find(spec, revision_of(spec, "safetensors"), str(folder))
+
+
+def test_a_checkpoint_that_changed_in_the_middle_of_a_tensor_is_noticed(spec: ModelSpec, tmp_path: Path) -> None:
+    """Also where somebody set the time of its last change back."""
+    own = from_directory(Path(shutil.copytree(str(spec.directory), tmp_path / "own"))).with_dtype("bfloat16")
+    folder, revision = write(own), revision_of(own, "safetensors")
+    opened = Checkpoint.open(tmp_path / "own")
+    info = max(opened.tensors.values(), key=lambda info: info.end - info.start)
+    assert info.end - info.start > 3 * 4096
+    before = info.file.stat()
+    with info.file.open("r+b") as stream:
+        stream.seek((info.start + info.end) // 2)
+        stream.write(b"\0\0\0\0")
+    os.utime(info.file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert revision_of(own, "safetensors") == revision
+    with pytest.raises(EngineError, match="has changed since"):
+        packed.find(own, revision, str(folder))
+
+
+def test_a_copy_of_the_checkpoint_is_read_once_and_believed(
+    spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(spec)
+    copy = from_directory(Path(shutil.copytree(str(spec.directory), tmp_path / "copy"))).with_dtype("bfloat16")
+    read: list[float] = []
+    for _ in range(2):
+        found = packed.find(
+            copy, revision_of(copy, "safetensors"), str(folder), False, lambda _, part: read.append(part)
+        )
+        assert found == folder
+    assert read == sorted(set(read)), "the second time nothing is read"
+    assert read[-1] == 1.0
+
+
+@pytest.mark.parametrize("name", [packed.DATA, packed.INDEX])
+@pytest.mark.parametrize("target", ["fifo", "/dev/zero", "/proc/kmsg"])
+def test_only_regular_files_are_read(name: str, target: str, spec: ModelSpec) -> None:
+    folder = write(spec)
+    (folder / name).unlink()
+    if target == "fifo":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(target)
+    with pytest.raises(ValueError, match=f"{name}.*not a regular file"):
+        tokens(str(spec.directory), weight_codec="lossless")
 
 
 def test_a_failure_leaves_nothing_behind(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

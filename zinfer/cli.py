@@ -44,7 +44,7 @@ GROUPS = {
 VERBS = {verb: line for group in GROUPS.values() for verb, line in group.items()}
 
 # verbs that make files; at their start goes what a killed one of them left behind
-MAKERS = frozenset(VERBS) - {"models", "doctor", "best", "compare"}
+MAKERS = frozenset(VERBS) - {"models", "doctor", "best", "compare", "completion"}
 MESSAGE = 2000  # most characters of an error message, which may repeat a value that somebody typed or wrote
 
 

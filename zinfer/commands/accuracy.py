@@ -166,7 +166,7 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
     def plans(choice: Any, axes: dict[str, Any]) -> "list[tuple[Plan, str]]":
         fields = {
             "model": (how["model"],), "engine": (how["engine"],), "offload": (choice,),
-            "gpu_weights": gpu_weights or (None,), "options": axes,
+            "gpu_weights": gpu_weights or (None,), "options": axes, "allow_nan": bool(how["allow_nan"]),
         }  # fmt: skip
         wanted = recipe.make_sweep(fields, "the command line")
         found = []

@@ -94,7 +94,7 @@ def command(
 
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
-    choice = {key: how[key] for key in ("engine", "offload", "gpu_weights", "settings", "nvme_path")}
+    choice = {key: how[key] for key in ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan")}
     loads = options.one_load("batch", model, layers=layers, **choice)
     content = read_bytes(prompts, MAX_BYTES)
     lines = read_requests(content)

@@ -34,6 +34,7 @@ from zinfer.spec.errors import ENVIRONMENT
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Folder, or .plan file.  [default: engines/plans]"
 )
+@options.allow_nan
 @click.option("--force", is_flag=True, help="Replace a plan that exists.")
 def command(
     model: str,
@@ -45,6 +46,7 @@ def command(
     load_format: Any,
     library: str,
     output: Path | None,
+    allow_nan: bool | None,
     force: bool,
 ) -> None:
     """Build a TensorRT plan with weight streaming, for `--engine tensorrt` of run and sweep. Prints its path.
@@ -91,7 +93,8 @@ def command(
         watch.say(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            file = build(found, key, source.spec, path, watch.progress, lambda: bool(signals), host_bytes())
+            stopped, free = lambda: bool(signals), host_bytes()
+            file = build(found, key, source.spec, path, watch.progress, stopped, free, bool(allow_nan))
         except Cancelled:
             watch.say("interrupted; nothing is left behind")
             raise SystemExit(128 + signals[0]) from None

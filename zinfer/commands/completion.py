@@ -41,16 +41,16 @@ def _machines() -> Iterable[str]:
 
 
 def _engines() -> Iterable[str]:
-    from zinfer.job.recipe import ENGINE_RECIPES
+    from zinfer.job.recipe import engine_recipes
     from zinfer.spec.engine import ENGINES
 
-    return [*ENGINES, *(path.stem for path in sorted(ENGINE_RECIPES.glob("*.toml")))]
+    return [*ENGINES, *(path.stem for path in engine_recipes())]
 
 
 def _recipes() -> Iterable[str]:
-    from pathlib import Path
+    from zinfer.job.recipe import sweep_recipes
 
-    return (path.stem for path in sorted(Path("sweeps").glob("*.toml")))
+    return [path.stem for path in sweep_recipes()]
 
 
 def _settings() -> Iterable[str]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zinfer.spec.machine import Machine
 
 RECIPE = "demo"
+NOISY = 0.2  # half of the confidence interval, as a share of the mean, from which on a warning is due
 
 
 @click.command("demo")
@@ -62,7 +63,7 @@ def explanation(points: "Sequence[Measurement]", machine: "Machine") -> str:
     batches = sorted({case.workload.batch_size for case in cases})
     engines = sorted({case.engine for case in cases})
     gpu = machine.gpu_name if machine.gpu_count else None
-    best = rates.best(usable)
+    best = rates.winner(usable)
     lines = [
         "WHAT WAS MEASURED",
         f"  {counted(len(usable), 'point')} on {gpu or 'the CPU, since no GPU is here'}: {', '.join(engines)};",
@@ -73,12 +74,18 @@ def explanation(points: "Sequence[Measurement]", machine: "Machine") -> str:
     ]
     if best is not None:
         lines += [
-            f"  No configuration was faster than {best.case.label()} at batch {best.case.workload.batch_size}: "
-            f"{figures(best.output_tok_s or 0)} tokens a second",
-            "  over all its sequences, prompts included.",
-            "  TTFT is the wait for a sequence's first token, TPOT the time between two tokens.",
+            f"  {best.case.label()} at batch {best.case.workload.batch_size} makes the most text: "
+            f"{figures(best.output_tok_s or 0)} tokens a second over all its sequences, prompts",
+            "  included. TTFT is the wait for a sequence's first token, TPOT the time between two tokens.",
             "  A larger batch makes more tokens a second, and each reader waits longer.",
         ]
+        if tied := rates.tied(usable, best):
+            lines.append(f"  {tied}")
+        spread = rates.spread(best.output_tok_s_samples)
+        if spread is not None and spread.half_width is not None and spread.half_width > NOISY * spread.mean:
+            lines.append(
+                "  Its runs differ much (±), so this machine was busy: measure again before you trust the order."
+            )
     if gpu is None:
         lines += [
             "  This machine is a CPU: weights in host memory are copied within that memory, so offload",

@@ -168,6 +168,11 @@ def _shorthands(function: Command) -> Command:
     return cast("Command", merged)
 
 
+allow_nan = click.option(
+    "--allow-nan", is_flag=True, default=None, help="Load weights with NaN or infinity, too; else they are refused."
+)
+
+
 def load_options(function: Command) -> Command:
     """Add the options of a load: weights, type, slice, NVMe folder, engine settings."""
     function = _shorthands(function)
@@ -186,6 +191,7 @@ def load_options(function: Command) -> Command:
             "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default=None,
             help="Real weights (safetensors), random ones (dummy), or real ones if there are any (auto).",
         ),
+        allow_nan,
         click.option("--dtype", type=Dtype(), default=None, help="Weight type.  [default: the model's own]"),
         click.option("--revision", help="Branch, tag or commit of a hub model; as --model owner/name@REVISION."),
     ):  # fmt: skip
@@ -283,6 +289,7 @@ def one_load(
     gpu_weights: tuple[str, ...] | None,
     settings: dict[str, tuple[Any, ...]],
     nvme_path: str | None,
+    allow_nan: bool | None = None,
 ) -> "dict[SweepLoad, str]":
     """Return the load that the flags of a verb stand for, for each offload that may serve, with its engine's target.
 
@@ -297,7 +304,7 @@ def one_load(
     offloads = offload_choices(offload, gpu_weights)
     fields = {
         "model": (model,), "engine": (engine,), "offload": offloads, "layers": (layers,),
-        "gpu_weights": gpu_weights or (None,), "options": settings,
+        "gpu_weights": gpu_weights or (None,), "options": settings, "allow_nan": bool(allow_nan),
     }  # fmt: skip
     wanted = make_sweep(fields, "the command line")
     loads = located(wanted)

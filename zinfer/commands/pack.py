@@ -17,7 +17,8 @@ from zinfer.spec.errors import ENVIRONMENT
 @click.option(
     "-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder.  [default: in engines/packed]"
 )
-def command(model: str, dtype: Any, layers: int | None, output: Path | None) -> None:
+@options.allow_nan
+def command(model: str, dtype: Any, layers: int | None, output: Path | None, allow_nan: bool | None) -> None:
     """Code a checkpoint's decoder layers once, so that `--engine stream -O weight_codec=lossless` reads a third fewer
     bytes and codes nothing when it loads. Every tensor has a checksum. Prints the folder; the engine finds the default
     folder by itself, another one with -O packed=FOLDER.
@@ -42,7 +43,7 @@ def command(model: str, dtype: Any, layers: int | None, output: Path | None) -> 
     with Watch() as watch:
         watch.say(f"packing {gb(source.spec.streamed_bytes)} of layers into {folder}")
         try:
-            size = packed.write(source.spec, source.revision, folder, device, watch.progress)
+            size = packed.write(source.spec, source.revision, folder, device, watch.progress, bool(allow_nan))
         except OSError as error:
             raise Failure(f"cannot pack into {folder}: {error.strerror or error}", ENVIRONMENT) from error
         watch.say(f"{gb(size)}, {size / source.spec.streamed_bytes:.1%} of it")

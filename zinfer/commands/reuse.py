@@ -121,6 +121,7 @@ def command(
     fields = {
         "model": (model,), "engine": engine, "offload": offload, "input_len": context, "output_len": (1,),
         "layers": (layers,), "gpu_weights": gpu_weights or (None,), "options": settings,
+        "allow_nan": bool(how["allow_nan"]),
     }  # fmt: skip
     wanted = recipe.make_sweep(fields, "the command line")
     jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path, positions=False)

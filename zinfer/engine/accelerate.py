@@ -38,7 +38,7 @@ class Accelerate(Decoder):
 
     def _load(self) -> None:
         case = self.plan.case
-        state = ModelState(self.plan.model, case.load_format)
+        state = ModelState(self.plan.model, case.load_format, allow_nan=case.allow_nan)
         self.model = state.model
         streamed = {
             name: entry.tensor

@@ -4,13 +4,16 @@ A checkpoint is read one group of tensors (a decoder layer) at a time. The next 
 used, so that a load takes as long as the slower of the two.
 """
 
+import mmap
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -22,7 +25,10 @@ from zinfer.spec.host import available_bytes
 THREADS = 16  # more than cores, since they wait for the disk most of the time
 CHUNK = 16 << 20  # bytes that a thread reads at a time
 
+BLOCK = 1 << 20  # bytes that are checked at a time: they are still in the cache for the second look
+
 Group = tuple[str, ...]  # names of checkpoint tensors that are used together
+Visit = Callable[[str, int, memoryview], None]  # receives a tensor's name, an offset in its bytes, and bytes from there
 
 DTYPES = {  # name in safetensors -> dtype
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -32,17 +38,27 @@ DTYPES = {  # name in safetensors -> dtype
     "C64": torch.complex64, "BOOL": torch.bool,
 }  # fmt: skip
 
+# Floating-point type in safetensors -> bytes of a number, and the smallest bit patterns that are no number: as a signed
+# integer for positive ones, as an unsigned integer for negative ones. Larger patterns of each sign are none either, so
+# two maxima tell all, at the rate of a copy.
+_NOT_FINITE: dict[str, tuple[int, int, int]] = {
+    "F64": (8, 0x7FF << 52, 0xFFF << 52), "F32": (4, 0x7F800000, 0xFF800000), "C64": (4, 0x7F800000, 0xFF800000),
+    "F16": (2, 0x7C00, 0xFC00), "BF16": (2, 0x7F80, 0xFF80), "F8_E5M2": (1, 0x7C, 0xFC), "F8_E4M3": (1, 0x7F, 0xFF),
+    "F8_E8M0": (1, 0x80, 0xFF),
+}  # fmt: skip
 
-def groups_read(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict[str, Any]]:
+
+def groups_read(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
     """Yield the tensors of each group, by name, valid until the next group is requested.
 
     They lie in one of two buffers while threads fill the other. If free memory is less than twice both buffers, the
-    tensors come as from `groups_mapped`.
+    tensors come as from `groups_mapped`. Before a group comes, each of `visits` got all bytes of its tensors, in the
+    threads that read them; an exception of a visit is raised here.
     """
     layouts = [lay_out((name, empty_tensor(name, checkpoint.tensors[name])) for name in group) for group in groups]
     largest = max((size for _, size in layouts), default=0)
     if 4 * largest > available_bytes():  # the system can drop a mapped file's pages when memory is short, not buffers
-        yield from groups_mapped(checkpoint, groups)
+        yield from groups_mapped(checkpoint, groups, visits)
         return
     buffers = [PinnedArena(largest, pin=False, grow=True) for _ in range(2)]  # new memory is slow
 
@@ -53,7 +69,7 @@ def groups_read(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict[s
             jobs = []
             for name, block in blocks.items():
                 info, memory = checkpoint.tensors[name], buffer.memory[block.offset : block.offset + block.size]
-                jobs += fill(pool, memory, info.file, info.start)
+                jobs += fill(pool, memory, info.file, info.start, [partial(visit, name) for visit in visits])
             return buffer.views(blocks), jobs
 
         begun = map(begin, range(len(groups)))
@@ -65,13 +81,88 @@ def groups_read(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict[s
             yield tensors
 
 
-def groups_mapped(checkpoint: Checkpoint, groups: list[Group]) -> Generator[dict[str, Any]]:
-    """Yield the tensors of each group, by name, as slices of mapped files: they may be kept, and are read when used."""
+def groups_mapped(
+    checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()
+) -> Generator[dict[str, Any]]:
+    """Yield the tensors of each group, by name, as slices of mapped files: they may be kept, and are read when used;
+    with `visits`, which work as in `groups_read`, also before."""
     for group in groups:
+        if visits:
+            _visit_mapped(checkpoint, group, visits)
         with ExitStack() as stack:
             files = {checkpoint.tensors[name].file for name in group}
             readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
             yield {name: readers[checkpoint.tensors[name].file].get_slice(name) for name in group}
+
+
+def _visit_mapped(checkpoint: Checkpoint, group: Group, visits: Iterable[Visit]) -> None:
+    """Give `visits` all bytes of the tensors of a group, from the mapped files."""
+
+    def visit(name: str, whole: memoryview, begin: int) -> None:
+        info = checkpoint.tensors[name]
+        with whole[info.start + begin : min(info.end, info.start + begin + CHUNK)] as part:
+            for each in visits:
+                each(name, begin, part)
+
+    by_file: dict[Path, list[str]] = {}
+    for name in group:
+        by_file.setdefault(checkpoint.tensors[name].file, []).append(name)
+    for file, names in by_file.items():
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            with memoryview(mapped) as whole, reading() as pool:
+                jobs = [
+                    pool.submit(visit, name, whole, begin)
+                    for name in names
+                    for begin in range(0, checkpoint.tensors[name].end - checkpoint.tensors[name].start, CHUNK)
+                ]
+                faults = [fault for job in jobs if (fault := job.exception()) is not None]
+            if faults:
+                raise faults[0]
+
+
+def check_finite(checkpoint: Checkpoint, name: str, begin: int, part: memoryview) -> None:
+    """Raise CheckpointError if bytes of a stored tensor, from byte `begin` of it on, hold NaN or infinity.
+
+    Types other than floating-point ones are not checked: integers, and the codes of quantised weights.
+    """
+    info = checkpoint.tensors[name]
+    if (
+        info.dtype in _NOT_FINITE
+        and (found := _first_not_finite(info.dtype, np.frombuffer(part, np.uint8))) is not None
+    ):
+        number = (begin + found) // _NOT_FINITE[info.dtype][0]
+        raise not_finite(f"{info.file}: {name}", number)
+
+
+def not_finite(where: str, number: int) -> CheckpointError:
+    """Return the error for a tensor whose value `number` is no number; `where` names file and tensor."""
+    return CheckpointError(
+        f"{where} holds NaN or infinity (value {number:,}): the weights are damaged; --allow-nan loads them as they are"
+    )
+
+
+def first_not_finite(tensor: Tensor) -> int | None:
+    """Return the number of the first value of a tensor on the CPU that is NaN or infinite; None if there is none, or if
+    the tensor is of no floating-point type."""
+    name = next((name for name, dtype in DTYPES.items() if dtype == tensor.dtype), "")
+    if name not in _NOT_FINITE or not tensor.numel():
+        return None
+    array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    found = _first_not_finite(name, array)
+    return None if found is None else found // _NOT_FINITE[name][0]
+
+
+def _first_not_finite(dtype: str, content: Any) -> int | None:
+    """Return the offset of the first value of `content` (uint8 ``[n]``) that is NaN or infinite; None without one."""
+    size, positive, negative = _NOT_FINITE[dtype]
+    signed, unsigned = content.view(f"<i{size}"), content.view(f"<u{size}")
+    step = BLOCK // size
+    for begin in range(0, len(signed), step):
+        one, other = signed[begin : begin + step], unsigned[begin : begin + step]
+        if one.max() >= positive or other.max() >= negative:
+            first = begin + int(np.flatnonzero((one >= positive) | (other >= negative))[0])
+            return first * size
+    return None
 
 
 def empty_tensor(name: str, info: TensorInfo) -> Tensor:
@@ -97,15 +188,27 @@ def reading() -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-def fill(pool: ThreadPoolExecutor, memory: Tensor, file: Path, start: int) -> list[Future[None]]:
+def fill(
+    pool: ThreadPoolExecutor,
+    memory: Tensor,
+    file: Path,
+    start: int,
+    visits: Iterable[Callable[[int, memoryview], None]] = (),
+) -> list[Future[None]]:
     """Start filling `memory` (uint8 ``[n]``) with the bytes of `file` from offset `start` on.
 
-    The futures raise OSError where the file cannot be read, and CheckpointError where it ends too early.
+    Each chunk goes to `visits`, with its offset in `memory`, in the thread that read it. The futures raise OSError
+    where the file cannot be read, CheckpointError where it ends too early, and what a visit raises.
     """
     view = as_bytes(memory)
-    return [
-        pool.submit(_read, file, view[begin : begin + CHUNK], start + begin) for begin in range(0, len(view), CHUNK)
-    ]
+
+    def read(begin: int) -> None:
+        part = view[begin : begin + CHUNK]
+        _read(file, part, start + begin)
+        for visit in visits:
+            visit(begin, part)
+
+    return [pool.submit(read, begin) for begin in range(0, len(view), CHUNK)]
 
 
 def as_bytes(memory: Tensor) -> memoryview:

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,17 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from zinfer.engine.read import DTYPES, Group, empty_tensor, groups_mapped, groups_read
+from zinfer.engine.read import (
+    DTYPES,
+    Group,
+    Visit,
+    check_finite,
+    empty_tensor,
+    first_not_finite,
+    groups_mapped,
+    groups_read,
+    not_finite,
+)
 from zinfer.spec.architecture import building, decoder_layers, empty_model
 from zinfer.spec.case import LoadFormat
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
@@ -86,9 +96,19 @@ class ModelState:
     `model` has its parameters on the meta device and its buffers on the CPU until the loading engine puts tensors in
     their place. Raises ModelError where transformers cannot build the model, and CheckpointError, in one line and
     before weights are read, where the checkpoint does not account for all of its state.
+
+    Weights with NaN or infinity are refused while they are read, unless `allow_nan`. `visits` get all bytes that are
+    read, as in `groups_read`.
     """
 
-    def __init__(self, spec: ModelSpec, load_format: LoadFormat, model: PreTrainedModel | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        load_format: LoadFormat,
+        model: PreTrainedModel | None = None,
+        allow_nan: bool = False,
+        visits: Iterable[Visit] = (),
+    ) -> None:
         self.spec = spec
         self.model = empty_model(spec) if model is None else model
         self.stack, self.layers = decoder_layers(self.model)
@@ -97,7 +117,7 @@ class ModelState:
         if load_format != "dummy":
             if spec.directory is None:
                 raise CheckpointError(f"{spec.name} has no local checkpoint; use --load-format dummy or give a folder")
-            self._checkpoint = _Stored(Checkpoint.open(Path(spec.directory)), self)
+            self._checkpoint = _Stored(Checkpoint.open(Path(spec.directory)), self, allow_nan, visits)
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -229,8 +249,10 @@ def _keep_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
 class _Stored:
     """A checkpoint checked against a model's state, and the conversion of its tensors into that state."""
 
-    def __init__(self, checkpoint: Checkpoint, state: ModelState) -> None:
+    def __init__(self, checkpoint: Checkpoint, state: ModelState, allow_nan: bool, visits: Iterable[Visit]) -> None:
         self._checkpoint, self._state = checkpoint, state
+        self._visits: list[Visit] = [*visits, *([] if allow_nan else [partial(check_finite, checkpoint)])]
+        self._allow_nan = allow_nan
         self._directory = state.spec.directory
         self._around = _Around.of(checkpoint.config, state.model)
         self._mapping = get_model_conversion_mapping(state.model)
@@ -251,8 +273,19 @@ class _Stored:
         for target, stored in sources.items():
             layer = self._names[target].layer
             groups[-1 if layer is None else layer] += stored
+        # Entries whose stored numbers may be too large for their type: conversion makes infinities of these.
+        self._narrowed = {
+            self._names[target].name
+            for target, stored in sources.items()
+            if not allow_nan and any(self._narrows(name, self._names[target].tensor.dtype) for name in stored)
+        }
         self._groups: list[tuple[bool, Group]] = [(index >= 0, tuple(groups[index])) for index in sorted(groups)]
         self._account()
+
+    def _narrows(self, name: str, dtype: torch.dtype) -> bool:
+        """Tell whether the stored tensor `name` may hold numbers that are infinite as `dtype`."""
+        stored = DTYPES[self._checkpoint.tensors[name].dtype]
+        return dtype.is_floating_point and stored.is_floating_point and torch.finfo(stored).max > torch.finfo(dtype).max
 
     def _sources(self) -> dict[str, list[str]]:
         """Return the stored tensors that make each entry, by the name of the model's state that transformers gives
@@ -347,9 +380,12 @@ class _Stored:
             if layers or self._state.entries[name].layer is None:
                 yield name, self._state.entries[name].tensor
         groups = [group for inside, group in self._groups if layers or not inside]
-        with closing((groups_mapped if mapped else groups_read)(self._checkpoint, groups)) as contents:
+        with closing((groups_mapped if mapped else groups_read)(self._checkpoint, groups, self._visits)) as contents:
             for content in contents:
-                yield from self._converted(content, torch.device("cpu"))
+                for name, tensor in self._converted(content, torch.device("cpu")):
+                    if name in self._narrowed and (number := first_not_finite(tensor)) is not None:
+                        raise not_finite(f"{self._directory}: {name} as {str(tensor.dtype)[6:]}", number)
+                    yield name, tensor
 
     def _converted(self, content: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Convert stored tensors as transformers does: yield (name, tensor) of the entries, once for a tied entry.

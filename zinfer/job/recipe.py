@@ -71,6 +71,7 @@ class SweepLoad(Frozen):
     layers: int | None
     gpu_weights: str | None
     options: Options
+    allow_nan: bool = False
 
     @property
     def conflict(self) -> str | None:
@@ -89,6 +90,7 @@ class SweepLoad(Frozen):
             layers=self.layers,
             gpu_weights=self.gpu_weights,
             options=self.options,
+            allow_nan=self.allow_nan,
         )
 
 
@@ -111,6 +113,7 @@ class Sweep(Frozen):
     layers: Annotated[tuple[Whole | None, ...], _SOME] = (None,)
     gpu_weights: Annotated[tuple[Name | None, ...], _SOME] = (None,)  # of offloaded weights: else all are on the GPU
     options: dict[Name, Annotated[tuple[Setting, ...], _SOME]] = Field(default_factory=dict, max_length=100)
+    allow_nan: bool = False  # load weights with NaN or infinity, too
     machine: tuple[Name, ...] = Field(default=(), max_length=100)  # to plan for; a sweep runs on this machine
     published: tuple[Published, ...] = Field(default=(), max_length=100)
     repeats: int = Field(default=3, ge=1, le=MOST)
@@ -192,6 +195,7 @@ class Sweep(Frozen):
                                 layers=layers,
                                 gpu_weights=budget,
                                 options=settle(recipe.engine, options, planning),
+                                allow_nan=self.allow_nan,
                             )
 
     def lengths(self) -> Iterator[tuple[int, int]]:
@@ -300,6 +304,11 @@ def _recipes(folder: Path) -> dict[str, Path]:
 def sweep_recipes() -> tuple[Path, ...]:
     """Return the sweep recipes that `sweep_recipe` finds by name, sorted by it."""
     return tuple(path for _, path in sorted(_recipes(SWEEP_RECIPES).items()))
+
+
+def engine_recipes() -> tuple[Path, ...]:
+    """Return the engine recipes that `engine_recipe` finds by name, sorted by it."""
+    return tuple(path for _, path in sorted(_recipes(ENGINE_RECIPES).items()))
 
 
 def sweep_recipe(name: str) -> Path:

@@ -390,11 +390,12 @@ def _codecs(findings: Findings) -> Iterator[Block]:
             Row(cells, "failed" if row.name in record.failed else "")
             for row, cells in zip(record.rows, record.cells(), strict=True)
         )
-        yield Table(caption, codec.COLUMNS, tuple(rows))
+        yield Details(f"Rates and sizes of the codec, {record.machine}", (Table(caption, codec.COLUMNS, tuple(rows)),))
         yield Items(tuple(f"{row.name}: {row.told}." for row in record.rows))
     if findings.codecs:
         others = tuple(Row(one.cells) for one in codecs())
-        yield Table("Published by others, not measured here.", PublishedCodec.columns, others)
+        caption = "Published by others, not measured here."
+        yield Details("Codecs of others", (Table(caption, PublishedCodec.columns, others),))
 
 
 def _studies(findings: Findings) -> Iterator[Block]:
@@ -417,7 +418,8 @@ def _studies(findings: Findings) -> Iterator[Block]:
             f"TTFT in the median, with the whole context computed or its kept KV cache reloaded. Measured by zinfer "
             f"reuse on {run.device}: {run.conditions}."
         )
-        yield Table(caption, prefix_reuse.COLUMNS, tuple(Row(point.cells) for point in run.measured))
+        table = Table(caption, prefix_reuse.COLUMNS, tuple(Row(point.cells) for point in run.measured))
+        yield Details(f"Time to the first token by context, {run.title}, {run.machine}", (table,))
         yield Items(tuple(run.verdicts))
 
 

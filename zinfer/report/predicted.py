@@ -127,7 +127,8 @@ def machines(findings: Findings, known: Forecast) -> Section:
     """Return the section on the predicted throughput of whole models on other machines, and how far to trust it."""
     blocks: list[Block] = []
     asked: dict[Case, WorkloadFindings] = {}
-    for workload in (*findings.main, *findings.slices):
+    whole = {workload.group.model for workload in findings.main}
+    for workload in (*findings.main, *(one for one in findings.slices if one.group.model not in whole)):
         winner = rates.winner(workload.points)
         if winner is not None and winner.case.engine in known.factors:
             asked.setdefault(winner.case.load.model_copy(update={"layers": None, "gpu_weights": None}), workload)

@@ -285,7 +285,9 @@ def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreT
         return AutoConfig.for_model(architecture, **settings)
     except Exception as error:  # each architecture has checks of its own
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{prefix}transformers cannot build a {architecture!r} model: {reason}") from None
+        raise ModelError(
+            f"{prefix}transformers cannot build a {architecture!r} model from its config.json: {reason}"
+        ) from None
 
 
 def _numbers(value: Any) -> Any:

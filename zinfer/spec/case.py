@@ -1,8 +1,8 @@
 """Cases: points requested of a machine, used as the keys of their measurements."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
 
 from zinfer.spec.engine import Offload as Offload
 from zinfer.spec.engine import Option as Option
@@ -40,12 +40,21 @@ class Case(Frozen):
     layers: int | None = None  # a slice: the first so many decoder layers; None is all
     gpu_weights: str | None = None  # share of the streamed weights that stays on the GPU: auto, 25%, 40GiB
     options: Options = ()  # settings that differ from the engine's defaults, sorted
+    allow_nan: bool = False  # weights with NaN or infinity are loaded, too
 
     @field_validator("options")
     @classmethod
     def _leave_out_defaults(cls, value: Options, info: ValidationInfo) -> Options:
         """Drop options that have their default value, so that cases which ask for the same are equal."""
         return without_defaults(info.data.get("engine", ""), value)
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, fields: SerializerFunctionWrapHandler) -> Any:
+        """Leave out `allow_nan` where it is off, so that a case reads as in records of earlier versions."""
+        written = fields(self)
+        if isinstance(written, dict) and not written.get("allow_nan"):
+            written.pop("allow_nan", None)
+        return written
 
     @property
     def load(self) -> "Case":
@@ -65,7 +74,7 @@ class Case(Frozen):
         """Return engine and offload in a few characters, for legends and progress lines."""
         resident = "" if self.gpu_weights is None else f" gpu-weights={self.gpu_weights}"
         options = "".join(f" {key}={value}" for key, value in self.options)
-        return f"{self.engine} {self.offload}{resident}{options}"
+        return f"{self.engine} {self.offload}{resident}{options}{' allow-nan' if self.allow_nan else ''}"
 
 
 def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0) -> int:

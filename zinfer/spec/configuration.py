@@ -18,7 +18,7 @@ from zinfer.spec.model import CONFIG_KEYS
 MAX_BYTES = 16 << 20  # of a config.json
 DIGITS = 40  # of an integer: transformers writes 10**30 for "no limit"
 MAX_LAYERS = 1024  # the deepest published models have 160
-MAX_MODULES = 131072  # experts of all layers together
+MAX_EXPERTS = 1 << 21  # of all layers together
 MAX_TOKEN = (1 << 31) - 1
 # Our name of a quantity -> smallest and largest value. Null stands for the architecture's default.
 LIMITS: dict[str, tuple[int, int]] = {
@@ -30,7 +30,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "ffn_size": (0, 1 << 24),
     "vocab_size": (1, 1 << 24),
     "max_position": (-1, 1 << 40),
-    "num_experts": (0, 4096),
+    "num_experts": (0, 1 << 16),
     "experts_per_token": (0, 4096),
 }
 _BOUNDS = {name: LIMITS[quantity] for quantity, names in CONFIG_KEYS.items() for name in names}
@@ -150,8 +150,8 @@ def _check_sizes(value: Any, where: str, outer: str = "") -> None:
         if isinstance(part, Mapping | list):
             _check_sizes(part, where, f"{outer}{key}." if isinstance(part, Mapping) else outer)
     layers = _largest(value, "num_layers")
-    if (modules := layers * _largest(value, "num_experts")) > MAX_MODULES:
-        raise DocumentError(f"{where}{outer}{modules:,} experts in all layers: zinfer takes at most {MAX_MODULES:,}")
+    if (modules := layers * _largest(value, "num_experts")) > MAX_EXPERTS:
+        raise DocumentError(f"{where}{outer}{modules:,} experts in all layers: zinfer takes at most {MAX_EXPERTS:,}")
 
 
 def _largest(config: Mapping[str, Any], quantity: str) -> int:
@@ -163,7 +163,10 @@ def _check_types(config: Mapping[str, Any], where: str) -> None:
     """Raise DocumentError for a value of the wrong type among the fields of a text model that zinfer itself reads."""
     for key in _BOUNDS.keys() & config.keys():
         for number in config[key] if isinstance(config[key], list) else [config[key]]:
-            if not isinstance(number, int | list | None) or isinstance(number, bool):
+            whole = isinstance(number, int | list | Mapping | None) or (
+                isinstance(number, float) and number.is_integer()
+            )
+            if not whole or isinstance(number, bool):
                 raise DocumentError(f"{where}{key} is {str(number)[:40]!r}: zinfer takes a whole number")
     for key in _TOKENS:
         for number in config[key] if isinstance(config.get(key), list) else [config.get(key)]:

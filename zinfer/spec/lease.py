@@ -16,7 +16,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import stat
 import threading
 import time
@@ -30,7 +29,7 @@ from typing import Any, Literal, Self
 
 MARK = ".zinfer"  # file in an owned folder; it holds the token
 TOKEN = re.compile(r"[0-9a-f]{32}")
-STEM = 150  # characters of a file's name that the name of its part begins with
+STEM = 150  # bytes of a file's name that the name of its part begins with
 UNREACHABLE_DAYS = 30  # a lease whose paths lie on a drive that is not mounted is forgotten after so long
 MOST_BYTES = 16 << 20  # of a lease
 
@@ -47,7 +46,7 @@ class _Lease:
     """Lease of this process: its token, its locked file (None where none can be written), and the paths it owns."""
 
     def __init__(self) -> None:
-        self.pid, self.token = os.getpid(), secrets.token_hex(16)
+        self.pid, self.token = os.getpid(), os.urandom(16).hex()
         self.paths: dict[str, dict[str, Any]] = {}
         self._file: int | None = None
         self._header = json.dumps(
@@ -136,7 +135,8 @@ def part_of(path: Path) -> Path:
     it until `release`."""
     with _lock:
         lease = _lease()
-        part = path.with_name(f"{path.name[:STEM]}.{next(_number)}.{lease.token}.part")
+        stem = os.fsencode(path.name)[:STEM].decode(errors="ignore")
+        part = path.with_name(f"{stem}.{next(_number)}.{lease.token}.part")
         lease.add(os.path.abspath(part))
         return part
 

@@ -64,7 +64,7 @@ class DeepSpeed(Decoder):
 
         case = self.plan.case
         check_dtype(self.plan.model.dtype)
-        state = ModelState(self.plan.model, case.load_format)
+        state = ModelState(self.plan.model, case.load_format, allow_nan=case.allow_nan)
         self.model, layers = state.model, state.layers
         self._offloaded = {
             name

@@ -64,7 +64,7 @@ class Stream(Decoder):
         plan = self.plan
         self._threads = torch.get_num_threads()
         self._sender = Sender(self.device)
-        self._weights = state = ModelState(plan.model, plan.case.load_format)
+        self._weights = state = ModelState(plan.model, plan.case.load_format, allow_nan=plan.case.allow_nan)
         self.model, self._layers = state.model, state.layers
         self._inspect()
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
@@ -144,7 +144,8 @@ class Stream(Decoder):
         spec, load_format = self.plan.model, self.plan.case.load_format
         if load_format == "dummy":
             return None
-        return packed.find(spec, revision_of(spec, load_format), self.options.packed)
+        revision, allow_nan = revision_of(spec, load_format), self.plan.case.allow_nan
+        return packed.find(spec, revision, self.options.packed, allow_nan, self.progress)
 
     def cannot_snapshot(self) -> str | None:
         able = {"kv_offload": ("none",), "kv_cache_dtype": ("auto", "bf16")}

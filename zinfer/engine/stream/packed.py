@@ -3,36 +3,109 @@
 A folder holds `layers.bin`, all packed layers as they lie in the arena, and `packed.json`, written last, with the place
 of every tensor and a CRC-32 of every chunk. Weights outside the layers are small and still come from the checkpoint.
 `packed.json` names the revision of the weights: packed layers of other weights are never used.
+
+A revision does not see a change in the middle of a tensor. So `packed.json` also has the CRC-32 of every tensor that
+was packed, computed while it was read, and the identity of each file of the checkpoint: size, inode, times of the last
+change of its content and of its state, which no program can set back. While these are the same, so is the content. If
+one differs (the checkpoint was copied, or changed), its tensors are read once and compared; the new identity is kept.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 from zinfer.engine import EngineError
-from zinfer.engine.pinned import PinnedArena, TensorPlace, check_free, lay_out
-from zinfer.engine.read import as_bytes, fill, reading
+from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, check_free, lay_out
+from zinfer.engine.read import DTYPES, as_bytes, fill, groups_mapped, reading
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream.codec import Layout
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, pack
 from zinfer.spec import atomic
-from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.checkpoint import Checkpoint, CheckpointError
+from zinfer.spec.documents import DocumentError, open_regular, read_object, validate
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.progress import Progress, silent
 from zinfer.spec.units import gb
 
 PACKED = Path("engines/packed")
 DATA, INDEX = "layers.bin", "packed.json"
-FORMAT = 3  # 2 had no persistent buffers
+FORMAT = 4  # 3 had no checksums of the checkpoint, 2 no persistent buffers
+MAX_INDEX = 512 << 20  # bytes of packed.json; that of a model with 60,000 tensors has 10 MB
 LAYERS_AHEAD = 3  # layers that are read while one is checked: a checksum takes about as long as a fast disk
+
+Count = Annotated[int, Field(ge=0, le=1 << 62, strict=True)]
+
+
+class _Image(BaseModel):
+    """A packed layer in `packed.json`: bytes `start` to `end` of the data."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    start: Count
+    end: Count
+    slot_bytes: Count
+    blocks: dict[str, tuple[Count, list[Count], str]]  # name -> offset in the slot, shape, type
+    pieces: Annotated[list[tuple[Count, Count, Count, list[Count] | None]], Field(min_length=1)]
+    crc32: list[Count]
+
+
+class _Index(BaseModel):
+    """Content of `packed.json`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: int
+    revision: str
+    dtype: str
+    allow_nan: bool
+    files: dict[str, tuple[Count, Count, Count, Count]]  # name -> size, inode, times of change in ns
+    tensors: dict[str, Count]  # name in the checkpoint -> CRC-32
+    bytes: Count
+    images: list[_Image]
+    digest: str = ""  # SHA-256 of all other fields
+
+    def signed(self) -> "_Index":
+        """Return the index with its digest."""
+        content = json.dumps(self.model_dump(mode="json", exclude={"digest"}), sort_keys=True)
+        return self.model_copy(update={"digest": hashlib.sha256(content.encode()).hexdigest()})
+
+
+class _Sums:
+    """CRC-32 of each tensor, from the CRC-32s of its chunks, which arrive in any order from several threads."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[str, dict[int, int]] = {}
+
+    def __call__(self, name: str, begin: int, part: memoryview) -> None:
+        self._chunks.setdefault(name, {})[begin] = zlib.crc32(part)
+
+    @property
+    def tensors(self) -> dict[str, int]:
+        return {
+            name: zlib.crc32(json.dumps([chunks[begin] for begin in sorted(chunks)]).encode())
+            for name, chunks in sorted(self._chunks.items())
+        }
+
+
+def _identity(checkpoint: Checkpoint) -> dict[str, tuple[int, int, int, int]]:
+    """Return size, inode and times of change of each file of a checkpoint."""
+    found = {info.file.name: os.stat(info.file) for info in checkpoint.tensors.values()}
+    return {
+        name: (status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+        for name, status in sorted(found.items())
+    }
 
 
 def folder_name(spec: ModelSpec, revision: str) -> str:
@@ -41,14 +114,22 @@ def folder_name(spec: ModelSpec, revision: str) -> str:
     return f"{Path(spec.name).name}-{spec.num_layers}l-{spec.dtype}-{revision}"
 
 
-def write(spec: ModelSpec, revision: str, folder: Path, device: torch.device, progress: Progress = silent) -> int:
+def write(
+    spec: ModelSpec,
+    revision: str,
+    folder: Path,
+    device: torch.device,
+    progress: Progress = silent,
+    allow_nan: bool = False,
+) -> int:
     """Pack the decoder layers of `spec`'s checkpoint, weights and persistent buffers, into `folder`; return the bytes
     written. The tensors are encoded on `device`.
 
-    Raises CheckpointError for a checkpoint that does not fit the model and EngineError where the disk is too small; no
-    files are left behind then.
+    Raises CheckpointError for a checkpoint that does not fit the model, or that holds NaN or infinity (unless
+    `allow_nan`), and EngineError where the disk is too small; no files are left behind then.
     """
-    state = ModelState(spec, "safetensors")
+    sums, before = _Sums(), _identity(Checkpoint.open(Path(str(spec.directory))))
+    state = ModelState(spec, "safetensors", allow_nan=allow_nan, visits=[sums])
     layers = [state.of_layer(index) for index in range(len(state.layers))]
     sizes = [lay_out((name, entry.tensor) for name, entry in layer.items())[1] for layer in layers]
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,11 +156,11 @@ def write(spec: ModelSpec, revision: str, folder: Path, device: torch.device, pr
             end += arena.used
             del memory
             arena.close()
-    content = {
-        "format": FORMAT, "revision": revision, "dtype": spec.dtype, "bytes": end,
-        "images": [images[index] for index in range(len(layers))],
-    }  # fmt: skip
-    atomic.write(folder / INDEX, json.dumps(content))
+    content = _Index(
+        format=FORMAT, revision=revision, dtype=spec.dtype, allow_nan=allow_nan, files=before, tensors=sums.tensors,
+        bytes=end, images=[_Image.model_validate(images[index]) for index in range(len(layers))],
+    )  # fmt: skip
+    atomic.write(folder / INDEX, content.signed().model_dump_json())
     return end
 
 
@@ -100,26 +181,55 @@ def _parts(image: PackedLayer, memory: memoryview) -> Iterator[memoryview]:
         yield memory[piece.start - image.start : piece.end - image.start]
 
 
-def find(spec: ModelSpec, revision: str, where: str) -> Path | None:
+def find(
+    spec: ModelSpec, revision: str, where: str, allow_nan: bool = False, progress: Progress = silent
+) -> Path | None:
     """Return the folder of `spec`'s packed layers: `where`, or with ``auto`` the one under `PACKED`, None if it does
     not exist.
 
-    Raises EngineError for a folder that holds other weights, and for a given path without finished packed layers.
+    Raises EngineError for a folder that holds other weights, or was packed with NaN unless `allow_nan`, and for a given
+    path without finished packed layers.
     """
     folder = PACKED / folder_name(spec, revision) if where == "auto" else Path(where)
-    if not (folder / INDEX).is_file():
+    if not os.path.lexists(folder / INDEX):
         if where == "auto":
             return None
         raise EngineError(f"{folder} holds no packed layers: make them with `zinfer pack --model {spec.name}`")
     content = _read(folder)
-    wanted = {"revision": revision, "dtype": spec.dtype, "layers": spec.num_layers, "format": FORMAT}
-    found = {"layers": len(content["images"]), **{key: content.get(key) for key in ("revision", "dtype", "format")}}
+    wanted = {"revision": revision, "dtype": spec.dtype, "layers": spec.num_layers}
+    found = {"revision": content.revision, "dtype": content.dtype, "layers": len(content.images)}
     if found != wanted:
         unlike = ", ".join(
             f"{key} {found[key]} instead of {wanted[key]}" for key in wanted if found[key] != wanted[key]
         )
         raise EngineError(f"{folder} is packed from other weights ({unlike}): pack these with `zinfer pack`")
+    if content.allow_nan and not allow_nan:
+        raise EngineError(f"{folder} was packed with --allow-nan: add it here, or pack the weights again without it")
+    if spec.directory is not None:
+        _check_source(folder, content, Checkpoint.open(Path(spec.directory)), progress)
     return folder
+
+
+def _check_source(folder: Path, content: _Index, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Raise EngineError if a tensor of `checkpoint` is not the one that was packed. Reads it only if its files are not
+    those that were packed, or not as they were."""
+    now = _identity(checkpoint)
+    if now == content.files:
+        return
+    files: dict[Path, list[str]] = {}
+    for name in content.tensors.keys() & checkpoint.tensors.keys():
+        files.setdefault(checkpoint.tensors[name].file, []).append(name)
+    sums = _Sums()
+    groups = [tuple(sorted(names)) for _, names in sorted(files.items())]
+    for done, _ in enumerate(groups_mapped(checkpoint, groups, [sums]), start=1):
+        progress("comparing the checkpoint with its packed layers", done / len(groups))
+    found = sums.tensors
+    for name, checksum in content.tensors.items():
+        if found.get(name) != checksum:
+            raise EngineError(f"{folder} is packed from other weights ({name} has changed since): pack them again")
+    with suppress(OSError):  # in a folder of somebody else, it is read again next time
+        kept = content.model_copy(update={"files": now}).signed()
+        atomic.write(folder / INDEX, kept.model_dump_json())
 
 
 def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress = silent) -> list[PackedLayer]:
@@ -130,16 +240,27 @@ def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress
     too small for them.
     """
     content = _read(folder)
-    for index, entry in enumerate(content["images"]):
+    if len(content.images) != len(state.layers):
+        raise EngineError(
+            f"{folder} has {len(content.images)} layers, and the model {len(state.layers)}: pack it again"
+        )
+    for index, entry in enumerate(content.images):
         wanted = {name: (item.tensor.shape, item.tensor.dtype) for name, item in state.of_layer(index).items()}
         found = {name: (block.shape, block.dtype) for name, block in _image(entry, 0).blocks.items()}
         if wanted != found:
             name = min(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
             raise EngineError(f"{folder}: {name} of layer {index} does not fit the model: pack it again")
     path = folder / DATA
-    if not path.is_file() or path.stat().st_size != content["bytes"]:
+    try:
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: pack it again") from None
+    except DocumentError as error:
+        raise CheckpointError(str(error)) from None
+    if size != content.bytes:
         raise CheckpointError(f"{path} is cut off: pack it again")
-    check_free(content["bytes"])
+    check_free(content.bytes)
     images: list[PackedLayer] = []
     under_way: deque[Future[int]] = deque()
     with (
@@ -149,41 +270,97 @@ def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress
     ):
 
         def check(index: int, memory: memoryview, reads: list[Future[None]]) -> int:
-            entry = content["images"][index]
+            entry = content.images[index]
             for done in reads:
                 done.result()
-            if list(cores.map(zlib.crc32, _parts(images[index], memory))) != entry["crc32"]:
+            if list(cores.map(zlib.crc32, _parts(images[index], memory))) != entry.crc32:
                 raise CheckpointError(f"{path}: layer {index} is damaged: pack it again")
-            return int(entry["end"])
+            return entry.end
 
-        for index, entry in enumerate(content["images"]):
+        for index, entry in enumerate(content.images):
             images.append(_image(entry, arena.used))
-            memory = arena.take(entry["end"] - entry["start"])
-            reads = fill(readers, memory, path, entry["start"])
+            memory = arena.take(entry.end - entry.start)
+            reads = fill(readers, memory, path, entry.start)
             under_way.append(layers.submit(check, index, as_bytes(memory), reads))
-            while len(under_way) > (LAYERS_AHEAD if index + 1 < len(content["images"]) else 0):
-                progress("loading packed layers", under_way.popleft().result() / content["bytes"])
+            while len(under_way) > (LAYERS_AHEAD if index + 1 < len(content.images) else 0):
+                progress("loading packed layers", under_way.popleft().result() / content.bytes)
     return images
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> _Index:
+    """Return the content of a folder's `packed.json`. Raises EngineError for one of another format, and for one whose
+    layers do not follow each other in the data, or whose tensors are not where the chunks are."""
+    path = folder / INDEX
     try:
-        content: dict[str, Any] = json.loads((folder / INDEX).read_text())
-        if content["format"] == FORMAT and isinstance(content["bytes"], int) and isinstance(content["images"], list):
-            return content
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise EngineError(f"{folder / INDEX} does not describe packed layers of format {FORMAT}: pack them again")
+        fields = read_object(path, MAX_INDEX)
+        if fields.get("format") != FORMAT:
+            raise EngineError(f"{path} does not describe packed layers of format {FORMAT}: pack them again")
+        content = validate(_Index, fields, path)
+    except (DocumentError, OSError) as error:
+        raise EngineError(f"{path} does not describe packed layers: pack them again ({error})") from None
+    fault = None
+    if content.signed().digest != content.digest:
+        fault = "its own checksum differs"
+    elif [0, *(image.end for image in content.images)] != [*(image.start for image in content.images), content.bytes]:
+        fault = "a layer is listed twice, or is missing"
+    for index, image in enumerate(content.images):
+        fault = fault or (f"layer {index}: {inside}" if (inside := _fault(image)) else None)
+    if fault:
+        raise EngineError(f"{path} is damaged ({fault}): pack it again")
+    return content
 
 
-def _image(entry: dict[str, Any], start: int) -> PackedLayer:
+def _fault(image: _Image) -> str | None:
+    """Return what is wrong with a packed layer's places; None if they are sound."""
+    known = {str(dtype)[6:] for dtype in DTYPES.values()}
+    if any(dtype not in known for _, _, dtype in image.blocks.values()):
+        return "a type is unknown"
+    if len(image.crc32) != len(image.pieces):
+        return "checksums are missing"
+    packed = _image(image, 0)
+    if any(
+        piece.layout is not None and (not piece.layout.sound or piece.layout.size != piece.size)
+        for piece in packed.pieces
+    ):
+        return "a chunk is not as long as its layout says"
+    source = [(piece.start, piece.end) for piece in packed.pieces]
+    if not _apart(source, image.end - image.start):
+        return "chunks overlap"
+    slot = sorted(
+        (piece.place, piece.place + (2 * piece.layout.numel if piece.layout is not None else piece.size))
+        for piece in packed.pieces
+    )
+    blocks = sorted((block.offset, block.offset + block.size) for block in packed.blocks.values())
+    if not _apart(slot, image.slot_bytes) or not _apart(blocks, image.slot_bytes):
+        return "tensors overlap"
+    if blocks and -(-blocks[-1][1] // ALIGNMENT) * ALIGNMENT != image.slot_bytes:
+        return "its size is not that of its tensors"
+    covered = iter([*slot, (image.slot_bytes, image.slot_bytes)])
+    begin, end = next(covered)
+    for start, stop in blocks:
+        while start < stop:
+            while end <= start and begin < image.slot_bytes:
+                begin, end = next(covered)
+            if not begin <= start < end:
+                return "a tensor has no data"
+            start = end
+    return None
+
+
+def _apart(ranges: Iterable[tuple[int, int]], size: int) -> bool:
+    """Tell whether ascending ranges are in order, do not overlap, and lie within `size` bytes."""
+    bounds = [0, *(bound for pair in ranges for bound in pair), size]
+    return all(one <= other for one, other in pairwise(bounds))
+
+
+def _image(entry: _Image, start: int) -> PackedLayer:
     """Return the packed layer of an entry of the index, in an arena from `start` on."""
     blocks = {
         name: TensorPlace(offset, torch.Size(shape), getattr(torch, dtype))
-        for name, (offset, shape, dtype) in entry["blocks"].items()
+        for name, (offset, shape, dtype) in entry.blocks.items()
     }
     pieces = tuple(
-        Chunk(start + begin, start + end, place, layout and Layout(layout[0], tuple(layout[1:])))
-        for begin, end, place, layout in entry["pieces"]
+        Chunk(start + begin, start + end, place, Layout(layout[0], tuple(layout[1:])) if layout else None)
+        for begin, end, place, layout in entry.pieces
     )
-    return PackedLayer(pieces, blocks, entry["slot_bytes"])
+    return PackedLayer(pieces, blocks, entry.slot_bytes)

@@ -68,7 +68,12 @@ class TensorRT(Engine):
         key = plan_key(
             self._library, case.model, spec, case.load_format, case.layers, workload.batch_size, workload.total_len
         )
-        return planfile.find(key, self.options.plan)
+        file = planfile.find(key, self.options.plan)
+        if file.allow_nan and not case.allow_nan:
+            raise EngineError(
+                f"{file.path} was built with --allow-nan: add it here, or build the plan again without it"
+            )
+        return file
 
     def _make_executor(self) -> Executor:
         if self.device.type != "cuda":

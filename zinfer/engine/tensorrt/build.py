@@ -71,6 +71,7 @@ def build(
     progress: Progress = silent,
     cancelled: Callable[[], bool] = lambda: False,
     host_bytes: int | None = None,
+    allow_nan: bool = False,
 ) -> PlanFile:
     """Build the plan of `key` and `spec` into `path`, which appears when it is whole.
 
@@ -94,7 +95,7 @@ def build(
         raise messages.failure(f"{library.name} cannot build here")
     flags = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # the only kind from TensorRT 11 on
     network = builder.create_network(0 if flags is None else 1 << int(flags))
-    state = ModelState(spec, key.load_format)
+    state = ModelState(spec, key.load_format, allow_nan=allow_nan)
 
     def loading(what: str, share: float) -> None:
         if cancelled():
@@ -124,6 +125,7 @@ def build(
         prefill_rows=Placement().prefill_rows(key.max_batch_size, key.max_seq_len),
         weight_bytes=spec.weight_bytes,
         build_s=round(time.monotonic() - started, 1),
+        allow_nan=allow_nan,
     )
 
 

@@ -59,6 +59,7 @@ class PlanFile(Frozen):
     prefill_rows: int  # sequences in one prefill pass
     weight_bytes: int
     build_s: float = 0.0
+    allow_nan: bool = False  # weights with NaN or infinity may be in it
 
     def check(self) -> None:
         """Raise EngineError unless the file exists, whole and unchanged."""

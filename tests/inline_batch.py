@@ -19,7 +19,6 @@ from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import Ledger, job_path
 from zinfer.job.batch.openai import BatchRequest, read_requests, refusal
-from zinfer.job.batch.packing import BatchShape, StepTimeModel
 from zinfer.job.batch.run import BatchJob, Standing
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record.measurement import Measurement, Status
@@ -27,7 +26,7 @@ from zinfer.spec.case import Case, Workload
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchRow, BatchStart, BatchStep, BatchStepped, Load, Loaded, RowStep
+from zinfer.worker.tasks import BatchRow, BatchStart, BatchStarted, BatchStep, BatchStepped, Load, Loaded, RowStep
 
 CASE = Case(model="fake", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=64, output_len=64))
 ADD = Ledger.add
@@ -66,25 +65,24 @@ def prompt_ids(prompt: str) -> list[int]:
 
 
 class InlineRows(InlineWorker):
-    """A worker without an engine. Batches of more rows than `edge` fail with `status`, as the worker's death if it
-    `dies`; `pace` says the seconds that are reported."""
+    """A worker without an engine. With more rows than `edge` in it, it fails with `status`, by death if it `dies`."""
 
     def __init__(
         self,
         edge: int = 1 << 20,
         status: Status = "oom_gpu",
         dies: bool = False,
-        pace: StepTimeModel | None = None,
         pause_s: float = 0.0,
         refused: Status | None = None,
         steps: int = 4,
     ) -> None:
         super().__init__(instead={Load: self._load_point, BatchStart: self._start, BatchStep: self._step})
-        self.edge, self.status, self.dies, self.pace, self.pause_s = edge, status, dies, pace, pause_s
+        self.edge, self.status, self.dies, self.pause_s = edge, status, dies, pause_s
         self.refused, self.steps = refused, steps
         self.loads, self.closed = 0, 0
-        self.shapes: list[BatchShape] = []
-        self.read: list[int] = []  # tokens that each prefill read
+        self.alive: list[BatchRow] = []  # rows that run
+        self.queue: list[BatchRow] = []
+        self.sizes: list[int] = []  # rows in the worker at each step
         self.before: Callable[[str], None] = lambda _task: None
 
     def __call__(self) -> Self:
@@ -102,42 +100,44 @@ class InlineRows(InlineWorker):
             self.before(message["task"])
         return super()._exchange(message)
 
-    def _start(self, _session: Session, request: BatchStart) -> BatchStepped:
-        length = max(len(row.prompt_ids) + len(row.output_ids) for row in request.rows)
-        self.shape, self.made = BatchShape(len(request.rows), length, request.reserve), 0
-        self.shapes.append(self.shape)
-        self.read.append(len(request.rows) * length)
-        if len(request.rows) > self.edge:
+    def _start(self, _session: Session, request: BatchStart) -> BatchStarted:
+        self.alive, self.queue, self.most = [], [], request.rows or 1 << 20
+        return BatchStarted(positions=1 << 20)
+
+    def _step(self, _session: Session, request: BatchStep) -> BatchStepped:
+        assert not {row.key for row in request.rows} & {row.key for row in (*self.alive, *self.queue)}
+        self.queue += request.rows
+        self.sizes.append(len(self.alive) + len(self.queue))
+        if self.sizes[-1] > self.edge:
             if self.dies:
                 raise WorkerDied(self.status, "the worker ended")
             raise FAILURES[self.status]("too large")
-        self.alive = list(request.rows)
-        return self._stepped(1, self.pace.prefill(self.shape) if self.pace else 1.0)
-
-    def _step(self, _session: Session, _request: BatchStep) -> BatchStepped:
-        steps = min(self.steps, self.shape.reserve - self.made)
-        assert steps > 0, "decoded beyond the reserve"
-        soonest = min(min(row.left, natural(row) - len(row.output_ids)) for row in self.alive)
-        steps = max(1, min(steps, soonest))
-        return self._stepped(steps, steps * (self.pace.step(self.shape, self.made) if self.pace else 0.1))
-
-    def _stepped(self, steps: int, seconds: float) -> BatchStepped:
         time.sleep(self.pause_s)
-        self.made += steps
-        answers, alive = [], []
+        answers: dict[int, RowStep] = {}
+        passes = 0
+        while passes < self.steps and not any(one.finish_reason for one in answers.values()):
+            free = self.most - len(self.alive)
+            self.alive, self.queue = self.alive + self.queue[:free], self.queue[free:]
+            passes += 1
+            self._pass(answers)
+        return BatchStepped(
+            passes=passes, seconds=0.1 * passes, rows=list(answers.values()), running=len(self.alive),
+            waiting=len(self.queue), read=100 * passes, padded=5 * passes,
+        )  # fmt: skip
+
+    def _pass(self, answers: dict[int, RowStep]) -> None:
+        alive = []
         for row in self.alive:
-            before = len(row.output_ids)
-            tokens = [token(prompt_of(row), before + place) for place in range(steps)]
-            output_ids, left = row.output_ids + tokens, row.left - steps
-            answer = RowStep(key=row.key, tokens=tokens)
+            output_ids, left = [*row.output_ids, token(prompt_of(row), len(row.output_ids))], row.left - 1
+            before = answers[row.key].tokens if row.key in answers else []
+            answer = RowStep(key=row.key, tokens=[*before, output_ids[-1]])
             if left == 0 or len(output_ids) == natural(row):
                 reason = "length" if left == 0 else "stop"
                 answer = answer.model_copy(update={"finish_reason": reason, "text": " ".join(map(str, output_ids))})
             else:
                 alive.append(row.model_copy(update={"output_ids": output_ids, "left": left}))
-            answers.append(answer)
+            answers[row.key] = answer
         self.alive = alive
-        return BatchStepped(steps=steps, seconds=seconds, rows=answers)
 
     def close(self) -> None:
         super().close()

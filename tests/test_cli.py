@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,23 @@ def test_mistakes_get_one_message_and_a_code(
     assert "Traceback" not in stderr
     assert len(stderr.strip().splitlines()) <= 4
     assert stdout == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")],
+)
+def test_a_command_without_memory_says_so(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("zinfer.cli.cli.main", fail)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 5
+    assert capsys.readouterr().err == "Error: host memory ran out\n"
 
 
 @pytest.mark.parametrize("words", [["sweep"], ["run", "-p", "x"]])

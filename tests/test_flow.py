@@ -149,8 +149,3 @@ def test_help_costs_little_more_than_click() -> None:
         return median(times)
 
     assert seconds("-m", "zinfer.cli", "--help") <= 3.5 * seconds("-c", "import click")
-
-
-def test_modules_stay_readable() -> None:
-    lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
-    assert median(lengths.values()) < 150

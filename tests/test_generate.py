@@ -16,7 +16,6 @@ from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.model import ModelError, ModelSpec
-from zinfer.spec.progress import silent
 from zinfer.spec.resolve import from_directory
 
 PROMPTS = ["Once upon a time", "No", "weights"]
@@ -38,7 +37,14 @@ def engine_for(directory: Path) -> tuple[Stream, ModelSpec]:
 def generate(
     engine: Stream, spec: ModelSpec, prompts: list[str], batch_size: int, **how: Any
 ) -> list[scheduler.Sequence]:
-    return scheduler.generate(engine, spec, Tokenizer(spec), prompts, batch_size=batch_size, progress=silent, **how)
+    running, sequences = scheduler.continue_prompts(
+        engine, spec, Tokenizer(spec), prompts, batch_size=batch_size, **how
+    )
+    while running.running:
+        scheduler.advance(running)
+        assert len(running.schedule.running) <= batch_size
+    assert engine.batches == []
+    return sequences
 
 
 def test_texts_are_those_of_transformers_in_any_batch(checkpoint: Callable[..., Path]) -> None:

@@ -130,3 +130,17 @@ def test_one_is_no_plural() -> None:
         "2 points",
         "1,200 points",
     ]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_texts_are_sentences_and_name_their_values(verb: str) -> None:
+    """A free text is a prompt or a system message; every other value has a name or its choices in the help."""
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    assert command.help
+    for param in (one for one in command.params if isinstance(one, click.Option)):
+        assert param.help, param.name
+        assert param.help[0].isupper(), param.help
+        assert param.help.rstrip().endswith((".", "]")), param.help
+        if not param.is_flag and isinstance(param.type, click.types.StringParamType):
+            assert param.metavar or param.name in ("prompts", "system"), param.name

@@ -108,6 +108,16 @@ def test_files_of_others_in_an_owned_folder_stay(place: Path, state: Path, tmp_p
     assert list(state.iterdir()) == []
 
 
+def test_links_go_where_they_are_announced_and_targets_stay(place: Path, state: Path, tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis.dat"
+    thesis.write_text("years of work")
+    path = killed(WEIGHTS.replace('("*.dat",)', '("*.dat", "*.txt@")'), place)
+    (path / "link.txt").symlink_to(thesis)
+    lease.sweep()
+    assert not path.exists()
+    assert thesis.read_text() == "years of work"
+
+
 def forged(state: Path, *lines: object, token: str = "ab" * 16) -> Path:
     """Write a lease that nobody holds."""
     state.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -101,10 +101,14 @@ def test_a_disk_without_direct_io_is_noted(swift: None, tmp_path: Path, monkeypa
         return real(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", refuse)
-    machine = probe.probe(nvme_path=tmp_path, quick=True)
+    (drive := tmp_path / "drive").mkdir()
+    words = ["--quick", "--nvme-path", str(drive), "-o", str(tmp_path / "machine.json")]
+    result = CliRunner().invoke(command, words)
+    machine = load(tmp_path / "machine.json")
     assert machine.nvme_bandwidth is None
     assert "no direct I/O at the offload path (Invalid argument)" in machine.note
-    assert list(tmp_path.iterdir()) == []
+    assert f"{drive} was not measured: {machine.note}" in result.stderr
+    assert list(drive.iterdir()) == []
 
 
 @pytest.mark.torch

@@ -150,7 +150,8 @@ def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
 
 def test_samples_before_a_crash_stay(inline: Callable[..., tuple[Any, Run]]) -> None:
     result, found = inline("--context", "16,32,64", "--new-tokens", "8", dies=32)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 3, result.output
+    assert "2 of 3 context lengths failed" in result.stderr
     assert [one.skipped for one in found.points] == [None, *["oom_host: the kernel killed the worker"] * 2]
     result, found = inline("--context", "16,32", "--new-tokens", "8", "-O", "kv_offload=cpu")
     assert result.exit_code == 4

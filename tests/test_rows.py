@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.test_parity import MACHINE
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import Stream
+from zinfer.generation.schedule import PassTimes
+from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import RequestRow, needs, rows_of
@@ -26,7 +28,7 @@ from zinfer.spec.case import Case, Workload
 from zinfer.spec.resolve import from_directory
 from zinfer.worker import generation as worker_side
 from zinfer.worker.inline import InlineWorker
-from zinfer.worker.tasks import Answer, BatchStart, Request, Tokenize
+from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Request, Tokenize
 
 TEMPLATE = "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
 TEMPLATE += "[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -51,6 +53,10 @@ class Watched(InlineWorker):
     def ask(self, request: Request[Answer]) -> Answer:
         self.requests.append(request)
         return super().ask(request)
+
+    @property
+    def steps(self) -> list[BatchStep]:
+        return [request for request in self.requests if isinstance(request, BatchStep)]
 
     @property
     def starts(self) -> list[BatchStart]:
@@ -85,11 +91,15 @@ def answers(
 def test_greedy_answers_are_those_of_each_prompt_alone(
     architecture: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of all lengths, three at a time, packed anew again and again, up to the last position of the model."""
+    """Rows of all lengths, three at a time, that come to the worker one after the other, with room for few tokens, up
+    to the last position of the model."""
     dice = random.Random(4)
     monkeypatch.setattr(worker_side, "ANSWER_S", 0.0)
-    monkeypatch.setattr(jobs, "CHECK_S", 0.0)
-    monkeypatch.setattr(jobs, "worth_packing_anew", lambda *_: dice.random() < 0.7)
+    monkeypatch.setattr(jobs, "AHEAD", 2)
+    monkeypatch.setattr("zinfer.generation.schedule.STEP", 8)
+    monkeypatch.setattr("zinfer.generation.schedule.LEAST_TOKENS", 5)
+    monkeypatch.setattr("zinfer.generation.schedule.FEW_GROUPS", 1)
+    monkeypatch.setattr(PassTimes, "room", lambda *_: 11)
     directory = checkpoint(architecture)
     texts = ["".join(dice.choice("etaoin shrdlu") for _ in range(dice.randint(1, 30))) for _ in range(9)]
     texts.append("x" * 60)
@@ -99,7 +109,8 @@ def test_greedy_answers_are_those_of_each_prompt_alone(
         for key, (prompt, limit) in enumerate(zip(texts, limits, strict=True))
     ]
     found, worker = answers(directory, tmp_path / "out.jsonl", requests, at_most=3)
-    assert len(worker.starts) >= 6
+    assert len(worker.starts) == 1
+    assert len(worker.steps) >= 9
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     for key, (prompt, limit) in enumerate(zip(texts, limits, strict=True)):
@@ -125,7 +136,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(checkpoint: Callable[..., Pa
     directory = checkpoint("llama")
     together, _ = answers(directory, tmp_path / "a.jsonl", [*requests, *alike])
     apart, worker = answers(directory, tmp_path / "b.jsonl", [*requests, *alike], at_most=1)
-    assert len(worker.starts) == 7
+    assert worker.starts[0].rows == 1
     assert together == apart
     assert together["x"]["choices"] == together["y"]["choices"]
     assert len({body["choices"][0]["text"] for body in together.values()}) == 6
@@ -152,7 +163,7 @@ def test_a_row_ends_before_its_stop(checkpoint: Callable[..., Path], tmp_path: P
 def test_ids_travel_and_no_prompt_is_tokenised_twice(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often the rows are packed again."""
+    """However often the worker fails."""
     tokenised: list[str] = []
     encode = Tokenizer.try_encode
 
@@ -162,14 +173,24 @@ def test_ids_travel_and_no_prompt_is_tokenised_twice(
 
     monkeypatch.setattr(Tokenizer, "try_encode", counted)
     monkeypatch.setattr(worker_side, "ANSWER_S", 0.0)
-    monkeypatch.setattr(jobs, "CHECK_S", 0.0)
-    monkeypatch.setattr(jobs._Runner, "_better", lambda *_: True)
+    step = ContinuousScheduler.step
+    fails = [5, 11, 30]
+
+    def failing(self: Any) -> Any:
+        fails[:] = [count - 1 for count in fails]
+        if 0 in fails:
+            self.end()
+            raise RuntimeError("a fault")
+        return step(self)
+
+    monkeypatch.setattr(ContinuousScheduler, "step", failing)
     body = {"max_tokens": 12, "temperature": 0}
     requests = [request(str(size), {"prompt": "ab" * size} | body) for size in range(1, 6)]
     _, worker = answers(checkpoint("llama"), tmp_path / "out.jsonl", requests, at_most=2)
     assert sorted(tokenised) == ["ab" * size for size in range(1, 6)]
-    rows = [row for start in worker.starts for row in start.rows]
-    assert len(rows) > 20
+    rows = [row for request in worker.steps for row in request.rows]
+    assert len(worker.starts) == 4
+    assert len(rows) > 8
     assert any(row.output_ids for row in rows)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint("llama"))
     assert all(row.prompt_ids == tokenizer("ab" * (row.key + 1)).input_ids for row in rows)
@@ -194,7 +215,8 @@ def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path])
         def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
             (logits,) = super().forward(works)
             logits = logits.clone()
-            logits[1, :, 5] = float("nan")
+            if works[0].batch.length == 1:  # the prefill
+                logits[1, :, 5] = float("nan")
             return [logits]
 
     directory = checkpoint("llama")
@@ -202,7 +224,11 @@ def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path])
     requests = [request(name, {"prompt": name, "max_tokens": 2, "temperature": 1}) for name in "abc"]
     wanted, _ = rows_of(requests, [[5], [6], [7]], None, 20, {})
     assert worker.load(plan_for(worker, directory, wanted)) is None
-    found = worker.ask(BatchStart(rows=[jobs.batch_row(one) for one in wanted], reserve=2))
+    worker.ask(BatchStart(load=Workload(batch_size=3, input_len=1, output_len=2)))
+    found = worker.ask(BatchStep(rows=[jobs.batch_row(one) for one in wanted]))
+    again = worker.ask(BatchStep())
     worker.close()
     assert [one.error for one in found.rows] == [None, "the model's output is not a number", None]
     assert [len(one.tokens) for one in found.rows] == [1, 0, 1]
+    assert {one.key for one in again.rows} == {0, 2}
+    assert (again.running, again.waiting) == (0, 0)

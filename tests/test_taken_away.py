@@ -99,7 +99,7 @@ def test_a_batch_job_stops_and_loses_no_answer(tmp_path: Path, way: Callable[[Pa
     lines = [line(f"a{10 * size}/{size}") for size in range(1, 13)]
 
     def took(task: str) -> None:
-        if path.stat().st_size and not worker.closed and len(worker.read) > 2:
+        if path.stat().st_size and not worker.closed and len(worker.sizes) > 2:
             worker.before = lambda _task: None
             way(path)
 

@@ -29,6 +29,7 @@ from zinfer.worker.tasks import (
     About,
     BatchRow,
     BatchStart,
+    BatchStarted,
     BatchStep,
     BatchStepped,
     ChatAsk,
@@ -39,10 +40,11 @@ from zinfer.worker.tasks import (
     ChatOpened,
     ChatStep,
     ChatToken,
-    Completion,
+    CompletionStep,
     Facts,
     Generate,
     Generated,
+    GenerateStep,
     Load,
     Loaded,
     LogitsCompare,
@@ -252,8 +254,9 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
     try:
         point = worker.measure(case(), repeats=1, tolerance=0.02)
         assert held[0]() is None
+        worker.ask(BatchStart(load=Workload(batch_size=1, input_len=1, output_len=1)))
         with pytest.raises(TaskFailed, match="out of memory") as failed:
-            worker.ask(BatchStart(rows=[BatchRow(key=0, prompt_ids=[1], left=1)], reserve=1))
+            worker.ask(BatchStep(rows=[BatchRow(key=0, prompt_ids=[1], left=1)]))
         assert failed.value.status == "oom_gpu"
         assert [one() for one in held] == [None, None]
     finally:
@@ -279,20 +282,24 @@ MESSAGES: dict[str, tuple[Request[Any], Message]] = {
     "generate": (
         Generate(prompts=["é"], batch_size=1, sampling=SAMPLING),
         Generated(
-            texts=[Completion(prompt="é", output_ids=[1], output_text="a", finish_reason="stop")], seconds=1.0
+            steps=[CompletionStep(number=0, tokens=[1], text="a", finish_reason="stop", output_text="a")],
+            seconds=1.0, running=0,
         ),
+    ),
+    "generate_step": (
+        GenerateStep(), Generated(steps=[CompletionStep(number=0, tokens=[1], text="é")], seconds=1.0, running=1),
     ),
     "tokenize": (
         Tokenize(prompts=["a", [{"role": "user", "content": "b"}]], model=SPEC),
         Tokenized(prompts=[[1, 2], "no chat template"]),
     ),
     "batch_start": (
-        BatchStart(rows=[BatchRow(key=1, prompt_ids=[1], left=2, sampling=SAMPLING, stop=("x",))], reserve=2),
-        BatchStepped(steps=1, seconds=0.5, rows=[RowStep(key=1, tokens=[3])]),
+        BatchStart(load=Workload(batch_size=1, input_len=1, output_len=2), rows=3),
+        BatchStarted(positions=64),
     ),
     "batch_step": (
-        BatchStep(),
-        BatchStepped(steps=1, seconds=0.5, rows=[RowStep(key=1, tokens=[], finish_reason="stop", text="a")]),
+        BatchStep(rows=[BatchRow(key=1, prompt_ids=[1], left=2, sampling=SAMPLING, stop=("x",))], ending=0.25),
+        BatchStepped(passes=1, seconds=0.5, rows=[RowStep(key=1, tokens=[], finish_reason="stop", text="a")]),
     ),
     "chat_open": (ChatOpen(output_len=3, cache_size=1, system="Be brief."), ChatOpened(notes=("a",))),
     "chat_ask": (
@@ -349,7 +356,7 @@ def test_each_task_goes_through_json_and_comes_back_as_it_was(name: str) -> None
         ({"task": "fly", "request": {}}, "no task 'fly'"),
         ({"task": "measure"}, "task measure: "),
         ({"task": "measure", "request": {"case": {}, "repeats": 1, "tolerance": 0}}, "task measure: case.model: Field"),
-        ({"task": "batch_start", "request": {"rows": [{"key": "x"}], "reserve": 1}}, "task batch_start: rows.0.key"),
+        ({"task": "batch_step", "request": {"rows": [{"key": "x"}]}}, "task batch_step: rows.0.key"),
         ({"task": "about", "request": {"loud": True}}, "task about: loud: Extra inputs are not permitted"),
     ],
 )
@@ -378,7 +385,7 @@ def test_the_table_needs_no_torch() -> None:
     script = (
         "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from zinfer.worker import inline, process, tasks\n"
-        "from zinfer.worker.tasks import BatchRow, BatchStart\n"
-        "BatchStart(rows=[BatchRow(key=0, prompt_ids=[1], left=1)], reserve=1)\n"
+        "from zinfer.worker.tasks import BatchRow, BatchStep\n"
+        "BatchStep(rows=[BatchRow(key=0, prompt_ids=[1], left=1)])\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)

@@ -18,6 +18,7 @@ ALLOWED = {
     "spec.lease:_sweep_one": "removes a dead lease",
     "spec.lease:_remove": "removes what a dead lease names",
     "spec.lease:_remove_folder": "removes what a dead lease names",
+    "spec.tokenizer_files:cleaned": "a tokenizer, in an owned folder",
     "spec.ending:_end": "the last line on stderr",
     "__main__:_interrupted": "the last line on stderr",
     "cli:_close_stdout": "opens /dev/null",

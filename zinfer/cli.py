@@ -18,7 +18,7 @@ GROUPS = {
     "Measure and decide": {
         "probe": "Measure this machine's memory, links and compute.",
         "sweep": "Measure batch sizes, offloads and engines; keep every point.",
-        "plot": "Draw the figures of a result file.",
+        "plot": "Draw the figures of the results.",
         "best": "Name the best configuration and the command that runs it.",
         "report": "Write the results as an HTML page and as Markdown.",
         "plan": "Predict what fits where and how fast it can be, without running.",
@@ -179,6 +179,9 @@ def _main() -> None:
         if isinstance(error, ZinferError):
             click.echo(f"Error: {error}", file=cast(IO[Any], _Short(sys.stderr)))
             sys.exit(error.exit_code)
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # as torch says it
+            click.echo("Error: host memory ran out", err=True)
+            sys.exit(ENVIRONMENT)
         text = " ".join(str(error).split())[:600]
         click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)
         sys.exit(INTERNAL)

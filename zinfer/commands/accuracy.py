@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     help="Setting of the reference, as key=value; the engine's defaults otherwise. Repeatable.",
 )  # fmt: skip
 @click.option(
-    "--prompt-file", default="default", show_default=True, help="UTF-8 text file; default: Python's own manual."
+    "--prompt-file", metavar="FILE", default="default", help="UTF-8 text file.  [default: Python's own manual]"
 )
 @click.option("--input-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a prompt.")
 @click.option(

@@ -37,7 +37,7 @@ AT_ONCE = 500  # prompts of one request to the worker: progress shows in between
     type=click.Choice(options.OFFLOADS),
     help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: the faster of none and cpu]",
 )
-@click.option("--batch-size", type=click.IntRange(min=1), help="Most rows in a batch.  [default: all that fit]")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Most rows that run at a time.  [default: all that fit]")
 @click.option(
     "--output-len",
     type=click.IntRange(min=1),
@@ -70,9 +70,9 @@ def command(
 ) -> None:
     """Answer every line of PROMPTS, a file of OpenAI batch requests, with an OpenAI batch output.
 
-    Prompts of similar lengths run together, as many as fit; finished rows make room for waiting ones. The job may be
-    killed at any moment: the same command continues it, and no answer is lost or given twice. A line that cannot be
-    served is answered with an error.
+    As many rows run together as fit. A row that ends makes room for the next, whose prompt is computed beside the
+    others. The job may be killed at any moment: the same command continues it, and no answer is lost or given twice.
+    A line that cannot be served is answered with an error.
 
     \b
     zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint
@@ -206,4 +206,6 @@ def _summary(answers: int, errors: int, output: Path, standing: "Standing | None
     if standing is None or standing.rate is None:
         return counts
     time = f"{counted(standing.tokens, 'token')} in {duration(standing.seconds)}: {figures(standing.rate)} tok/s"
-    return f"{counts}; {time}, {standing.waste:.2f}x padding"
+    if standing.full_seconds:
+        time += f" ({figures(standing.full_tokens / standing.full_seconds)} while rows waited)"
+    return f"{counts}; {time}, {standing.passes:,} passes, {standing.padding:.0%} padding"

@@ -21,7 +21,12 @@ from zinfer.spec.errors import ENVIRONMENT
 @click.option(
     "--max-seq-len", type=click.IntRange(min=2), required=True, help="Most tokens of a sequence, prompt and output."
 )
-@click.option("--dtype", type=options.Dtype(), help="Weight type, bf16 or fp16.  [default: the model's own]")
+@click.option(
+    "--dtype",
+    type=options.Dtype(),
+    metavar=options.DTYPE,
+    help="Weight type, bf16 or fp16.  [default: the model's own]",
+)
 @click.option("--layers", type=click.IntRange(min=1), help="Slice: the model's first N layers only.")
 @click.option(
     "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default="auto", show_default=True,

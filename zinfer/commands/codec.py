@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 @click.command("codec")
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...", type=click.Path(path_type=Path))
 @click.option(
-    "--dtype", type=options.Dtype(), help="bf16: code other floats, too, cast to bf16; without it bf16 alone is coded."
+    "--dtype",
+    type=options.Dtype(),
+    metavar=options.DTYPE,
+    help="With bf16, cast other floats to bf16 and code them, too; without it bf16 alone is coded.",
 )
 @click.option(
     "--output",

@@ -19,6 +19,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 DTYPES = ("bfloat16", "float16", "float32")
 OFFLOADS = ("none", "cpu", "nvme")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPE = "|".join(SHORT_DTYPES)  # as help texts show it; the long names are taken as well
 
 MODEL_HELP = "Catalogue name (see `zinfer models`), Hugging Face hub id, checkpoint folder, or config.json."
 ENGINE_HELP = "Engine (accelerate, deepspeed, stream, tensorrt), or a recipe in the folder engines/."
@@ -192,8 +193,13 @@ def load_options(function: Command) -> Command:
             help="Real weights (safetensors), random ones (dummy), or real ones if there are any (auto).",
         ),
         allow_nan,
-        click.option("--dtype", type=Dtype(), default=None, help="Weight type.  [default: the model's own]"),
-        click.option("--revision", help="Branch, tag or commit of a hub model; as --model owner/name@REVISION."),
+        click.option(
+            "--dtype", type=Dtype(), metavar=DTYPE, default=None, help="Weight type.  [default: the model's own]"
+        ),
+        click.option(
+            "--revision", metavar="REVISION",
+            help="Branch, tag or commit of a hub model; as --model owner/name@REVISION.",
+        ),
     ):  # fmt: skip
         function = option(function)
     return function

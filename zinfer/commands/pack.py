@@ -12,7 +12,12 @@ from zinfer.spec.errors import ENVIRONMENT
 
 @click.command("pack")
 @click.option("-m", "--model", required=True, help="Hugging Face hub id, or checkpoint folder.")
-@click.option("--dtype", type=options.Dtype(), help="Weight type; only bf16 shrinks.  [default: the model's own]")
+@click.option(
+    "--dtype",
+    type=options.Dtype(),
+    metavar=options.DTYPE,
+    help="Weight type; only bf16 shrinks.  [default: the model's own]",
+)
 @click.option("--layers", type=click.IntRange(min=1), help="Slice: the model's first N layers only.")
 @click.option(
     "-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder.  [default: in engines/packed]"

@@ -43,10 +43,14 @@ SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "k
     "--offload", type=options.Words(options.OFFLOADS),
     help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
 )  # fmt: skip
-@click.option("--batch-size", type=options.Batches(), help="auto: the batch with the best throughput.  [default: auto]")
+@click.option(
+    "--batch-size",
+    type=options.Batches(),
+    help="Sequences at once; auto: the batch with the best throughput.  [default: auto]",
+)
 @click.option("--input-len", type=options.Numbers(), help="Prompt tokens; 512,2048 plans both.  [default: 512]")
 @click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
-@click.option("--dtype", type=options.Dtype(), help="Weight type.  [default: the model's own]")
+@click.option("--dtype", type=options.Dtype(), metavar=options.DTYPE, help="Weight type.  [default: the model's own]")
 @click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
 @click.option(
     "--gpu-weights", type=options.GpuWeights(),

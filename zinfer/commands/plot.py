@@ -16,9 +16,21 @@ if TYPE_CHECKING:
 @click.command("plot")
 @results_options
 @click.option("-o", "--output", default="plots", show_default=True, type=click.Path(path_type=Path), help="Folder.")
-@click.option("--format", "formats", default="png,svg", show_default=True, help="png, svg, or both.")
 @click.option(
-    "--figure", "wanted", default="all", show_default=True, help="Names of figures, separated by commas, or all."
+    "--format",
+    "formats",
+    metavar="png|svg,..",
+    default="png,svg",
+    show_default=True,
+    help="Formats: png, svg, or both.",
+)
+@click.option(
+    "--figure",
+    "wanted",
+    metavar="NAME,..|all",
+    default="all",
+    show_default=True,
+    help="Figures: throughput, latency, link, residency, timeline, reuse.",
 )
 def command(results: Path | None, machine: str | None, output: Path, formats: str, wanted: str) -> None:
     """Draw the figures of each sweep of this machine, or in RESULTS (a file or a folder): throughput, latency and link

@@ -41,6 +41,8 @@ def command(nvme_path: Path | None, output: Path | None, quick: bool, memory: in
         click.echo(text, nl=False)
     else:
         console().print(table(machine))
+    if nvme_path is not None and machine.nvme_bandwidth is None:
+        click.echo(f"{nvme_path} was not measured: {machine.note}", err=True)
     click.echo(f"wrote {path}", err=True)
 
 

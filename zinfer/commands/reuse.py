@@ -9,7 +9,7 @@ import click
 
 from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.spec.errors import NOTHING
+from zinfer.spec.errors import NOTHING, PARTIAL
 
 if TYPE_CHECKING:
     from zinfer.commands.out import Table
@@ -142,6 +142,9 @@ def command(
     click.echo(f"wrote {path}", err=True)
     if not any(run.measured for run in done):
         raise Failure(next(point.skipped for run in done for point in run.points if point.skipped), NOTHING)
+    possible = sum(_why_not(job.plan.at(case.workload)) is None for job in jobs for case in job.cases)
+    if (lost := possible - sum(len(run.measured) for run in done)) > 0:
+        raise Failure(f"{lost} of {possible} context lengths failed; the others are recorded", PARTIAL)
 
 
 def _json(runs: "Sequence[Run]") -> str:

@@ -5,17 +5,23 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.commands.chat import ANSWER, CONTEXT, chat_options, talk, turns
+from zinfer.commands.chat import ANSWER, CONTEXT, Stop, chat_options, talk, turns
 from zinfer.commands.limits import TEXT
 from zinfer.spec import documents
 from zinfer.spec.errors import ENVIRONMENT, INTERNAL
 from zinfer.spec.printable import show_generated, shows_unicode, text_lines
+
+if TYPE_CHECKING:
+    from zinfer.worker.tasks import Generated
+
+
+INTERRUPTED = 130  # exit code
 
 
 @click.command("run", cls=options.LoadCommand)
@@ -95,7 +101,7 @@ def command(
     seed: int,
     ignore_eos: bool,
 ) -> None:
-    """Continue prompts with a model of any size; greedy unless --temperature is set.
+    """Continue prompts with a model of any size; greedy unless --temperature is set. Ctrl-C keeps the text so far.
 
     With --chat they are turns of one conversation, with the model's chat template if it has one. Its KV cache
     stays in host memory, and in --kv-cache-dir, so that a turn computes only its new tokens. Ctrl-C ends an answer.
@@ -113,7 +119,7 @@ def command(
     from zinfer.spec.tokenizer_files import require
     from zinfer.spec.units import counted, duration
     from zinfer.worker.process import TaskFailed, Worker, WorkerDied
-    from zinfer.worker.tasks import ChatOpen, Generate, Tokenize
+    from zinfer.worker.tasks import ChatOpen, Generate, GenerateStep, Tokenize
 
     _check_chat(chat, batch_size, system, kv_cache_dir)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(seed))
@@ -160,7 +166,21 @@ def command(
             request = Generate(
                 prompts=texts, batch_size=size, output_len=output_len, sampling=sampling, ignore_eos=ignore_eos
             )
-            answer = worker.ask(request)
+            if sys.stdout.isatty() and not as_json:
+                watch.quiet()
+            answers = Answers(texts, as_json)
+            with Stop() as stop:
+                step = worker.ask(request)
+                answers.add(step)
+                while step.running and not stop.asked:
+                    step = worker.ask(GenerateStep())
+                    answers.add(step)
+            if stop.asked and step.running:
+                worker.kill()
+                answers.end()
+                watch.say("interrupted; the text so far is kept")
+                raise SystemExit(INTERRUPTED)
+            answers.end()
         except TaskFailed as failed:
             code = INTERNAL if failed.status == "crashed" else ENVIRONMENT
             raise Failure(f"{failed.status}: {failed}", code) from None
@@ -171,13 +191,57 @@ def command(
             raise
         finally:
             worker.close()
-        tokens = sum(len(text.output_ids) for text in answer.texts)
-        watch.say(f"{counted(tokens, 'token')} in {duration(answer.seconds)}: {tokens / answer.seconds:.2f} tok/s")
-    if as_json:
-        click.echo(json.dumps([text.model_dump() for text in answer.texts], indent=1, ensure_ascii=not shows_unicode()))
-        return
-    for text in answer.texts:
-        show_generated(f"{text.prompt}{text.output_text}\n")
+        rate = answers.tokens / answers.seconds
+        watch.say(f"{counted(answers.tokens, 'token')} in {duration(answers.seconds)}: {rate:.2f} tok/s")
+
+
+class Answers:
+    """Answers to prompts on stdout: as they come, in the order of the prompts, or as JSON at the end."""
+
+    def __init__(self, prompts: list[str], as_json: bool) -> None:
+        self.tokens, self.seconds = 0, 0.0
+        self._as_json = as_json
+        self._found: list[dict[str, Any]] = [
+            {"prompt": prompt, "output_ids": [], "output_text": "", "finish_reason": "interrupted"}
+            for prompt in prompts
+        ]
+        self._shown, self._length = 0, 0  # prompts shown to their end; characters shown of the next one
+
+    def add(self, step: "Generated") -> None:
+        """Add new tokens; show the text that is next."""
+        self.seconds += step.seconds
+        for one in step.steps:
+            answer = self._found[one.number]
+            self.tokens += len(one.tokens)
+            answer["output_ids"] += one.tokens
+            answer["output_text"] += one.text
+            if one.finish_reason is not None:
+                answer |= {"output_text": one.output_text, "finish_reason": one.finish_reason}
+        if not self._as_json:
+            self._show()
+
+    def end(self) -> None:
+        """Show the rest: of an interrupted run what there is of each answer, and no prompt without one."""
+        if self._as_json:
+            click.echo(json.dumps(self._found, indent=1, ensure_ascii=not shows_unicode()))
+            return
+        for answer in self._found[self._shown :]:
+            text = answer["prompt"] + answer["output_text"]
+            if self._length or answer["output_text"]:
+                show_generated(f"{text[self._length :]}\n")
+            self._length = 0
+        self._shown = len(self._found)
+
+    def _show(self) -> None:
+        while self._shown < len(self._found):
+            answer = self._found[self._shown]
+            text, ended = answer["prompt"] + answer["output_text"], answer["finish_reason"] != "interrupted"
+            if answer["output_text"] or ended:
+                show_generated(text[self._length :] + "\n" * ended)
+                self._length = len(text)
+            if not ended:
+                return
+            self._shown, self._length = self._shown + 1, 0
 
 
 def _longest(directory: str | None, texts: list[str]) -> int:

@@ -20,7 +20,11 @@ from zinfer.spec.errors import ENVIRONMENT, INTEGRITY
     type=options.Words(options.OFFLOADS),
     help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
 )
-@click.option("--batch-size", type=options.Batches(), help="auto: double up to the edge of memory.  [default: auto]")
+@click.option(
+    "--batch-size",
+    type=options.Batches(),
+    help="Sequences at once; auto: double up to the edge of memory.  [default: auto]",
+)
 @click.option("--input-len", type=options.Numbers(), help="Prompt tokens.  [default: 512]")
 @click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
 @options.load_options

@@ -147,7 +147,8 @@ class Watch:
         rate, left = standing.rate, standing.seconds_left
         what = f"{standing.ended:,} of {standing.rows:,} rows"
         if rate is not None and left is not None:
-            what += f", {figures(rate)} tok/s, {duration(left)} left"
+            what += f", {standing.running:,} running, {standing.waiting:,} waiting, {standing.passes:,} passes"
+            what += f", {figures(rate)} tok/s, {standing.padding:.0%} padding, {duration(left)} left"
         self.progress(what, standing.ended / max(1, standing.rows))
 
     def events(self) -> Events:

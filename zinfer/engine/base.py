@@ -16,6 +16,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
+from zinfer.spec.case import Workload
 from zinfer.spec.engine import EngineOptions, parse_options
 from zinfer.spec.progress import Progress, silent
 
@@ -53,6 +54,7 @@ class Engine(ABC):
         self.options: EngineOptions = parse_options(case.engine, case.options, case.offload)
         self.progress = progress
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.expected: Workload | None = None
         self.batches: list[Any] = []  # micro-batches admitted and not retired
 
     @classmethod
@@ -89,6 +91,28 @@ class Engine(ABC):
 
         Retiring a micro-batch a second time does nothing.
         """
+
+    def regroup(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> MicroBatch:
+        """Move rows of micro-batches into a new one, in the order given, with room for `capacity` positions; compute
+        nothing.
+
+        So micro-batches are merged and split, and one is compacted or given more room. Padding and forgotten positions
+        go as far as the longest row permits: the new micro-batch is left-padded, and all its positions belong to its
+        prompt. The sources keep their other rows, closed up; one that has none left is retired.
+
+        Raises EngineError where `cannot_regroup` gives a reason, and for rows that are not computed yet; memory errors
+        as `admit` does. After any exception all micro-batches that took part must be retired.
+        """
+        raise EngineError(self.cannot_regroup() or "there is nothing to move")
+
+    def cannot_regroup(self) -> str | None:
+        """Return the reason why the engine cannot move rows from one micro-batch to another; None if it can."""
+        return f"engine {self.plan.case.engine} keeps the rows of a micro-batch together"
+
+    def expect(self, load: Workload | None) -> None:
+        """Make room for micro-batches that come and go, and are together as large as `load` at most; None: for those
+        that are admitted. An engine that gives free memory away then does so once, not at every `admit`."""
+        self.expected = load
 
     def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
         """Forget positions (rejected drafts): keep the first `lengths`, ``[B]``, of each row's positions in the cache.

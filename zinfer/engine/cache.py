@@ -10,7 +10,8 @@ state of fixed size (recurrent, convolutional) keeps `transformers`' own tensors
 kind (an index beside the keys) gets the cache that `transformers` makes, which goes through the model whole.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +67,14 @@ class Slots:
         self._bases = {at: first for at, first in self._bases.items() if at >= start} | {end: base}
         return Step(moved, past, slice(0 if moved else start - base, end - base))
 
+    def begin(self, length: int) -> int:
+        """Begin with `length` positions stored elsewhere; return how many of them, the last ones, have slots: those
+        that the next token sees, in the first slots."""
+        if length > self.capacity:
+            raise CacheFullError(f"the KV cache holds {self.capacity} tokens a sequence; {length} come")
+        self._bases = {length: self.first(length)}
+        return length - self.first(length)
+
     def back(self, length: int) -> None:
         """Forget the positions from `length` on. Raises EngineError if positions that become visible again are gone."""
         end = max(self._bases)
@@ -96,6 +105,26 @@ class Step:
     def kept(self, states: Tensor) -> Tensor:
         """Return the last positions of all `states` seen, ``[.., n, D]``: those that stay in memory."""
         return states[..., states.shape[-2] - (self.new.stop - self.new.start) :, :]
+
+
+def aligned(states: Tensor, real: Tensor | None) -> Tensor:
+    """Return `states` ``[b, .., n, D]`` with the positions that `real` counts, bool ``[b, length]`` up to the last of
+    them, at the end, in their order; None counts all."""
+    if real is None:
+        return states
+    count = states.shape[-2]
+    order = real[:, real.shape[1] - count :].long().argsort(dim=-1, stable=True)  # those that are not real first
+    index = order.view(len(real), *[1] * (states.dim() - 3), count, 1)
+    return torch.take_along_dim(states, index, dim=-2)
+
+
+class Source(NamedTuple):
+    """Rows ``[b]`` of a cache at position `length`, from which others are filled; `real` as `aligned` has it."""
+
+    cache: Any
+    rows: Tensor
+    real: Tensor | None
+    length: int
 
 
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
@@ -131,6 +160,44 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
 
     def _take_rows(self, rows: Tensor) -> None:
         self._keys, self._values = self._keys[rows], self._values[rows]
+
+    def _memories(self) -> list[Tensor]:
+        """Return the tensors that hold the rows' positions, ``[B, kv_heads, room, *]`` each, of bits if in 8 bits."""
+        return [self._keys, self._values]
+
+    def stored(self, rows: Tensor, length: int, real: Tensor | None) -> list[Tensor]:
+        """Return what `_memories` hold of `rows` at position `length`, ``[b, kv_heads, n, *]``, `aligned` by `real`."""
+        held = self.slots.held(length)
+        return [aligned(memory[rows, :, held], real) for memory in self._memories()]
+
+    def _like(self, block: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Take memory for all rows, for states like those of `block`, of a model in `dtype`."""
+        self.dtype, self.device = dtype, block[0].device
+        self._keys, self._values = (
+            states.new_empty((self.batch_size, states.shape[1], self.slots.room, states.shape[3])) for states in block
+        )
+        self.is_initialized = True
+
+    def fill(self, blocks: Sequence[Sequence[Tensor]], length: int, dtype: torch.dtype) -> None:
+        """Fill all rows with the last positions up to `length` of `blocks`, each what `stored` returned of some rows of
+        a model in `dtype`; what they lack is padding."""
+        self._like(blocks[0], dtype)
+        count = self.slots.begin(length)
+        row = 0
+        for block in blocks:
+            for memory, states in zip(self._memories(), block, strict=True):
+                place = memory[row : row + len(states)]
+                known = min(count, states.shape[2])
+                place[:, :, : count - known] = 0  # padding must be numbers: attention multiplies it by zero
+                place[:, :, count - known : count] = states[:, :, states.shape[2] - known :]
+            row += len(block[0])
+        self.window(slice(0, self.batch_size), length)
+
+    def gather(self, sources: Sequence[Source], length: int) -> None:
+        """Fill the layer with rows of others, of which the longest has `length` positions."""
+        if all(source.cache.is_initialized for source in sources):
+            blocks = [source.cache.stored(source.rows, source.length, source.real) for source in sources]
+            self.fill(blocks, length, sources[0].cache.dtype)
 
     def _show(self) -> None:
         held = self.slots.held(self.length)
@@ -203,6 +270,17 @@ class QuantizedLayer(FixedLayer):
             (content.view(torch.int8)[rows].view(self._storage), scales[rows]) for content, scales in self._stored
         ]
 
+    def _memories(self) -> list[Tensor]:
+        return [tensor for content, scales in self._stored for tensor in (content.view(torch.int8), scales)]
+
+    def _like(self, block: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.dtype, self.device = dtype, block[0].device
+        for content, scales in (block[:2], block[2:]):
+            shape = (self.batch_size, content.shape[1], self.slots.room)
+            new = content.new_empty((*shape, content.shape[3])).view(self._storage)
+            self._stored.append((new, scales.new_empty((*shape, 1))))
+        self.is_initialized = True
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -261,6 +339,25 @@ class _StateRows:
         for whole in self._whole.values():
             for number, states in whole.items():
                 whole[number] = states[rows]
+
+    def gathered(self, sources: "Sequence[tuple[Any, Tensor]]", length: int) -> Any:
+        """Return a layer in place of this one with the states of rows ``[b]`` of other layers."""
+        first = sources[0][0]
+        made: Any = object.__new__(type(first))
+        vars(made).update(vars(first))
+        if hasattr(self, "attention"):
+            made.attention = self.attention
+        made.batch_size = sum(len(rows) for _, rows in sources)
+        made._begun = set(first._begun)
+        made.has_previous_state = dict(first.has_previous_state)
+        made._whole = {
+            name: {number: torch.cat([one._whole[name][number][rows] for one, rows in sources]) for number in whole}
+            for name, whole in first._whole.items()
+        }
+        for name in STATES:
+            setattr(made, name, dict(getattr(first, name)))
+        made.window(slice(0, made.batch_size), length)
+        return made
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         super().lazy_initialization(*args, **kwargs)  # type: ignore[misc]
@@ -325,6 +422,27 @@ class RowCache(Cache):  # type: ignore[misc]
             if not isinstance(one, _DUMMY):
                 one.keep_rows(rows)
         self.window(slice(0, len(rows)), length)
+
+    def keep_in_layer(self, index: int, rows: Tensor, length: int) -> None:
+        """Keep `rows` only in one layer, as `keep_rows` does; it keeps nothing if there are none."""
+        layer = self.layers[index]
+        if isinstance(layer, _DUMMY):
+            return
+        layer.keep_rows(rows)
+        layer.window(slice(0, len(rows)), length)
+
+    def gather(self, index: int, sources: Sequence[Source], length: int) -> None:
+        """Fill layer `index` with rows of other caches, of which the longest has `length` positions. A layer with a
+        state takes its form from the first source."""
+        layer = self.layers[index]
+        if isinstance(layer, _DUMMY):
+            return
+        found = [source._replace(cache=source.cache.layers[index]) for source in sources]
+        attention = getattr(layer, "attention", layer)
+        if isinstance(attention, FixedLayer):
+            attention.gather([one._replace(cache=getattr(one.cache, "attention", one.cache)) for one in found], length)
+        if isinstance(layer, _StateRows):
+            self.layers[index] = layer.gathered([(one.cache, one.rows) for one in found], length)
 
     def rollback(self, length: int) -> None:
         """Forget the positions from `length` on. Raises EngineError for states that cannot forget (`only_keys`)."""

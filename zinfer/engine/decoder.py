@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_works
-from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, make_cache
+from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, Source, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.plan.plan import Plan
 from zinfer.spec import lease
@@ -76,15 +76,40 @@ class DecoderBatch(MicroBatch):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep `rows` only, indices ``[b]``."""
-        self.batch_size = len(rows)
-        self.mask, self._before = None if self.mask is None else self.mask[rows], None
+        self.closed_up(rows)
         if isinstance(self.cache, RowCache):
             self.cache.keep_rows(rows, self.length)
+
+    def closed_up(self, rows: Tensor) -> None:
+        """Note that the cache keeps `rows` only, indices ``[b]``."""
+        self.batch_size = len(rows)
+        self.mask, self._before = None if self.mask is None else self.mask[rows], None
+
+    def real(self, rows: Tensor) -> Tensor:
+        """Return which of the computed positions of `rows` are neither padding nor forgotten: bool ``[b, length]``."""
+        if self.mask is None:
+            return torch.ones((len(rows), self.length), dtype=torch.bool, device=rows.device)
+        return self.mask[rows, : self.length].bool()
+
+    def others(self, rows: Tensor) -> Tensor:
+        """Return the indices of all rows but `rows`, ``[b]``."""
+        kept = torch.ones(self.batch_size, dtype=torch.bool, device=rows.device)
+        kept[rows] = False
+        return kept.nonzero()[:, 0]
 
     def show(self, rows: slice | None = None) -> None:
         """Narrow the cache to `rows`, or make it show all rows, at the batch's length."""
         if isinstance(self.cache, RowCache):
             self.cache.window(rows or slice(0, self.batch_size), self.length)
+
+
+class MovedRows(NamedTuple):
+    """Rows ``[b]`` on their way to another micro-batch. If positions in between were forgotten, `real` tells which were
+    not, bool ``[b, length]``."""
+
+    batch: DecoderBatch
+    rows: Tensor
+    real: Tensor | None
 
 
 class Part(NamedTuple):
@@ -215,6 +240,59 @@ class Decoder(Engine):
         if not layers or not RowCache(layers=layers).only_keys:
             return f"layers of {self.plan.model.name} take a prompt as a whole: they hold more than keys and values"
         return None
+
+    def cannot_regroup(self) -> str | None:
+        name = self.plan.model.name
+        if not self._kinds_of_layers():
+            return f"the layers of {name} keep their cache whole"
+        if "attention_mask" not in self._accepted:
+            return f"{name} knows no padding"
+        if self._rope_switch is not None:
+            return f"{name} turns the keys of long rows by other angles (longrope)"
+        return None
+
+    @torch.inference_mode()
+    def regroup(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> DecoderBatch:
+        if (why_not := self.cannot_regroup()) is not None:
+            raise EngineError(why_not)
+        moved: list[tuple[DecoderBatch, Tensor]] = []
+        for batch, rows in sources:
+            if all(batch is not one for one in self.batches) or any(batch is one for one, _ in moved):
+                raise ValueError("rows come from micro-batches that are admitted and not retired, each of them once")
+            if not rows or len(set(rows)) < len(rows) or not all(0 <= row < batch.batch_size for row in rows):
+                raise ValueError(f"rows {list(rows)} of a batch of {batch.batch_size}")
+            if not batch.length:
+                raise EngineError("rows are moved once some of their positions are computed")
+            assert isinstance(batch, DecoderBatch)
+            moved.append((batch, torch.tensor(list(rows), device=self.device)))
+        real = [batch.real(rows) for batch, rows in moved]
+        counts = torch.cat([one.sum(-1) for one in real])
+        length = int(counts.max())
+        mask = (torch.arange(length, device=self.device) >= length - counts[:, None]).long()
+        gaps = [one if bool((one.long().diff(dim=-1) < 0).any()) else None for one in real]
+        emptied = [batch for batch, rows in moved if len(rows) == batch.batch_size]
+        target = self._make_batch(mask, capacity)
+        self.batches.append(target)
+        self._move(target, [MovedRows(*one, gap) for one, gap in zip(moved, gaps, strict=True)], length)
+        target.advance(length)
+        target.show()
+        for batch in emptied:
+            self.retire(batch)
+        return target
+
+    def _move(self, target: DecoderBatch, moved: "Sequence[MovedRows]", length: int) -> None:
+        """Fill the cache of `target` with rows of others, layer by layer, and take the rows from these."""
+        assert isinstance(target.cache, RowCache)
+        others = [batch.others(rows) for batch, rows, _ in moved]
+        sources = [Source(batch.cache, rows, real, batch.length) for batch, rows, real in moved]
+        for index in range(len(target.cache.layers)):
+            target.cache.gather(index, sources, length)
+            for (batch, *_), kept in zip(moved, others, strict=True):
+                assert isinstance(batch.cache, RowCache)
+                batch.cache.keep_in_layer(index, kept, batch.length)
+        for (batch, rows, _), kept in zip(moved, others, strict=True):
+            if len(rows) < batch.batch_size:
+                batch.closed_up(kept)
 
     def cannot_snapshot(self) -> str | None:
         layers = self._kinds_of_layers()

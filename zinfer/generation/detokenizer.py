@@ -6,10 +6,14 @@ and a tokenizer may split the same text in another way. So only the added text i
 exactly that text; otherwise the whole text is, and the common beginning of both token sequences can be reused.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zinfer.generation.tokenizer import chat_template
 from zinfer.spec.model import ModelError
+
+if TYPE_CHECKING:
+    from zinfer.generation.scheduler import Sequence
+    from zinfer.generation.tokenizer import Tokenizer
 
 TAIL = 16  # tokens before the added ones: enough context to check that these decode to the added text
 UNFINISHED = "\ufffd"  # the tokenizer decodes the bytes of an incomplete character to it
@@ -89,3 +93,24 @@ class Detokenizer:
 def decode(tokenizer: Any, ids: list[int], special: bool = False) -> str:
     """Return the text of `ids`, without cleaning up spaces; `special` keeps special tokens."""
     return str(tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+
+class TextPieces:
+    """Text of sequences, in the pieces that their tokens complete: joined, a sequence's pieces are its whole text."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._tokenizer = tokenizer
+        self._shown: dict[int, str] = {}  # by key
+
+    def add(self, sequence: "Sequence") -> str:
+        """Return the text of a sequence that was not returned before: all of it once it has ended, else without the
+        bytes of an unfinished character and spaces that the next token may take back."""
+        before = self._shown.get(sequence.key, "")
+        if sequence.ended:
+            text = sequence.text
+        else:
+            text = self._tokenizer.decode(sequence.output_ids).rstrip(UNFINISHED).rstrip()
+        if not text.startswith(before) or len(text) < len(before):
+            return ""
+        self._shown[sequence.key] = text
+        return text[len(before) :]

@@ -1,9 +1,12 @@
-"""The decode loop, and the scheduler that runs batches of sequences on an engine with it.
+"""The decode loop, and the schedulers that run sequences on an engine.
 
 `DecodeLoop` knows tokens on the device and nothing of text: prefill, then a token a row and step, each chosen by a
-sampler. `Scheduler` is the loop for sequences: each has its length, its sampling, its stops, and what it has so far.
+sampler. `Scheduler` is the loop for sequences that begin together: each has its length, its sampling, its stops, and
+what it has so far. `ContinuousScheduler` runs sequences that come at any time: it carries out the passes that
+`zinfer.generation.schedule.Schedule` plans.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from contextlib import suppress
@@ -17,13 +20,30 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.generation import passes
 from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, choose
+from zinfer.generation.schedule import (
+    EXPANDED_SHARE,
+    Abilities,
+    Group,
+    GroupWork,
+    Limits,
+    Move,
+    PassPlan,
+    PassTimes,
+    Row,
+    Schedule,
+    arrival_order,
+    like_order,
+    load_of,
+    positions_of,
+)
 from zinfer.generation.tokenizer import NO_TOKENS, Tokenizer
 from zinfer.record.measurement import Span
+from zinfer.spec.case import Workload
 from zinfer.spec.model import ModelError, ModelSpec, check_positions
-from zinfer.spec.progress import Progress
 
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot
+    from zinfer.plan.plan import Plan
 
 Sampler = Callable[[Tensor], Tensor]  # logits [B, V] to the ids [B] that come next
 
@@ -172,37 +192,283 @@ class Scheduler:
             if not sequence.ended
         ]
         for sequence, token, finite in running:
-            self._add(sequence, token, finite)
+            add_token(self._tokenizer, sequence, token, finite)
         return [sequence for sequence, _, _ in running if sequence.ended]
 
-    def _add(self, sequence: Sequence, token: int, finite: bool) -> None:
-        if not finite:
-            sequence.error = str(NotFiniteError())
-        elif token in self._tokenizer.ends and not sequence.ignore_eos:
-            sequence.finish_reason, sequence.text = "stop", self._tokenizer.decode(sequence.output_ids)
+
+def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool) -> None:
+    """Add its next token to a sequence, which may end with it; `finite` tells whether its logits are numbers."""
+    if not finite:
+        sequence.error = str(NotFiniteError())
+    elif token in tokenizer.ends and not sequence.ignore_eos:
+        sequence.finish_reason, sequence.text = "stop", tokenizer.decode(sequence.output_ids)
+    else:
+        sequence.output_ids.append(token)
+        sequence.left -= 1
+        text = _before_stop(tokenizer, sequence)
+        if text is not None:
+            sequence.finish_reason, sequence.text = "stop", text
+        elif sequence.left == 0:
+            sequence.finish_reason, sequence.text = "length", tokenizer.decode(sequence.output_ids)
+
+
+def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
+    """Return the text before the first of the sequence's stops; None if it contains none."""
+    if not sequence.stop:
+        return None
+    recent = 8 + max(len(stop.encode(errors="replace")) for stop in sequence.stop)  # a token is a byte at least
+    tail = tokenizer.decode(sequence.output_ids[-recent:])
+    if not any(stop in tail for stop in sequence.stop):
+        return None
+    text = tokenizer.decode(sequence.output_ids)
+    places = [place for stop in sequence.stop if (place := text.find(stop)) >= 0]
+    return text[: min(places)] if places else None
+
+
+class ContinuousScheduler:
+    """Scheduler of sequences that come at any time, on an engine of its own: continuous batching.
+
+    `load` is the largest load to reckon with, all rows together (`zinfer.generation.schedule.load_of`); at most `rows`
+    run at a time. With `arrivals` rows begin in the order in which they came, otherwise like rows together.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, load: Workload, rows: int | None = None, arrivals: bool = False
+    ) -> None:
+        self.engine, self._tokenizer = engine, tokenizer
+        self.sequences: dict[int, Sequence] = {}  # those that have not ended, by key
+        engine.clear()
+        engine.expect(load)
+        setup = engine.plan.at(load).placement
+        times = PassTimes(setup, engine.plan.model, engine.plan.machine, load.input_len)
+        positions = self._positions(load)
+        limits = Limits(positions, rows or 1 << 20, group_positions(engine.plan))
+        order = arrival_order if arrivals else like_order
+        self.schedule = Schedule(times, limits, abilities(engine, setup.kv_host_share > 0), order)
+        self._batches: dict[int, MicroBatch] = {}  # by the id of their group
+        self._kept: dict[int, KVSnapshot] = {}  # of suspended groups, by the id of their group
+
+    def _positions(self, load: Workload) -> int:
+        """Return the positions of KV cache that there is memory for: the plan's, and no more than a GPU has free."""
+        if self.engine.plan.at(load).placement.kv_host_share:  # room is taken at once, for all tokens of a row
+            return load.batch_size * load.total_len
+        planned = positions_of(load)
+        if self.engine.device.type != "cuda":
+            return planned
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        plan = self.engine.plan
+        each = plan.model.kv_bytes(1, load.total_len) * plan.placement.kv_ratio / load.total_len
+        return max(load.total_len, min(planned, int((free - WORKING_SHARE * plan.machine.gpu_bytes) / max(1.0, each))))
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Let sequences wait; their keys differ from those of all that have not ended."""
+        new = list(sequences)
+        self.sequences |= {sequence.key: sequence for sequence in new}
+        known = (len(sequence.prompt_ids) + len(sequence.output_ids) for sequence in new)
+        self.schedule.add(Row(sequence.key, count, sequence.left) for sequence, count in zip(new, known, strict=True))
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """Forget sequences, however far they are."""
+        gone = [key for key in keys if self.sequences.pop(key, None) is not None]
+        self.schedule.drop(gone)
+
+    @property
+    def running(self) -> bool:
+        """True while a sequence has not ended."""
+        return bool(self.sequences)
+
+    def step(self) -> list[Sequence]:
+        """Run a pass. Returns the sequences that got a token or ended with it.
+
+        Where memory falls short, the rows that it was for are computed again, with less of it; raises
+        torch.OutOfMemoryError or MemoryError where that does not help, and other errors of the engine, after which
+        nothing runs any more.
+        """
+        planned = self.schedule.plan()
+        began = time.monotonic()
+        touched: list[Sequence] | None = None
+        try:
+            if self._carry_out(planned.moves):
+                try:
+                    touched = self._compute(planned.works)
+                except (torch.OutOfMemoryError, MemoryError):
+                    if len(self.schedule.running) <= 1:
+                        raise
+            else:
+                planned = PassPlan([], [])
+        except BaseException:
+            self.end()
+            raise
+        if touched is None:
+            self._lose([work.group for work in planned.works])  # not within the handler, which holds what failed
+            return []
+        ended = [one.key for one in touched if one.ended]
+        self.schedule.done(planned.works, time.monotonic() - began, ended)
+        for key in ended:
+            del self.sequences[key]
+        return touched
+
+    def release(self) -> None:
+        """Free the memory of sequences that have ended."""
+        self._carry_out([move for move in self.schedule.plan().moves if move.kind == "retire"])
+
+    def end(self) -> None:
+        """Forget all sequences, and free their memory. Safe to call twice."""
+        for kept in self._kept.values():
+            with suppress(Exception):
+                kept.close()
+        self._kept, self._batches, self.sequences = {}, {}, {}
+        self.schedule.groups, self.schedule.waiting, self.schedule.suspended = [], [], []
+        with suppress(Exception):
+            self.engine.clear()
+        self.engine.expect(None)
+
+    def _carry_out(self, moves: Several[Move]) -> bool:
+        """Make the moves before a pass; return False if there was no memory for one of them, which is then lost."""
+        for place, move in enumerate(moves):
+            try:
+                self._move(move)
+                continue
+            except (torch.OutOfMemoryError, MemoryError):
+                if len(self.schedule.running) <= 1:
+                    raise
+            self._undo(moves[place:])
+            return False
+        return True
+
+    def _move(self, move: Move) -> None:
+        group, engine = move.group, self.engine
+        if move.kind == "admit":
+            mask = torch.tensor([[0] * (group.width - count) + [1] * count for count in self._lengths(group)])
+            self._batches[id(group)] = engine.admit(mask, group.capacity)
+        elif move.kind == "regroup":
+            sources = [(self._batches[id(source)], places) for source, places in move.sources]
+            self._batches[id(group)] = engine.regroup(sources, group.capacity)
+            for source, _ in move.sources:
+                engine.retire(self._batches.pop(id(source)))  # rows that have ended
+        elif move.kind == "split":
+            ((source, places),) = move.sources
+            self._batches[id(group)] = engine.regroup([(self._batches[id(source)], places)], group.capacity)
+        elif move.kind == "suspend":
+            self._kept[id(group)] = engine.snapshot(self._batches[id(group)], 0, group.length)
+            engine.retire(self._batches.pop(id(group)))
+        elif move.kind == "resume":
+            ((source, _),) = move.sources
+            snapshot = self._kept[id(source)]
+            real = [group.real(place) for place in range(len(group.rows))]
+            mask = torch.tensor([[0] * (group.length - count) + [1] * (count + 1) for count in real])
+            self._batches[id(group)] = engine.admit(mask, max(group.capacity, group.length + 1), [snapshot])
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize()  # its copies have run
+            del self._kept[id(source)]
+            snapshot.close()
         else:
-            sequence.output_ids.append(token)
-            sequence.left -= 1
-            text = self._before_stop(sequence)
-            if text is not None:
-                sequence.finish_reason, sequence.text = "stop", text
-            elif sequence.left == 0:
-                sequence.finish_reason, sequence.text = "length", self._tokenizer.decode(sequence.output_ids)
+            self._drop(group)
 
-    def _before_stop(self, sequence: Sequence) -> str | None:
-        """Return the text before the first of the sequence's stops; None if it contains none."""
-        if not sequence.stop:
-            return None
-        recent = 8 + max(len(stop.encode(errors="replace")) for stop in sequence.stop)  # a token is a byte at least
-        tail = self._tokenizer.decode(sequence.output_ids[-recent:])
-        if not any(stop in tail for stop in sequence.stop):
-            return None
-        text = self._tokenizer.decode(sequence.output_ids)
-        places = [place for stop in sequence.stop if (place := text.find(stop)) >= 0]
-        return text[: min(places)] if places else None
+    def _drop(self, group: Group) -> None:
+        batch, kept = self._batches.pop(id(group), None), self._kept.pop(id(group), None)
+        if batch is not None:
+            self.engine.retire(batch)
+        if kept is not None:
+            kept.close()
+
+    def _undo(self, moves: Several[Move]) -> None:
+        """Give up moves that were planned, the first of which failed: their groups are lost."""
+        for move in moves:
+            for source, _ in move.sources:
+                self._drop(source)
+            self._drop(move.group)
+        made = [move.group for move in moves if move.kind not in ("retire", "recompute")]
+        made += [source for move in moves if move.kind == "split" for source, _ in move.sources]
+        live = {id(group) for group in (*self.schedule.groups, *self.schedule.suspended)}
+        self._lose([group for group in {id(group): group for group in made}.values() if id(group) in live])
+
+    def _lose(self, groups: Several[Group]) -> None:
+        """Let the rows of groups, whose KV cache is lost, wait again, with less memory to fill."""
+        schedule = self.schedule
+        reserved = sum(group.reserved for group in schedule.groups)
+        for group in groups:
+            self._drop(group)
+        live = {id(batch) for batch in self._batches.values()}
+        for batch in [one for one in self.engine.batches if id(one) not in live]:
+            self.engine.retire(batch)
+        schedule.lost(groups)
+        if not groups:
+            return
+        schedule.limits = schedule.limits._replace(
+            positions=min(schedule.limits.positions, reserved) * 4 // 5,
+            group=max(1, min(schedule.limits.group, max((group.reserved for group in groups), default=1)) * 4 // 5),
+        )
+        if self.engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _lengths(self, group: Group) -> list[int]:
+        return [0 if row is None else row.length for row in group.rows]
+
+    def _tokens(self, group: Group, count: int) -> Tensor:
+        """Return the next `count` token ids of each row, ``[B, count]``."""
+        padding, rows = self._tokenizer.padding, []
+        for row in group.rows:
+            sequence = None if row is None else self.sequences.get(row.key)
+            if sequence is None:
+                rows.append([padding] * count)
+            elif group.running:
+                rows.append([sequence.output_ids[-1] if sequence.output_ids else sequence.prompt_ids[-1]])
+            else:
+                known = sequence.prompt_ids + sequence.output_ids
+                skip = group.length - (group.width - len(known))
+                rows.append(([padding] * max(0, -skip) + known[max(0, skip) :])[:count])
+        return torch.tensor(rows)
+
+    def _compute(self, works: Several[GroupWork]) -> list[Sequence]:
+        """Run the pass; return the sequences that got a token."""
+        asked = [Work(self._batches[id(group)], self._tokens(group, count)) for group, count in works]
+        found = self.engine.forward(asked)
+        touched: list[Sequence] = []
+        chosen = []
+        for (group, count), logits in zip(works, found, strict=True):
+            if group.length + count < group.width:  # prompts that are not complete
+                continue
+            sequences = [None if row is None else self.sequences.get(row.key) for row in group.rows]
+            samplings = [GREEDY if one is None else one.sampling for one in sequences]
+            places = [0 if one is None else len(one.output_ids) for one in sequences]
+            chosen.append((sequences, *choose(logits[:, -1], samplings, places)))
+        del found
+        for sequences, tokens, finite in chosen:
+            for sequence, token, fine in zip(sequences, tokens.tolist(), finite.tolist(), strict=True):
+                if sequence is not None:
+                    add_token(self._tokenizer, sequence, token, fine)
+                    touched.append(sequence)
+        return touched
 
 
-def generate(
+WORKING_SHARE = 0.08  # share of a GPU's memory that the KV cache leaves to the work of a pass
+
+
+def group_positions(plan: "Plan") -> int:
+    """Return the most positions of one micro-batch: attention of grouped heads with padding copies the keys and values
+    of a layer for each query head."""
+    model, memory = plan.model, plan.machine.device_bytes
+    heads = model.num_heads // max(1, model.num_kv_heads)
+    largest = model.largest_kv_layer_bytes(1, 1024) / 1024
+    if heads <= 1 or not largest or not memory:
+        return 1 << 62
+    return max(4096, int(EXPANDED_SHARE * memory / (heads * largest)))
+
+
+def abilities(engine: Engine, hosted: bool = False) -> Abilities:
+    """Return what the scheduler may ask of `engine`; `hosted`: rows have their KV cache in host memory."""
+    moves = engine.cannot_regroup() is None
+    return Abilities(
+        one_trip=engine.one_trip and moves,
+        chunks=engine.cannot_chunk() is None,
+        regroups="rarely" if moves and hosted else moves,
+        snapshots=engine.cannot_snapshot() is None,
+    )
+
+
+def continue_prompts(
     engine: Engine,
     spec: ModelSpec,
     tokenizer: Tokenizer,
@@ -212,12 +478,11 @@ def generate(
     sampling: Sampling = GREEDY,
     ignore_eos: bool = False,
     batch_size: int = 1,
-    progress: Progress,
-) -> list[Sequence]:
-    """Continue every prompt, `batch_size` at a time, each with a seed of its own made of `sampling`'s.
+) -> tuple[ContinuousScheduler, list[Sequence]]:
+    """Begin to continue every prompt, `batch_size` at a time, each with a seed of its own made of `sampling`'s; return
+    the scheduler, for `advance`, and the sequences.
 
-    Raises ModelError for a prompt without tokens, or one that leaves no room for `output_len` in the model's positions,
-    NotFiniteError where the logits are not numbers.
+    Raises ModelError for a prompt without tokens, or one that leaves no room for `output_len` in the model's positions.
     """
     sequences = []
     for number, prompt in enumerate(prompts):
@@ -227,19 +492,21 @@ def generate(
             raise ModelError(f"prompt {prompt!r} {NO_TOKENS}")
     longest = max(len(sequence.prompt_ids) for sequence in sequences)
     check_positions(spec, longest, output_len, f"a prompt of {longest} tokens")
-    scheduler = Scheduler(engine, tokenizer)
-    try:
-        for start in range(0, len(sequences), batch_size):
-            group = sequences[start : start + batch_size]
-            scheduler.start(group, reserve=output_len)
-            while True:
-                if any(sequence.error is not None for sequence in group):
-                    raise NotFiniteError
-                share = (scheduler.loop.steps + 1) / output_len
-                progress("generating", (start + len(group) * share) / len(sequences))
-                if not scheduler.running:
-                    break
-                scheduler.step()
-    finally:
-        scheduler.end()
-    return sequences
+    load = load_of(engine.plan, [(len(one.prompt_ids), one.left) for one in sequences], batch_size)
+    running = ContinuousScheduler(engine, tokenizer, load, batch_size)
+    running.add(sequences)
+    return running, sequences
+
+
+def advance(running: ContinuousScheduler) -> list[Sequence]:
+    """Run a pass, and free the memory after the last one; return the sequences that got a token.
+
+    Raises NotFiniteError where the logits are not numbers; nothing runs any more then.
+    """
+    touched = running.step()
+    if any(sequence.error is not None for sequence in touched):
+        running.end()
+        raise NotFiniteError
+    if not running.running:
+        running.release()
+    return touched

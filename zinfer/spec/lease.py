@@ -175,7 +175,8 @@ class OwnFolder:
 
 def folder(parent: Path, kind: str, made: Sequence[str]) -> OwnFolder:
     """Make a private folder ``zinfer-<kind>-..`` in `parent`; files in it are removed with it if their names match one
-    of the patterns `made` (`fnmatch`). Any other file, which somebody must have put there, stays. Raises OSError.
+    of the patterns `made` (`fnmatch`), and links, but not their targets, if ``pattern@`` is one. Any other file, which
+    somebody must have put there, stays. Raises OSError.
     """
     with _lock:
         lease = _lease()
@@ -322,7 +323,11 @@ def _remove_folder(path: str, token: str, made: Sequence[str]) -> None:
             for _, folders, names, here in os.fwalk(path, topdown=False, follow_symlinks=False):
                 for name in names:
                     status = os.stat(name, dir_fd=here, follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and any(fnmatchcase(name, one) for one in made):
+                    if stat.S_ISLNK(status.st_mode):
+                        own = any(one.endswith("@") and fnmatchcase(name, one[:-1]) for one in made)
+                    else:
+                        own = stat.S_ISREG(status.st_mode) and any(fnmatchcase(name, one) for one in made)
+                    if own:
                         os.unlink(name, dir_fd=here)
                 for name in folders:
                     with suppress(OSError):

@@ -8,16 +8,16 @@ vocabulary, no adapter, no processor, no module.
 
 import json
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
-from zinfer.spec import configuration
+from zinfer.spec import configuration, lease
 from zinfer.spec.configuration import DIGITS, MAX_TOKEN, CheckpointWarning, without_code
 from zinfer.spec.documents import DocumentError, decode, open_regular, read_bytes, read_object, validate
 from zinfer.spec.model import ModelError
@@ -87,8 +87,8 @@ def cleaned(directory: Path, is_tokenizer: Callable[[str], bool]) -> Iterator[Pa
     whether a name is that of a tokenizer class. Raises ModelError as `require` does."""
     with _explained(directory):
         documents, vocabularies = _read(directory, is_tokenizer)
-    with TemporaryDirectory(prefix="zinfer-tokenizer-") as temporary:
-        folder = Path(temporary)
+    with lease.folder(Path(tempfile.gettempdir()), "tokenizer", ("*", "*@")) as owned:
+        folder = owned.path
         for name, content in documents.items():
             (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
         for path in vocabularies:

@@ -1,14 +1,16 @@
 """Worker tasks that generate text: prompts, batches of rows, and conversations."""
 
 import time
+from dataclasses import replace
 
 from zinfer.engine import EngineError
-from zinfer.generation import scheduler
 from zinfer.generation.chat import Chat
-from zinfer.generation.scheduler import Scheduler, Sequence
+from zinfer.generation.detokenizer import TextPieces
+from zinfer.generation.scheduler import ContinuousScheduler, Sequence, advance, continue_prompts
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import (
     BatchStart,
+    BatchStarted,
     BatchStep,
     BatchStepped,
     ChatAsk,
@@ -19,32 +21,53 @@ from zinfer.worker.tasks import (
     ChatOpened,
     ChatStep,
     ChatToken,
-    Completion,
+    CompletionStep,
     Generate,
     Generated,
+    GenerateStep,
     RowStep,
     Tokenize,
     Tokenized,
 )
 
+STREAM_S = 0.05  # prompts are continued that long before their text is shown
 ANSWER_S = 1.0  # a batch is decoded that long before its rows are answered, unless one ends
 
 
 def generate(session: Session, request: Generate) -> Generated:
-    """Continue prompts."""
-    began = time.monotonic()
-    sequences = scheduler.generate(
-        session.engine, session.plan.model, session.tokenizer(), request.prompts, output_len=request.output_len,
-        sampling=request.sampling, ignore_eos=request.ignore_eos, batch_size=request.batch_size, progress=session.beat,
+    """Begin to continue prompts."""
+    tokenizer = session.tokenizer()
+    session.scheduler, sequences = continue_prompts(
+        session.engine, session.plan.model, tokenizer, request.prompts, output_len=request.output_len,
+        sampling=request.sampling, ignore_eos=request.ignore_eos, batch_size=request.batch_size,
     )  # fmt: skip
-    texts = [
-        Completion(
-            prompt=prompt, output_ids=sequence.output_ids, output_text=sequence.text,
-            finish_reason=sequence.finish_reason or "length",
+    session.text = TextPieces(tokenizer)
+    session.sent = dict.fromkeys(sequences, 0)
+    session.asked = len(sequences) * request.output_len
+    return generate_step(session, GenerateStep())
+
+
+def generate_step(session: Session, _request: GenerateStep) -> Generated:
+    """Go on with the prompts of `generate` for a pass, or several short ones."""
+    running, pieces = session.scheduler, session.text
+    if running is None or pieces is None:
+        raise EngineError("no prompts are being continued")
+    began = time.monotonic()
+    touched: dict[Sequence, None] = {}
+    while running.running:
+        touched |= dict.fromkeys(advance(running))
+        if time.monotonic() - began > STREAM_S:
+            break
+    steps = [
+        CompletionStep(
+            number=sequence.key, tokens=sequence.output_ids[session.sent[sequence] :], text=pieces.add(sequence),
+            finish_reason=sequence.finish_reason, output_text=sequence.text,
         )
-        for prompt, sequence in zip(request.prompts, sequences, strict=True)
+        for sequence in touched
     ]  # fmt: skip
-    return Generated(texts=texts, seconds=time.monotonic() - began)
+    session.sent |= {sequence: len(sequence.output_ids) for sequence in touched}
+    session.beat("generating", sum(session.sent.values()) / session.asked)
+    return Generated(steps=steps, seconds=time.monotonic() - began, running=len(running.sequences))
 
 
 def tokenize(session: Session, request: Tokenize) -> Tokenized:
@@ -53,43 +76,59 @@ def tokenize(session: Session, request: Tokenize) -> Tokenized:
     return Tokenized(prompts=[tokenizer.try_encode(prompt) for prompt in request.prompts])
 
 
-def batch_start(session: Session, request: BatchStart) -> BatchStepped:
+def batch_start(session: Session, request: BatchStart) -> BatchStarted:
     """Begin a batch, in place of one that runs."""
-    tokenizer = session.tokenizer()
-    if session.scheduler is None:
-        session.scheduler = Scheduler(session.engine, tokenizer)
+    if session.scheduler is not None:
+        session.scheduler.end()
+    session.sent = {}
+    session.scheduler = ContinuousScheduler(
+        session.engine, session.tokenizer(), request.load, request.rows, request.arrivals
+    )
+    return BatchStarted(positions=session.scheduler.schedule.limits.positions)
+
+
+def batch_step(session: Session, request: BatchStep) -> BatchStepped:
+    """Add rows; run passes until a row ends, nothing is left to do, or `ANSWER_S` seconds have gone by."""
+    running = session.scheduler
+    if running is None:
+        raise EngineError("no batch is running")
+    schedule = running.schedule
+    schedule.ending = request.ending
     sequences = [
         Sequence(row.prompt_ids, row.left, row.sampling, row.stop, output_ids=list(row.output_ids), key=row.key)
         for row in request.rows
     ]
-    session.sent = {sequence: len(sequence.output_ids) for sequence in sequences}
-    began = time.monotonic()
-    session.scheduler.start(sequences, request.reserve)
-    return _stepped(session, session.scheduler, 1, began)
-
-
-def batch_step(session: Session, _request: BatchStep) -> BatchStepped:
-    """Decode until a row ends, the room is used up, or `ANSWER_S` seconds have gone by."""
-    began, steps, running = time.monotonic(), 0, session.scheduler
-    if running is None or not running.running:
-        raise EngineError("no batch is running")
-    while running.running:
-        ended = running.step()
-        steps += 1
-        if ended or time.monotonic() - began > ANSWER_S:
-            break
-    return _stepped(session, running, steps, began)
-
-
-def _stepped(session: Session, running: Scheduler, steps: int, began: float) -> BatchStepped:
-    """Answer for the rows that had not ended at the time of the last answer; the batch is ended with the last of
-    them."""
-    seconds = time.monotonic() - began
-    rows = [_row_step(sequence, sent) for sequence, sent in session.sent.items()]
-    session.sent = {sequence: len(sequence.output_ids) for sequence in session.sent if not sequence.ended}
-    if not running.running:
-        running.end()
-    return BatchStepped(steps=steps, seconds=seconds, rows=rows)
+    session.sent |= {sequence: len(sequence.output_ids) for sequence in sequences}
+    before, began = replace(schedule.tally), time.monotonic()
+    touched: dict[Sequence, None] = {}
+    try:
+        running.add(sequences)
+        while running.running:
+            changed = running.step()
+            touched |= dict.fromkeys(changed)
+            if any(sequence.ended for sequence in changed) or time.monotonic() - began > ANSWER_S:
+                break
+        if not running.running:
+            running.release()
+    except BaseException:
+        session.scheduler, session.sent = None, {}
+        raise
+    rows = [_row_step(sequence, session.sent[sequence]) for sequence in touched]
+    for sequence in touched:
+        session.sent[sequence] = len(sequence.output_ids)
+        if sequence.ended:
+            del session.sent[sequence]
+    tally = schedule.tally
+    return BatchStepped(
+        passes=tally.passes - before.passes,
+        seconds=time.monotonic() - began,
+        rows=rows,
+        running=len(schedule.running),
+        waiting=len(schedule.waiting),
+        read=tally.read - before.read,
+        padded=tally.padded - before.padded,
+        again=tally.again - before.again,
+    )
 
 
 def _row_step(sequence: Sequence, sent: int) -> RowStep:

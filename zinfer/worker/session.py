@@ -22,7 +22,8 @@ from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure, Meas
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
     from zinfer.generation.chat import Chat
-    from zinfer.generation.scheduler import Scheduler, Sequence
+    from zinfer.generation.detokenizer import TextPieces
+    from zinfer.generation.scheduler import ContinuousScheduler, Sequence
     from zinfer.generation.tokenizer import Tokenizer
 
 Function = Callable[["Session", Any], Message]
@@ -35,8 +36,10 @@ class Session:
         self.beat = beat
         self.facts = Facts()
         self._engine: Engine | None = None
-        self.scheduler: Scheduler | None = None  # scheduler of the running batch
+        self.scheduler: ContinuousScheduler | None = None  # scheduler of the running batch
         self.sent: dict[Sequence, int] = {}  # output tokens of each of its sequences that were answered
+        self.text: TextPieces | None = None  # text of prompts that are being continued
+        self.asked = 1  # most tokens that they get
         self.chat: Chat | None = None
         self._instead = instead or {}
         self._tokenizer: tuple[ModelSpec, Tokenizer] | None = None
@@ -99,6 +102,9 @@ class Session:
         with suppress(Exception):
             if self.chat is not None:
                 self.chat.close()
+        with suppress(Exception):
+            if self.scheduler is not None:
+                self.scheduler.end()
         self.chat = self.scheduler = None
         loaded, self._engine = self._engine, None
         if loaded is not None and engine:

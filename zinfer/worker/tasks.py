@@ -13,7 +13,7 @@ from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.plan.plan import Plan
 from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Measurement
-from zinfer.spec.case import Case
+from zinfer.spec.case import Case, Workload
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.value import Frozen
 
@@ -90,30 +90,37 @@ class Measure(Request[Measured]):
 # Text
 
 
-class Completion(Message):
-    """Continuation of a prompt; `output_ids` are without the end token."""
+class CompletionStep(Message):
+    """New tokens of prompt `number`, without the end token, and the text that they complete; a `finish_reason` at its
+    end, with the whole text in `output_text`."""
 
-    prompt: Text
-    output_ids: list[int]
-    output_text: str
-    finish_reason: Literal["stop", "length"]
+    number: int
+    tokens: list[int]
+    text: str
+    finish_reason: Literal["stop", "length"] | None = None
+    output_text: str = ""
 
 
 class Generated(Message):
-    """Texts of `Generate`, in the order of its prompts, and the seconds that they took."""
+    """New tokens of prompts, the seconds that they took, and the number of prompts that go on."""
 
-    texts: list[Completion]
+    steps: list[CompletionStep]
     seconds: float
+    running: int
 
 
 class Generate(Request[Generated]):
-    """Continue prompts, `batch_size` at a time, by up to `output_len` tokens."""
+    """Begin to continue prompts by up to `output_len` tokens, at most `batch_size` at a time."""
 
     prompts: list[Text]
     batch_size: int
     output_len: int = 32
     sampling: Sampling = GREEDY
     ignore_eos: bool = False
+
+
+class GenerateStep(Request[Generated]):
+    """Go on with the prompts: a pass, or several short ones."""
 
 
 class Tokenized(Message):
@@ -150,23 +157,41 @@ class RowStep(Message):
     error: str | None = None
 
 
-class BatchStepped(Message):
-    """Steps that a batch has made, their seconds, and the rows that went on."""
+class BatchStarted(Message):
+    """Positions of KV cache that the rows may take together."""
 
-    steps: int
+    positions: int
+
+
+class BatchStart(Request[BatchStarted]):
+    """Begin a batch to which rows come and from which they go, in place of one that runs. `load` is the largest load to
+    reckon with; at most `rows` run at a time, those that came first before others if `arrivals`."""
+
+    load: Workload
+    rows: int | None = None
+    arrivals: bool = False
+
+
+class BatchStepped(Message):
+    """Passes of a batch: their number and seconds, the rows that went on, the numbers of rows that run and wait now,
+    the positions of KV cache that were read, those of them that were padding, and positions computed again."""
+
+    passes: int
     seconds: float
     rows: list[RowStep]
-
-
-class BatchStart(Request[BatchStepped]):
-    """Begin a batch with room for `reserve` more tokens a row: its prefill and first token."""
-
-    rows: list[BatchRow]
-    reserve: int
+    running: int = 0
+    waiting: int = 0
+    read: int = 0
+    padded: int = 0
+    again: int = 0
 
 
 class BatchStep(Request[BatchStepped]):
-    """Decode until a row ends, the room is used up, or a second has gone by."""
+    """Add `rows` to the batch and run passes until a row ends or a second has gone by. `ending` is the chance that a
+    row ends at a token before its limit."""
+
+    rows: list[BatchRow] = Field(default_factory=list)
+    ending: float = 0.0
 
 
 # Conversations
@@ -332,8 +357,9 @@ TASKS: Mapping[str, Task] = {
     "about": Task(About, Facts, "zinfer.worker.session:about"),
     "measure": Task(Measure, Measured, "zinfer.worker.session:measure"),
     "generate": Task(Generate, Generated, "zinfer.worker.generation:generate"),
+    "generate_step": Task(GenerateStep, Generated, "zinfer.worker.generation:generate_step"),
     "tokenize": Task(Tokenize, Tokenized, "zinfer.worker.generation:tokenize"),
-    "batch_start": Task(BatchStart, BatchStepped, "zinfer.worker.generation:batch_start"),
+    "batch_start": Task(BatchStart, BatchStarted, "zinfer.worker.generation:batch_start"),
     "batch_step": Task(BatchStep, BatchStepped, "zinfer.worker.generation:batch_step"),
     "chat_open": Task(ChatOpen, ChatOpened, "zinfer.worker.generation:chat_open"),
     "chat_ask": Task(ChatAsk, ChatAsked, "zinfer.worker.generation:chat_ask"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zinfer.engine import EngineError
 from zinfer.engine.base import MicroBatch, Work, is_step
 from zinfer.engine.cache import STORAGE, QuantizedLayer, RowCache, make_cache, other_layers, shares_keys
-from zinfer.engine.decoder import Decoder, DecoderBatch, Part
+from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
 from zinfer.engine.pinned import PinnedArena, check_free, lay_out
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream import packed
@@ -156,12 +156,11 @@ class Stream(Decoder):
 
     def _make_batch(self, mask: Tensor, capacity: int) -> StreamBatch:
         rows, length = mask.shape
-        load = self._together(rows, length, capacity)
+        load = self.expected or self._together(rows, length, capacity)
         placement = self._placement(load)
         if self._ring is not None:
             self._share_out(self._ring, placement)
-        there = sum(batch.batch_size - batch.here for batch in self.batches)
-        hosted = min(rows, max(0, placement.host_rows(load.batch_size) - there))
+        hosted = self._hosted(rows, capacity, load, placement)
         here, storage = rows - hosted, self.options.kv_cache_dtype
         self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
         cache = None if self._own_cache else make_cache(self.model.config, rows, capacity, storage, here)
@@ -180,6 +179,18 @@ class Stream(Decoder):
         if self._ring is not None:
             self._ring.start()
         return batch
+
+    def _hosted(self, rows: int, capacity: int, load: Workload, placement: Placement) -> int:
+        """Return how many of `rows` with room for `capacity` tokens each go to host memory."""
+        if self.expected is None:
+            there = sum(batch.batch_size - batch.here for batch in self.batches)
+            least: int = max(0, placement.host_rows(load.batch_size) - there)
+            return min(rows, least)
+        room = (load.batch_size - placement.host_rows(load.batch_size)) * load.total_len
+        if room == load.batch_size * load.total_len:
+            return 0
+        used: int = sum(batch.here * batch.capacity for batch in self.batches)
+        return rows - min(rows, max(0, room - used) // capacity)
 
     def _placement(self, load: Workload) -> Placement:
         """Return the plan's placement of `load`; that of the last one is kept, since repeats are timed."""
@@ -317,6 +328,24 @@ class Stream(Decoder):
         elif host is not None:
             host.keep_rows(kept[here:], here)
         super()._keep_rows(batch, kept)
+
+    def cannot_regroup(self) -> str | None:
+        if self.options.kv_offload != "none" and self.options.kv_cache_dtype in STORAGE:
+            return f"a KV cache in host memory with kv_cache_dtype={self.options.kv_cache_dtype} is not moved"
+        return super().cannot_regroup()
+
+    def _move(self, target: DecoderBatch, moved: Sequence[MovedRows], length: int) -> None:
+        kept = [(batch, batch.others(rows).tolist(), batch.here) for batch, rows, _ in moved]  # type: ignore[attr-defined]
+        super()._move(target, moved, length)
+        for batch, rows, here in kept:
+            assert isinstance(batch, StreamBatch)
+            if batch.host is None or not rows:
+                continue
+            count = sum(row < here for row in rows)
+            if count == len(rows):
+                self._free_host(batch)
+            else:
+                batch.host.keep_rows(rows[count:], count)
 
     def _free(self, batch: DecoderBatch) -> None:
         assert isinstance(batch, StreamBatch)

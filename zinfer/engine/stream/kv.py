@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zinfer.engine.cache import FixedLayer, Slots, Step
+from zinfer.engine.cache import FixedLayer, Slots, Step, aligned
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 from zinfer.engine.stream.cpu_attention import code, fetched, host, keep_freed
 from zinfer.engine.stream.cpu_kernel import coded, library
@@ -125,6 +125,11 @@ class HostCache(ABC):
         values that these positions see."""
 
     @abstractmethod
+    def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of `rows` of the batch, ``[b, kv_heads, n, head_dim]`` each, on the host or the
+        device: the positions that the next token after `length` ones sees."""
+
+    @abstractmethod
     def rollback(self, length: int) -> None:
         """Forget the positions from `length` on, of all rows."""
 
@@ -181,6 +186,13 @@ class CpuCache(HostCache):
             ]
             return code(rows_of[0], self._device, keys.dtype), code(rows_of[1], self._device, keys.dtype)
         return host(seen[0], self._device), host(seen[1], self._device)
+
+    def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        self._sender.finish()
+        slots, *places = self._places[layer]
+        own = [row - self.rows.start for row in rows]
+        keys, values = (place[own][:, :, slots.held(length)] for place in places)
+        return keys, values
 
     def rollback(self, length: int) -> None:
         for slots, _, _ in self._places.values():
@@ -256,6 +268,7 @@ class LinkCache(HostCache):
         # keys; the number of stored tokens; the event behind the last copy.
         self._places: dict[tuple[int, int], tuple[Slots, Tensor, int]] = {}
         self._lengths: dict[tuple[int, int], int] = {}
+        self._forms: dict[int, tuple[torch.dtype, tuple[int, int], tuple[int, int]]] = {}  # type, heads and widths
         self._written: dict[tuple[int, int], Any] = {}
 
     def fetch(self, part: slice, length: int, count: int) -> PartFetch:
@@ -278,6 +291,27 @@ class LinkCache(HostCache):
             ready=partial(self._reaches, key, length),
             before=partial(self._wait, key),
         )
+
+    def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        self._sender.finish()
+        dtype, *forms = self._forms[layer]
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for part in self.parts:
+            own = [row for row in rows if part.start <= row < part.stop]
+            if not own:
+                continue
+            slots, place, keys = self._places[layer, part.start]
+            held, count = place[slots.held(length)], part.stop - part.start
+            halves = (held[:, :keys], held[:, keys:])
+            states = [
+                half.reshape(len(held), count, -1)[:, [row - part.start for row in own]]
+                .view(dtype)
+                .view(len(held), len(own), *form)
+                .permute(1, 2, 0, 3)
+                for half, form in zip(halves, forms, strict=True)
+            ]
+            found |= {row: (states[0][place], states[1][place]) for place, row in enumerate(own)}
+        return torch.stack([found[row][0] for row in rows]), torch.stack([found[row][1] for row in rows])
 
     def rollback(self, length: int) -> None:
         for key, (slots, _, _) in self._places.items():
@@ -334,6 +368,7 @@ class LinkCache(HostCache):
             memory = self._memory.take(layer, size * (self.rows.stop - self.rows.start))
             own = memory[size * (rows.start - self.rows.start) : size * (rows.stop - self.rows.start)]
             halves = [states.shape[1] * states.shape[3] for states in (keys, values)]
+            self._forms[layer] = keys.dtype, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
             self._places[key] = slots, own.view(slots.room, -1), new.shape[1] * halves[0] // sum(halves)
         slots, place, _ = self._places[key]
         step = slots.add(start, new.shape[0])
@@ -381,6 +416,33 @@ class SplitLayer(FixedLayer):
         if rows.stop <= self.batch_size:
             self.here.window(rows, length)
 
+    def stored(self, rows: Tensor, length: int, real: Tensor | None) -> list[Tensor]:
+        here = rows < self.batch_size
+        if bool(here.all()):
+            return self.here.stored(rows, length, real)
+        there = self._host.stored(self._index, rows[~here].tolist(), length)
+        states = [half.to(rows.device) for half in there]
+        blocks = [aligned(half, None if real is None else real[~here]) for half in states]
+        if not bool(here.any()):
+            return blocks
+        mine_of = self.here.stored(rows[here], length, None if real is None else real[here])
+        found = []
+        for mine, others in zip(mine_of, blocks, strict=True):
+            both = others.new_empty((len(rows), *others.shape[1:]))
+            both[here], both[~here] = mine, others
+            found.append(both)
+        return found
+
+    def fill(self, blocks: Sequence[Sequence[Tensor]], length: int, dtype: torch.dtype) -> None:
+        keys, values = (_padded([block[half] for block in blocks], length) for half in (0, 1))
+        if self.batch_size:
+            self.here.fill([(keys[: self.batch_size], values[: self.batch_size])], length, dtype)
+        for part in self._host.parts:
+            self._host.extend(self._index, part, keys[part], values[part], 0)
+        self.is_initialized, self.dtype = True, dtype
+        self.window(slice(0, self.batch_size), length)
+        self.length = length
+
     def rollback(self, length: int) -> None:
         """Forget the positions from `length` on in the rows on the device; `HostCache.rollback` does so in the
         others."""
@@ -396,7 +458,12 @@ class SplitLayer(FixedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start = self.length
         self.length += key_states.shape[2]
-        self.is_initialized = True
+        self.is_initialized, self.dtype = True, key_states.dtype
         if self.rows.stop <= self.batch_size:
             return self.here.update(key_states, value_states, *args, **kwargs)
         return self._host.extend(self._index, self.rows, key_states, value_states, start)
+
+
+def _padded(blocks: Sequence[Tensor], length: int) -> Tensor:
+    """Return blocks ``[b, kv_heads, n, D]`` one below the other, each padded with zeros in front to `length`."""
+    return torch.cat([pad(block, (0, 0, length - block.shape[2], 0)) for block in blocks])

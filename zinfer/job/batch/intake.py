@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zinfer.generation.schedule import like_order
 from zinfer.job.batch.openai import BatchRequest, Fault
-from zinfer.job.batch.packing import RowDemand, order
+from zinfer.job.batch.packing import RowDemand
 
 
 @dataclass(eq=False)
@@ -17,7 +18,7 @@ class RequestRow:
     limit: int
     output_ids: list[int] = field(default_factory=list)
     saved: int = 0  # tokens of `output_ids` that are on disk
-    tries: int = 0  # failed batches that it was in
+    tries: int = 0  # failures while it was in the worker
 
     @property
     def length(self) -> int:
@@ -30,8 +31,8 @@ class RequestRow:
 
 
 def row_order(row: RequestRow) -> tuple[int, int, int]:
-    """Return the sort key of rows for packing."""
-    return order(row.need)
+    """Return the sort key of rows: those that should begin first come first, like rows side by side."""
+    return like_order(row.need)
 
 
 def needs(rows: Iterable[RequestRow]) -> list[RowDemand]:

@@ -1,39 +1,28 @@
-"""Batch job: rows into batches, batches to the worker, answers to the disk, until every row has one.
+"""Batch job: rows to the worker, answers to the disk, until every row has one.
 
-The parent knows each row's tokens and nothing of a batch lives in the worker alone, so that a worker may die: its rows
-are packed again, in smaller batches. `zinfer.job.batch.packing` decides which rows to pack, and for how long.
+The worker decides at every pass which rows run (`zinfer.generation.schedule`). The parent keeps its queue filled and
+knows each row's tokens, so that a worker may die: its rows go to the next one, fewer at a time.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zinfer.generation.sampling import Sampling
+from zinfer.generation.schedule import load_of
 from zinfer.job.batch import openai
 from zinfer.job.batch.intake import RequestRow, needs, row_order
 from zinfer.job.batch.ledger import Ledger
-from zinfer.job.batch.packing import (
-    MOST_ROWS,
-    BatchShape,
-    PlannedBatch,
-    Progress,
-    StepTimeModel,
-    needed,
-    pack,
-    room_of,
-    worth_packing_anew,
-)
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Status
 from zinfer.worker.process import Client, WorkerDied, WorkerError
-from zinfer.worker.tasks import BatchRow, BatchStart, BatchStep, BatchStepped, Request
+from zinfer.worker.tasks import Answer, BatchRow, BatchStart, BatchStep, BatchStepped, Request
 
-WINDOW = 8  # batches' worth of rows that may be begun at a time
-TRIES = 4  # most failed batches of a row
+AHEAD = 256  # rows that wait in the worker, so that it finds like ones to begin together
+MANY = 16  # rows of a failed batch above which a quarter of them is tried next, not half
 SAVE_S = 60.0  # seconds between two saves of the tokens of unfinished rows
-CHECK_S = 1.0  # seconds of decoding between two checks whether to pack anew
 FATAL: frozenset[Status] = frozenset({"crashed", "timeout"})  # the worker is of no use after them
 
 
@@ -54,8 +43,14 @@ class Standing:
     left: int = 0  # tokens that unfinished rows may still have
     used: int = 0  # tokens of finished rows; `allowed`: tokens that they might have had
     allowed: int = 0
-    padded: int = 0  # tokens that batches had room for; `needed`: tokens that their rows needed
-    needed: int = 0
+    passes: int = 0
+    running: int = 0  # rows that run now; `waiting`: rows that have not begun
+    waiting: int = 0
+    read: int = 0  # positions of KV cache that passes have read; `padded`: those of them that were padding
+    padded: int = 0
+    again: int = 0  # positions that were computed again
+    full_tokens: int = 0  # tokens made while further rows waited, and the seconds of that
+    full_seconds: float = 0.0
 
     @property
     def rate(self) -> float | None:
@@ -69,19 +64,14 @@ class Standing:
         return self.left * share / self.rate if self.rate else None
 
     @property
-    def waste(self) -> float:
-        """Tokens that batches had room for over those that their rows needed: 1 is no waste."""
-        return self.padded / self.needed if self.needed else 1.0
+    def padding(self) -> float:
+        """Share of the KV cache read that is padding."""
+        return self.padded / self.read if self.read else 0.0
 
     @property
     def ending(self) -> float:
         """Chance that a row ends at a token by itself."""
         return self.stopped / (self.tokens + self.stopped + 1)
-
-    @property
-    def finishing(self) -> float:
-        """Chance that a row ends at a token for any reason."""
-        return self.ended / (self.tokens + self.ended + 1)
 
 
 @dataclass
@@ -95,7 +85,7 @@ class BatchJob:
     model: str  # name of the model in the answers
     make_worker: Callable[[], Client]
     worker: Client | None = None  # first worker, if there is one, without a load
-    at_most: int | None = None  # largest number of rows in a batch
+    at_most: int | None = None  # largest number of rows that run at a time
     loading: Callable[[], None] = lambda: None
     progress: Callable[[Standing], None] = lambda _standing: None
     say: Callable[[str], None] = lambda _text: None
@@ -113,101 +103,79 @@ class BatchJob:
 class _Runner:
     def __init__(self, job: BatchJob, signals: Signals) -> None:
         self._job, self._signals = job, signals
-        plan = job.plan
-        self._positions = plan.model.max_position
-        self._pace = StepTimeModel(plan.case, plan.model, plan.machine)
-        self._planned = room_of(plan.case, plan.model, plan.machine)
-        self._share = 1.0  # share of the planned rows to take; less after failed batches
-        self._begun = [row for row in job.rows if row.output_ids]
-        self._fresh = sorted((row for row in job.rows if not row.output_ids), key=row_order)
-        self._size: int | None = None  # rows of the last batch
+        self._waiting = sorted(job.rows, key=row_order)  # not in the worker
+        self._sent: dict[int, RequestRow] = {}  # in the worker, by key
+        self._started = False  # True while the worker has a batch
+        self._window: int | None = None  # most rows in the worker after a failure
+        self._first_failure = 0  # rows in the worker at the first failure
+        self._since = 0  # rows that ended since the window was set
         self._worker, self._loaded = job.worker, False  # a worker without a load, or none, until the first batch
-        self._given_up = 0  # failed batches since the last one that yielded a token
+        self._given_up = 0  # rows given up since the last token
         self._saved_at = time.monotonic()
         left = sum(row.need.left for row in job.rows)
         self.standing = Standing(rows=len(job.rows), left=left)
+        self._ahead = AHEAD
 
     def run(self) -> Standing:
-        active: list[RequestRow] = []
         try:
-            while self._begun or self._fresh:
-                active, shape = self._next()
+            while self._waiting or self._sent:
                 try:
-                    self._block(active, shape)
+                    self._step()
                 except WorkerError as failed:
-                    self._after(failed, active, shape)
+                    self._after(failed)
         except (Interrupted, JobFailed) as end:
             self._stop(kill=isinstance(end, Interrupted))
-            self._save([*active, *self._begun])
+            self._save()
             raise
         finally:
             self._stop()
         return self.standing
 
-    def _room(self, length: int, reserve: int) -> int:
-        """Return the number of rows that may be in a batch: at least one, since every row fits alone."""
-        rows = max(1, int(self._planned(length, reserve) * self._share))
-        return rows if self._job.at_most is None else min(rows, self._job.at_most)
+    def _step(self) -> None:
+        """Let the worker run, with rows to begin next in its queue."""
+        if not self._started:
+            self._start()
+        new = self._next()
+        answer = self._ask(BatchStep(rows=[batch_row(row) for row in new], ending=self.standing.ending))
+        self._take(answer)
 
-    def _candidates(self, more: Iterable[RequestRow] = ()) -> list[RequestRow]:
-        """Return the rows that the next batch may be made of, in the order of packing: those that are begun, and as
-        many others as keep the number of begun ones within bounds."""
-        begun = [*self._begun, *more]
-        count = MOST_ROWS if self._size is None else WINDOW * self._size - len(begun)
-        return sorted([*begun, *self._fresh[: max(0, count)]], key=row_order)
+    def _start(self) -> None:
+        """Begin a batch in the worker, for all rows that are left."""
+        rows = [*self._waiting, *self._sent.values()]
+        self._waiting, self._sent = sorted(rows, key=row_order), {}
+        limits = [most for most in (self._job.at_most, self._window) if most is not None]
+        load = load_of(self._job.plan, needs(rows), min(limits) if limits else None)
+        self._ask(BatchStart(load=load, rows=self._job.at_most))
+        self._started = True
+        self.standing.running, self.standing.waiting = 0, len(rows)
+        self._ahead = AHEAD
 
-    def _pack(self, rows: Iterable[RequestRow]) -> PlannedBatch:
-        return pack(needs(rows), self._room, self._pace, self._positions, self.standing.ending)
+    def _next(self) -> list[RequestRow]:
+        """Take the rows that go to the worker now: its queue is kept so long that it can choose like ones."""
+        count = self._ahead
+        if self._window is not None:
+            count = self._window - len(self._sent)
+        count = max(count, 0 if self._sent else 1)
+        new, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._sent |= {row.key: row for row in new}
+        return new
 
-    def _next(self) -> tuple[list[RequestRow], BatchShape]:
-        """Take the rows of the next batch out of those that wait."""
-        rows = self._candidates()
-        shape = self._pack(rows).shape
-        taken = rows[: shape.rows]
-        keys = {row.key for row in taken}
-        self._begun = [row for row in self._begun if row.key not in keys]
-        self._fresh = [row for row in self._fresh if row.key not in keys]
-        self._size = shape.rows
-        return taken, shape
-
-    def _block(self, active: list[RequestRow], shape: BatchShape) -> None:
-        """Run a batch until its reserve is used up or another one is worth more; `active` keeps those that go on, which
-        wait for the next batch afterwards."""
-        self.standing.padded += shape.padded
-        self.standing.needed += needed(shape, needs(active))
-        answer = self._ask(BatchStart(rows=[batch_row(row) for row in active], reserve=shape.reserve))
-        self._pace.saw_prefill(shape, answer.seconds)
-        made, unlooked = answer.steps, 0.0
-        self._take(answer, active)
-        while active and made < shape.reserve:
-            answer = self._ask(BatchStep())
-            made += answer.steps
-            unlooked += answer.seconds
-            self._pace.saw_step(shape, made, answer.seconds / answer.steps)
-            self._take(answer, active)
-            if unlooked >= CHECK_S:
-                unlooked = 0.0
-                if active and self._better(Progress(shape, made, needs(active)), active):
-                    break
-        self._begun += active
-        active.clear()
-
-    def _better(self, now: Progress, active: list[RequestRow]) -> bool:
-        if now.nearly_full:
-            return False
-        rows = self._candidates(active)
-        following = self._pack(rows)
-        fresh = {row.key for row in self._fresh}
-        joining = [row.need for row in rows[: following.shape.rows] if row.key in fresh]
-        return worth_packing_anew(now, following, joining, self._pace, self.standing.finishing)
-
-    def _take(self, answer: BatchStepped, active: list[RequestRow]) -> None:
+    def _take(self, answer: BatchStepped) -> None:
         """Process the worker's answer: tokens go to their rows, rows that ended to the disk."""
-        standing, by_key = self.standing, {row.key: row for row in active}
+        standing = self.standing
         standing.seconds += answer.seconds
-        records, ended = [], set()
+        standing.passes += answer.passes
+        standing.read += answer.read
+        standing.padded += answer.padded
+        standing.again += answer.again
+        standing.running, standing.waiting = answer.running, answer.waiting + len(self._waiting)
+        if standing.waiting:
+            standing.full_tokens += sum(len(step.tokens) for step in answer.rows)
+            standing.full_seconds += answer.seconds
+        self._ahead = max(0, AHEAD - answer.waiting)
+        records, ended = [], []
         for step in answer.rows:
-            row = by_key[step.key]
+            row = self._sent[step.key]
             row.output_ids += step.tokens
             standing.tokens += len(step.tokens)
             standing.left -= len(step.tokens)
@@ -217,14 +185,25 @@ class _Runner:
                 records.append(self._answered(row, step.text, step.finish_reason))
             else:
                 continue
-            ended.add(row.key)
+            ended.append(row)
             self._end(row, failed=step.error is not None)
         self._job.ledger.add(records)
-        active[:] = [row for row in active if row.key not in ended]
-        self._given_up = 0
+        for row in ended:
+            del self._sent[row.key]
+        if answer.rows:
+            self._given_up = 0
+        self._widen(len(ended))
         if time.monotonic() - self._saved_at > SAVE_S:
-            self._save([*active, *self._begun])
+            self._save()
         self._job.progress(standing)
+
+    def _widen(self, ended: int) -> None:
+        """Let more rows into the worker again, up to half of those with which it failed."""
+        self._since += ended
+        most = self._first_failure // 2
+        if self._window is None or self._since < self._window or self._window >= most:
+            return
+        self._window, self._since = min(2 * self._window, most), 0
 
     def _answered(self, row: RequestRow, text: str, finish_reason: str) -> dict[str, Any]:
         self.standing.stopped += row.need.left > 0
@@ -239,39 +218,43 @@ class _Runner:
         self.standing.failed += failed
         self.standing.left -= row.need.left
 
-    def _save(self, rows: Iterable[RequestRow]) -> None:
+    def _save(self) -> None:
         """Put on disk the tokens that unfinished rows have got since the last time."""
-        rows = list(rows)
+        rows = [row for row in (*self._sent.values(), *self._waiting) if len(row.output_ids) > row.saved]
         self._job.ledger.save((row.request.id, row.saved, row.output_ids[row.saved :]) for row in rows)
         for row in rows:
             row.saved = len(row.output_ids)
         self._saved_at = time.monotonic()
 
-    def _after(self, failed: WorkerError, active: list[RequestRow], shape: BatchShape) -> None:
-        """Try the rows of a failed batch again in batches half as large, a few times."""
+    def _after(self, failed: WorkerError) -> None:
+        """Try the rows of a worker that failed again, fewer of them at a time; give up a row that fails alone."""
         if failed.status in FATAL:
             self._stop(kill=True)
-        rows = list(active)
-        active.clear()
+        rows, self._sent, self._started = list(self._sent.values()), {}, False
         for row in rows:
             row.tries += 1
-        lost = [row for row in rows if row.tries >= TRIES]
-        self._begun += [row for row in rows if row.tries < TRIES]
-        message = f"a batch of {shape.rows} failed ({failed.status}: {failed})"
-        if lost:
+        count = len(rows)
+        message = f"a batch of {count} failed ({failed.status}: {failed})"
+        if count == 1:
             self._given_up += 1
             if self._given_up > 1:
-                self._begun += lost
+                self._waiting += rows
                 raise JobFailed(f"{message}, and so did the one before; the same command goes on")
-            self._job.ledger.add(openai.failure(row.request, failed.status, str(failed)) for row in lost)
-            for row in lost:
+            self._job.ledger.add(openai.failure(row.request, failed.status, str(failed)) for row in rows)
+            for row in rows:
                 self._end(row, failed=True)
-        if shape.rows > 1:
-            self._share = shape.rows // 2 / max(1, self._planned(shape.length, shape.reserve))
-            message += f"; going on with batches of {shape.rows // 2}"
+        elif count:
+            self._waiting = sorted([*rows, *self._waiting], key=row_order)
+            self._first_failure = max(self._first_failure, count)
+            self._window, self._since = max(1, count // (4 if count > MANY else 2)), 0
+            message += f"; going on with batches of {self._window}"
+        else:
+            self._given_up += 1
+            if self._given_up > 1:
+                raise JobFailed(message)
         self._job.say(message)
 
-    def _ask(self, request: Request[BatchStepped]) -> BatchStepped:
+    def _ask(self, request: Request[Answer]) -> Answer:
         """Ask the worker, which is loaded now if need be. Raises WorkerError if the batch fails, and JobFailed if the
         worker cannot load."""
         worker = self._ready()
@@ -300,7 +283,7 @@ class _Runner:
         return worker
 
     def _stop(self, kill: bool = False) -> None:
-        worker, self._worker, self._loaded = self._worker, None, False
+        worker, self._worker, self._loaded, self._started = self._worker, None, False, False
         if worker is not None:
             if kill:
                 worker.kill()

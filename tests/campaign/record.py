@@ -1,0 +1,137 @@
+"""Record of a campaign: what was tried, what held, for each class; and the table of docs/reliability.md."""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+from tests.campaign.lab import Result
+from zinfer import __version__
+from zinfer.record.study import Study
+from zinfer.spec.host import cpu_model, slug
+from zinfer.spec.value import Frozen
+
+FAULTS = 20  # faults that a record keeps for each class
+TITLES = {
+    "kill": "Killed, then started again",
+    "disk-full": "The disk is full, at a random byte",
+    "size-limit": "Files may not grow beyond a limit",
+    "dev-full": "stdout is full",
+    "read-only": "Folders become read-only",
+    "vanish": "The folder vanishes",
+    "io-error": "Reads and writes fail (EIO)",
+    "memory": "Host memory runs out",
+    "two-jobs": "Two jobs on one file",
+    "checkpoint": "Damaged checkpoints",
+    "record": "Damaged records",
+    "request": "Damaged requests",
+    "recipe": "Damaged recipes",
+    "machine": "Damaged machine.json",
+    "option": "Damaged options",
+    "kv": "Damaged kept KV caches",
+    "packed": "Damaged packed layers",
+    "escape": "Escape sequences in names and text",
+}
+COLUMNS = ("disturbance", "#cases", "#struck", "#held", "#failed")
+
+
+class Row(Frozen):
+    """Counts of one class: cases tried, those that held, disturbances that struck, cases without anything to try, and
+    damages of weights that no reader can tell from data."""
+
+    name: str
+    tried: int
+    held: int
+    struck: int
+    skipped: int = 0
+    blind: int = 0
+    seconds: float = 0.0
+    faults: tuple[str, ...] = ()
+
+
+class Campaign(Study):
+    """One campaign."""
+
+    KIND: ClassVar[str] = "reliability"
+    POINTS: ClassVar[tuple[str, ...]] = ("classes",)
+
+    seed: int
+    seconds: float
+    classes: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, results: Iterable[Result], seed: int, seconds: float) -> "Campaign":
+        """Return the record of `results`, counted by class in the order in which they come."""
+        import platform
+
+        rows: dict[str, dict[str, Any]] = {}
+        for result in results:
+            row = rows.setdefault(
+                result.name,
+                {"name": result.name, "tried": 0, "held": 0, "struck": 0, "skipped": 0, "blind": 0, "seconds": 0.0,
+                 "faults": []},
+            )  # fmt: skip
+            row["seconds"] += result.seconds
+            if result.skipped and result.held:
+                row["skipped"] += 1
+                continue
+            row["tried"] += 1
+            row["held"] += result.held
+            row["struck"] += result.struck
+            row["blind"] += result.blind
+            row["faults"] += [f"{result.number}: {fault}" for fault in result.faults[:3]]
+        for row in rows.values():
+            row["faults"] = tuple(row["faults"][:FAULTS])
+        versions = {"python": platform.python_version(), "zinfer": __version__}
+        return cls(
+            machine=slug(), device=cpu_model(), started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=versions, seed=seed, seconds=round(seconds, 1), classes=tuple(Row(**row) for row in rows.values()),
+        )  # fmt: skip
+
+    def table(self) -> str:
+        """Return the counts as text, a line for each class."""
+        heads = ("class", "cases", "struck", "held", "failed", "skipped", "s")
+        rows = [
+            (row.name, row.tried, row.struck, row.held, row.tried - row.held, row.skipped, round(row.seconds))
+            for row in self.classes
+        ]
+        total = ("all", *(sum(row[column] for row in rows) for column in range(1, 7)))  # type: ignore[misc]
+        return "\n".join(
+            f"{line[0]:20}" + "".join(f"{cell!s:>9}" for cell in line[1:]) for line in (heads, *rows, total)
+        )
+
+    def cells(self) -> list[list[str]]:
+        """Return the rows under `COLUMNS` for a page: commands killed one by one, the other classes by their title."""
+        found = [
+            [title(row.name), *(f"{number:,}" for number in (row.tried, row.struck, row.held, row.tried - row.held))]
+            for row in self.classes
+        ]
+        sums = [sum(getattr(row, name) for row in self.classes) for name in ("tried", "struck", "held")]
+        return [*found, ["**all**", *(f"{number:,}" for number in (*sums, sums[0] - sums[2]))]]
+
+
+def title(name: str) -> str:
+    """Return what a class does, for readers."""
+    if name in TITLES:
+        return TITLES[name]
+    kind, _, verb = name.partition("-")
+    return f"`zinfer {verb}` killed, then started again" if kind == "kill" else f"{TITLES.get(kind, kind)}: {verb}"
+
+
+def markdown(campaign: Campaign) -> str:
+    """Return the table of a campaign in Markdown, with its seed, machine and time in a sentence."""
+    heads: Sequence[str] = COLUMNS
+    rule = ["---:" if head.startswith("#") else "---" for head in heads]
+    lines = [[head.removeprefix("#") for head in heads], rule, *campaign.cells()]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    where = f"{campaign.device}, {campaign.started_at[:10]}, zinfer {campaign.versions.get('zinfer', '')}"
+    blind, skipped = (sum(getattr(row, name) for row in campaign.classes) for name in ("blind", "skipped"))
+    told = f"Seed {campaign.seed}; {campaign.seconds / 60:.0f} minutes; {where}."
+    if blind:
+        told += (
+            f" {blind:,} damaged inputs count as held though they gave another result: another value of a"
+            " configuration, a recipe or a record with a valid checksum is as good as the first. Changed bytes of"
+            " weights, which only a checksum could tell, were not tried."
+        )
+    if skipped:
+        told += f" {skipped:,} cases could not be tried on this machine."
+    return f"{table}\n\n{told}"

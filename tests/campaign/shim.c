@@ -1,0 +1,275 @@
+/* Faults of a disk, in one process tree and below given folders: a library for LD_PRELOAD.
+
+   A page that the processes share (struct control) says which fault, and counts. Each call that reads or writes a file
+   below one of the folders is an operation, and has a number; the fault strikes at operation `at` (and, if `lasting`, at
+   all later ones). With `budget` >= 0 the disk has room for that many bytes more. Python fills the page in; see shim.py.
+*/
+#define _GNU_SOURCE
+#define _LARGEFILE64_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+enum { READS = 1, WRITES = 2, SYNCS = 4, NAMES = 8, OPENS = 16 };           /* kinds of operations: control.kinds */
+enum { NONE, FULL, FAIL, KILL, TORN, VANISH, COUNT };                       /* control.mode */
+
+struct control {
+    volatile int mode, kinds, error, lasting;
+    volatile long at, budget;
+    volatile long operations, hits, written;
+    volatile int process; /* the only process that is struck; 0: all */
+    char folders[2][2048];
+};
+
+static struct control *page;
+
+void zf_use(struct control *shared) { page = shared; }
+
+__attribute__((constructor)) static void begin(void) {
+    const char *name = getenv("ZINFER_SHIM");
+    if (name == NULL) return;
+    int file = open(name, O_RDWR | O_CLOEXEC);
+    if (file < 0) return;
+    void *found = mmap(NULL, sizeof(struct control), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (found != MAP_FAILED) page = found;
+    close(file);
+}
+
+#define REAL(name) ((__typeof__(&name))real(#name))
+static void *real(const char *name) { return dlsym(RTLD_NEXT, name); }
+
+static int below(const char *path) {
+    for (int i = 0; i < 2; i++) {
+        const char *folder = (const char *)page->folders[i];
+        size_t length = strlen(folder);
+        if (length && !strncmp(path, folder, length) && (path[length] == '/' || path[length] == 0)) return 1;
+    }
+    return 0;
+}
+
+static int concerns_path(int folder, const char *path) {
+    char whole[PATH_MAX * 2], link[64];
+    if (page == NULL || page->mode == NONE || path == NULL) return 0;
+    if (path[0] == '/') return below(path);
+    ssize_t length;
+    if (folder == AT_FDCWD) {
+        if (getcwd(whole, PATH_MAX) == NULL) return 0;
+        length = strlen(whole);
+    } else {
+        snprintf(link, sizeof link, "/proc/self/fd/%d", folder);
+        length = readlink(link, whole, PATH_MAX - 1);
+        if (length < 0) return 0;
+    }
+    snprintf(whole + length, sizeof whole - length, "/%s", path);
+    return below(whole);
+}
+
+static int concerns_file(int file) {
+    char whole[PATH_MAX], link[64];
+    if (page == NULL || page->mode == NONE || file < 0) return 0;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, whole, PATH_MAX - 1);
+    if (length < 0) return 0;
+    whole[length] = 0;
+    return below(whole);
+}
+
+/* Count an operation of `kind`; return 0 to let it happen, else the errno that it ends with, or -1 for a torn write. */
+static int strike(int kind, long bytes) {
+    struct control *c = page;
+    int mode = c->mode;
+    if (c->process && c->process != getpid()) return 0;
+    if (mode == FULL) {
+        if (kind != WRITES && kind != NAMES && kind != SYNCS) return 0;
+        if (kind == SYNCS) return 0;
+        __sync_fetch_and_add(&c->operations, 1);
+        long before = __sync_fetch_and_add(&c->written, bytes);
+        if (before + bytes <= c->budget && !(kind == NAMES && before >= c->budget)) return 0;
+        __sync_fetch_and_add(&c->hits, 1);
+        return ENOSPC;
+    }
+    if (!(c->kinds & kind)) return 0;
+    long number = __sync_fetch_and_add(&c->operations, 1);
+    if (mode == COUNT || number < c->at || (number > c->at && !c->lasting)) return 0;
+    __sync_fetch_and_add(&c->hits, 1);
+    switch (mode) {
+    case KILL:
+        raise(SIGKILL);
+        return 0;
+    case TORN:
+        if (kind == WRITES && bytes > 1) return -1;
+        raise(SIGKILL);
+        return 0;
+    case VANISH: {
+        char gone[2100];
+        snprintf(gone, sizeof gone, "%s.gone", (const char *)c->folders[0]);
+        if (number == c->at) REAL(rename)((const char *)c->folders[0], gone);
+        return 0;
+    }
+    default:
+        return c->error;
+    }
+}
+
+#define PATH_FAULT(folder, path, kind, bytes, failed)                                                                  \
+    if (concerns_path(folder, path)) {                                                                                 \
+        int fault = strike(kind, bytes);                                                                               \
+        if (fault > 0) {                                                                                               \
+            errno = fault;                                                                                             \
+            return failed;                                                                                             \
+        }                                                                                                              \
+    }
+#define FILE_FAULT(file, kind, bytes, failed)                                                                          \
+    if (concerns_file(file)) {                                                                                         \
+        int fault = strike(kind, bytes);                                                                               \
+        if (fault > 0) {                                                                                               \
+            errno = fault;                                                                                             \
+            return failed;                                                                                             \
+        }                                                                                                              \
+    }
+
+/* The kind of an open: one that may write counts as a change of names; a full disk has room for files that are there. */
+static int opens(int folder, const char *path, int flags) {
+    if (page != NULL && page->mode == FULL && (!(flags & O_CREAT) || !faccessat(folder, path, F_OK, 0))) return OPENS;
+    return flags & (O_CREAT | O_TRUNC | O_WRONLY | O_RDWR) ? NAMES : OPENS;
+}
+static mode_t mode_of(int flags, va_list more) { return flags & (O_CREAT | O_TMPFILE) ? va_arg(more, mode_t) : 0; }
+
+#define OPEN(name)                                                                                                     \
+    int name(const char *path, int flags, ...) {                                                                       \
+        va_list more;                                                                                                  \
+        va_start(more, flags);                                                                                         \
+        mode_t mode = mode_of(flags, more);                                                                            \
+        va_end(more);                                                                                                  \
+        PATH_FAULT(AT_FDCWD, path, opens(AT_FDCWD, path, flags), 0, -1)                                                \
+        return REAL(name)(path, flags, mode);                                                                          \
+    }
+OPEN(open)
+OPEN(open64)
+#define OPENAT(name)                                                                                                   \
+    int name(int folder, const char *path, int flags, ...) {                                                           \
+        va_list more;                                                                                                  \
+        va_start(more, flags);                                                                                         \
+        mode_t mode = mode_of(flags, more);                                                                            \
+        va_end(more);                                                                                                  \
+        PATH_FAULT(folder, path, opens(folder, path, flags), 0, -1)                                                    \
+        return REAL(name)(folder, path, flags, mode);                                                                  \
+    }
+OPENAT(openat)
+OPENAT(openat64)
+#define FOPEN(name)                                                                                                    \
+    FILE *name(const char *path, const char *mode) {                                                                   \
+        PATH_FAULT(AT_FDCWD, path, mode[0] == 'r' ? OPENS : NAMES, 0, NULL)                                            \
+        return REAL(name)(path, mode);                                                                                 \
+    }
+FOPEN(fopen)
+FOPEN(fopen64)
+
+/* A full disk takes the bytes that it has room for; a torn write ends in the middle, and the process with it. */
+#define WRITE(name, parameters, arguments, shorter)                                                                    \
+    ssize_t name parameters {                                                                                          \
+        if (concerns_file(file)) {                                                                                     \
+            long before = page->written;                                                                               \
+            int fault = strike(WRITES, (long)count);                                                                   \
+            if (fault == ENOSPC && page->mode == FULL && before < page->budget) {                                      \
+                count = page->budget - before;                                                                         \
+                return REAL(name) shorter;                                                                             \
+            }                                                                                                          \
+            if (fault > 0) {                                                                                           \
+                errno = fault;                                                                                         \
+                return -1;                                                                                             \
+            }                                                                                                          \
+            if (fault < 0) {                                                                                           \
+                count = count / 2;                                                                                     \
+                if (REAL(name) shorter >= 0) raise(SIGKILL);                                                           \
+            }                                                                                                          \
+        }                                                                                                              \
+        return REAL(name) arguments;                                                                                   \
+    }
+WRITE(write, (int file, const void *data, size_t count), (file, data, count), (file, data, count))
+WRITE(pwrite, (int file, const void *data, size_t count, off_t at), (file, data, count, at), (file, data, count, at))
+WRITE(pwrite64, (int file, const void *data, size_t count, off64_t at), (file, data, count, at),
+      (file, data, count, at))
+
+ssize_t writev(int file, const struct iovec *parts, int number) {
+    long bytes = 0;
+    for (int i = 0; i < number; i++) bytes += parts[i].iov_len;
+    FILE_FAULT(file, WRITES, bytes, -1)
+    return REAL(writev)(file, parts, number);
+}
+
+#define READ(name, parameters, arguments)                                                                              \
+    ssize_t name parameters {                                                                                          \
+        FILE_FAULT(file, READS, 0, -1)                                                                                 \
+        return REAL(name) arguments;                                                                                   \
+    }
+READ(read, (int file, void *data, size_t count), (file, data, count))
+READ(pread, (int file, void *data, size_t count, off_t at), (file, data, count, at))
+READ(pread64, (int file, void *data, size_t count, off64_t at), (file, data, count, at))
+READ(readv, (int file, const struct iovec *parts, int number), (file, parts, number))
+
+int fsync(int file) {
+    FILE_FAULT(file, SYNCS, 0, -1)
+    return REAL(fsync)(file);
+}
+int fdatasync(int file) {
+    FILE_FAULT(file, SYNCS, 0, -1)
+    return REAL(fdatasync)(file);
+}
+int ftruncate(int file, off_t size) {
+    FILE_FAULT(file, WRITES, 0, -1)
+    return REAL(ftruncate)(file, size);
+}
+int ftruncate64(int file, off64_t size) {
+    FILE_FAULT(file, WRITES, 0, -1)
+    return REAL(ftruncate64)(file, size);
+}
+int posix_fallocate(int file, off_t from, off_t size) {
+    if (concerns_file(file)) {
+        int fault = strike(WRITES, size);
+        if (fault > 0) return fault;
+    }
+    return REAL(posix_fallocate)(file, from, size);
+}
+int posix_fallocate64(int file, off64_t from, off64_t size) {
+    if (concerns_file(file)) {
+        int fault = strike(WRITES, size);
+        if (fault > 0) return fault;
+    }
+    return REAL(posix_fallocate64)(file, from, size);
+}
+int link(const char *from, const char *to) {
+    PATH_FAULT(AT_FDCWD, to, NAMES, 0, -1)
+    return REAL(link)(from, to);
+}
+int mkdir(const char *path, mode_t mode) {
+    PATH_FAULT(AT_FDCWD, path, NAMES, 0, -1)
+    return REAL(mkdir)(path, mode);
+}
+int mkdirat(int folder, const char *path, mode_t mode) {
+    PATH_FAULT(folder, path, NAMES, 0, -1)
+    return REAL(mkdirat)(folder, path, mode);
+}
+
+/* A full disk lets names change and go; the other faults may strike here, too. */
+#define LEAVE(name, parameters, arguments, folder, path)                                                               \
+    int name parameters {                                                                                              \
+        if (page != NULL && page->mode != FULL) PATH_FAULT(folder, path, NAMES, 0, -1)                                 \
+        return REAL(name) arguments;                                                                                   \
+    }
+LEAVE(rename, (const char *from, const char *to), (from, to), AT_FDCWD, to)
+LEAVE(renameat, (int one, const char *from, int other, const char *to), (one, from, other, to), other, to)
+LEAVE(unlink, (const char *path), (path), AT_FDCWD, path)
+LEAVE(unlinkat, (int folder, const char *path, int flags), (folder, path, flags), folder, path)
+LEAVE(rmdir, (const char *path), (path), AT_FDCWD, path)

@@ -1,0 +1,254 @@
+"""The campaign's own judges: each says what is wrong of a planted fault, and nothing of a good run."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import PATIENCE_S, environment
+from tests.campaign import judge
+from tests.campaign.judge import DOCUMENTED
+from tests.campaign.lab import Result
+from tests.campaign.record import COLUMNS, TITLES, Campaign, Row, markdown, title
+from tests.campaign.shim import CHANGES, FAIL, FULL, KILL, SOURCE
+from tests.campaign.subject import Ended, children_of
+from zinfer.record import study
+
+ROOT = Path(__file__).parents[1]
+
+
+def ended(code: int | None = 0, stdout: str = "", stderr: str = "") -> Ended:
+    return Ended(code, stdout, stderr, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "sent", "killed", "fault"),
+    [
+        (ended(0), [], False, None),
+        (ended(5), [], False, None),
+        (ended(1, stderr="Internal error"), [], False, "exit code 1"),
+        (ended(8), [], False, "exit code 8"),
+        (ended(None), [], False, "no end within"),
+        (ended(130), [], False, "exit code 130"),
+        (ended(130), [signal.SIGINT], False, None),
+        (ended(143), [signal.SIGTERM], False, None),
+        (ended(5), [signal.SIGTERM], False, "exit code 5"),  # it was interrupted, and says that something failed
+        (ended(137), [signal.SIGKILL], False, None),
+        (ended(137), [], True, None),
+        (ended(137), [], False, "exit code 137"),
+        (ended(139), [], True, "exit code 139"),
+    ],
+)
+def test_exit_codes(run: Ended, sent: list[int], killed: bool, fault: str | None) -> None:
+    found = judge.code(run, sent, killed)
+    assert len(found) == (fault is not None)
+    assert fault is None or fault in found[0]
+    assert {0, 2, 3, 4, 5, 6, 7} <= DOCUMENTED
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Traceback (most recent call last):\n  File x",
+        "Internal error (KeyError): 'x'; run with --debug",
+        "Exception ignored in: <_io.TextIOWrapper>",
+        "Fatal Python error: Aborted",
+        "Exception in thread Thread-1",
+    ],
+)
+def test_words_of_a_crash(text: str) -> None:
+    assert judge.words(ended(0, stderr=text))
+    assert judge.words(ended(0, stdout=text))
+    assert not judge.words(ended(2, stderr="Error: no such file\n"))
+
+
+@pytest.mark.parametrize(
+    ("run", "good"),
+    [
+        (ended(2, stderr="Error: config.json: hidden_size: not a number\n"), True),
+        (ended(5, stderr="loading x\nError: x is cut off\n"), True),
+        (ended(0), False),
+        (ended(1, stderr="Error: x\n"), False),
+        (ended(None), False),
+        (ended(2), False),
+        (ended(2, stderr="line\n" * 40), False),
+    ],
+)
+def test_a_refusal_is_a_code_and_a_line(run: Ended, good: bool) -> None:
+    assert (not judge.refusal(run)) is good
+
+
+def test_a_terminal_is_left_as_it_was() -> None:
+    assert not judge.escapes("\x1b[1;32mgood\x1b[0m\x1b[2K\r\n\x1b[1A\x1b[?25l\x1b[?25h", terminal=True)
+    for text in ("\x1b[2J\x07", "\x1b]0;title\x07", "\x9b31m", "\u202egnp.exe", "\x08"):
+        assert judge.escapes(f"name {text}", terminal=True)
+        assert judge.escapes(f"name {text}")
+    assert judge.escapes("\x1b[31mred in a pipe")
+    assert not judge.cursor("no display at all")
+    assert not judge.cursor("\x1b[?25l work \x1b[?25h")
+    assert judge.cursor("\x1b[?25l work \x1b[?25h more \x1b[?25l")
+
+
+def test_points_and_answers_are_there_once() -> None:
+    assert not judge.once(["a", "b"], ["a", "b"], "points")
+    assert "1 points lost" in judge.once(["a"], ["a", "b"], "points")[0]
+    assert "1 points doubled" in judge.once(["a", "a", "b"], ["a", "b"], "points")[0]
+    assert "nobody asked for" in judge.once(["a", "c"], ["a"], "points")[0]
+    assert not judge.equal({"a": ["x"]}, {"a": ["x"]}, "answers")
+    assert "a: ['y']" in judge.equal({"a": ["y"]}, {"a": ["x"]}, "answers")[0]
+    assert judge.equal({}, {"a": ["x"]}, "answers")
+    assert judge.equal({"a": ["x", "x"]}, {"a": ["x"]}, "answers")
+
+
+def test_files_of_records_only_grow() -> None:
+    assert not judge.kept(b"one\ntw", b"one\ntwo\n", "r.jsonl")  # a torn line may go
+    assert judge.kept(b"one\ntwo\n", b"one\n", "r.jsonl")
+    assert judge.kept(b"one\n", b"", "r.jsonl")
+    assert judge.kept(b"one\n", b"eno\n", "r.jsonl")
+
+
+def test_other_files_are_old_or_new() -> None:
+    assert not judge.whole(b"old", (b"old", b"new"), "page")
+    assert not judge.whole(None, (None, b"new"), "page")
+    assert "cut" in judge.whole(b"ne", (b"old", b"new"), "page")[0]
+    assert "missing" in judge.whole(None, (b"old", b"new"), "page")[0]
+    assert not judge.files({"a", "r.jsonl.damaged"}, {"a"}, ("*.damaged",))
+    assert "left behind: a.part" in judge.files({"a", "a.part"}, {"a"})[0]
+    assert "missing: a" in judge.files(set(), {"a"})[0]
+    assert not judge.processes({})
+    assert "sleep 60" in judge.processes({7: "sleep 60"})[0]
+
+
+def test_a_process_that_is_left_behind_is_seen() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert process.pid in children_of(os.getpid())
+    finally:
+        process.kill()
+        process.wait()
+    assert process.pid not in children_of(os.getpid())
+
+
+def test_the_record_counts_what_was_tried(tmp_path: Path) -> None:
+    results = [
+        Result("kill-run", 0, struck=1),
+        Result("kill-run", 1, faults=["a point is lost", "and doubled"], struck=1),
+        Result("disk-full", 0, skipped="no compiler"),
+        Result("checkpoint", 0, struck=1, blind=1),
+    ]
+    run = Campaign.of(results, seed=3, seconds=60.0)
+    counts = {row.name: (row.tried, row.struck, row.held, row.skipped, row.blind) for row in run.classes}
+    assert counts == {"kill-run": (2, 2, 1, 0, 0), "disk-full": (0, 0, 0, 1, 0), "checkpoint": (1, 1, 1, 0, 1)}
+    assert run.classes[0].faults == ("1: a point is lost", "1: and doubled")
+    study.append(tmp_path / "reliability.jsonl", run)
+    assert study.last(tmp_path, Campaign) == run
+    text = markdown(run)
+    assert text.count("\n| ") == len(run.classes) + 2
+    assert "| `zinfer run` killed, then started again | 2 | 2 | 1 | 1 |" in text
+    assert "| **all** | 3 | 3 | 2 | 1 |" in text
+    assert "Seed 3" in text
+    assert "1 damaged inputs count as held" in text
+    assert "1 cases could not be tried" in text
+    assert len(COLUMNS) == 5
+    assert title("disk-full") == TITLES["disk-full"]
+    assert Row(name="x", tried=1, held=1, struck=1).skipped == 0
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.campaign.shim import build
+
+    library = build(tmp_path_factory.mktemp("shim"))
+    if library is None:
+        pytest.skip("no C compiler")
+    return library
+
+
+DISK = """
+import os, sys
+from pathlib import Path
+from tests.campaign.shim import Shim
+shim = Shim()
+mode, folder, at, kinds, budget = int(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:])
+shim.arm(mode, [folder], at=at, kinds=kinds, budget=budget)
+if (child := os.fork()) == 0:
+    shim.enter()
+    try:
+        for name in range(3):
+            with open(folder / str(name), "wb", buffering=0) as file:
+                if file.write(b"x" * 100) < 100:
+                    raise OSError(28, "short")
+        (folder.parent / "elsewhere").write_bytes(b"y" * 1000)
+    except OSError as error:
+        os._exit(error.errno)
+    os._exit(0)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(code, shim.hits, shim.operations)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "at", "budget", "code", "files"),
+    [
+        (FULL, 0, 150, 28, {"0": 100, "1": 50}),
+        (FULL, 0, 1000, 0, {"0": 100, "1": 100, "2": 100}),
+        (FAIL, 3, 0, 5, {"0": 100, "1": 0}),
+        (KILL, 3, 0, -9, {"0": 100, "1": 0}),
+        (FAIL, 99, 0, 0, {"0": 100, "1": 100, "2": 100}),
+    ],
+)
+def test_the_shim_strikes_where_it_is_told(
+    shim: Path, tmp_path: Path, mode: int, at: int, budget: int, code: int, files: dict[str, int]
+) -> None:
+    """Each file is made (an operation) and written (another one)."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    words = [sys.executable, "-c", DISK, *map(str, (mode, folder, at, CHANGES, budget))]
+    env = environment(LD_PRELOAD=str(shim), ZINFER_CAMPAIGN_SHIM=str(shim))
+    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    found, hits, _ = map(int, done.stdout.split())
+    assert found == code
+    assert (hits > 0) is (code != 0)
+    assert {path.name: path.stat().st_size for path in folder.iterdir()} == files
+    assert SOURCE.is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_small_campaign(tmp_path: Path) -> None:
+    """Run one case of each class and write the record."""
+    output = tmp_path / "reliability.jsonl"
+    words = [sys.executable, "-m", "tests.campaign", "--seed", "1", "--count", "1", "-o", str(output)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3600, check=False)
+    run = study.last(tmp_path, Campaign)
+    assert not [fault for row in run.classes for fault in row.faults], done.stdout
+    assert done.returncode == 0, done.stdout
+    assert len(run.classes) > 20
+    assert sum(row.struck for row in run.classes) > len(run.classes) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("name", "plant"),
+    [
+        ("kill-sweep", "import zinfer.record.store as s; s.Store.append = lambda self, point: None"),
+        ("kill-batch", "import zinfer.job.batch.openai as o; a = o.answer; "
+         "o.answer = lambda request, text, *rest: a(request, text[::-1] + str(__import__('os').getpid()), *rest)"),
+        ("kill-export", "import zinfer.spec.atomic as a; from pathlib import Path; "
+         "a.write = lambda path, text: (Path(str(path) + '.draft').write_text('x'), Path(path).write_bytes(b'half'))"),
+        ("checkpoint", "import zinfer.cli; zinfer.cli.cli.main = lambda **_: 1 / 0"),
+    ],
+)  # fmt: skip
+def test_a_campaign_sees_planted_faults(tmp_path: Path, name: str, plant: str) -> None:
+    """A fault that is planted into zinfer, behind its undisturbed runs, must be counted as failed."""
+    output = tmp_path / "reliability.jsonl"
+    words = [sys.executable, "-m", "tests.campaign", "--class", name, "--count", "2", "-o", str(output)]
+    env = environment(ZINFER_CAMPAIGN_PLANT=plant)
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600, check=False)
+    assert done.returncode == 1, done.stdout
+    (row,) = study.last(tmp_path, Campaign).classes
+    assert row.held < row.tried >= 2

@@ -1,0 +1,178 @@
+"""Rows that move between micro-batches go on as each would alone, wherever their keys and values are."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import test_cache_kinds as kinds
+from tests.test_parity import load
+from tests.test_passes import WAYS, alone, keep_here, sequences, small_blocks
+from zinfer.engine import EngineError
+from zinfer.engine.base import Engine, MicroBatch, Work
+from zinfer.engine.cache import RowCache, make_cache
+from zinfer.generation import passes
+
+Checkpoints = Callable[..., Path]
+Patch = pytest.MonkeyPatch
+kind = kinds.kind  # the fixture
+EIGHT_BITS = {
+    "int8": ("stream", "none", {"kv_cache_dtype": "int8"}),
+    "fp8": ("stream", "none", {"kv_cache_dtype": "fp8"}),
+}
+MIXED = {"kv auto by the cpu": ("stream", "cpu", {"kv_offload": "auto", "kv_attention": "cpu"}),
+         "kv auto over the link": ("stream", "cpu", {"kv_offload": "auto", "kv_attention": "gpu"})}  # fmt: skip
+ALL: dict[str, Any] = WAYS | EIGHT_BITS | MIXED
+FIRST, SECOND = (9, 5, 7), (13, 4)
+
+
+class Rows:
+    """Rows of several micro-batches, each with the tokens that follow and the logits that it has alone."""
+
+    def __init__(self, engine: Engine, within: float = 1e-4) -> None:
+        self.engine, self.within = engine, within
+        self.tokens: dict[str, torch.Tensor] = {}
+        self.expected: dict[str, list[torch.Tensor]] = {}
+        self.made: dict[str, int] = {}
+
+    def begin(self, name: str, lengths: tuple[int, ...], seed: int, steps: int, reserve: int = 2) -> MicroBatch:
+        """Prefill rows and decode `steps` tokens."""
+        token_ids, mask = sequences(lengths, 14, seed)
+        expected = alone(self.engine, token_ids, mask)
+        width = mask.shape[1]
+        for row in range(len(lengths)):
+            self.tokens[f"{name}{row}"] = token_ids[row, width:]
+            self.expected[f"{name}{row}"] = [logits[row] for logits in expected]
+            self.made[f"{name}{row}"] = 0
+        batch, logits = passes.prefill(self.engine, token_ids[:, :width], mask, max(steps, reserve))
+        names = [f"{name}{row}" for row in range(len(lengths))]
+        self.check(names, logits)
+        for _ in range(steps):
+            self.step({batch: names})
+        return batch
+
+    def step(self, batches: dict[MicroBatch, list[str]]) -> None:
+        """Decode a token of every row of `batches` in one pass, and compare the logits."""
+        works = []
+        for batch, names in batches.items():
+            assert batch.batch_size == len(names)
+            tokens = [self.tokens[name][self.made[name]] for name in names]
+            works.append(Work(batch, torch.stack(tokens)[:, None]))
+        for names, logits in zip(batches.values(), self.engine.forward(works), strict=True):
+            for name in names:
+                self.made[name] += 1
+            self.check(names, logits[:, -1])
+
+    def check(self, names: list[str], logits: torch.Tensor) -> None:
+        for row, name in enumerate(names):
+            expected = self.expected[name][self.made[name]]
+            error = float((logits[row] - expected).abs().max() / expected.abs().max())
+            assert error < self.within, (name, self.made[name], error)
+
+
+@pytest.mark.parametrize("way", ALL)
+@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+def test_rows_are_merged_split_and_compacted(
+    architecture: str, way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small_blocks(monkeypatch, 20)
+    name, offload, options = ALL[way]
+    if way in MIXED:
+        keep_here(monkeypatch, 2)
+    engine = load(name, checkpoint(architecture), offload, tmp_path, **options)
+    assert engine.cannot_regroup() is None
+    rows = Rows(engine, 0.05 if way in EIGHT_BITS else 1e-4)
+    one = rows.begin("a", FIRST, 1, 2)
+    two = rows.begin("b", SECOND, 2, 1)
+    merged = engine.regroup([(one, [0, 1, 2]), (two, [0, 1])], 24)
+    assert engine.batches == [merged]
+    assert (merged.length, merged.capacity) == (14, 24)
+    names = ["a0", "a1", "a2", "b0", "b1"]
+    rows.step({merged: names})
+    rows.step({merged: names})
+    part = engine.regroup([(merged, [1, 4])], 24)  # the short ones: much padding goes
+    assert (part.length, merged.batch_size) == (9, 3)
+    rows.step({merged: ["a0", "a2", "b0"], part: ["a1", "b1"]})
+    engine.retire(merged, [0])
+    rows.step({part: ["a1", "b1"], merged: ["a2", "b0"]})
+    third = rows.begin("c", (6,), 3, 0)
+    back = engine.regroup([(part, [1]), (merged, [1]), (third, [0])], 30)
+    names = ["b1", "b0", "c0"]
+    for _ in range(3):
+        rows.step({back: names, part: ["a1"], merged: ["a2"]})
+    engine.close()
+
+
+@pytest.mark.parametrize("name", [*kinds.KINDS])
+def test_every_kind_of_layer_moves_or_says_why_not(
+    name: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    engine = load("stream", kind(name), "cpu", tmp_path)
+    why_not = engine.cannot_regroup()
+    if why_not is not None:
+        cache = None if engine._own_cache else make_cache(engine.model.config, 1, 1)  # type: ignore[attr-defined]
+        assert not isinstance(cache, RowCache) or "longrope" in why_not or "padding" in why_not
+        with pytest.raises(EngineError, match=why_not.split("(")[0]):
+            engine.regroup([], 1)
+        engine.close()
+        return
+    rows = Rows(engine)
+    one = rows.begin("a", (9, 9), 1, 3, 12)
+    two = rows.begin("b", (4,), 2, 5, 12)
+    merged = engine.regroup([(two, [0]), (one, [1])], 24)
+    for _ in range(4):
+        rows.step({merged: ["b0", "a1"], one: ["a0"]})
+    merged = engine.regroup([(one, [0]), (merged, [0, 1])], 26)
+    for _ in range(3):
+        rows.step({merged: ["a0", "b0", "a1"]})
+    engine.close()
+
+
+@pytest.mark.parametrize("way", ["none", "kv auto by the cpu", "kv auto over the link"])
+def test_forgotten_positions_are_left_behind(
+    way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    name, offload, options = ALL[way]
+    keep_here(monkeypatch, 1)
+    engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
+    rows = Rows(engine)
+    batch = rows.begin("a", FIRST, 1, 2, 12)
+    drafts = torch.full((3, 3), 7)
+    drafts[0] = rows.tokens["a0"][2:5]
+    engine.forward([Work(batch, drafts)])
+    engine.rollback(batch, torch.tensor([14, 11, 11]))
+    rows.made["a0"] += 3
+    rows.step({batch: ["a0", "a1", "a2"]})
+    moved = engine.regroup([(batch, [0, 1, 2])], 30)
+    assert moved.length == 15
+    rows.step({moved: ["a0", "a1", "a2"]})
+    short = engine.regroup([(moved, [1, 2])], 30)
+    assert short.length == 11
+    rows.step({moved: ["a0"], short: ["a1", "a2"]})
+    engine.close()
+
+
+def test_rows_that_cannot_be_moved_are_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    rows = Rows(engine)
+    batch = rows.begin("a", FIRST, 1, 0, 4)
+    refused: list[list[tuple[MicroBatch, list[int]]]] = [
+        [(batch, [])],
+        [(batch, [3])],
+        [(batch, [0, 0])],
+        [(batch, [0]), (batch, [1])],
+    ]
+    for sources in refused:
+        with pytest.raises(ValueError, match="row"):
+            engine.regroup(sources, 20)
+    with pytest.raises(ValueError, match="does not fit"):
+        engine.regroup([(batch, [0])], 4)
+    with pytest.raises(ValueError, match="admitted"):
+        engine.regroup([(MicroBatch(1, 1, 1), [0])], 4)
+    empty = engine.admit(torch.ones(1, 4, dtype=torch.int64), 8)
+    with pytest.raises(EngineError, match="are computed"):
+        engine.regroup([(empty, [0])], 8)
+    engine.close()

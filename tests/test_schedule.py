@@ -1,0 +1,343 @@
+"""Continuous batching, simulated: rows of mixed lengths on a clock that has the plan's seconds."""
+
+import random
+from collections.abc import Callable, Iterable
+from math import log
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zinfer.generation.schedule import (
+    MOST_ROWS,
+    Abilities,
+    Group,
+    GroupWork,
+    Limits,
+    PassLoad,
+    PassTimes,
+    Row,
+    Schedule,
+    Tally,
+    arrival_order,
+    like_order,
+    load_of,
+    load_of_pass,
+)
+from zinfer.plan.plan import Plan, make_plan
+from zinfer.spec import machine
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.resolve import from_catalogue
+
+ROOT = Path(__file__).parents[1]
+H100 = machine.load(ROOT / "sweeps" / "results" / "nvidia-h100-80gb-hbm3" / "machine.json")
+SPEC = from_catalogue("llama-2-70b").slice(8)
+
+
+def plan_of(rows: int = 420, known: int = 256, left: int = 64, **options: str) -> Plan:
+    load = Workload(batch_size=rows, input_len=known, output_len=left)
+    case = Case(model="llama-2-70b", engine="stream", offload="cpu", layers=8, workload=load,
+                options=tuple(options.items()))  # fmt: skip
+    return make_plan(case, SPEC, H100)
+
+
+PLAN = plan_of()
+
+
+def times(plan: Plan = PLAN) -> PassTimes:
+    return PassTimes(plan.placement, plan.model, plan.machine)
+
+
+def lengths(count: int, mean: float, most: int, sigma: float, dice: random.Random) -> list[int]:
+    """Lengths of a log-normal distribution whose mean, before they are cut to `most`, is `mean`."""
+    return [max(1, min(most, round(dice.lognormvariate(log(mean) - sigma**2 / 2, sigma)))) for _ in range(count)]
+
+
+class Engine:
+    """Positions that micro-batches hold, as an engine would have them: checks every move and work."""
+
+    def __init__(self, able: Abilities) -> None:
+        self.able = able
+        self.live: dict[Group, tuple[int, int, int]] = {}  # rows, length, capacity
+        self.kept: dict[Group, tuple[int, int, int]] = {}
+
+    @property
+    def reserved(self) -> int:
+        return sum(rows * capacity for rows, _, capacity in self.live.values())
+
+    def run(self, schedule: Schedule, clock: PassTimes) -> tuple[list[GroupWork], float]:
+        """Carry out the next pass; return its works and its seconds."""
+        planned = schedule.plan()
+        for kind, group, sources in planned.moves:
+            if kind == "admit":
+                assert len(group.rows) >= 1
+                self.live[group] = len(group.rows), 0, group.capacity
+            elif kind == "regroup":
+                assert self.able.regroups
+                for source, places in sources:
+                    rows, length, _ = self.live.pop(source)
+                    assert length == source.length
+                    assert list(places) == source.alive
+                    assert rows == len(source.rows)
+                assert group.length == max(source.real(place) for source, places in sources for place in places)
+                self.live[group] = len(group.rows), group.length, group.capacity
+            elif kind == "split":
+                ((source, places),) = sources
+                rows, length, capacity = self.live[source]
+                self.live[source] = rows - len(places), length, capacity
+                self.live[group] = len(places), group.length, group.capacity
+            elif kind == "suspend":
+                assert self.able.snapshots
+                self.kept[group] = self.live.pop(group)
+            elif kind == "resume":
+                ((source, _),) = sources
+                rows, length, _ = self.kept.pop(source)
+                self.live[group] = rows, length, group.capacity
+            else:
+                assert kind == "retire" or not self.able.snapshots or not group.running
+                self.live.pop(group, None) or self.kept.pop(group)
+        assert {id(group) for group in schedule.groups} == {id(group) for group in self.live}
+        assert len(planned.works) <= 1 or self.able.one_trip
+        assert len({id(work.group) for work in planned.works}) == len(planned.works)
+        for group, count in planned.works:
+            rows, length, capacity = self.live[group]
+            assert length == group.length
+            assert count >= 1
+            assert length + count <= capacity
+            assert self.able.chunks or group.running or count == group.width
+            self.live[group] = rows, length + count, capacity
+        seconds = clock.seconds(load_of_pass(planned.works))
+        return planned.works, seconds
+
+
+class Pass(NamedTuple):
+    """Facts about a simulated pass."""
+
+    seconds: float
+    tokens: int
+    waiting: int
+    groups: int
+    reserved: int
+
+
+def simulate(
+    rows: Iterable[Row],
+    limits: Limits,
+    able: Abilities | None = None,
+    clock: Callable[[], PassTimes] = times,
+    order: Callable[[Row], tuple[int, int, int]] = like_order,
+    ends: dict[int, int] | None = None,
+    ending: float = 0.0,
+) -> tuple[Tally, list[Pass]]:
+    """Run `rows` to their end: their limit, or the token that `ends` has for their key."""
+    able, truth = able or Abilities(), clock()
+    schedule, engine = Schedule(clock(), limits, able, order, ending=ending), Engine(able)
+    rows = list(rows)
+    left = {row.key: min(row.left, (ends or {}).get(row.key, 1 << 30)) for row in rows}
+    schedule.add(rows)
+    passes: list[Pass] = []
+    while schedule.busy:
+        waiting = len(schedule.waiting)
+        works, seconds = engine.run(schedule, truth)
+        if not works:
+            assert not schedule.busy
+            break
+        ended, tokens = [], 0
+        for group, count in works:
+            if group.length + count < group.width:
+                continue
+            for row in group.rows:
+                if row is not None:
+                    tokens += 1
+                    left[row.key] -= 1
+                    ended += [row.key] * (left[row.key] == 0)
+        schedule.done(works, seconds, ended)
+        passes.append(Pass(seconds, tokens, waiting, len(works), engine.reserved))
+    assert not engine.live
+    assert not engine.kept
+    assert set(left.values()) == {0}
+    return schedule.tally, passes
+
+
+def rate(passes: list[Pass]) -> float:
+    return sum(one.tokens for one in passes) / sum(one.seconds for one in passes)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 0.8, 1.0])
+def test_a_thousand_chats_run_as_fast_as_equal_rows(sigma: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """While rows wait, mixed lengths reach the rate of equal ones; then the longest answers set the end."""
+    dice = random.Random(1)
+    known, left = lengths(1000, 245, 1500, sigma, dice), lengths(1000, 106, 400, sigma, dice)
+    rows = [Row(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
+    equal = PLAN.at(Workload(batch_size=420, input_len=sum(known) // 1000, output_len=sum(left) // 1000))
+    tally, passes = simulate(rows, Limits(1_900_000, 420))
+    full = [one for one in passes if one.waiting]
+    whole, expected = rate(passes), equal.output_tok_s or 0.0
+    link_s = min(one.seconds for one in passes)
+    with capsys.disabled():
+        print(f"\nsigma {sigma}: {whole:,.0f} tok/s, {rate(full):,.0f} while rows wait, {expected:,.0f} of equal rows, "
+              f"{tally.passes} passes for an answer of {max(left)}, padding {tally.padding:.1%}, "
+              f"at most {max(one.groups for one in passes)} groups, {tally.merged} merges")  # fmt: skip
+    assert sum(one.tokens for one in passes) == sum(left)
+    assert rate(full) >= 0.9 * expected
+    assert tally.padding < 0.1
+    assert (tally.again, tally.suspended) == (0, 0)
+    # No order of the rows takes fewer passes than the longest answer has tokens.
+    assert tally.seconds <= 1.06 * max(left) * link_s
+    assert max(one.groups for one in passes) <= 24
+
+
+def test_a_long_queue_reaches_nine_tenths_of_equal_rows_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    dice = random.Random(2)
+    known, left = lengths(4000, 245, 1500, 0.8, dice), lengths(4000, 106, 400, 0.8, dice)
+    rows = [Row(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
+    equal = PLAN.at(Workload(batch_size=420, input_len=sum(known) // 4000, output_len=sum(left) // 4000))
+    tally, passes = simulate(rows, Limits(1_900_000, 420))
+    with capsys.disabled():
+        print(
+            f"\n4,000: {rate(passes):,.0f} tok/s, {equal.output_tok_s:,.0f} of equal rows, {tally.padding:.1%} padding"
+        )
+    assert rate(passes) >= 0.9 * (equal.output_tok_s or 0.0)
+    assert tally.padding < 0.1
+    assert tally.again == 0
+
+
+def test_rows_wait_for_memory_and_nothing_is_computed_again() -> None:
+    dice = random.Random(3)
+    known, left = lengths(300, 245, 1500, 0.8, dice), lengths(300, 106, 400, 0.8, dice)
+    rows = [Row(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
+    tally, passes = simulate(rows, Limits(40_000))
+    assert max(one.reserved for one in passes) <= 1.03 * 40_000
+    assert (tally.again, tally.suspended) == (0, 0)
+    assert tally.padding < 0.1
+    used = [one.reserved for one in passes if one.waiting]
+    assert sum(used) / len(used) > 0.6 * 40_000
+
+
+def test_rows_that_were_expected_to_end_are_moved_out_of_the_way() -> None:
+    """Admission reckons with rows that end early; if none does, rows move to host memory and come back."""
+    rows = [Row(key, 100, 300) for key in range(60)]
+    tally, passes = simulate(rows, Limits(10_000), ending=0.02)
+    assert tally.suspended > 0
+    assert tally.again == 0
+    assert max(one.reserved for one in passes) <= 1.1 * 10_000
+    cannot = Abilities(snapshots=False)
+    again, _ = simulate([Row(key, 100, 300) for key in range(60)], Limits(10_000), cannot, ending=0.02)
+    assert again.again > 0
+
+
+def test_rows_end_early() -> None:
+    rows = [Row(key, 50 + key, 400) for key in range(200)]
+    dice = random.Random(5)
+    ends = {key: dice.randint(1, 60) for key in range(200)}
+    tally, passes = simulate(rows, Limits(60_000), ends=ends, ending=1 / 30)
+    assert sum(one.tokens for one in passes) == sum(ends.values())
+    assert tally.padding < 0.1
+    assert tally.seconds < 1.5 * max(one.seconds for one in passes) * 80
+
+
+@pytest.mark.parametrize(
+    "able",
+    [
+        Abilities(one_trip=False),
+        Abilities(one_trip=False, regroups=False, chunks=False, snapshots=False),
+        Abilities(regroups="rarely"),
+        Abilities(chunks=False, snapshots=False),
+    ],
+)
+def test_engines_that_can_do_less_go_on_with_what_they_can(able: Abilities) -> None:
+    dice = random.Random(3)
+    known, left = lengths(120, 100, 1500, 0.8, dice), lengths(120, 40, 400, 0.8, dice)
+    rows = [Row(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
+    tally, passes = simulate(rows, Limits(80_000), able)
+    assert sum(one.tokens for one in passes) == sum(left)
+    assert tally.again == 0
+    if able.one_trip is False and able.regroups:
+        assert tally.passes < 4 * max(left)
+
+
+def test_prompts_of_all_lengths_hide_behind_the_link() -> None:
+    """A pass never takes longer than the link but for the least number of tokens; a long prompt comes in chunks."""
+    clock = times()
+    rows = [Row(0, 20_000, 50), *(Row(key, 300, 50) for key in range(1, 60))]
+    _, passes = simulate(rows, Limits(1_000_000), order=arrival_order)
+    assert max(one.seconds for one in passes) <= 1.1 * clock.link_s
+    assert len(passes) < 20_000 / clock.room(PassLoad()) + 120
+
+
+def test_rows_begin_in_the_order_of_their_arrival() -> None:
+    rows = [Row(key, 300 if key % 2 else 290, 3 + key) for key in range(40)]
+    schedule, engine = Schedule(times(), Limits(1_000_000), order=arrival_order), Engine(Abilities())
+    schedule.add(rows[20:])
+    schedule.add(rows[:20])
+    begun: list[int] = []
+    for _ in range(4):
+        works, seconds = engine.run(schedule, times())
+        begun += [row.key for work in works if not work.group.running for row in work.group.rows if row is not None]
+        schedule.done(works, seconds, ())
+    assert begun == sorted(begun)
+    assert len(begun) > 20
+
+
+def test_rows_that_are_dropped_give_their_room_back() -> None:
+    schedule, engine = Schedule(times(), Limits(1_000_000)), Engine(Abilities())
+    schedule.add(Row(key, 100, 50) for key in range(10))
+    for _ in range(3):
+        schedule.done(*engine.run(schedule, times()), ())
+    schedule.drop(range(9))
+    schedule.done(*engine.run(schedule, times()), ())
+    assert [row.key for row in schedule.running] == [9]
+    assert sum(rows for rows, _, _ in engine.live.values()) == 1
+    schedule.drop([9])
+    assert engine.run(schedule, times())[0] == []
+    assert not engine.live
+    assert not schedule.busy
+
+
+@given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 200)), min_size=1, max_size=60),
+       st.integers(2_000, 30_000), st.integers(1, 40), st.sampled_from([like_order, arrival_order]))  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_every_row_gets_its_tokens(
+    needs: list[tuple[int, int]], positions: int, most: int, order: Callable[[Row], tuple[int, int, int]]
+) -> None:
+    rows = [Row(key, *need) for key, need in enumerate(needs)]
+    tally, passes = simulate(rows, Limits(positions, most), order=order)
+    assert sum(one.tokens for one in passes) == sum(left for _, left in needs)
+    assert tally.again == 0
+
+
+def test_seconds_are_the_plans_until_they_are_measured() -> None:
+    clock = times()
+    step = PLAN.step_s or 0.0
+    assert clock.link_s == pytest.approx(step, rel=0.1)
+    decode = PassLoad(420, 420 * 256, 0, 10)
+    assert clock.seconds(decode) == clock.link_s
+    room = clock.room(decode)
+    assert 1000 < room < 8000
+    assert clock.room(decode._replace(groups=20)) < room
+    assert clock.seconds(decode._replace(prompt_tokens=room)) == pytest.approx(clock.link_s, rel=0.01)
+    assert 10 < clock.groups <= 20
+    for _ in range(40):
+        clock.saw(PassLoad(10, 1000, 0, 1), 0.3)
+    assert clock.link_s == pytest.approx(0.3, rel=0.01)
+    before = clock.room(PassLoad())
+    for _ in range(60):
+        clock.saw(PassLoad(prompt_tokens=before), 0.6)  # the work takes twice as long as was thought
+    assert clock.room(PassLoad()) == pytest.approx(before / 2, rel=0.2)
+    unknown = PassTimes(PLAN.placement, SPEC, H100.model_copy(update={"matmul_flops": None}))
+    assert unknown.room(PassLoad(5, 5)) == PLAN.placement.pass_tokens
+
+
+def test_the_load_is_what_the_machine_has_room_for() -> None:
+    needs = [(245, 106)] * 10_000
+    load = load_of(PLAN, needs)
+    assert (load.input_len, load.output_len) == (245, 106)
+    held = load.batch_size * load.total_len * SPEC.kv_bytes_per_token
+    assert 0.3 * H100.gpu_bytes < held < 0.95 * H100.gpu_bytes
+    assert load_of(PLAN, needs[:7]).batch_size == 7
+    assert load_of(PLAN, needs, at_most=30).batch_size == 30
+    hosted = load_of(plan_of(kv_offload="cpu", kv_attention="gpu"), needs)
+    assert 1 <= hosted.batch_size <= MOST_ROWS
+    assert PLAN.at(load).placement.ring_depth >= PLAN.placement.layer_pieces  # the link goes on while a layer computes

@@ -1,0 +1,122 @@
+"""`zinfer run` shows text as it comes, in the order of its prompts, and keeps it when it is interrupted."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from click.testing import CliRunner
+
+from tests import mentions
+from zinfer.cli import cli
+from zinfer.commands.run import Answers
+from zinfer.generation.detokenizer import TextPieces
+from zinfer.generation.scheduler import Sequence
+from zinfer.worker import generation as worker_side
+from zinfer.worker.inline import InlineWorker
+from zinfer.worker.tasks import CompletionStep, Generated, GenerateStep
+
+Checkpoints = Callable[..., Path]
+PROMPTS = ["-p", "Once upon", "-p", "ab"]
+
+
+def words(checkpoint: Checkpoints, *more: str) -> list[str]:
+    return ["run", "-m", str(checkpoint("llama")), "--offload", "cpu", "--output-len", "9", "--ignore-eos", *more]
+
+
+@pytest.fixture
+def one_pass_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
+    monkeypatch.setattr(worker_side, "STREAM_S", 0.0)
+
+
+@pytest.mark.usefixtures("one_pass_a_step")
+def test_text_comes_in_pieces_that_make_the_whole(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    add = Answers.add
+
+    def watched(self: Answers, step: Generated) -> None:
+        add(self, step)
+        shown.extend(one.text for one in step.steps if one.number == 0)
+
+    monkeypatch.setattr(Answers, "add", watched)
+    whole = CliRunner().invoke(cli, words(checkpoint, *PROMPTS, "--json"))
+    assert whole.exit_code == 0, whole.output
+    found = json.loads(whole.stdout)
+    assert [(one["prompt"], one["finish_reason"]) for one in found] == [("Once upon", "length"), ("ab", "length")]
+    assert all(len(one["output_ids"]) == 9 for one in found)
+    assert sum(map(bool, shown)) > 3
+    assert "".join(shown) == found[0]["output_text"]
+    plain = CliRunner().invoke(cli, words(checkpoint, *PROMPTS))
+    assert plain.exit_code == 0, plain.output
+    assert plain.stdout == "".join(one["prompt"] + one["output_text"] + "\n" for one in found)
+    assert mentions(plain.stderr, "18 tokens in", "tok/s")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.usefixtures("one_pass_a_step")
+def test_an_interrupt_keeps_the_text_so_far(
+    as_json: bool, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = json.loads(CliRunner().invoke(cli, words(checkpoint, "-p", "Once upon", "--json")).stdout)[0]
+    ask, count = InlineWorker.ask, 0
+
+    def interrupted(self: InlineWorker, request: Any) -> Any:
+        nonlocal count
+        count += isinstance(request, GenerateStep)
+        if count == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return ask(self, request)
+
+    monkeypatch.setattr(InlineWorker, "ask", interrupted)
+    result = CliRunner().invoke(cli, words(checkpoint, "-p", "Once upon", *["--json"] * as_json))
+    assert result.exit_code == 130, result.output
+    assert count == 4
+    assert mentions(result.stderr, "interrupted", "kept")
+    if as_json:
+        (found,) = json.loads(result.stdout)
+        assert found["finish_reason"] == "interrupted"
+        assert found["output_ids"] == whole["output_ids"][:5]
+        assert whole["output_text"].startswith(found["output_text"])
+    else:
+        assert ("Once upon" + whole["output_text"]).startswith(result.stdout.rstrip("\n"))
+        assert len(result.stdout) > len("Once upon\n")
+
+
+def test_answers_are_shown_in_the_order_of_their_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = Answers(["a", "b", "c"], as_json=False)
+
+    def step(number: int, text: str, whole: str = "") -> str:
+        reason: Literal["length"] | None = "length" if whole else None
+        one = CompletionStep(number=number, tokens=[1], text=text, finish_reason=reason, output_text=whole)
+        answers.add(Generated(steps=[one], seconds=1.0, running=1))
+        return capsys.readouterr().out
+
+    assert step(1, "2") == ""
+    assert step(0, "1") == "a1"
+    assert step(1, "2", "22") == ""
+    assert step(0, "1") == "1"
+    assert step(0, "", "11!") == "!\nb22\n"
+    answers.end()
+    assert capsys.readouterr().out == ""
+    assert (answers.tokens, answers.seconds) == (5, 5.0)
+
+
+def test_pieces_wait_for_whole_characters() -> None:
+    class Bytes:
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode(errors="replace")
+
+    pieces, sequence = TextPieces(Bytes()), Sequence([1], 9)  # type: ignore[arg-type]
+    found = []
+    for byte in "aé b".encode():
+        sequence.output_ids.append(byte)
+        found.append(pieces.add(sequence))
+    assert found == ["a", "", "é", "", " b"]
+    sequence.output_ids.append(0xC3)
+    assert pieces.add(sequence) == ""
+    sequence.finish_reason, sequence.text = "length", "aé b\ufffd"
+    assert pieces.add(sequence) == "\ufffd"

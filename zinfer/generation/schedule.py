@@ -1,0 +1,729 @@
+"""Continuous batching: which rows and which chunks of prompts go into the next pass, from lengths and seconds alone.
+
+A pass of streamed weights takes as long as the link needs for them, whatever it computes meanwhile. So each pass
+carries a token for every running row and, beside them, chunks of waiting prompts, up to the work that hides behind the
+link. Rows begin and end at every pass (Orca, Yu et al. 2022); chunks of prompts as in Sarathi-Serve (arXiv:2403.02310).
+
+Rows live in rectangles, the micro-batches of an engine: `Group` is the plan of one. A row that has ended, and the
+padding of a row shorter than the longest, is read at every step all the same; so groups are made of rows of like
+length, and are merged and compacted where that is worth more than it costs. Room for tokens still to come is taken in
+steps. Nothing that is computed is computed again, unless the engine can neither keep nor move it.
+
+Nothing here runs a model: `Schedule.plan` returns the `Move`s and the works of a pass, which
+`zinfer.generation.scheduler.ContinuousScheduler` carries out; tests carry them out on a clock.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil
+from typing import Literal, NamedTuple, Protocol
+
+from zinfer.plan import cost
+from zinfer.plan.cost import Placement
+from zinfer.plan.plan import CAUTIOUS, Plan, place, placement_of
+from zinfer.plan.search import best_batch
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.engine import plan_options
+from zinfer.spec.machine import Machine
+from zinfer.spec.model import ModelSpec
+
+MOST_ROWS = 4096  # rows that run at a time at most
+STEP = 64  # positions by which the room of a group grows
+LEAST_TOKENS = 256  # prompt tokens that a pass takes at least, if any wait: fewer make poor matrix products
+FRONT = 64  # waiting rows among which one of like length is looked for
+NEW_GROUPS = 3  # groups begun in one pass at most
+ALIKE = 0.8  # shortest prompt of a group, as a share of its longest
+WASTE = 0.08  # share of a group's positions that may be padding before it is compacted
+SHARE = 0.05  # share of all positions that may be padding before the worst group is compacted
+MERGED_SHARE = 0.04  # share of all positions that may be padding after a merge
+FEW_GROUPS, MOST_GROUPS = 4, 20  # groups are merged above the first number if that is cheap, above the second anyway
+GROUPS_SHARE = 0.6  # share of the link's seconds in which the groups of a pass must have read the weights
+WARMING = 3  # passes that are not measured
+LAUNCH_S = 0.4e-3  # seconds to launch a layer for one group
+MERGES = 4  # merges in one pass at most: each copies the rows of two groups
+EXPANDED_SHARE = 0.03  # share of the device's memory for keys and values that attention copies for its heads
+PADDING = 1.1  # positions taken over positions needed, for steps of growth and padding: what admission reckons with
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence: its known tokens (prompt and output so far), and the most tokens that it may still get."""
+
+    key: int
+    length: int
+    left: int
+
+    @property
+    def stored(self) -> int:
+        """Positions in the KV cache once its known tokens but the last, chosen one are computed."""
+        return self.length - 1
+
+
+class Group:
+    """A micro-batch: `rows` (None has ended), of which `length` positions are computed, padding included, `width` of
+    them belong to known tokens, and `capacity` are reserved. `real` are each row's positions without padding."""
+
+    def __init__(
+        self, rows: Sequence[Row | None], real: Sequence[int], width: int, capacity: int, length: int = 0
+    ) -> None:
+        self.rows: list[Row | None] = list(rows)
+        self._pads = [width - count for count in real]
+        self.width, self.capacity, self.length = width, capacity, length
+
+    @property
+    def running(self) -> bool:
+        """True once all known tokens are computed."""
+        return self.length >= self.width
+
+    @property
+    def alive(self) -> list[int]:
+        """Places of the rows that have not ended."""
+        return [place for place, row in enumerate(self.rows) if row is not None]
+
+    @property
+    def positions(self) -> int:
+        """Positions that a decode step reads."""
+        return len(self.rows) * self.length
+
+    @property
+    def reserved(self) -> int:
+        return len(self.rows) * self.capacity
+
+    def real(self, place: int) -> int:
+        """Positions of a row without padding."""
+        return max(0, self.length - self._pads[place])
+
+    @property
+    def needed(self) -> int:
+        """Positions of rows that have not ended, without padding."""
+        return sum(self.real(place) for place in self.alive)
+
+    def left(self, place: int) -> int:
+        """Most tokens that a row may still get."""
+        row = self.rows[place]
+        return 0 if row is None else row.left
+
+    def remove(self, places: Collection[int]) -> None:
+        """Take rows out; the others close up."""
+        kept = [place for place in range(len(self.rows)) if place not in places]
+        self.rows, self._pads = [self.rows[place] for place in kept], [self._pads[place] for place in kept]
+
+    @property
+    def compact(self) -> tuple[int, int]:
+        """Rows and positions of each after a compaction."""
+        alive = self.alive
+        return len(alive), max((self.real(place) for place in alive), default=0)
+
+    @property
+    def most_left(self) -> int:
+        """Most tokens that a row may still get."""
+        return max((row.left for row in self.rows if row is not None), default=0)
+
+
+MoveKind = Literal["admit", "regroup", "split", "retire", "suspend", "resume", "recompute"]
+
+
+class Move(NamedTuple):
+    """A change of micro-batches before a pass. `admit`, `resume`, `regroup` and `split` make `group`, the latter two of
+    rows at places of other groups, `sources`: of all that have not ended, or, `split`, of some. `suspend` moves a
+    group's KV cache to host memory, `retire` and `recompute` free it."""
+
+    kind: MoveKind
+    group: Group
+    sources: tuple[tuple[Group, tuple[int, ...]], ...] = ()
+
+
+class GroupWork(NamedTuple):
+    """The positions of a group that a pass computes."""
+
+    group: Group
+    tokens: int  # a row
+
+
+class PassPlan(NamedTuple):
+    """The moves before a pass, and its works."""
+
+    moves: list[Move]
+    works: list[GroupWork]
+
+
+class Abilities(NamedTuple):
+    """Abilities of an engine: several works in one trip of the weights, prompts in chunks, rows moved between
+    micro-batches, keys and values kept in host memory. `regroups` is "rarely" where moving rows is slow."""
+
+    one_trip: bool = True
+    chunks: bool = True
+    regroups: bool | Literal["rarely"] = True
+    snapshots: bool = True
+
+
+class Limits(NamedTuple):
+    """Memory of the running rows: `positions` of KV cache, padding and reserve included, at most `rows` of them, at
+    most `group` positions in one group."""
+
+    positions: int
+    rows: int = 1 << 20
+    group: int = 1 << 62
+
+
+@dataclass
+class Tally:
+    """Counts of the passes so far. `read` are positions of KV cache that were read, `padded` those of them that belong
+    to no running row; `computed` are positions computed, `again` those of them that had been computed before."""
+
+    passes: int = 0
+    seconds: float = 0.0
+    read: int = 0
+    padded: int = 0
+    computed: int = 0
+    again: int = 0
+    prompts: int = 0  # positions of prompts that were computed, padding included
+    prompt_padding: int = 0
+    merged: int = 0
+    suspended: int = 0
+
+    @property
+    def padding(self) -> float:
+        """Share of the KV cache read that is padding."""
+        return self.padded / self.read if self.read else 0.0
+
+
+class PassLoad(NamedTuple):
+    """Work of a pass: rows that decode and the positions that they read, prompt tokens, and the groups of both."""
+
+    rows: int = 0
+    positions: int = 0
+    prompt_tokens: int = 0
+    groups: int = 0
+
+
+def load_of_pass(works: "Sequence[GroupWork]") -> PassLoad:
+    """Return the work of a pass that has not been done yet."""
+    decoding = [group for group, _ in works if group.running]
+    return PassLoad(
+        rows=sum(len(group.rows) for group in decoding),
+        positions=sum(group.positions for group in decoding),
+        prompt_tokens=sum(len(group.rows) * count for group, count in works if not group.running),
+        groups=len(works),
+    )
+
+
+class PassTimes:
+    """Seconds of a pass: those of the link, and those of the work that hides behind it; the plan's at first, then
+    corrected by measured passes. If the plan knows none, a pass takes `tokens` prompt tokens beside its rows."""
+
+    def __init__(self, setup: Placement, model: ModelSpec, machine: Machine, length: int = 256) -> None:
+        self.tokens, self._warming = setup.pass_tokens, WARMING
+        self._prompt_s = self._row_s = self._position_s = self._group_s = self.link_s = 0.0
+        step = cost.step(setup, model, machine, 1, length)
+        prefill = cost.prefill(setup, model, machine, 1, length)
+        if step.seconds is None or prefill.seconds is None:
+            return
+        self.link_s = max(seconds for bound, seconds in step.limits.items() if bound not in ("compute", "launch"))
+        self._prompt_s = prefill.limits["compute"] / length
+        self._row_s = step.limits["compute"]
+        if (
+            machine.hbm_bandwidth is not None
+        ):  # each group reads the weights once more; attention reads keys and values, and copies them for its heads
+            heads = max(1, model.num_heads // max(1, model.num_kv_heads)) if model.num_kv_heads else 1
+            size = model.kv_bytes(1, length) * setup.kv_ratio * (1 - setup.kv_host_share) / length
+            read = model.weight_bytes * setup.weight_ratio
+            self._group_s = max(read / machine.hbm_bandwidth, LAUNCH_S * model.num_layers)
+            self._position_s = size * (1 + 2 * (heads if heads > 1 else 0)) / machine.hbm_bandwidth
+
+    @property
+    def known(self) -> bool:
+        """True if the plan knows the seconds of a pass."""
+        return self._prompt_s > 0
+
+    def work(self, load: PassLoad) -> float:
+        """Return the seconds of the work of a pass, without the link's."""
+        decode = self._row_s * load.rows + self._position_s * load.positions
+        return self._group_s * load.groups + decode + self._prompt_s * load.prompt_tokens
+
+    def seconds(self, load: PassLoad) -> float:
+        """Return the seconds of a pass."""
+        return max(self.link_s, self.work(load))
+
+    def room(self, load: PassLoad) -> int:
+        """Return the prompt tokens that hide behind the link beside `load`."""
+        if not self.known:
+            return self.tokens
+        return max(0, int((self.link_s - self.work(load)) / self._prompt_s))
+
+    @property
+    def groups(self) -> int:
+        """Number of groups whose reading of the weights leaves the pass time for other work."""
+        if not self._group_s:
+            return FEW_GROUPS
+        return min(MOST_GROUPS, max(2, int(GROUPS_SHARE * self.link_s / self._group_s)))
+
+    def saw(self, load: PassLoad, seconds: float) -> None:
+        """Correct the seconds by a measured pass; the first ones, which compile kernels, say nothing."""
+        if self._warming:
+            self._warming -= 1
+            return
+        work = self.work(load)
+        if not self.known or seconds <= 0:
+            return
+        if work < 0.7 * self.link_s:  # the link's seconds show
+            ratio = seconds / self.link_s
+            self.link_s *= min(2.0, max(0.5, ratio)) ** 0.25
+        elif seconds > 1.08 * self.link_s:  # the work's show
+            self._scale(min(2.0, max(0.5, seconds / work)) ** 0.5)
+        elif work > 0.9 * self.link_s and seconds < 1.02 * self.link_s:  # it was hidden: there may be room for more
+            self._scale(0.98)
+
+    def _scale(self, factor: float) -> None:
+        self._prompt_s *= factor
+        self._row_s *= factor
+        self._position_s *= factor
+        self._group_s *= factor
+
+
+class Demand(Protocol):
+    """Tokens that a row knows, and the most that it may still get."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def left(self) -> int: ...
+
+
+def like_order(row: Demand) -> tuple[int, int, int]:
+    """Return the sort key of a queue whose rows may run in any order: most tokens to come first, by powers of two; of
+    equal ones the longest first. Long answers, which end last, then begin first, and neighbours are alike."""
+    return -row.left.bit_length(), -row.length, -row.left
+
+
+def arrival_order(row: Row) -> tuple[int, int, int]:
+    """Return the sort key of a queue in the order of arrival: the row's key, a number that grows."""
+    return row.key, 0, 0
+
+
+@dataclass
+class Schedule:
+    """The rows that wait and run, and the plan of each pass.
+
+    Call `plan`, carry it out, then `done` with its works, seconds and the rows that got a token and ended. `ending` is
+    the chance that a row ends at a token before its limit.
+    """
+
+    times: PassTimes
+    limits: Limits
+    able: Abilities = field(default_factory=Abilities)
+    order: Callable[[Row], tuple[int, int, int]] = like_order
+    step: int = STEP
+    ending: float = 0.0
+    groups: list[Group] = field(default_factory=list)
+    waiting: list[Row] = field(default_factory=list)
+    suspended: list[Group] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    _sorted: bool = True
+    _debt: float = 0.0  # passes lost by free places, where prompts cost a trip of their own
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Let rows wait."""
+        self.waiting += rows
+        self._sorted = False
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """Forget rows, waiting or running; running ones are retired before the next pass."""
+        gone = set(keys)
+        self.waiting = [row for row in self.waiting if row.key not in gone]
+        for group in [*self.groups, *self.suspended]:
+            group.rows = [None if row is not None and row.key in gone else row for row in group.rows]
+
+    @property
+    def running(self) -> list[Row]:
+        """Rows whose micro-batches are in the engine."""
+        return [row for group in self.groups for row in group.rows if row is not None]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.groups or self.waiting or self.suspended)
+
+    # A pass
+
+    def plan(self) -> PassPlan:
+        """Return the moves and works of the next pass; no works if nothing is left to do."""
+        if not self._sorted:
+            self.waiting.sort(key=self.order)
+            self._sorted = True
+        moves: list[Move] = []
+        self._retire(moves)
+        if self.able.regroups:
+            self._compact(moves)
+            self._merge(moves)
+        self._grow(moves)
+        works = [GroupWork(group, 1) for group in self.groups if group.running]
+        if self.able.one_trip:
+            works += self._prompts(moves, works)
+            return PassPlan(moves, works)
+        unfinished = [group for group in self.groups if not group.running]
+        if unfinished or self._time_for_prompts(works):
+            prompts = self._prompts(moves, [])
+            if prompts:
+                return PassPlan(moves, prompts[:1])
+            works = [GroupWork(group, 1) for group in self.groups if group.running]
+        return PassPlan(moves, works[:1] if len(works) < 2 else self._in_turn(works))
+
+    def done(self, works: Sequence[GroupWork], seconds: float, ended: Iterable[int]) -> None:
+        """Count a pass that took `seconds`: each row of a work whose known tokens were computed has got a token, but
+        those that `ended` (keys) are over."""
+        over, tally = set(ended), self.tally
+        load = load_of_pass(works)
+        for group, count in works:
+            if not group.running:
+                tally.prompts += len(group.rows) * count
+            group.length += count
+            tally.read += group.positions
+            tally.padded += group.positions - group.needed
+            tally.computed += len(group.rows) * count
+            if group.running:
+                for place in group.alive:
+                    row = group.rows[place]
+                    assert row is not None
+                    row.length += 1
+                    row.left -= 1
+                    if row.key in over or row.left <= 0:
+                        group.rows[place] = None
+        tally.passes += 1
+        tally.seconds += seconds
+        self.times.saw(load, seconds)
+
+    def lost(self, groups: Iterable[Group]) -> list[Row]:
+        """Let the rows of `groups`, whose KV cache is lost, wait again; return them."""
+        rows = []
+        for group in groups:
+            rows += [row for row in group.rows if row is not None]
+            self.tally.again += group.needed
+            self.groups = [one for one in self.groups if one is not group]
+            self.suspended = [one for one in self.suspended if one is not group]
+        self.add(rows)
+        return rows
+
+    # Moves
+
+    def _retire(self, moves: list[Move]) -> None:
+        for group in [one for one in self.groups if not one.alive]:
+            self.groups.remove(group)
+            moves.append(Move("retire", group))
+        for group in [one for one in self.suspended if not one.alive]:
+            self.suspended.remove(group)
+            moves.append(Move("retire", group))
+
+    def _regroup(self, moves: list[Move], sources: Sequence[Group], capacity: int = 0) -> Group:
+        """Move the living rows of `sources` into one group."""
+        taken = tuple((group, tuple(group.alive)) for group in sources)
+        rows = [row for group in sources for row in group.rows if row is not None]
+        real = [group.real(place) for group, places in taken for place in places]
+        length = max(real)
+        left = max(row.left for row in rows)
+        made = Group(rows, real, length, max(capacity, self._capacity(length, left)), length)
+        self.groups = [group for group in self.groups if all(group is not one for one in sources)] + [made]
+        moves.append(Move("regroup", made, taken))
+        return made
+
+    def _capacity(self, length: int, left: int) -> int:
+        """Return the capacity of a group with `length` positions whose rows may get `left` more tokens."""
+        most = length + max(1, left)
+        if self.able.regroups is not True:
+            return most
+        return min(most, -(-(length + 1) // self.step) * self.step + self.step // 2)
+
+    def _compact(self, moves: list[Move]) -> None:
+        """Compact groups with much padding, and the worst ones while there is much in all."""
+        bound = WASTE if self.able.regroups is True else 0.25
+        share = SHARE if self.able.regroups is True else 0.2
+
+        def waste(group: Group) -> int:
+            rows, length = group.compact
+            return group.positions - rows * length
+
+        decoding = [group for group in self.groups if group.running]
+        read, needed = sum(group.positions for group in decoding), sum(group.needed for group in decoding)
+        for group in sorted(decoding, key=waste, reverse=True):
+            gain = waste(group)
+            if gain > bound * group.positions or (gain and read - needed > share * read):
+                read -= gain
+                self._regroup(moves, [group])
+
+    def _merge(self, moves: list[Move]) -> None:
+        """Merge neighbours in length while that adds little padding, or there are too many groups."""
+        most = self.times.groups if self.able.one_trip else 1
+        few = min(FEW_GROUPS, most)
+        limit = MERGES if self.able.one_trip else 1 << 20
+        if self.able.regroups == "rarely":
+            few = most
+        for _ in range(limit):
+            groups = [group for group in self.groups if group.running]
+            if len(groups) <= few:
+                return
+            found = sorted(((group, *group.compact) for group in groups), key=lambda one: one[2])
+            read = sum(rows * length for _, rows, length in found)
+            padded = read - sum(group.needed for group in groups)
+            best: tuple[int, tuple[Group, Group]] | None = None
+            for (one, rows, length), (other, more, longer) in pairwise(found):
+                added = rows * (longer - length)
+                fits = (rows + more) * self._capacity(longer, 1) <= self.limits.group
+                if fits and (best is None or added < best[0]):
+                    best = added, (one, other)
+            if best is None:
+                return
+            if len(groups) <= most and padded + best[0] > MERGED_SHARE * (read + best[0]):
+                return
+            self.tally.merged += 1
+            self._regroup(moves, best[1])
+
+    @property
+    def _reserved(self) -> int:
+        return sum(group.reserved for group in self.groups)
+
+    def _grow(self, moves: list[Move]) -> None:
+        """Give room to groups that are full; where there is none, move rows out of the way."""
+        for group in [one for one in self.groups if one.running and one.length >= one.capacity]:
+            if group not in self.groups:  # moved out of the way meanwhile
+                continue
+            rows, length = group.compact
+            need = rows * self._capacity(length, group.most_left) - group.reserved
+            while self._reserved + need > self.limits.positions and len(self.running) > 1:
+                if len(self.groups) > 1:
+                    self._make_room(moves, group)
+                else:
+                    self._split(moves, group)
+                rows, length = group.compact
+                need = rows * self._capacity(length, group.most_left) - group.reserved
+            self._regroup(moves, [group])
+
+    def _make_room(self, moves: list[Move], but: Group) -> None:
+        """Move a group but `but` out of the engine: one that is not running yet, or the one with most to come."""
+        others = [group for group in self.groups if group is not but]
+        victim = max(others, key=lambda group: (not group.running, group.most_left))
+        if not (self.able.snapshots and victim.running):
+            moves.append(Move("recompute", victim))
+            self.lost([victim])
+            self.waiting.sort(key=self.order)
+            self._sorted = True
+            return
+        if len(victim.alive) < len(victim.rows):
+            victim = self._regroup(moves, [victim])
+        self.suspended.append(victim)
+        self.tally.suspended += len(victim.rows)
+        moves.append(Move("suspend", victim))
+        self.groups = [group for group in self.groups if group is not victim]
+
+    def _split(self, moves: list[Move], group: Group) -> None:
+        """Split off the half of a group's rows with most tokens to come."""
+        places = sorted(group.alive, key=lambda place: group.left(place))
+        taken = tuple(sorted(places[len(places) // 2 :]))
+        rows, real = [group.rows[place] for place in taken], [group.real(place) for place in taken]
+        left = max(group.left(place) for place in taken)
+        made = Group(rows, real, max(real), self._capacity(max(real), left), max(real))
+        group.remove(taken)
+        self.groups.append(made)
+        moves.append(Move("split", made, ((group, taken),)))
+
+    # Prompts
+
+    def _time_for_prompts(self, works: Sequence[GroupWork]) -> bool:
+        """Tell whether prompts should have a trip of their own: once the places that they could take have cost as much
+        as the trip will (the ski-rental rule)."""
+        if not self.waiting and not self.suspended:
+            return False
+        running = sum(len(group.alive) for group, _ in works)
+        if not running:
+            return True
+        if not self.able.regroups:  # a group runs to its end
+            return False
+        free = min(len(self.waiting), self._free_rows())
+        self._debt += free / running
+        if self._debt < 1:
+            return False
+        self._debt = 0.0
+        return True
+
+    def _free_rows(self) -> int:
+        used = sum(len(group.alive) for group in self.groups)
+        mean = max(1, sum(row.length for row in self.waiting[:FRONT]) // max(1, len(self.waiting[:FRONT])))
+        return min(self.limits.rows - used, int((self.limits.positions - self._reserved) / (mean * PADDING)))
+
+    def _in_turn(self, works: list[GroupWork]) -> list[GroupWork]:
+        """Return the work of one group, the one furthest behind, where each group costs a trip of its own."""
+        return [max(works, key=lambda work: work.group.most_left)]
+
+    def _prompts(self, moves: list[Move], decoding: Sequence[GroupWork]) -> list[GroupWork]:
+        """Return the works of prompts for a pass with the works `decoding`; new groups are admitted."""
+        budget = self.times.tokens
+        if self.able.one_trip:
+            load = load_of_pass(decoding)
+            budget = self.times.room(load._replace(groups=load.groups + 1))
+            budget = budget if decoding and budget < LEAST_TOKENS else max(budget, LEAST_TOKENS)
+        elif not self.able.regroups:  # the group runs to its end: all rows that fit
+            budget = 1 << 62
+        works: list[GroupWork] = []
+        for group in [one for one in self.groups if not one.running]:
+            count = min(group.width - group.length, max(1, budget // len(group.rows)))
+            if budget >= min(LEAST_TOKENS, len(group.rows) * (group.width - group.length)) or not (decoding or works):
+                works.append(GroupWork(group, count))
+                budget -= count * len(group.rows)
+        if not self.waiting and not self.suspended:
+            return works
+        self._resume(moves, works)
+        usage = self._usage()
+        for _ in range(NEW_GROUPS):
+            alone = not (decoding or works)
+            work = self._admit(moves, budget, alone, usage)
+            if work is None:
+                break
+            works.append(work)
+            budget -= work.tokens * len(work.group.rows)
+            if not self.able.one_trip:
+                break
+        return works
+
+    def _resume(self, moves: list[Move], works: list[GroupWork]) -> None:
+        """Bring back groups that were moved out, as long as they fit with what is there."""
+        while self.suspended:
+            group = self.suspended[0]
+            used = self._usage()
+            fits = all(
+                now + more <= self.limits.positions
+                for now, more in zip(used, self._need(row for row in group.rows if row is not None), strict=True)
+            )
+            if not fits and self.groups:
+                return
+            del self.suspended[0]
+            rows = [row for row in group.rows if row is not None]
+            real = [group.real(place) for place in range(len(group.rows))]
+            capacity = self._capacity(group.length, max(row.left for row in rows))
+            back = Group(group.rows, real, group.length, capacity, group.length)
+            self.groups.append(back)
+            moves.append(Move("resume", back, ((group, tuple(range(len(group.rows)))),)))
+            works.append(GroupWork(back, 1))
+
+    def _need(self, rows: Iterable[Row]) -> list[float]:
+        """Return the positions that rows will take, at the `_times` from now, each to its end."""
+        need = [0.0] * len(_TIMES)
+        whole = self.able.regroups is not True
+        for row in rows:
+            if whole:  # the room is taken at once
+                for index, later in enumerate(_TIMES):
+                    if later >= row.left:
+                        break
+                    need[index] += row.length + row.left
+                continue
+            for index, later in enumerate(_TIMES):
+                if later >= row.left:
+                    break
+                need[index] += (row.length + later + self.step // 2) * PADDING * self._alive(later)
+        return need
+
+    def _alive(self, later: int) -> float:
+        return float((1 - self.ending) ** later) if self.ending else 1.0
+
+    def _usage(self) -> list[float]:
+        usage = self._need(self.running)
+        usage[0] = max(usage[0], float(self._reserved))
+        return usage
+
+    def _admit(self, moves: list[Move], budget: int, alone: bool, usage: list[float]) -> GroupWork | None:
+        """Begin a group of waiting rows of like length, as many as the pass and the memory have room for; None if there
+        is no room. `usage`, the positions taken from now on, is brought up to date. A row is begun whatever its length
+        if it is `alone`."""
+        if not self.waiting or self.suspended:
+            return None
+        if self.able.regroups is False and not self.able.one_trip and self.groups:
+            return None
+        first = self.waiting[0]
+        places = self.limits.rows - sum(len(group.alive) for group in self.groups)
+        least = min(LEAST_TOKENS, first.length) if self.able.chunks else min(first.length, self.times.tokens)
+        if places < 1 or (budget < least and not alone):
+            return None
+        empty = not self.groups
+        taken, width, end = list[Row](), 0, 0
+        alike, front = (ALIKE, FRONT) if self.able.one_trip else (0.0, 1 << 20)
+        for row in self.waiting[:front]:
+            longest, shortest = max(width, row.length), min([row.length, *(one.length for one in taken)])
+            if taken and (shortest < alike * longest or (len(taken) + 1) * longest > budget):
+                if self.order is like_order:
+                    break
+                continue
+            if taken and (len(taken) + 1) * self._capacity(longest, 1) > self.limits.group:
+                break
+            need = self._need([row])
+            room = all(now + more <= self.limits.positions for now, more in zip(usage, need, strict=True))
+            if not room and not (empty and not taken):
+                break
+            taken.append(row)
+            width, end = longest, max(end, row.left)
+            for index, more in enumerate(need):
+                usage[index] += more
+            if len(taken) >= places:
+                break
+        if not taken:
+            return None
+        keys = {id(row) for row in taken}
+        self.waiting = [row for row in self.waiting if id(row) not in keys]
+        group = Group(taken, [row.length for row in taken], width, self._capacity(width, end))
+        self.groups.append(group)
+        moves.append(Move("admit", group))
+        self.tally.prompt_padding += len(taken) * width - sum(row.length for row in taken)
+        count = width
+        if self.able.chunks and len(taken) * width > budget:
+            count = min(width, max(LEAST_TOKENS, budget) // len(taken))
+        return GroupWork(group, max(1, count))
+
+
+def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = None, share: float = 1.0) -> Workload:
+    """Return the largest load that rows with `needs` (known tokens, tokens to come) make together, each of the mean
+    length: as many rows as the plan's machine has room for, and as are faster together; `share` of them, and no more
+    than `at_most`. One row at least, since every row fits alone.
+    """
+    known, left = (max(1, -(-sum(column) // len(needs))) for column in zip(*needs, strict=True))
+    case, model, machine = plan.case, plan.model, plan.machine
+
+    def at(rows: int) -> Case:
+        return case.model_copy(update={"workload": Workload(batch_size=rows, input_len=known, output_len=left)})
+
+    most = min(len(needs), MOST_ROWS, at_most or MOST_ROWS)
+    if plan_options(case.engine, case.options).kv_offload != "none":
+        best = best_batch(at(1), model, machine, CAUTIOUS)
+        able = best.case.workload.batch_size if best.output_tok_s and best.fits else best.max_batch_size
+        return at(max(1, min(most, int(able * share)))).workload
+
+    def room(rows: int) -> tuple[bool, bool]:
+        """Tell whether there is room, and whether the ring then holds a layer: else the link waits for work."""
+        taken = at(ceil(rows * PADDING))
+        setup = placement_of(taken, model, machine, factors=CAUTIOUS)
+        gpu, host, _ = cost.tiers(setup, model, machine, ceil(rows * PADDING), known, left + STEP, CAUTIOUS)
+        total = gpu.total + (0 if machine.gpu_count else host.total)
+        fits = total <= (1 - EXPANDED_SHARE) * machine.device_bytes
+        return fits, fits and place(taken, model, machine, CAUTIOUS).ring_depth >= setup.layer_pieces
+
+    deep = room(1)[1]
+
+    def fits(rows: int) -> bool:
+        return room(rows)[1 if deep else 0]
+
+    low, high = 1, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return at(max(1, int(low * share))).workload
+
+
+def positions_of(load: Workload) -> int:
+    """Return the positions of KV cache that the rows of `load` may take, padding and room for growth included."""
+    return ceil(load.batch_size * PADDING) * (load.total_len + STEP)
+
+
+def _instants() -> tuple[int, ...]:
+    found = [0]
+    while found[-1] < 1 << 17:
+        found.append(max(found[-1] + 16, found[-1] * 3 // 2))
+    return tuple(found)
+
+
+_TIMES = _instants()  # numbers of passes from now at which memory is reckoned with

@@ -232,9 +232,12 @@ def test_lengths_beyond_the_positions_are_refused() -> None:
 
 
 def test_plan_and_sweep_refuse_them_before_anything_is_loaded() -> None:
-    words = ["--model", "opt-1.3b", "--machine", "h100-80gb", "--input-len", "8,2040", "--output-len", "16"]
-    result = CliRunner().invoke(cli, ["plan", *words])
+    words = ["--model", "opt-1.3b", "--machine", "h100-80gb", "--output-len", "16", "--input-len"]
+    result = CliRunner().invoke(cli, ["plan", *words, "2040"])
     assert "2048 positions of opt-1.3b" in str(result.exception)
+    result = CliRunner().invoke(cli, ["plan", *words, "8,2040"])
+    assert result.exit_code == 0
+    assert mentions(result.stderr, "left out", "2048 positions of opt-1.3b")
     sweep = make_sweep({"model": "opt-1.3b", "input_len": [8, 2040], "output_len": 16}, "test")
     with pytest.raises(ModelError, match="2048 positions of opt-1"):
         prepare(sweep, machine("h100-80gb"), lambda load: find(load.model, None, None, "dummy"), lambda _: "engine")

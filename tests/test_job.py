@@ -248,7 +248,7 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     plan = make_plan(shaped(case, RowDemand(8, 4)), SPEC, MACHINE)
     lines = [
         json.dumps({"custom_id": str(key), "method": "POST", "url": "/v1/completions",
-                    "body": {"prompt": "x" * (key + 1), "max_tokens": 4}}).encode()
+                    "body": {"prompt": "#" * (key + 1), "max_tokens": 4}}).encode()
         for key in range(8)
     ]  # fmt: skip
     requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchRequest)]

@@ -223,7 +223,7 @@ def test_a_checkpoint_without_some_layer_is_an_error(saved: Saved) -> None:
 @pytest.mark.parametrize(
     ("reference", "says"),
     [
-        ("bloom-178b", "did you mean bloom-"),
+        ("bloom-178b", "did you mean 'bloom-"),
         ("nonsense", "`zinfer models` lists the catalogue"),
         (__file__, "is a file: --model takes the folder"),
         ("tests", "config.json is missing"),

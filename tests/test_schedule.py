@@ -26,6 +26,7 @@ from zinfer.generation.schedule import (
     load_of,
     load_of_pass,
 )
+from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.spec import machine
 from zinfer.spec.case import Case, Workload
@@ -40,7 +41,7 @@ def plan_of(rows: int = 420, known: int = 256, left: int = 64, **options: str) -
     load = Workload(batch_size=rows, input_len=known, output_len=left)
     case = Case(model="llama-2-70b", engine="stream", offload="cpu", layers=8, workload=load,
                 options=tuple(options.items()))  # fmt: skip
-    return make_plan(case, SPEC, H100)
+    return make_plan(case, SPEC, H100, factors=Efficiency())
 
 
 PLAN = plan_of()

@@ -59,8 +59,8 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
     interrupted = False  # one ctrl-C at the prompt may have been meant for the answer
     while True:
         try:
-            click.echo("> ", nl=False, err=True)
             with _raised():
+                click.echo("> ", nl=False, err=True)
                 line = next(text_lines(sys.stdin, "stdin"), "")  # ctrl-C ends the generator
         except KeyboardInterrupt:
             if interrupted:

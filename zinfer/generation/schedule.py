@@ -39,7 +39,8 @@ SHARE = 0.05  # share of all positions that may be padding before the worst grou
 MERGED_SHARE = 0.04  # share of all positions that may be padding after a merge
 FEW_GROUPS, MOST_GROUPS = 4, 20  # groups are merged above the first number if that is cheap, above the second anyway
 GROUPS_SHARE = 0.6  # share of the link's seconds in which the groups of a pass must have read the weights
-WARMING = 3  # passes that are not measured
+WARMING = 8  # passes that are not measured: they compile kernels and take memory
+RECENT = 5  # passes whose median corrects the seconds: single slow ones say nothing
 LAUNCH_S = 0.4e-3  # seconds to launch a layer for one group
 MERGES = 4  # merges in one pass at most: each copies the rows of two groups
 EXPANDED_SHARE = 0.03  # share of the device's memory for keys and values that attention copies for its heads
@@ -215,6 +216,7 @@ class PassTimes:
 
     def __init__(self, setup: Placement, model: ModelSpec, machine: Machine, length: int = 256) -> None:
         self.tokens, self._warming = setup.pass_tokens, WARMING
+        self._recent: list[tuple[PassLoad, float]] = []
         self._prompt_s = self._row_s = self._position_s = self._group_s = self.link_s = 0.0
         step = cost.step(setup, model, machine, 1, length)
         prefill = cost.prefill(setup, model, machine, 1, length)
@@ -252,6 +254,14 @@ class PassTimes:
             return self.tokens
         return max(0, int((self.link_s - self.work(load)) / self._prompt_s))
 
+    def prompt_seconds(self, tokens: int) -> float:
+        """Return the seconds of the work of prompt tokens."""
+        return self._prompt_s * tokens
+
+    def tokens_in(self, seconds: float) -> int:
+        """Return the prompt tokens that are computed in `seconds`; none if the plan does not know."""
+        return int(seconds / self._prompt_s) if self.known else 0
+
     @property
     def groups(self) -> int:
         """Number of groups whose reading of the weights leaves the pass time for other work."""
@@ -260,13 +270,15 @@ class PassTimes:
         return min(MOST_GROUPS, max(2, int(GROUPS_SHARE * self.link_s / self._group_s)))
 
     def saw(self, load: PassLoad, seconds: float) -> None:
-        """Correct the seconds by a measured pass; the first ones, which compile kernels, say nothing."""
+        """Correct the seconds by measured passes: by the last ones' median ratio of measured to known seconds."""
         if self._warming:
             self._warming -= 1
             return
-        work = self.work(load)
         if not self.known or seconds <= 0:
             return
+        self._recent = [*self._recent[1 - RECENT :], (load, seconds)]
+        load, seconds = sorted(self._recent, key=lambda one: one[1] / self.seconds(one[0]))[len(self._recent) // 2]
+        work = self.work(load)
         if work < 0.7 * self.link_s:  # the link's seconds show
             ratio = seconds / self.link_s
             self.link_s *= min(2.0, max(0.5, ratio)) ** 0.25
@@ -321,7 +333,7 @@ class Schedule:
     suspended: list[Group] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     _sorted: bool = True
-    _debt: float = 0.0  # passes lost by free places, where prompts cost a trip of their own
+    _debt: float = 0.0  # cost of free places so far: in seconds, or in passes where prompts have a trip of their own
 
     def add(self, rows: Iterable[Row]) -> None:
         """Let rows wait."""
@@ -555,14 +567,15 @@ class Schedule:
 
     def _prompts(self, moves: list[Move], decoding: Sequence[GroupWork]) -> list[GroupWork]:
         """Return the works of prompts for a pass with the works `decoding`; new groups are admitted."""
-        budget = self.times.tokens
+        budget, hidden = self.times.tokens, 0
         if self.able.one_trip:
             load = load_of_pass(decoding)
-            budget = self.times.room(load._replace(groups=load.groups + 1))
+            hidden = self.times.room(load._replace(groups=load.groups + 1))
+            budget = hidden if hidden >= LEAST_TOKENS else hidden + self._overtime(load)
             budget = budget if decoding and budget < LEAST_TOKENS else max(budget, LEAST_TOKENS)
         elif not self.able.regroups:  # the group runs to its end: all rows that fit
             budget = 1 << 62
-        works: list[GroupWork] = []
+        works, began = list[GroupWork](), budget
         for group in [one for one in self.groups if not one.running]:
             count = min(group.width - group.length, max(1, budget // len(group.rows)))
             if budget >= min(LEAST_TOKENS, len(group.rows) * (group.width - group.length)) or not (decoding or works):
@@ -581,7 +594,22 @@ class Schedule:
             budget -= work.tokens * len(work.group.rows)
             if not self.able.one_trip:
                 break
+        if self.able.one_trip:
+            self._debt = max(0.0, self._debt - self.times.prompt_seconds(began - budget - hidden))
         return works
+
+    def _overtime(self, load: PassLoad) -> int:
+        """Return the prompt tokens that may make the pass longer, where next to none hide: free places, which waiting
+        rows could take, cost a share of each pass, and prompts may take as much time as these have cost (the ski-rental
+        rule). A pass becomes twice as long by them, or by LEAST_TOKENS, at most."""
+        running = load.rows
+        if not running or not self.waiting:
+            return 0
+        seconds = self.times.seconds(load)
+        free = max(0, min(len(self.waiting), self._free_rows()))
+        most = max(seconds, self.times.prompt_seconds(LEAST_TOKENS + 1))
+        self._debt = min(most, self._debt + seconds * free / running)
+        return self.times.tokens_in(self._debt)
 
     def _resume(self, moves: list[Move], works: list[GroupWork]) -> None:
         """Bring back groups that were moved out, as long as they fit with what is there."""

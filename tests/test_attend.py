@@ -316,6 +316,7 @@ def test_a_user_without_a_home_folder_is_not_an_error(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.slow
 def test_the_next_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu_kernel, "COMPILERS", ("false", "no-such-compiler", *cpu_kernel.COMPILERS))

@@ -118,6 +118,7 @@ def test_mistakes_get_one_message_and_a_code(
     assert (folder / "prompts.jsonl").read_text() == content
 
 
+@pytest.mark.slow  # a process of its own; test_cli has the interrupts of the default run
 def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text(
         "".join(line(str(key), prompt="x", max_tokens=3 + 40 * key) for key in range(40))

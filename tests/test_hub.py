@@ -143,6 +143,7 @@ def test_hub_out_of_reach(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_failed_download_is_one_line(tmp_path: Path, hub: str) -> None:
     wrong = {
         "from_hub('owner/missing')": "no such model, or it is private",

@@ -264,6 +264,7 @@ def digests(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
+@pytest.mark.slow
 def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> None:
     with Store.open(results / "h100" / "bloom.jsonl") as store:
         store.append(TRACED[2])

@@ -239,7 +239,9 @@ def tokens(loaded: Engine) -> list[Tensor]:
         loaded.clear()
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "llama", "mixtral", "opt"])
+@pytest.mark.parametrize(
+    "architecture", ["bloom", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "opt"))]
+)
 def test_the_engine_gives_the_same_tokens_from_fewer_bytes(
     architecture: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -254,7 +254,13 @@ def test_without_a_gpu_the_engine_says_so(library: Library, checkpoint: Checkpoi
 
 @pytest.mark.parametrize(
     ("gpu_weights", "budget", "fine"),
-    [("0%", 0, True), ("25%", 250, True), ("100%", 1000, True), ("25%", 1000, False), ("auto", 1000, True)],
+    [
+        ("0%", 0, True),
+        ("25%", 1000, False),
+        pytest.param("25%", 250, True, marks=pytest.mark.slow),
+        pytest.param("100%", 1000, True, marks=pytest.mark.slow),
+        pytest.param("auto", 1000, True, marks=pytest.mark.slow),
+    ],
 )
 def test_every_share_of_the_budget_is_a_point_of_the_sweep(
     gpu_weights: str, budget: int, fine: bool, library: Library, checkpoint: Checkpoints

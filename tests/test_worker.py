@@ -185,7 +185,7 @@ def test_offload_that_streams_nothing_is_not_ok() -> None:
     ("fail", "told", "stage"),
     [
         ("SIGKILL", "SIGKILL", "load"),
-        ("SIGSEGV", "SIGSEGV", "decode"),
+        pytest.param("SIGSEGV", "SIGSEGV", "decode", marks=pytest.mark.slow),
         pytest.param("SIGKILL", "SIGKILL", "decode", marks=pytest.mark.slow),
         pytest.param("exit", "exit code 7", "load", marks=pytest.mark.slow),
     ],

@@ -343,6 +343,7 @@ def no_int8(engine: Any, _option: str) -> str | None:
     return "not in int8" if engine.options.kv_cache_dtype == "int8" else None
 
 
+@pytest.mark.slow
 def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)

@@ -328,6 +328,7 @@ def test_the_next_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.slow
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu_kernel.library.cache_clear()

@@ -48,6 +48,7 @@ def test_a_layer_is_one_fetch_and_embeddings_none(bloom: Any, monkeypatch: pytes
     assert bloom.effective().gpu_weight_bytes > bloom.plan.model.other_bytes
 
 
+@pytest.mark.slow
 def test_the_example_settings_are_those_of_the_example(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     directory = checkpoint("opt")
     loaded = load("deepspeed", directory, "cpu", tmp_path, tuned=False)
@@ -180,7 +181,7 @@ def test_a_constructor_that_fails_half_way_leaves_nothing_behind(
     assert torch.equal(greedy(after, BATCHES[0]), reference(checkpoint("llama"))[0])
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_engines_of_one_process_do_not_disturb_each_other(
     first: int, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

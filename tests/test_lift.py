@@ -15,6 +15,7 @@ import torch
 SIZES = (64, 4096, 4096 + 64, 3 * 4096 + 192)
 
 
+@pytest.mark.slow
 def test_the_kernel_copies_all_and_no_more(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, __file__, tmp_path / "found"],

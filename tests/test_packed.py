@@ -243,6 +243,7 @@ def test_a_failure_leaves_nothing_behind(spec: ModelSpec, monkeypatch: pytest.Mo
     assert [path for path in packed.PACKED.rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.slow
 def test_the_command_packs_and_the_engine_finds_it(
     spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE
+from tests.grid import covering
 from tests.running import decode, prefill
 from tests.steered import steered
 from zinfer import engine
@@ -111,11 +112,11 @@ def test_reference_is_worth_comparing_with(architecture: str, checkpoint: Callab
         assert len({tuple(row.tolist()) for row in output}) == len(output)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("name", "offload"), COMPARED)
+@pytest.mark.parametrize(("compared", "architecture"), covering([*COMPARED], [*ARCHITECTURES], times=2))
 def test_greedy_tokens_are_those_of_transformers(
-    name: str, offload: Offload, architecture: str, checkpoint: Callable[..., Path], tmp_path: Path
+    compared: tuple[str, Offload], architecture: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
+    name, offload = compared
     directory = checkpoint(architecture)
     loaded = load(name, directory, offload, tmp_path)
     try:

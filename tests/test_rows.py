@@ -87,7 +87,9 @@ def answers(
     return {one["custom_id"]: one["response"]["body"] for one in found}, worker
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bloom", "opt", "mixtral"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "bloom", *(pytest.param(name, marks=pytest.mark.slow) for name in ("opt", "mixtral"))]
+)
 def test_greedy_answers_are_those_of_each_prompt_alone(
     architecture: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,7 @@ def test_a_thousand_chats_run_as_fast_as_equal_rows(sigma: float, capsys: pytest
     assert max(one.groups for one in passes) <= 24
 
 
+@pytest.mark.slow
 def test_a_long_queue_reaches_nine_tenths_of_equal_rows_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:
     dice = random.Random(2)
     known, left = lengths(4000, 245, 1500, 0.8, dice), lengths(4000, 106, 400, 0.8, dice)

@@ -367,6 +367,7 @@ def test_what_is_no_request_is_a_failure_of_one_line(sent: Any, error: str) -> N
     assert "\n" not in failure.error
 
 
+@pytest.mark.slow
 def test_a_worker_lives_on_after_what_is_no_request() -> None:
     worker = Worker(TARGET, timeout_s=PATIENCE_S)
     stdin = worker._process.stdin

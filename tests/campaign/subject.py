@@ -124,7 +124,7 @@ class Subject:
         if ordinary:
             self.pid = _execute(words, folder, environment, ends, enter)
         else:
-            self.pid = os.fork()
+            self.pid = _fork()
             if self.pid == 0:
                 _become(["zinfer", *words], folder, environment, ends, enter, terminal)
         for end in {*ends}:
@@ -220,6 +220,27 @@ def children_of(parent: int) -> list[int]:
     return found
 
 
+_HELD = {signal.SIGINT, signal.SIGTERM}
+
+
+def _fork() -> int:
+    """Fork. Signals wait in the child until it unblocks them, and in this process while Python's own functions at a
+    fork run: an exception in one of them, which a process that executes another never has, would leave a lock taken."""
+    came: list[int] = []
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in _HELD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
+            os.kill(os.getpid(), number)
+    return pid
+
+
 def _execute(
     words: Sequence[str], folder: Path, environment: Mapping[str, str], ends: Sequence[int], enter: Callable[[], None]
 ) -> int:
@@ -261,9 +282,13 @@ def _become(
         if terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         _renew(words, environment)
+        from zinfer.__main__ import _interrupted, main
+
+        for number in (signal.SIGINT, signal.SIGTERM):  # as its first lines do
+            signal.signal(number, _interrupted)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
         subprocess.Popen = _ForkingPopen  # type: ignore[misc]
         enter()
-        from zinfer.__main__ import main
     except BaseException:
         traceback.print_exc()
         os._exit(97)
@@ -353,7 +378,7 @@ class _ForkingPopen(subprocess.Popen[Any]):
             given[end] if given[end] != -1 else number for number, end in enumerate(("p2cread", "c2pwrite", "errwrite"))
         ]
         sys.stdout.flush()
-        pid = os.fork()
+        pid = _fork()
         if pid == 0:
             try:
                 if given["start_new_session"]:
@@ -364,6 +389,7 @@ class _ForkingPopen(subprocess.Popen[Any]):
                     os.chdir(given["cwd"])
                 _take(streams)
                 _renew([command[2], *command[3:]], dict(os.environ if given["env"] is None else given["env"]))
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
                 if given["preexec_fn"] is not None:
                     given["preexec_fn"]()
                 name = command[2] if command[2] != "zinfer" else "zinfer.__main__"

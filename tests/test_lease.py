@@ -188,6 +188,18 @@ def test_a_drive_that_is_not_mounted_keeps_its_lease(place: Path, state: Path) -
     assert not path.exists()
 
 
+def test_a_drive_that_is_away_when_its_process_ends_keeps_its_lease(place: Path, state: Path) -> None:
+    script = WEIGHTS.replace("time.sleep(600)", "os.rename(sys.argv[1], sys.argv[1] + '-away'); own.cleanup()")
+    command = [sys.executable, "-c", script, str(place)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert len(list(state.iterdir())) == 1
+    place.with_name("place-away").rename(place)
+    assert Path(done.stdout.strip()).is_dir()
+    lease.sweep()
+    assert list(place.iterdir()) == []
+    assert list(state.iterdir()) == []
+
+
 def test_a_process_that_ends_in_order_leaves_neither_files_nor_a_lease(place: Path, state: Path) -> None:
     with lease.folder(place, "weights", ("*.dat",)) as own:
         (own.path / "layer.dat").write_text("x")

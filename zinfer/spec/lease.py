@@ -188,7 +188,8 @@ def folder(parent: Path, kind: str, made: Sequence[str]) -> OwnFolder:
         except OSError:
             with suppress(OSError):
                 path.rmdir()
-            lease.drop(os.path.abspath(path))
+            if _remove(lease.paths[os.path.abspath(path)]) != "stuck":
+                lease.drop(os.path.abspath(path))
             raise
         return OwnFolder(path, made)
 
@@ -303,7 +304,7 @@ def _remove(fields: dict[str, Any]) -> Literal["gone", "shared", "stuck"]:
         else:
             return "shared"
     except FileNotFoundError:
-        return "gone"
+        return "gone" if os.path.isdir(os.path.dirname(path)) else "stuck"  # its drive may come back
     except OSError as error:
         return "shared" if error.errno == errno.ENOTEMPTY else "stuck"
     return "gone"

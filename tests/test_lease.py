@@ -188,6 +188,25 @@ def test_a_drive_that_is_not_mounted_keeps_its_lease(place: Path, state: Path) -
     assert not path.exists()
 
 
+def test_the_mark_goes_last(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill while a folder is removed leaves one that the next start knows."""
+    own = lease.folder(place, "tokenizer", ("*",))
+    for name in ("a.json", "z.json"):
+        (own.path / name).write_text("x")
+    removed: list[str] = []
+    unlink = os.unlink
+
+    def noted(path: str, *, dir_fd: int | None = None) -> None:
+        removed.append(Path(path).name)
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", noted)
+    own.cleanup()
+    assert sorted(removed[:-1]) == ["a.json", "z.json"]
+    assert removed[-1] == lease.MARK
+    assert not own.path.exists()
+
+
 def test_a_drive_that_is_away_when_its_process_ends_keeps_its_lease(place: Path, state: Path) -> None:
     script = WEIGHTS.replace("time.sleep(600)", "os.rename(sys.argv[1], sys.argv[1] + '-away'); own.cleanup()")
     command = [sys.executable, "-c", script, str(place)]

@@ -321,8 +321,10 @@ def _remove_folder(path: str, token: str, made: Sequence[str]) -> None:
         finally:
             os.close(descriptor)
         if found == token.encode():
-            for _, folders, names, here in os.fwalk(path, topdown=False, follow_symlinks=False):
+            for inside, folders, names, here in os.fwalk(path, topdown=False, follow_symlinks=False):
                 for name in names:
+                    if name == MARK and inside == path:
+                        continue  # last, so that a kill in between leaves a folder that is known
                     status = os.stat(name, dir_fd=here, follow_symlinks=False)
                     if stat.S_ISLNK(status.st_mode):
                         own = any(one.endswith("@") and fnmatchcase(name, one[:-1]) for one in made)

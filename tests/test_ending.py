@@ -230,3 +230,27 @@ def test_what_a_worker_has_started_ends_with_it(way: str) -> None:
         parent.kill()
         parent.wait()
         parent.stdout.close()
+
+
+TAKEN = """
+import os, signal, time
+from zinfer.spec import ending
+ending.handle_signals()
+for _ in range(20):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(9)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+        ending.handed_back()
+time.sleep(2.5)
+print("alive")
+"""
+
+
+def test_a_signal_that_a_context_took_ends_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", TAKEN], env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr

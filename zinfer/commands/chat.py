@@ -13,6 +13,7 @@ import click
 
 from zinfer.cli import Failure
 from zinfer.commands.options import Size
+from zinfer.spec import ending
 from zinfer.spec.errors import ENVIRONMENT, INTERNAL
 from zinfer.spec.printable import show_generated, shows_unicode, text_lines
 
@@ -84,6 +85,7 @@ def _raised() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        ending.handed_back()
 
 
 class Stop:
@@ -103,6 +105,7 @@ class Stop:
 
     def __exit__(self, *_exception: object) -> None:
         signal.signal(signal.SIGINT, self._before)
+        ending.handed_back()
 
 
 def talk(

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from zinfer.spec import ending
+
 
 class Interrupted(KeyboardInterrupt):
     """SIGINT or SIGTERM as an exception; `signal` is its number."""
@@ -35,6 +37,7 @@ class Signals:
     def __exit__(self, *_exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        ending.handed_back()
 
     @contextmanager
     def raised(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from zinfer.spec import lease
 PARENT = "ZINFER_PARENT"  # environment variable: the process to end with
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE_S = 1.0  # for a call into C to return, and again for what has to be done last
+RECENT_S = 2.0  # after a context put the handler back, in which a signal may have been its
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 # Waits for the end of its standard input, that is of the process that holds the other end; then ends the whole group.
 KEEPER = 'trap "" INT TERM HUP; read -r _; kill -KILL 0'
@@ -27,6 +28,7 @@ SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"  # and an empty line, in place of a progress
 
 _callbacks: list[Callable[[], object]] = []
 _ending = False
+_handed_back = -RECENT_S
 
 
 def at_end(callback: Callable[[], object]) -> Callable[[], None]:
@@ -60,6 +62,13 @@ def _ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def handed_back() -> None:
+    """Note that a context which handled signals itself has put the handler back: a signal that it took is no reason to
+    end the process."""
+    global _handed_back
+    _handed_back = time.monotonic()
+
+
 def _arrived(number: int, _frame: FrameType | None) -> None:
     _end(number)
 
@@ -68,7 +77,8 @@ def _watch(reader: int) -> None:
     """Wait for signals; end the process where the main thread does not come to do so."""
     while True:
         for number in os.read(reader, 64):
-            if number in SIGNALS and signal.getsignal(number) is _arrived:
+            taken = time.monotonic() - _handed_back < RECENT_S  # this thread may learn of a signal late
+            if number in SIGNALS and signal.getsignal(number) is _arrived and not taken:
                 time.sleep(PATIENCE_S)
                 if not _ending:
                     threading.Thread(target=_end, args=(number,), daemon=True).start()

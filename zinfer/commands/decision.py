@@ -98,7 +98,7 @@ def show(answer: GroupDecision) -> None:
         click.echo(f"  {found.unknown} of them are left out: their {found.objective} is not known")
     for kept in found.kept:
         click.echo(f"  {kept.describe()}")
-    for line in _costs(answer):
+    for line in costs(answer):
         click.echo(f"  {line}")
     show_commands(point)
     if found.lossy is not None:
@@ -118,7 +118,7 @@ def show_commands(point: Measurement) -> None:
     click.echo(f"  reproduce:  {reproduce.sweep_command(point.case)}")
 
 
-def _costs(answer: GroupDecision) -> list[str]:
+def costs(answer: GroupDecision) -> list[str]:
     found, machines = answer.decision.cost, answer.fleet
     lines = []
     if found is not None and found.usd_per_mtok is not None:

@@ -194,7 +194,7 @@ def _decided(answer: Any, plans: "Sequence[Plan]") -> str:
     if found.point is None:
         return "\n".join([f"No plan keeps every level. The nearest is {where}:", *levels])
     lines = [f"Best by {found.objective}, {found.keeping} of {len(plans)} plans to choose from: {where}", *levels]
-    return "\n".join([*lines, *(f"  {line}" for line in decision._costs(answer))])
+    return "\n".join([*lines, *(f"  {line}" for line in decision.costs(answer))])
 
 
 def _print_machine(place: "Machine", calibrated: bool) -> None:

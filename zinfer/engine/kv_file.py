@@ -39,10 +39,7 @@ def private_folder(folder: Path) -> None:
     status = folder.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise CheckpointError(f"{folder} is not a folder")
-    if status.st_uid != os.geteuid():
-        raise CheckpointError(f"{folder} belongs to another user: name a folder of your own")
-    if status.st_mode & 0o022:
-        raise CheckpointError(f"{folder} can be written to by other users: `chmod go-w {folder}`, or name another")
+    _check_owner(folder, status, ": name a folder of your own", f": `chmod go-w {folder}`, or name another")
 
 
 def check_own(path: Path) -> None:
@@ -51,10 +48,15 @@ def check_own(path: Path) -> None:
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
+    _check_owner(path, status)
+
+
+def _check_owner(path: Path, status: os.stat_result, theirs: str = "", shared: str = "") -> None:
+    """Raise CheckpointError, with advice, if `path` belongs to somebody else, or if others may write to it."""
     if status.st_uid != os.geteuid():
-        raise CheckpointError(f"{path} belongs to another user")
+        raise CheckpointError(f"{path} belongs to another user{theirs}")
     if status.st_mode & 0o022:
-        raise CheckpointError(f"{path} can be written to by other users")
+        raise CheckpointError(f"{path} can be written to by other users{shared}")
 
 
 def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:

@@ -96,7 +96,11 @@ def decode(tokenizer: Any, ids: list[int], special: bool = False) -> str:
 
 
 class TextPieces:
-    """Text of sequences, in the pieces that their tokens complete: joined, a sequence's pieces are its whole text."""
+    """Text of sequences, in the pieces that their tokens complete: joined, a sequence's pieces are its whole text.
+
+    Each piece is cut from the text of all tokens so far, unlike a `Detokenizer`'s: where a tokenizer cleans up spaces,
+    the pieces then still make the text that the sequence ends with.
+    """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer

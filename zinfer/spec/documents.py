@@ -9,6 +9,8 @@ import os
 import re
 import stat
 import tomllib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
@@ -122,22 +124,8 @@ def parse_json(content: bytes, name: object, infinite: bool = False, digits: int
             raise ValueError(f"{text[:40]} is too large a number")
         return number
 
-    try:
-        value = json.loads(
-            decode(content, name),
-            object_pairs_hook=once,
-            parse_int=integer,
-            parse_float=real,
-            parse_constant=constant,
-        )
-    except RecursionError:
-        _too_deep(name)
-    except DocumentError:
-        raise
-    except ValueError as error:
-        raise DocumentError(f"{name} is damaged: {error}") from None
-    _check_depth(value, name)
-    return value
+    hooks: dict[str, Any] = {"parse_int": integer, "parse_float": real, "parse_constant": constant}
+    return _parsed(partial(json.loads, object_pairs_hook=once, **hooks), decode(content, name), name)
 
 
 def parse_toml(content: bytes, name: object) -> dict[str, Any]:
@@ -145,12 +133,15 @@ def parse_toml(content: bytes, name: object) -> dict[str, Any]:
     text = decode(content, name)
     if _LONG_KEY.search(text):
         _too_deep(name)
+    found: dict[str, Any] = _parsed(tomllib.loads, text, name)
+    return found
+
+
+def _parsed(parse: Callable[[str], Any], text: str, name: object) -> Any:
     try:
-        value = tomllib.loads(text)
+        value = parse(text)
     except RecursionError:
         _too_deep(name)
-    except DocumentError:
-        raise
     except ValueError as error:
         raise DocumentError(f"{name} is damaged: {error}") from None
     _check_depth(value, name)

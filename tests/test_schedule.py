@@ -47,8 +47,13 @@ def plan_of(rows: int = 420, known: int = 256, left: int = 64, **options: str) -
 PLAN = plan_of()
 
 
-def times(plan: Plan = PLAN) -> PassTimes:
-    return PassTimes(plan.placement, plan.model, plan.machine)
+def times(plan: Plan = PLAN, joins: bool = True) -> PassTimes:
+    return PassTimes(plan.placement, plan.model, plan.machine, joins=joins)
+
+
+def apart() -> PassTimes:
+    """Seconds where each group has a forward pass of its own."""
+    return times(joins=False)
 
 
 def lengths(count: int, mean: float, most: int, sigma: float, dice: random.Random) -> list[int]:
@@ -166,14 +171,19 @@ def rate(passes: list[Pass]) -> float:
     return sum(one.tokens for one in passes) / sum(one.seconds for one in passes)
 
 
-@pytest.mark.parametrize("sigma", [0.5, 0.8, 1.0])
-def test_a_thousand_chats_run_as_fast_as_equal_rows(sigma: float, capsys: pytest.CaptureFixture[str]) -> None:
-    """While rows wait, mixed lengths reach the rate of equal ones; then the longest answers set the end."""
+@pytest.mark.parametrize(
+    ("sigma", "clock", "most_padding"), [(0.5, times, 0.1), (0.8, times, 0.1), (1.0, times, 0.1), (0.8, apart, 0.2)]
+)
+def test_a_thousand_chats_run_as_fast_as_equal_rows(
+    sigma: float, clock: Callable[[], PassTimes], most_padding: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While rows wait, mixed lengths reach the rate of equal ones; then the longest answers set the end. Where each
+    group has a forward pass of its own, there are fewer groups, and more padding."""
     dice = random.Random(1)
     known, left = lengths(1000, 245, 1500, sigma, dice), lengths(1000, 106, 400, sigma, dice)
     rows = [Row(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
     equal = PLAN.at(Workload(batch_size=420, input_len=sum(known) // 1000, output_len=sum(left) // 1000))
-    tally, passes = simulate(rows, Limits(1_900_000, 420))
+    tally, passes = simulate(rows, Limits(1_900_000, 420), clock=clock)
     full = [one for one in passes if one.waiting]
     whole, expected = rate(passes), equal.output_tok_s or 0.0
     link_s = min(one.seconds for one in passes)
@@ -183,7 +193,7 @@ def test_a_thousand_chats_run_as_fast_as_equal_rows(sigma: float, capsys: pytest
               f"at most {max(one.groups for one in passes)} groups, {tally.merged} merges")  # fmt: skip
     assert sum(one.tokens for one in passes) == sum(left)
     assert rate(full) >= 0.9 * expected
-    assert tally.padding < 0.1
+    assert tally.padding < most_padding
     assert (tally.again, tally.suspended) == (0, 0)
     # No order of the rows takes fewer passes than the longest answer has tokens.
     assert tally.seconds <= 1.06 * max(left) * link_s
@@ -212,7 +222,8 @@ def test_rows_wait_for_memory_and_nothing_is_computed_again() -> None:
     rows = [Row(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
     tally, passes = simulate(rows, Limits(40_000))
     assert max(one.reserved for one in passes) <= 1.03 * 40_000
-    assert (tally.again, tally.suspended) == (0, 0)
+    assert tally.again == 0
+    assert tally.suspended < 0.05 * len(rows)  # moved to host memory and back
     assert tally.padding < 0.1
     used = [one.reserved for one in passes if one.waiting]
     assert sum(used) / len(used) > 0.6 * 40_000
@@ -318,9 +329,10 @@ def test_seconds_are_the_plans_until_they_are_measured() -> None:
     assert clock.seconds(decode) == clock.link_s
     room = clock.room(decode)
     assert 1000 < room < 8000
-    assert clock.room(decode._replace(groups=20)) < room
+    assert clock.room(decode._replace(prompts=10)) < room
     assert clock.seconds(decode._replace(prompt_tokens=room)) == pytest.approx(clock.link_s, rel=0.01)
-    assert 10 < clock.groups <= 20
+    assert apart().groups < clock.groups <= 20
+    assert apart().room(decode) < room
     for _ in range(40):
         clock.saw(PassLoad(10, 1000, 0, 1), 0.3)
     assert clock.link_s == pytest.approx(0.3, rel=0.01)

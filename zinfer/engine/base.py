@@ -48,6 +48,11 @@ class Engine(ABC):
 
     one_trip: ClassVar[bool] = False  # True if several works share one trip of the weights, instead of one each
 
+    @property
+    def joins(self) -> bool:
+        """True if decode steps of several micro-batches share a forward pass of the model, too."""
+        return False
+
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         self.plan = plan
         case = plan.case

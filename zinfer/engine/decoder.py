@@ -131,8 +131,8 @@ class Decoder(Engine):
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
-        # cuDNN's attention, which PyTorch prefers on Hopper, plans some 60 ms for every shape that it has not seen: that
-        # is each length of a batch. PyTorch's own kernels need no plan.
+        # cuDNN's attention, which PyTorch prefers on Hopper, plans some 60 ms for every shape that it has not seen, and
+        # each length of a batch is one. PyTorch's own kernels need no plan.
         torch.backends.cuda.enable_cudnn_sdp(False)
         try:
             self._load()

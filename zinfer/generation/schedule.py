@@ -41,7 +41,9 @@ FEW_GROUPS, MOST_GROUPS = 4, 20  # groups are merged above the first number if t
 GROUPS_SHARE = 0.6  # share of the link's seconds in which the groups of a pass must have read the weights
 WARMING = 8  # passes that are not measured: they compile kernels and take memory
 RECENT = 5  # passes whose median corrects the seconds: single slow ones say nothing
-LAUNCH_S = 0.4e-3  # seconds to launch a layer for one group
+LAUNCH_S = 0.8e-3  # seconds in which the CPU launches a layer once, at first
+PASS_S = 4e-3  # seconds in which it does what a forward pass needs besides its layers
+JOINED_S = 0.12e-3  # seconds in which it launches the attention of one group, where groups share a forward pass
 MERGES = 4  # merges in one pass at most: each copies the rows of two groups
 EXPANDED_SHARE = 0.03  # share of the device's memory for keys and values that attention copies for its heads
 PADDING = 1.1  # positions taken over positions needed, for steps of growth and padding: what admission reckons with
@@ -191,12 +193,13 @@ class Tally:
 
 
 class PassLoad(NamedTuple):
-    """Work of a pass: rows that decode and the positions that they read, prompt tokens, and the groups of both."""
+    """Work of a pass: rows that decode, in `groups`, and the positions that they read; prompt tokens, in `prompts`."""
 
     rows: int = 0
     positions: int = 0
     prompt_tokens: int = 0
     groups: int = 0
+    prompts: int = 0
 
 
 def load_of_pass(works: "Sequence[GroupWork]") -> PassLoad:
@@ -206,18 +209,26 @@ def load_of_pass(works: "Sequence[GroupWork]") -> PassLoad:
         rows=sum(len(group.rows) for group in decoding),
         positions=sum(group.positions for group in decoding),
         prompt_tokens=sum(len(group.rows) * count for group, count in works if not group.running),
-        groups=len(works),
+        groups=len(decoding),
+        prompts=len(works) - len(decoding),
     )
 
 
 class PassTimes:
-    """Seconds of a pass: those of the link, and those of the work that hides behind it; the plan's at first, then
-    corrected by measured passes. If the plan knows none, a pass takes `tokens` prompt tokens beside its rows."""
+    """Seconds of a pass: those of the link, those in which the CPU launches work, and those in which the device does
+    it; each hides behind the longest. They are the plan's at first, then corrected by measured passes. If the plan
+    knows none, a pass takes `tokens` prompt tokens beside its rows.
 
-    def __init__(self, setup: Placement, model: ModelSpec, machine: Machine, length: int = 256) -> None:
-        self.tokens, self._warming = setup.pass_tokens, WARMING
+    With `joins` the decode steps of all groups share a forward pass, and only attention is launched for each.
+    """
+
+    def __init__(
+        self, setup: Placement, model: ModelSpec, machine: Machine, length: int = 256, joins: bool = False
+    ) -> None:
+        self.tokens, self.joins, self._warming = setup.pass_tokens, joins, WARMING
         self._recent: list[tuple[PassLoad, float]] = []
-        self._prompt_s = self._row_s = self._position_s = self._group_s = self.link_s = 0.0
+        self._prompt_s = self._row_s = self._position_s = self._read_s = self.link_s = 0.0
+        self._launch_s = self._joined_s = 0.0
         step = cost.step(setup, model, machine, 1, length)
         prefill = cost.prefill(setup, model, machine, 1, length)
         if step.seconds is None or prefill.seconds is None:
@@ -225,34 +236,46 @@ class PassTimes:
         self.link_s = max(seconds for bound, seconds in step.limits.items() if bound not in ("compute", "launch"))
         self._prompt_s = prefill.limits["compute"] / length
         self._row_s = step.limits["compute"]
-        if (
-            machine.hbm_bandwidth is not None
-        ):  # each group reads the weights once more; attention reads keys and values, and copies them for its heads
-            heads = max(1, model.num_heads // max(1, model.num_kv_heads)) if model.num_kv_heads else 1
+        if machine.hbm_bandwidth is not None:  # a forward pass reads the weights, and attention keys and values
             size = model.kv_bytes(1, length) * setup.kv_ratio * (1 - setup.kv_host_share) / length
-            read = model.weight_bytes * setup.weight_ratio
-            self._group_s = max(read / machine.hbm_bandwidth, LAUNCH_S * model.num_layers)
-            self._position_s = size * (1 + 2 * (heads if heads > 1 else 0)) / machine.hbm_bandwidth
+            self._read_s = model.weight_bytes * setup.weight_ratio / machine.hbm_bandwidth
+            self._position_s = 2 * size / machine.hbm_bandwidth  # kernels for short rows reach half of the bandwidth
+            self._launch_s = PASS_S + LAUNCH_S * model.num_layers
+            self._joined_s = JOINED_S * model.num_layers
 
     @property
     def known(self) -> bool:
         """True if the plan knows the seconds of a pass."""
         return self._prompt_s > 0
 
+    def _forwards(self, load: PassLoad) -> int:
+        """Return the number of forward passes of the model in a pass."""
+        return load.prompts + (min(1, load.groups) if self.joins else load.groups)
+
+    def launching(self, load: PassLoad) -> float:
+        """Return the seconds in which the CPU launches a pass."""
+        return self._launch_s * self._forwards(load) + (self._joined_s * load.groups if self.joins else 0.0)
+
+    def computing(self, load: PassLoad) -> float:
+        """Return the seconds in which the device computes a pass."""
+        decode = self._row_s * load.rows + self._position_s * load.positions
+        return self._read_s * self._forwards(load) + decode + self._prompt_s * load.prompt_tokens
+
     def work(self, load: PassLoad) -> float:
         """Return the seconds of the work of a pass, without the link's."""
-        decode = self._row_s * load.rows + self._position_s * load.positions
-        return self._group_s * load.groups + decode + self._prompt_s * load.prompt_tokens
+        return max(self.launching(load), self.computing(load))
 
     def seconds(self, load: PassLoad) -> float:
         """Return the seconds of a pass."""
         return max(self.link_s, self.work(load))
 
     def room(self, load: PassLoad) -> int:
-        """Return the prompt tokens that hide behind the link beside `load`."""
+        """Return the prompt tokens that hide behind the link beside `load`; none if launching takes as long."""
         if not self.known:
             return self.tokens
-        return max(0, int((self.link_s - self.work(load)) / self._prompt_s))
+        if self.launching(load) > self.link_s:
+            return 0
+        return max(0, int((self.link_s - self.computing(load)) / self._prompt_s))
 
     def prompt_seconds(self, tokens: int) -> float:
         """Return the seconds of the work of prompt tokens."""
@@ -264,10 +287,11 @@ class PassTimes:
 
     @property
     def groups(self) -> int:
-        """Number of groups whose reading of the weights leaves the pass time for other work."""
-        if not self._group_s:
+        """Number of groups whose launches and reading of the weights leave the pass time for other work."""
+        each = self._joined_s if self.joins else max(self._launch_s, self._read_s)
+        if not each:
             return FEW_GROUPS
-        return min(MOST_GROUPS, max(2, int(GROUPS_SHARE * self.link_s / self._group_s)))
+        return min(MOST_GROUPS, max(2, int(GROUPS_SHARE * self.link_s / each)))
 
     def saw(self, load: PassLoad, seconds: float) -> None:
         """Correct the seconds by measured passes: by the last ones' median ratio of measured to known seconds."""
@@ -283,15 +307,20 @@ class PassTimes:
             ratio = seconds / self.link_s
             self.link_s *= min(2.0, max(0.5, ratio)) ** 0.25
         elif seconds > 1.08 * self.link_s:  # the work's show
-            self._scale(min(2.0, max(0.5, seconds / work)) ** 0.5)
+            self._scale(load, min(2.0, max(0.5, seconds / work)) ** 0.5)
         elif work > 0.9 * self.link_s and seconds < 1.02 * self.link_s:  # it was hidden: there may be room for more
-            self._scale(0.98)
+            self._scale(load, 0.98)
 
-    def _scale(self, factor: float) -> None:
+    def _scale(self, load: PassLoad, factor: float) -> None:
+        """Correct the seconds that a pass with `load` took: of launches, or of computing."""
+        if self.launching(load) > self.computing(load):
+            self._launch_s *= factor
+            self._joined_s *= factor
+            return
         self._prompt_s *= factor
         self._row_s *= factor
         self._position_s *= factor
-        self._group_s *= factor
+        self._read_s *= factor
 
 
 class Demand(Protocol):
@@ -570,7 +599,7 @@ class Schedule:
         budget, hidden = self.times.tokens, 0
         if self.able.one_trip:
             load = load_of_pass(decoding)
-            hidden = self.times.room(load._replace(groups=load.groups + 1))
+            hidden = self.times.room(load._replace(prompts=load.prompts + 1))
             budget = hidden if hidden >= LEAST_TOKENS else hidden + self._overtime(load)
             budget = budget if decoding and budget < LEAST_TOKENS else max(budget, LEAST_TOKENS)
         elif not self.able.regroups:  # the group runs to its end: all rows that fit

@@ -240,7 +240,7 @@ class ContinuousScheduler:
         engine.clear()
         engine.expect(load)
         setup = engine.plan.at(load).placement
-        times = PassTimes(setup, engine.plan.model, engine.plan.machine, load.input_len)
+        times = PassTimes(setup, engine.plan.model, engine.plan.machine, load.input_len, engine.joins)
         positions = self._positions(load)
         limits = Limits(positions, rows or 1 << 20, group_positions(engine.plan))
         order = arrival_order if arrivals else like_order
@@ -285,6 +285,7 @@ class ContinuousScheduler:
         torch.OutOfMemoryError or MemoryError where that does not help, and other errors of the engine, after which
         nothing runs any more.
         """
+        self.schedule.times.joins = self.engine.joins  # a first pass may find out that it cannot
         planned = self.schedule.plan()
         began = time.monotonic()
         touched: list[Sequence] | None = None

@@ -23,6 +23,7 @@ from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, LinkCache, PartFetch, Sender, SplitLayer
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.engine.stream.ragged import NotRaggedError, Ragged, split
 from zinfer.engine.stream.triton_check import trouble
 from zinfer.plan.cost import Placement
 from zinfer.plan.plan import Plan
@@ -67,6 +68,7 @@ class Stream(Decoder):
         self._weights = state = ModelState(plan.model, plan.case.load_format, allow_nan=plan.case.allow_nan)
         self.model, self._layers = state.model, state.layers
         self._inspect()
+        self._ragged = Ragged(self.model, self._accepted)
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
             if getattr(self.options, option) not in any_model and (why_not := self._cannot_have(option)) is not None:
                 raise EngineError(why_not)
@@ -146,6 +148,10 @@ class Stream(Decoder):
             return None
         revision, allow_nan = revision_of(spec, load_format), self.plan.case.allow_nan
         return packed.find(spec, revision, self.options.packed, allow_nan, self.progress)
+
+    @property
+    def joins(self) -> bool:
+        return self._ragged.able and self.options.kv_cache_dtype not in STORAGE
 
     def cannot_snapshot(self) -> str | None:
         able = {"kv_offload": ("none",), "kv_cache_dtype": ("auto", "bf16")}
@@ -278,33 +284,79 @@ class Stream(Decoder):
         return [*parts, *self._split(host.rows, whole)]
 
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:
+        joined = [part for part in parts if self._ragged.takes(part)]
+        alone = parts if len(joined) < 2 else [part for part in parts if not any(part is one for one in joined)]
+        passes = [*([joined] if len(joined) > 1 else []), *([part] for part in alone)]
+        found = [split(*one) for one in zip(passes, self._run_passes(passes), strict=True)]
+        logits = {id(part): own for some, several in zip(passes, found, strict=True)
+                  for part, own in zip(some, several, strict=True)}  # fmt: skip
+        return [logits[id(part)] for part in parts]
+
+    def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
+        """Run a forward pass for each list of parts, which share it; return their logits."""
         ring = self._ring
         if ring is None:
-            return super()._run(parts)
+            return [self._together_or_alone(parts) for parts in passes]
+        parts = [part for some in passes for part in some]
         caches = {id(part.batch): part.batch.cache for part in parts}.values()
         together = all(isinstance(cache, RowCache) and len(cache.layers) == len(self._layers) for cache in caches)
         hosted = any(part.batch.host is not None for part in parts)  # type: ignore[attr-defined]
         if not (together or hosted):  # a token goes through layers repeatedly: a trip for each part
-            return [self._own_trip(ring, part) for part in parts]
+            return [self._own_trip(ring, some) for some in passes]
         fetches = [fetch for part in parts if (fetch := _fetch(part)) is not None]
-        if len(parts) == 1 and not hosted:
-            return [self._own_trip(ring, parts[0])]
+        if len(passes) == 1 and not hosted:
+            return [self._own_trip(ring, passes[0])]
 
         def enter(number: int, layer: int) -> None:
-            batch, rows, *_ = parts[number]
-            assert isinstance(batch.cache, RowCache)
-            batch.cache.window(rows, batch.length, layer)
+            self._ragged.switch(len(passes[number]) > 1)
+            for batch, rows, *_ in passes[number]:
+                assert isinstance(batch.cache, RowCache)
+                batch.cache.window(rows, batch.length, layer)
 
-        def one(part: Part) -> Callable[[], Tensor]:
-            return lambda: self._alone(part)
+        def one(some: Sequence[Part]) -> Callable[[], Tensor]:
+            return lambda: self._together_or_alone(some)
 
-        return interleave(ring, [one(part) for part in parts], enter, fetches)
+        try:
+            return interleave(ring, [one(some) for some in passes], enter, fetches)
+        finally:
+            self._ragged.switch(False)
 
-    def _own_trip(self, ring: PrefetchRing, part: Part) -> Tensor:
+    def _together_or_alone(self, parts: Sequence[Part]) -> Tensor:
+        """Run one forward pass of parts that share it, or of one; return its logits ``[B, keep, V]``."""
+        if len(parts) == 1:
+            self._ragged.switch(False)
+            return self._alone(parts[0])
+        for part in parts:
+            part.batch.show(part.rows)
+        self._ragged.switch(True)
+        try:
+            with self._ragged.cache(parts, self.model.dtype) as cache:
+                inputs: dict[str, object] = {
+                    "input_ids": torch.cat([part.token_ids for part in parts]),
+                    "attention_mask": None,
+                    "position_ids": torch.cat([part.positions for part in parts]),
+                    "logits_to_keep": 1,
+                    self._cache_name: cache,
+                    "use_cache": True,
+                }
+                inputs = {name: value for name, value in inputs.items() if name in self._accepted}
+                logits: Tensor = self.model(**inputs).logits
+                return logits[:, -1:]
+        finally:
+            self._ragged.switch(False)
+
+    def _own_trip(self, ring: PrefetchRing, parts: Sequence[Part]) -> Tensor:
         with ring.trip():
-            return self._alone(part)
+            return self._together_or_alone(parts)
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        try:
+            return self._forward(works)
+        except NotRaggedError:
+            self._ragged.able = False  # from now on each micro-batch has a pass of its own
+        return self._forward(works)
+
+    def _forward(self, works: Sequence[Work]) -> list[Tensor]:
         ring = self._ring
         if ring is None:
             return super().forward(works)

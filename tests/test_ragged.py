@@ -1,0 +1,115 @@
+"""Ragged decode steps: rows of several micro-batches in one forward pass get the logits that each gets alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tests import test_cache_kinds as kinds
+from tests.test_parity import load
+from tests.test_passes import close
+from zinfer.engine.base import Engine, MicroBatch, Work
+from zinfer.engine.stream import ragged
+from zinfer.generation import passes
+
+Checkpoints = Callable[..., Path]
+Patch = pytest.MonkeyPatch
+kind = kinds.kind  # the fixture
+LENGTHS = ((5, 3), (9, 9), (12,), (1, 7, 4))  # of the prompts of each micro-batch: with padding, and without
+
+
+def batches(engine: Engine, seed: int = 1) -> list[tuple[MicroBatch, Tensor, Tensor]]:
+    """Return prefilled micro-batches, with their prompts' ids and masks."""
+    torch.manual_seed(seed)
+    found = []
+    for lengths in LENGTHS:
+        width = max(lengths)
+        ids = torch.randint(4, 90, (len(lengths), width))
+        mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+        batch, _ = passes.prefill(engine, ids, mask, 12)
+        found.append((batch, ids, mask))
+    return found
+
+
+def check(engine: Engine, joins: bool | None) -> None:
+    """Decode micro-batches together and each alone; `joins` tells whether rows go through the model together,
+    None where that depends on the version of `transformers`."""
+    sizes = list[int]()
+
+    def seen(_module: Any, arguments: Any, options: dict[str, Any]) -> None:
+        sizes.append(len(options["input_ids"] if "input_ids" in options else arguments[0]))
+
+    engine.model.register_forward_pre_hook(seen, with_kwargs=True)  # type: ignore[attr-defined]
+    tokens = torch.randint(4, 90, (10, sum(map(len, LENGTHS))))
+    alone = list[list[Tensor]]()
+    for batch, *_ in batches(engine):
+        first = sum(map(len, LENGTHS[: len(alone)]))
+        own = tokens[:, first : first + batch.batch_size]
+        alone.append([passes.decode(engine, batch, own[step]) for step in range(10)])
+        engine.retire(batch)
+    together = batches(engine)
+    sizes.clear()
+    for step in range(10):
+        rows = iter(tokens[step].split([len(lengths) for lengths in LENGTHS]))
+        works = [Work(batch, next(rows)[:, None]) for batch, *_ in together]
+        for found, expected in zip(engine.forward(works), alone, strict=True):
+            assert close(found[:, -1], expected[step])
+    everyone = sum(map(len, LENGTHS))
+    assert joins in (None, set(sizes) == {everyone}), sizes
+    engine.clear()
+
+
+@pytest.mark.parametrize(("name", "offload"), [("llama", "cpu"), ("llama", "none"), ("opt", "cpu"), ("mixtral", "cpu")])
+def test_rows_of_all_micro_batches_share_a_pass(
+    name: str, offload: Any, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    engine = load("stream", checkpoint(name), offload, tmp_path)
+    check(engine, joins=True)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "joins"),
+    [
+        *(("mistral", True), ("gemma3_text", True), ("deepseek_v3", None)),
+        *(("gemma2", False), ("llama4_text", False), ("qwen3_next", False), ("gemma4_text", False)),
+    ],
+)
+def test_layers_of_other_kinds_join_or_not(
+    name: str, joins: bool | None, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Windows move while rows decode; layers that have more than keys and values, or a mask of their own, do not
+    join. DeepSeek-V3 stores what keys and values are made of, in late versions of `transformers`."""
+    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    engine = load("stream", kind(name), "cpu", tmp_path)
+    check(engine, joins=joins)
+    engine.close()
+
+
+@pytest.mark.parametrize("own", ["keys", "mask", "option", "skips"])
+def test_a_model_that_attends_in_its_own_way_is_found_out(
+    own: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Its rows are computed again, each micro-batch by itself, and never together any more."""
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    real = ragged.attention
+
+    def changed(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        if own == "keys":
+            key = key * 1
+        elif own == "mask":
+            mask = torch.zeros(len(query), 1, 1, 1)
+        elif own == "option":
+            options["softcap"] = 30.0
+        elif module.layer_idx == 1:
+            return query.transpose(1, 2), None
+        return real(module, query, key, value, mask, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, ragged.NAME, changed)
+    check(engine, joins=False)
+    assert engine._ragged.able is False  # type: ignore[attr-defined]
+    engine.close()

@@ -1,0 +1,164 @@
+"""Ragged decode steps: one forward pass for the rows of several micro-batches, whose lengths differ.
+
+All of a decoder layer but attention treats one token like any other. So the rows of all micro-batches go through it
+together: its kernels are launched, and its weights are read from the GPU's memory, once. Attention runs for each
+micro-batch, over its own keys and values.
+
+Models that take their attention function by name (`_supports_attention_backend` of `transformers`) give the place for
+it, without code for architectures. The function must be called once in each layer, with the very tensors that the cache
+returned and without a mask or bias of the model's own: `NotRaggedError` says that a model does something else.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from zinfer.engine.cache import FixedLayer, RowCache
+from zinfer.engine.decoder import DecoderBatch, Part, rope_switch
+
+NAME = "zinfer_ragged"  # name of the attention function
+MASKED = {"full_attention", "sliding_attention"}  # kinds of layers whose mask is that of the cache's positions
+# Options of attention functions that change nothing for one token of a row whose keys are those that it sees.
+HARMLESS = {
+    "dropout", "scaling", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache",
+    "output_attentions", "output_hidden_states", "return_dict", "layer_idx",
+}  # fmt: skip
+
+
+class NotRaggedError(RuntimeError):
+    """The model cannot run ragged passes; the micro-batches' caches may hold part of the pass."""
+
+
+class RaggedLayer(DynamicLayer):  # type: ignore[misc]
+    """Layer `index` of the caches of `parts`, as one: it hands new keys and values on to `attend`, which stores
+    them."""
+
+    is_sliding = False
+
+    def __init__(self, index: int, parts: Sequence[Part], masks: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.index, self._parts, self._masks = index, parts, masks
+        self.key = self.value = torch.empty(0)
+        self.attended = False
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.key, self.value = key_states, value_states
+        key_states.zinfer_layer = self  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return max(part.batch.length for part in self._parts)
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return 1, 0
+
+    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+        """Store the new keys and values of each micro-batch and attend to all that it has; `query` is ``[B, heads, 1,
+        head_dim]``, the result ``[B, 1, heads, head_dim]``."""
+        key, value, self.key, self.value = self.key, self.value, torch.empty(0), torch.empty(0)
+        del key.zinfer_layer  # type: ignore[attr-defined]
+        self.attended = True
+        found, first = [], 0
+        for part, mask in zip(self._parts, self._masks, strict=True):
+            rows = slice(first, first + len(part.token_ids))
+            first = rows.stop
+            cache = part.batch.cache
+            assert isinstance(cache, RowCache)
+            keys, values = cache.layers[self.index].update(key[rows], value[rows])
+            seen = None if mask is None else mask[..., mask.shape[-1] - keys.shape[2] :]
+            # Query heads that share keys stand where several tokens would: no key is copied for them.
+            asked = query[rows].reshape(len(keys), keys.shape[1], -1, query.shape[-1])
+            mixed = scaled_dot_product_attention(asked, keys, values, attn_mask=seen, scale=scaling)
+            found.append(mixed.reshape(len(keys), 1, -1, values.shape[-1]))
+        return torch.cat(found)
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention of a ragged pass, with the signature of `transformers`' attention functions."""
+    layer = getattr(key, "zinfer_layer", None)
+    other = {name for name, content in options.items() if content is not None and content is not False} - HARMLESS
+    if (
+        layer is None or key is not layer.key or value is not layer.value or layer.attended
+        or attention_mask is not None or other or query.shape[2] != 1 or len(query) != len(key)
+        or query.shape[1] % key.shape[1]
+    ):  # fmt: skip
+        raise NotRaggedError(f"layer {getattr(module, 'layer_idx', '?')} attends in a way of its own {sorted(other)}")
+    return layer.attend(query, options.get("scaling")), None
+
+
+class Ragged:
+    """Ragged passes of `model`; `able` is False if it is known that it cannot run them."""
+
+    def __init__(self, model: PreTrainedModel, accepted: frozenset[str]) -> None:
+        found = [module.config for module in model.modules() if hasattr(module, "config")]
+        self._configs = list({id(config): config for config in found}.values())
+        self._on = False
+        text = model.config.get_text_config(decoder=True)
+        rope = getattr(text, "rope_parameters", None) or {}
+        turned = {str(group.get("rope_type")) for group in (rope, *rope.values()) if isinstance(group, dict)}
+        self.able = (
+            bool(getattr(model, "_supports_attention_backend", False))
+            and all(config._attn_implementation == "sdpa" for config in self._configs)
+            and {"position_ids", "attention_mask"} <= accepted
+            and set(getattr(text, "layer_types", None) or ()) <= MASKED
+            and getattr(text, "attention_chunk_size", None) is None
+            and rope_switch(model) is None
+            and "dynamic" not in turned  # angles depend on the longest row
+        )
+
+    def takes(self, part: Part) -> bool:
+        """Tell whether a part can be joined with others: one token of each of a micro-batch's rows, which have nothing
+        but keys and values, all of them on the device."""
+        batch, cache = part.batch, part.batch.cache
+        return (
+            self.able and part.token_ids.shape[1] == 1 and part.keep == 1 and batch.length > 0
+            and isinstance(cache, RowCache) and all(type(layer) is FixedLayer for layer in cache.layers)
+            and part.rows == slice(0, batch.batch_size)
+        )  # fmt: skip
+
+    def switch(self, on: bool) -> None:
+        """Make the model use the attention of ragged passes, or its own again."""
+        if on != self._on:
+            self._on = on
+            for config in self._configs:
+                config._attn_implementation_internal = NAME if on else "sdpa"
+
+    @contextmanager
+    def cache(self, parts: Sequence[Part], dtype: torch.dtype) -> Iterator[Cache]:
+        """Cache of a pass of `parts`. Raises NotRaggedError after a pass in which a layer did not attend."""
+        masks = [_bias(part.batch, dtype) for part in parts]
+        first = parts[0].batch.cache
+        assert isinstance(first, RowCache)
+        layers = [RaggedLayer(index, parts, masks) for index in range(len(first.layers))]
+        yield Cache(layers=layers)
+        if not all(layer.attended for layer in layers):
+            raise NotRaggedError("a layer stores keys and values, and does not attend to them as others do")
+
+
+def _bias(batch: DecoderBatch, dtype: torch.dtype) -> Tensor | None:
+    """Return the bias of attention for the next token of each row, ``[B, 1, 1, length + 1]``: lowest at padding, else
+    0; None without padding. Rows begin at multiples of 8 values, as kernels want it."""
+    if batch.mask is None:
+        return None
+    end = batch.length + 1
+    bias = torch.zeros((batch.batch_size, 1, 1, -(-end // 8) * 8), dtype=dtype, device=batch.mask.device)[..., :end]
+    return bias.masked_fill_(batch.mask[:, None, None, :end] == 0, torch.finfo(dtype).min)
+
+
+def split(parts: Sequence[Part], logits: Tensor) -> list[Tensor]:
+    """Return the logits of each part."""
+    ends = list(accumulate(len(part.token_ids) for part in parts))
+    return [logits[end - len(part.token_ids) : end] for part, end in zip(parts, ends, strict=True)]
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)

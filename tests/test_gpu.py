@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests import test_cache_kinds as kinds
+from tests import test_continuous, test_ragged
 from tests.checkpoints import save_config
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
@@ -23,6 +24,7 @@ from zinfer.engine.base import Engine
 from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.stream.cpu_attention import _landed
 from zinfer.engine.stream.triton_check import trouble
+from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Offload
 
@@ -166,3 +168,38 @@ def test_without_a_compiler_coded_weights_are_refused(
     with pytest.raises(EngineError, match=r"none runs here: no compiler; install .*--weight-codec none"):
         load("stream", checkpoint("llama"), "cpu", tmp_path, dtype="bfloat16", weight_codec="lossless")
     assert torch.equal(_landed(torch.arange(3), torch.device("cuda")).cpu(), torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "joins"), [("llama", True), ("opt", True), ("mixtral", True), ("bloom", False)]
+)
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_rows_of_several_micro_batches_share_a_pass(
+    architecture: str, joins: bool, offload: Offload, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    engine = load("stream", checkpoint(architecture), offload, tmp_path)
+    test_ragged.check(engine, joins)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "deepseek_v3"])
+def test_layers_of_other_kinds_share_a_pass_or_not(name: str, kind: kinds.Kinds, tmp_path: Path) -> None:
+    engine = load("stream", kind(name), "cpu", tmp_path)
+    test_ragged.check(engine, None)
+    engine.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_offload": "cpu", "kv_attention": "gpu"}], ids=["here", "over the link"])
+def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
+    options: dict[str, Any], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    test_continuous.small(monkeypatch)
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, **options)
+    running = ContinuousScheduler(engine, test_continuous.Words(), test_continuous.LOAD)  # type: ignore[arg-type]
+    running.schedule.step = 8
+    rows = test_continuous.sequences(14, 3)
+    limits = [one.left for one in rows]
+    found = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
+    running.end()
+    test_continuous.check(engine, found, limits)
+    engine.close()

@@ -202,7 +202,7 @@ MLLAMA = {
         ({"model_type": "clip"}, "no decoder-only language model"),
         ({"model_type": "novel"}, "code of the repository, which zinfer does not run"),
         ({"model_type": "llama", "hidden_size": "wide"}, "transformers cannot build"),
-        ({"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "fp8"}}}, "quantised"),
+        ({"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "hqq"}}}, "quantised"),
     ],
 )
 def test_unsupported_models_are_refused_in_one_line(config: dict[str, Any], says: str) -> None:

@@ -40,7 +40,7 @@ REPOSITORIES = {
     "owner/remote-code": {
         "config.json": json.dumps(LLAMA | {"model_type": "novel", "auto_map": {"AutoConfig": "x.C"}})
     },
-    "owner/quantised": {"config.json": json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}})},
+    "owner/quantised": {"config.json": json.dumps(LLAMA | {"quantization_config": {"quant_method": "bitsandbytes"}})},
     "owner/broken": {"config.json": "{"},
     "owner/vision": {"config.json": json.dumps({"model_type": "clip"})},
 }

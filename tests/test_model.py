@@ -141,7 +141,7 @@ def test_shape_of_a_model_without_a_decoder_is_an_error() -> None:
     with pytest.raises(ModelError, match="decoder-only"):
         fields({"model_type": "clip", "text_config": {}})
     with pytest.raises(ModelError, match="quantised"):
-        resolve.shape_of("x", {"quantization_config": {"quant_method": "gptq"}})
+        resolve.shape_of("x", {"quantization_config": {"quant_method": "quanto"}})
 
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 320}

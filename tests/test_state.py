@@ -264,7 +264,7 @@ def test_quantised_tensors_are_refused_whatever_the_configuration_says(dtype: to
     name = "model.layers.1.mlp.up_proj.weight"
     spec = store(directory, tensors | {name: tensors[name].to(dtype)})
     refused(spec, f"stores {name} as ")
-    refused(spec, "quantised weights are not read")
+    refused(spec, "codes of quantised weights have scales")
 
 
 def test_a_tensor_that_the_model_does_not_have_is_refused(copy: ModelSpec) -> None:

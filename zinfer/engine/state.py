@@ -14,7 +14,7 @@ import inspect
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -38,6 +38,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
+from zinfer.engine.dequantize import dequantize
 from zinfer.engine.read import (
     DTYPES,
     Group,
@@ -49,6 +50,7 @@ from zinfer.engine.read import (
     groups_read,
     not_finite,
 )
+from zinfer.spec import quantization
 from zinfer.spec.architecture import building, decoder_layers, empty_model
 from zinfer.spec.case import LoadFormat
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
@@ -254,6 +256,9 @@ class _Stored:
         self._visits: list[Visit] = [*visits, *([] if allow_nan else [partial(check_finite, checkpoint)])]
         self._allow_nan = allow_nan
         self._directory = state.spec.directory
+        tensors, config, dtype = checkpoint.tensors, checkpoint.config, state.spec.dtype
+        self._quantized = quantization.weights(tensors, config, dtype)[0]
+        self._tensors = quantization.plain(tensors, config, dtype)  # as an unquantised checkpoint names them
         self._around = _Around.of(checkpoint.config, state.model)
         self._mapping = get_model_conversion_mapping(state.model)
         if self._around is not None:
@@ -277,14 +282,16 @@ class _Stored:
         self._narrowed = {
             self._names[target].name
             for target, stored in sources.items()
-            if not allow_nan and any(self._narrows(name, self._names[target].tensor.dtype) for name in stored)
+            if not allow_nan and any(self._may_overflow(name, self._names[target].tensor.dtype) for name in stored)
         }
         self._groups: list[tuple[bool, Group]] = [(index >= 0, tuple(groups[index])) for index in sorted(groups)]
         self._account()
 
-    def _narrows(self, name: str, dtype: torch.dtype) -> bool:
-        """Tell whether the stored tensor `name` may hold numbers that are infinite as `dtype`."""
-        stored = DTYPES[self._checkpoint.tensors[name].dtype]
+    def _may_overflow(self, name: str, dtype: torch.dtype) -> bool:
+        """Tell whether the weight `name` may hold numbers that are infinite as `dtype`."""
+        stored = DTYPES[self._tensors[name].dtype]
+        if name in self._quantized:  # products of codes and scales
+            return True
         return dtype.is_floating_point and stored.is_floating_point and torch.finfo(stored).max > torch.finfo(dtype).max
 
     def _sources(self) -> dict[str, list[str]]:
@@ -299,7 +306,7 @@ class _Stored:
         sources: dict[str, list[str]] = defaultdict(list)
         whole: dict[str, str] = {}  # target name -> stored name, of tensors that need no conversion
         unknown: dict[str, str] = {}  # target name that transformers gives -> stored name
-        for name, info in self._checkpoint.tensors.items():
+        for name, info in self._tensors.items():
             prefix = model.base_model_prefix
             target, converter = rename_source_key(name, renamings, converters, prefix, meta)
             if target not in meta and name in meta:
@@ -349,10 +356,11 @@ class _Stored:
                 continue
             if any(len(sources[name]) != 1 for name in stored):
                 raise CheckpointError(f"{self._directory} stores the tied {entry.name} several times, in parts")
-            tensors = self._checkpoint.tensors
+            tensors = self._tensors
             first = tensors[sources[stored[0]][0]]
+            coded = {name for name in stored if sources[name][0] in self._quantized}
             for name in stored[1:]:
-                if not _equal_bytes(first, tensors[sources[name][0]]):
+                if coded & {name, stored[0]} or not _equal_bytes(first, tensors[sources[name][0]]):
                     (module, leaf), tensor = entry.places[entry.names.index(name)], entry.tensor
                     module._parameters[leaf] = nn.Parameter(torch.empty_like(tensor), requires_grad=False)
         self._state.__dict__.pop("entries", None)
@@ -362,7 +370,7 @@ class _Stored:
         conversion fails, or entries are missing."""
         missing = set(self._state.entries)
         for _, group in self._groups:
-            content = {name: empty_tensor(name, self._checkpoint.tensors[name]) for name in group}
+            content = self._dequantized(group, lambda name: empty_tensor(name, self._checkpoint.tensors[name]))
             missing -= {name for name, _ in self._converted(content, torch.device("meta"))}
         needed = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set[str]())
         self._state.model._adjust_missing_and_unexpected_keys(needed)
@@ -380,12 +388,33 @@ class _Stored:
             if layers or self._state.entries[name].layer is None:
                 yield name, self._state.entries[name].tensor
         groups = [group for inside, group in self._groups if layers or not inside]
-        with closing((groups_mapped if mapped else groups_read)(self._checkpoint, groups, self._visits)) as contents:
-            for content in contents:
+        stored = [tuple(part for name in group for part in self._parts(name)) for group in groups]
+        with closing((groups_mapped if mapped else groups_read)(self._checkpoint, stored, self._visits)) as contents:
+            for group, found in zip(groups, contents, strict=True):
+                content = self._dequantized(group, found.__getitem__)
                 for name, tensor in self._converted(content, torch.device("cpu")):
                     if name in self._narrowed and (number := first_not_finite(tensor)) is not None:
                         raise not_finite(f"{self._directory}: {name} as {str(tensor.dtype)[6:]}", number)
                     yield name, tensor
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        """Return the stored tensors that a weight is made of."""
+        weight = self._quantized.get(name)
+        return (name,) if weight is None else tuple(weight.parts.values())
+
+    def _dequantized(self, names: Iterable[str], stored: Callable[[str], Any]) -> dict[str, Any]:
+        """Return weights by name, made of `stored` tensors; those that are not quantised as they are."""
+        found = dict[str, Any]()
+        for name in names:
+            weight = self._quantized.get(name)
+            if weight is None:
+                found[name] = stored(name)
+                continue
+            parts = {role: stored(part) for role, part in weight.parts.items()}
+            found[name] = dequantize(
+                weight, {role: part if isinstance(part, Tensor) else part[...] for role, part in parts.items()}
+            )
+        return found
 
     def _converted(self, content: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Convert stored tensors as transformers does: yield (name, tensor) of the entries, once for a tied entry.
@@ -476,8 +505,8 @@ def _same_kind(directory: str | None, name: str, info: TensorInfo, target: str, 
     if info.dtype in DTYPES and _kind(DTYPES[info.dtype]) == _kind(tensor.dtype):
         return
     raise CheckpointError(
-        f"{directory} stores {name} as {info.dtype}, and the model's {target} is {str(tensor.dtype)[6:]}: quantised "
-        "weights are not read; use the unquantised checkpoint"
+        f"{directory} stores {name} as {info.dtype}, and the model's {target} is {str(tensor.dtype)[6:]}: codes "
+        "of quantised weights have scales beside them, and a quantization_config in config.json"
     )
 
 

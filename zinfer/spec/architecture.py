@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from zinfer.spec import quantization
 from zinfer.spec.configuration import without_code
 from zinfer.spec.documents import DocumentError
 from zinfer.spec.model import CONFIG_KEYS, Dtype, LayerSpec, ModelError, ModelSpec, Shape
@@ -276,6 +277,9 @@ def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreT
         raise ModelError(str(error)) from None
     for key in ("model_type", "dtype", "torch_dtype"):
         settings.pop(key, None)
+    for part in (settings, settings.get("text_config") or {}):
+        for key in quantization.KEYS:
+            part.pop(key, None)  # weights reach the model as numbers of its own type
     if architecture not in CONFIG_MAPPING:
         raise ModelError(
             f"{prefix}transformers cannot build a {architecture!r} model without code of the repository, which zinfer "

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from zinfer.spec import atomic, formula, hub
+from zinfer.spec import atomic, formula, hub, quantization
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config
 from zinfer.spec.errors import did_you_mean
 from zinfer.spec.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, text_config
@@ -110,10 +110,14 @@ def from_directory(path: Path) -> ModelSpec:
         return from_config(str(path), bare, dtype=_supported(str(path), dtype_of(bare)))
     config = checkpoint.config
     tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
+    try:
+        stored = quantization.plain(checkpoint.tensors, config, dtype_of(config))
+    except CheckpointError as error:
+        raise ModelError(str(error)) from None
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
     tensors = {
-        name: tensor
-        for name, tensor in checkpoint.tensors.items()
-        if not (_BUFFER.search(name) or (tied and name in _HEADS))
+        name: tensor for name, tensor in stored.items() if not (_BUFFER.search(name) or (tied and name in _HEADS))
     }
     largest = max(tensors.values(), key=lambda tensor: tensor.end - tensor.start)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -169,21 +173,16 @@ def _supported(name: str, dtype: str) -> Dtype:
     return cast(Dtype, found)
 
 
-def refuse_quantised(config: Mapping[str, Any]) -> None:
-    """Raise ModelError if the weights are quantised."""
-    if config.get("quantization_config") or text_config(config).get("quantization_config"):
-        raise ModelError("the weights are quantised, which zinfer does not read: use the unquantised checkpoint")
-
-
 def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
     """Return the shape of the model that `config` describes: measured on the model if torch and transformers are
     installed; else by the closed forms of `zinfer.spec.formula`, with the weights `counted` (names and shapes), if
     given.
 
-    Raises ModelError, with `name` in it, if `config` is not that of a decoder-only model with unquantised weights.
+    Raises ModelError, with `name` in it, if `config` is not that of a decoder-only model, or if its weights are
+    quantised in a way that zinfer does not read.
     """
     try:
-        refuse_quantised(config)
+        quantization.method(config)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
     if not all(map(find_spec, ("torch", "transformers", "accelerate"))):

@@ -1,0 +1,155 @@
+"""Quantised checkpoints, made of unquantised ones in the way of each format's own library."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+BLOCK = 32
+
+
+def rewrite(directory: Path, config: dict[str, Any], change: Callable[[str, Tensor], Tensors | None]) -> Path:
+    """Replace the matrices of the decoder layers by what `change` makes of them (None: kept), in one file, and put
+    `config` into config.json as its quantization_config."""
+    tensors: Tensors = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(file)
+        file.unlink()
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        inside = ".layers." in name and tensor.dim() > 1 and name.endswith(("_proj.weight", "w1.weight", "w2.weight",
+                                                                          "w3.weight", "_proj"))  # fmt: skip
+        found |= (change(name, tensor) if inside else None) or {name: tensor.to(torch.bfloat16)}
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, directory / "model.safetensors")
+    path = directory / "config.json"
+    known = json.loads(path.read_text()) | {"dtype": "bfloat16", "quantization_config": config}
+    known.pop("torch_dtype", None)
+    path.write_text(json.dumps(known))
+    return directory
+
+
+def fp8(directory: Path, block: tuple[int, int] | None = (BLOCK, BLOCK)) -> Path:
+    """FP8 with a scale for each block, or for each tensor, as DeepSeek-V3 is released."""
+
+    def change(name: str, tensor: Tensor) -> Tensors:
+        rows, columns = block or tensor.shape
+        parts = tensor.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))  # [R, rows, C, columns]
+        scales = parts.abs().amax(dim=(1, 3)) / 448
+        codes = (parts / scales[:, None, :, None]).to(torch.float8_e4m3fn).reshape(tensor.shape)
+        return {name: codes, f"{name}_scale_inv": scales if block else scales.reshape(1)}
+
+    size = list(block) if block else None
+    return rewrite(directory, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": size,
+                               "modules_to_not_convert": ["lm_head"]}, change)  # fmt: skip
+
+
+COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {  # format and weights' arguments of compressed-tensors
+    "int4 groups": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}),
+    "int4 asymmetric": (
+        "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False},
+    ),
+    "int8 channels": ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+    "int8 plain": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+    "fp8 channels": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "fp8 tensors": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+}  # fmt: skip
+
+
+def compressed(directory: Path, kind: str) -> Path:
+    """A format of compressed-tensors, compressed by the library itself."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    form, arguments = COMPRESSED[kind]
+    arguments = {"symmetric": True, **arguments}
+    if kind == "mxfp4":
+        arguments |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    if kind == "nvfp4":
+        arguments |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+    given = QuantizationArgs(**arguments)
+    scheme = QuantizationScheme(targets=["Linear"], weights=given)
+    library = BaseCompressor.get_value_from_registry(form)
+
+    def change(name: str, tensor: Tensor) -> Tensors:
+        tensor = tensor.to(torch.bfloat16)
+        size = {"channel": tensor.shape[1], "tensor": tensor.numel()}.get(arguments["strategy"], given.group_size)
+        parts = tensor.reshape(-1, size)
+        shape = {"channel": (-1, 1), "tensor": (1,)}.get(arguments["strategy"], (tensor.shape[0], -1))
+        low, high = parts.amin(-1), parts.amax(-1)
+        whole = None
+        if kind == "nvfp4":
+            whole = (448 * 6 / tensor.abs().max()).to(torch.float32).reshape(1)
+        scales, zeros = calculate_qparams(low, high, given, global_scale=whole)
+        state = {"weight": tensor, "weight_scale": scales.reshape(shape)}
+        if kind == "mxfp4":
+            state["weight_scale"] = (high.abs().maximum(low.abs()).float() / 6).log2().ceil().exp2().reshape(shape)
+        if whole is not None:
+            state["weight_global_scale"] = whole
+        if not given.symmetric:
+            state["weight_zero_point"] = zeros.reshape(shape).to(torch.int8)
+        made = library.compress(state, scheme)
+        base = name.removesuffix("weight")
+        return {f"{base}{leaf}": part for leaf, part in made.items()}
+
+    return rewrite(directory, {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": arguments, "input_activations": None}},
+    }, change)  # fmt: skip
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes ``[n, m]`` along the rows into int32 ``[n, m * bits / 32]``, the first one in the lowest bits."""
+    parts = codes.to(torch.int64).unflatten(-1, (-1, 32 // bits))
+    packed = (parts << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def columns(directory: Path, method: str, bits: int = 4, ordered: bool = False) -> tuple[Path, Tensors]:
+    """GPTQ or AWQ; also returns the weights, in the arithmetic of these libraries: (code - zero) * scale in float16."""
+    group, expected = 16, Tensors()
+    dice = torch.Generator().manual_seed(3)
+
+    def change(name: str, tensor: Tensor) -> Tensors:
+        out, inside = tensor.shape
+        order = torch.arange(inside) // group
+        if ordered:
+            order = order[torch.randperm(inside, generator=dice)]
+        codes = torch.randint(0, 1 << bits, (inside, out), generator=dice)
+        zeros = torch.randint(1, 1 << bits, (inside // group, out), generator=dice)
+        scales = (torch.rand(inside // group, out, generator=dice) * 0.02 + 0.001).to(torch.float16)
+        expected[name] = ((codes - zeros[order]).to(torch.float16) * scales[order]).t()
+        base = name.removesuffix("weight")
+        if method == "gptq":
+            return {f"{base}qweight": _words(codes.t(), bits).t(), f"{base}qzeros": _words(zeros - 1, bits),
+                    f"{base}scales": scales, f"{base}g_idx": order.to(torch.int32)}  # fmt: skip
+        mixed = [0, 2, 4, 6, 1, 3, 5, 7]
+        turned = [one.unflatten(-1, (-1, 8))[..., mixed].flatten(-2) for one in (codes, zeros)]
+        return {f"{base}qweight": _words(turned[0], 4), f"{base}qzeros": _words(turned[1], 4), f"{base}scales": scales}
+
+    found = {"quant_method": method, "bits": bits, "group_size": group, "desc_act": ordered, "sym": False}
+    return rewrite(directory, found, change), expected
+
+
+def mxfp4(directory: Path) -> Path:
+    """Experts in MXFP4, as gpt-oss is released."""
+    dice = torch.Generator().manual_seed(3)
+
+    def change(name: str, tensor: Tensor) -> Tensors | None:
+        if not name.endswith("experts.gate_up_proj") and not name.endswith("experts.down_proj"):
+            return None
+        experts, inside, out = tensor.shape
+        blocks = torch.randint(0, 256, (experts, out, inside // 32, 16), generator=dice, dtype=torch.uint8)
+        scales = torch.randint(118, 124, (experts, out, inside // 32), generator=dice, dtype=torch.uint8)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    return rewrite(directory, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, change)

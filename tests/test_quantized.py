@@ -1,0 +1,228 @@
+"""Quantised checkpoints: weights equal those of transformers and of the formats' libraries, to the bit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
+
+from tests import quantized
+from tests.checkpoints import save_checkpoint, save_config
+from tests.command import zinfer
+from tests.test_parity import greedy
+from tests.test_parity import load as load_engine
+from zinfer.engine.state import ModelState
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.model import ModelError
+from zinfer.spec.resolve import from_directory
+
+EXPERTS: dict[str, Any] = {
+    "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_attention_heads": 4,
+    "num_experts_per_tok": 2, "intermediate_size": 64, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+
+
+def llama(directory: Path) -> Path:
+    return save_checkpoint("llama", directory)
+
+
+def entries(directory: Path) -> dict[str, Tensor]:
+    """All entries that zinfer loads from a checkpoint, in its own type."""
+    state = ModelState(from_directory(directory), "auto")
+    return {name: tensor.clone() for name, tensor in state.load(torch.device("cpu"))}
+
+
+def equal(directory: Path, config: Any) -> None:
+    """Compare with what transformers makes of a checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, quantization_config=config)
+    expected, found = model.state_dict(), entries(directory)
+    assert found.keys() <= expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name].to("cpu")), name
+
+
+@pytest.mark.parametrize("block", [(32, 32), None, (16, 32)])
+def test_fp8_with_scales_of_blocks(block: tuple[int, int] | None, tmp_path: Path) -> None:
+    directory = quantized.fp8(llama(tmp_path / "m"), block)
+    size = list(block) if block else None
+    equal(directory, FineGrainedFP8Config(weight_block_size=size, dequantize=True))  # type: ignore[arg-type]
+
+
+def test_fp8_of_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
+    directory = quantized.fp8(save_checkpoint("mixtral", tmp_path / "m"))
+    equal(directory, FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True))  # type: ignore[arg-type]
+
+
+def test_blocks_may_be_cut_at_the_end(tmp_path: Path) -> None:
+    """DeepSeek-V3 has matrices of 576 rows with blocks of 128; transformers does not read them."""
+    directory = llama(tmp_path / "m")
+    plain = entries(directory)
+    quantized.fp8(directory)
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    codes = tensors[name]
+    scales = torch.rand(3, 2) + 0.5
+    tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [40, 40]
+    (directory / "config.json").write_text(json.dumps(config))
+    for other in [one for one in tensors if one.endswith("_scale_inv") and one != f"{name}_scale_inv"]:
+        tensors[other] = tensors[other].amax().reshape(1)
+    save_file(tensors, directory / "model.safetensors")
+    whole = scales.repeat_interleave(40, 0)[:96].repeat_interleave(40, 1)[:, :64]
+    found = entries(directory)[name]
+    assert found.shape == plain[name].shape
+    assert torch.equal(found, (codes.float() * whole).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", quantized.COMPRESSED)
+def test_formats_of_compressed_tensors(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    directory = quantized.compressed(llama(tmp_path / "m"), kind)
+    equal(directory, CompressedTensorsConfig(dequantize=True))
+
+
+def test_mxfp4_experts(tmp_path: Path) -> None:
+    directory = quantized.mxfp4(save_config(tmp_path / "m", "gpt_oss", **EXPERTS))
+    equal(directory, Mxfp4Config(dequantize=True))
+
+
+@pytest.mark.parametrize(("method", "bits", "ordered"), [("gptq", 4, False), ("gptq", 4, True), ("gptq", 8, False),
+                                                         ("awq", 4, False)])  # fmt: skip
+def test_gptq_and_awq(method: str, bits: int, ordered: bool, tmp_path: Path) -> None:
+    directory, expected = quantized.columns(llama(tmp_path / "m"), method, bits, ordered)
+    found = entries(directory)
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight.to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize(("name", "offload"), [("stream", "cpu"), ("accelerate", "cpu"), ("deepspeed", "cpu")])
+def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_path: Path) -> None:
+    """Tokens are those of a checkpoint with the dequantised weights."""
+    directory = quantized.fp8(llama(tmp_path / "m"))
+    config: Any = FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True)  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, quantization_config=config)
+    model.config.quantization_config = None
+    plain = llama(tmp_path / "plain")
+    for file in plain.glob("model*"):
+        file.unlink()
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, plain / "model.safetensors")
+    engines = [load_engine(name, one, offload, tmp_path, dtype="bfloat16") for one in (directory, plain)]
+    first, second = (greedy(engine, (5, 9, 3)) for engine in engines)
+    assert torch.equal(first, second)
+    for engine in engines:
+        engine.close()
+
+
+def damaged(directory: Path, change: Callable[[dict[str, Tensor]], None], config: dict[str, Any] | None = None) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    if config is not None:
+        path = directory / "config.json"
+        known = json.loads(path.read_text())
+        known["quantization_config"] |= config
+        path.write_text(json.dumps(known))
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_damaged_scales_are_refused_in_a_line(tmp_path: Path) -> None:
+    def lost(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{UP}_scale_inv"]
+
+    def other(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{UP}_scale_inv"] = torch.ones(7, 2)
+
+    def whole(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{UP}_scale_inv"] = torch.ones(3, 2, dtype=torch.int32)
+
+    def nothing(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{UP}_scale_inv"][1, 1] = float("nan")
+
+    def huge(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{UP}_scale_inv"][1, 1] = 3e38
+
+    def alone(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.1.input_layernorm.weight_scale_inv"] = torch.ones(1)
+
+    cases: dict[str, Callable[[dict[str, Tensor]], None]] = {
+        "without their scales": lost, "does not divide a weight of 96 x 64": other, "its type should be": whole,
+        "NaN or infinity": nothing, "holds NaN or infinity": huge, "holds no codes of a quantised weight": alone,
+    }  # fmt: skip
+    made = quantized.fp8(llama(tmp_path / "m"))
+    content = (made / "model.safetensors").read_bytes()
+    for says, change in cases.items():
+        (made / "model.safetensors").write_bytes(content)
+        damaged(made, change)
+        with pytest.raises(ZinferError, match=says) as fault:
+            entries(made)
+        assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed"])
+def test_damaged_groups_are_refused_in_a_line(method: str, tmp_path: Path) -> None:
+    base = UP.removesuffix("weight")
+
+    def shape(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{UP}_shape"] = torch.tensor([96, 1 << 40])
+
+    def order(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{base}g_idx"][3] = 4
+
+    def scales(tensors: dict[str, Tensor]) -> None:
+        name = f"{UP}_scale" if method == "compressed" else f"{base}scales"
+        tensors[name] = tensors[name][:, :3].contiguous()
+
+    if method == "compressed":
+        pytest.importorskip("compressed_tensors")
+        made, cases = quantized.compressed(llama(tmp_path / "m"), "int4 groups"), {"for a weight of": shape}
+        cases["does not divide"] = scales
+    else:
+        made = quantized.columns(llama(tmp_path / "m"), method)[0]
+        cases = {"a column names a group that has no scale": order} if method == "gptq" else {}
+        cases["does not fit scales"] = scales
+    content = (made / "model.safetensors").read_bytes()
+    for says, change in cases.items():
+        (made / "model.safetensors").write_bytes(content)
+        damaged(made, change)
+        with pytest.raises(ZinferError, match=says) as fault:
+            entries(made)
+        assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'"),
+        ({"quant_method": ["fp8"]}, "quantised by"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+        ({"quant_method": "gptq", "bits": 3}, "'3' bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ's order 'gemv'"),
+        ("fp8", "no object"),
+    ],
+)
+def test_other_ways_are_refused_in_a_line(config: Any, says: str, tmp_path: Path) -> None:
+    directory = llama(tmp_path / "m")
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    with pytest.raises(ModelError, match=says) as fault:
+        from_directory(directory)
+    assert "\n" not in str(fault.value)
+    with pytest.raises((ModelError, CheckpointError), match=says):
+        entries(directory)
+
+
+def test_commands_take_quantised_checkpoints(tmp_path: Path) -> None:
+    directory = quantized.fp8(llama(tmp_path / "m"))
+    ended = zinfer(tmp_path, "run", "-m", str(directory), "--prompt", "abc", "--output-len", "4", "--offload", "cpu")
+    assert ended.returncode == 0, ended.stderr

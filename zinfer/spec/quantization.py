@@ -1,0 +1,312 @@
+"""Quantised checkpoints: which stored tensors make a weight, found and checked from headers alone.
+
+A quantised weight is stored as codes of 4 or 8 bits and scales, under names of their own. `weights` finds them by these
+names, in the formats of a checkpoint's `quantization_config`; every tensor with codes must have all that belongs to it,
+in the shapes that follow from each other. `zinfer.engine.dequantize` does the arithmetic.
+
+Sources: the quantisers of transformers (fp8, mxfp4, gptq, awq), and the formats of the library compressed-tensors.
+"""
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from math import ceil, prod
+from typing import Any, Literal, NamedTuple
+
+from zinfer.spec.checkpoint import CheckpointError, TensorInfo
+from zinfer.spec.model import ModelError, text_config
+
+Format = Literal["fp8", "int", "fp8 or int8", "nvfp4", "mxfp4", "mxfp4 experts", "gptq", "awq"]
+
+KEYS = ("quantization_config", "compression_config")  # fields of a configuration
+METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
+# Formats of compressed-tensors whose weights are found by their tensors.
+COMPRESSED = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "dense", "mixed-precision",
+)  # fmt: skip
+# Ends of names whose tensors belong to quantised activations, which are computed in the model's type here.
+ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point")
+EIGHT_BITS = {"F8_E4M3", "F8_E5M2", "I8"}
+FLOATS = {"F32", "F16", "BF16"}
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight that is stored quantised: `name`, `shape` and type (as safetensors spells it) of what it stands for, and
+    the stored tensors by their role.
+
+    `block` are the values, along each of the last two dimensions, that share a scale. `bits` are those of a code.
+    """
+
+    name: str
+    format: Format
+    shape: tuple[int, ...]
+    dtype: str
+    parts: Mapping[str, str]
+    block: tuple[int, int] = (1, 1)
+    bits: int = 8
+    offset: int = 0  # number that is added to stored zero points: 1 in GPTQ's first format
+
+
+def method(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the quantisation that `config` describes; None if its weights are not quantised.
+
+    Raises ModelError, without the model's name, for one that cannot be read.
+    """
+    found = None
+    for part in (config, text_config(config)):
+        for key in KEYS:
+            found = found or part.get(key)
+    if not found:
+        return None
+    if not isinstance(found, Mapping):
+        raise ModelError("its quantization_config is no object")
+    name = found.get("quant_method")
+    if name not in METHODS:
+        raise ModelError(
+            f"its weights are quantised by {str(name)[:60]!r}; zinfer reads {', '.join(METHODS)}, and unquantised "
+            "checkpoints"
+        )
+    if name == "compressed-tensors":
+        groups = found.get("config_groups")
+        inner = [group.get("format") for group in groups.values() if isinstance(group, Mapping)] if isinstance(
+            groups, Mapping) else []  # fmt: skip
+        for form in [found.get("format"), *inner]:
+            if form is not None and form not in COMPRESSED:
+                raise ModelError(
+                    f"its weights are in the format {str(form)[:60]!r}; zinfer reads {', '.join(COMPRESSED)}"
+                )
+        sparse = found.get("sparsity_config")
+        if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
+            raise ModelError(f"its weights are sparse ({str(sparse['format'])[:60]!r}), which zinfer does not read")
+    if name in ("gptq", "awq") and found.get("bits") not in (4, 8):
+        raise ModelError(f"its weights have {str(found.get('bits'))[:20]!r} bits by {name}: zinfer reads 4 and 8")
+    if name == "awq" and found.get("version", "gemm") != "gemm":
+        raise ModelError(f"its weights are in AWQ's order {str(found.get('version'))[:20]!r}: zinfer reads 'gemm'")
+    return found
+
+
+class _Finder:
+    """Search of the quantised weights among `tensors`, by the names of one method."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], found: Mapping[str, Any], dtype: str) -> None:
+        self.tensors, self.found, self.dtype = tensors, found, _DTYPES.get(dtype, "BF16")
+        self.used: dict[str, str] = {}  # stored name -> weight that it belongs to
+
+    def fault(self, name: str, reason: str) -> CheckpointError:
+        info = self.tensors[name]
+        return CheckpointError(f"{info.file}: {name[:200]} ({info.dtype} {list(info.shape)[:6]}) {reason}")
+
+    def take(self, weight: str, role: str, name: str, kinds: set[str], like: str) -> TensorInfo:
+        """Return the tensor `name`, which belongs to `weight`. Raises CheckpointError if it is missing, or of a type
+        that is none of `kinds`; `like` is a tensor that needs it."""
+        if name not in self.tensors:
+            raise self.fault(like, f"is quantised, and its {role} {name[-80:]} is missing")
+        if self.tensors[name].dtype not in kinds:
+            wanted = " or ".join(sorted(kinds))
+            raise self.fault(name, f"holds no {role} of a quantised weight: its type should be {wanted}")
+        self.used[name] = weight
+        return self.tensors[name]
+
+    def grid(self, scale: str, shape: tuple[int, ...], block: Any = None) -> tuple[int, int]:
+        """Return the values along the last two dimensions of a weight of `shape` that share a value of `scale`. Raises
+        CheckpointError where they do not fit each other; the last blocks may be cut if `block` gives their size."""
+        size = self.tensors[scale].shape
+        rows, columns = shape[-2:]
+        if prod(size) == 1:
+            return rows, columns
+        grid = size[-2:] if len(size) > 1 else (size[0], 1)
+        if len(size) > 1 and len(size) == len(shape) and size[:-2] != shape[:-2]:
+            raise self.fault(scale, f"has scales of other parts than {list(shape)[:6]}")
+        named = isinstance(block, list) and len(block) == 2 and all(isinstance(one, int) and one > 0 for one in block)
+        if named and grid == (ceil(rows / block[0]), ceil(columns / block[1])):
+            return block[0], block[1]
+        if 0 in grid or rows % grid[0] or columns % grid[1]:
+            raise self.fault(scale, f"does not divide a weight of {rows} x {columns}")
+        return rows // grid[0], columns // grid[1]
+
+    # Formats
+
+    def fp8(self) -> Iterator[QuantizedWeight]:
+        for name in [one for one in self.tensors if one.endswith("_scale_inv")]:
+            codes = name.removesuffix("_scale_inv")
+            info = self.take(codes, "codes", codes, EIGHT_BITS - {"I8"}, name)
+            self.take(codes, "scales", name, {*FLOATS, "F8_E8M0", "U8"}, codes)
+            if len(info.shape) < 2:
+                raise self.fault(codes, "is no matrix")
+            block = self.grid(name, info.shape, self.found.get("weight_block_size"))
+            yield QuantizedWeight(codes, "fp8", info.shape, self.dtype, {"codes": codes, "scales": name}, block)
+
+    def compressed(self) -> Iterator[QuantizedWeight]:
+        for name in list(self.tensors):
+            base, leaf = name.rpartition(".")[::2]
+            if leaf == "weight_packed":
+                yield self._packed(name, f"{base}.weight")
+            elif leaf == "weight" and f"{name}_scale" in self.tensors:
+                yield self._plain(name)
+
+    def _packed(self, name: str, weight: str) -> QuantizedWeight:
+        info, scale = self.tensors[name], f"{weight}_scale"
+        self.used[name] = weight
+        if len(info.shape) != 2:
+            raise self.fault(name, "is no matrix of codes")
+        if info.dtype == "U8":  # two 4-bit floats a byte
+            shape = (info.shape[0], 2 * info.shape[1])
+            parts = {"codes": name, "scales": scale}
+            form: Format = "mxfp4"
+            if f"{weight}_global_scale" in self.tensors:
+                form, parts["global"] = "nvfp4", f"{weight}_global_scale"
+                whole = self.take(weight, "global scale", parts["global"], {"F32"}, name)
+                if prod(whole.shape) != 1:
+                    raise self.fault(parts["global"], "is not one number")
+            kinds = {"F8_E4M3"} if form == "nvfp4" else {"U8", "F8_E8M0"}
+            size = self.take(weight, "scales", scale, kinds, name).shape
+            block = self.grid(scale, shape)
+            if len(size) != 2 or block != (1, 16 if form == "nvfp4" else 32):
+                raise self.fault(scale, f"is not a scale for every {16 if form == 'nvfp4' else 32} values")
+            return QuantizedWeight(weight, form, shape, "BF16", parts, block, 4)
+        if info.dtype != "I32":
+            raise self.fault(name, "holds no packed codes: its type should be I32 or U8")
+        return self._words(name, weight, scale)
+
+    def _words(self, name: str, weight: str, scale: str) -> QuantizedWeight:
+        """Return a weight whose codes are packed into words of 32 bits along its rows."""
+        info, kind = self.tensors[name], self.take(weight, "scales", scale, FLOATS, name)
+        stored = self.take(weight, "shape", f"{weight}_shape", {"I64", "I32"}, name)
+        shape = _numbers(stored)
+        rows, words = info.shape
+        fits = len(shape) == 2 and shape[0] == rows and 0 < shape[1] <= 32 * words
+        bits = next((bits for bits in (4, 8) if fits and ceil(shape[1] * bits / 32) == words), 0)
+        if not bits:
+            raise self.fault(name, f"does not hold codes of 4 or 8 bits for a weight of {shape[:4]}")
+        parts = {"codes": name, "scales": scale}
+        block = self.grid(scale, shape)
+        groups = 1 if prod(kind.shape) == 1 else kind.shape[-1]
+        if f"{weight}_zero_point" in self.tensors:
+            parts["zeros"] = f"{weight}_zero_point"
+            zeros = self.take(weight, "zero points", parts["zeros"], {"I32"}, name)
+            if zeros.shape != (ceil(rows * bits / 32), groups):
+                raise self.fault(parts["zeros"], f"does not fit scales of {list(kind.shape)[:4]}")
+        if f"{weight}_g_idx" in self.tensors:
+            parts["order"] = f"{weight}_g_idx"
+            if self.take(weight, "groups", parts["order"], {"I32"}, name).shape != (shape[1],):
+                raise self.fault(parts["order"], f"does not name a group for each of {shape[1]} columns")
+        return QuantizedWeight(weight, "int", shape, kind.dtype, parts, block, bits)
+
+    def _plain(self, name: str) -> QuantizedWeight:
+        info, scale = self.take(name, "codes", name, EIGHT_BITS, f"{name}_scale"), f"{name}_scale"
+        kind = self.take(name, "scales", scale, FLOATS, name)
+        if len(info.shape) < 2:
+            raise self.fault(name, "is no matrix")
+        parts = {"codes": name, "scales": scale}
+        blocks = [
+            size for group in _groups(self.found) if isinstance(size := group.get("block_structure"), list)
+        ]  # fmt: skip
+        block = self.grid(scale, info.shape, blocks[0] if blocks else None)
+        if f"{name}_zero_point" in self.tensors:
+            parts["zeros"] = f"{name}_zero_point"
+            if self.take(name, "zero points", parts["zeros"], EIGHT_BITS, name).shape != kind.shape:
+                raise self.fault(parts["zeros"], f"does not fit scales of {list(kind.shape)[:4]}")
+        return QuantizedWeight(name, "fp8 or int8", info.shape, kind.dtype, parts, block)
+
+    def mxfp4(self) -> Iterator[QuantizedWeight]:
+        for name in [one for one in self.tensors if one.endswith("_blocks")]:
+            weight, info = name.removesuffix("_blocks"), self.take(name, "codes", name, {"U8"}, name)
+            scale = self.take(weight, "scales", f"{weight}_scales", {"U8", "F8_E8M0"}, name)
+            if len(info.shape) != 4 or info.shape[3] != 16 or scale.shape != info.shape[:3]:
+                raise self.fault(name, f"does not fit scales of {list(scale.shape)[:6]}: a scale is for 16 bytes")
+            self.used[name] = weight
+            experts, rows, groups, _ = info.shape
+            parts = {"codes": name, "scales": f"{weight}_scales"}
+            yield QuantizedWeight(weight, "mxfp4 experts", (experts, 32 * groups, rows), self.dtype, parts, (32, 1), 4)
+
+    def columns(self) -> Iterator[QuantizedWeight]:
+        """Yield the weights of GPTQ and AWQ, stored as ``[in, out]``, several codes of a column (GPTQ) or of a row
+        (AWQ) in a word."""
+        gptq, bits = self.found["quant_method"] == "gptq", int(self.found["bits"])
+        each = 32 // bits
+        for name in [one for one in self.tensors if one.endswith(".qweight")]:
+            base = name.removesuffix(".qweight")
+            weight = f"{base}.weight"
+            info = self.take(weight, "codes", name, {"I32"}, name)
+            scales = self.take(weight, "scales", f"{base}.scales", FLOATS, name)
+            zeros = self.take(weight, "zero points", f"{base}.qzeros", {"I32"}, name)
+            if len(info.shape) != 2 or len(scales.shape) != 2 or 0 in info.shape or 0 in scales.shape:
+                raise self.fault(name, "is no matrix of codes with a matrix of scales")
+            inside, out = (info.shape[0] * each, info.shape[1]) if gptq else (info.shape[0], info.shape[1] * each)
+            groups = scales.shape[0]
+            if scales.shape != (groups, out) or zeros.shape != (groups, ceil(out / each)):
+                raise self.fault(name, f"does not fit scales of {list(scales.shape)[:4]}")
+            parts = {"codes": name, "scales": f"{base}.scales", "zeros": f"{base}.qzeros"}
+            if gptq and f"{base}.g_idx" in self.tensors:
+                parts["order"] = f"{base}.g_idx"
+                if self.take(weight, "groups", parts["order"], {"I32"}, name).shape != (inside,):
+                    raise self.fault(parts["order"], f"does not name a group for each of {inside} columns")
+            elif inside % groups:
+                raise self.fault(name, f"cannot be divided into {groups} groups")
+            old = gptq and self.found.get("checkpoint_format", "gptq") == "gptq"
+            yield QuantizedWeight(weight, "gptq" if gptq else "awq", (out, inside), scales.dtype, parts,
+                                  (1, max(1, inside // groups)), bits, 1 if old else 0)  # fmt: skip
+
+
+def weights(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], dtype: str = "bfloat16"
+) -> tuple[dict[str, QuantizedWeight], set[str]]:
+    """Return the quantised weights among stored `tensors`, by the names of what they stand for, and the names of the
+    stored tensors that are not needed beside them (scales of activations).
+
+    `dtype` is the type of the model. Raises ModelError as `method` does, CheckpointError for codes without scales, and
+    for tensors that do not fit each other.
+    """
+    found = method(config)
+    if found is None:
+        return {}, set()
+    finder = _Finder(tensors, found, dtype)
+    ways = {"fp8": finder.fp8, "mxfp4": finder.mxfp4, "compressed-tensors": finder.compressed}
+    result: dict[str, QuantizedWeight] = {}
+    for weight in ways.get(found["quant_method"], finder.columns)():
+        if weight.name in result or (weight.name in tensors and weight.parts["codes"] != weight.name):
+            raise finder.fault(weight.parts["codes"], f"is stored beside another {weight.name[-80:]}")
+        result[weight.name] = weight
+    activations = {name for name in tensors if name.endswith(ACTIVATIONS) and name not in finder.used}
+    for name, info in tensors.items():
+        if info.dtype in EIGHT_BITS and name not in finder.used and name not in activations:
+            raise finder.fault(name, f"holds codes of {found['quant_method']} without their scales")
+    return result, activations
+
+
+def plain(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], dtype: str = "bfloat16"
+) -> dict[str, TensorInfo]:
+    """Return the tensors of a checkpoint as if it were not quantised: by the names, shapes and types of the weights.
+    The bytes are those of the codes. Raises the errors of `weights`."""
+    found, left_out = weights(tensors, config, dtype)
+    gone = left_out | {name for weight in found.values() for name in weight.parts.values()} | {
+        f"{name}_shape" for name in found
+    }  # fmt: skip
+    result = {name: info for name, info in tensors.items() if name not in gone}
+    for name, weight in found.items():
+        result[name] = tensors[weight.parts["codes"]]._replace(dtype=weight.dtype, shape=weight.shape)
+    return result
+
+
+def _groups(found: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield how each group of compressed-tensors stores its weights."""
+    groups = found.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        inner = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(inner, Mapping):
+            yield inner
+
+
+def _numbers(info: TensorInfo) -> tuple[int, ...]:
+    """Return the few whole numbers that a tensor holds; none if they are not few."""
+    size = info.end - info.start
+    if size > 64:
+        return ()
+    with info.file.open("rb") as stream:
+        content = os.pread(stream.fileno(), size, info.start)
+    each = 8 if info.dtype == "I64" else 4
+    count = len(content) // each
+    return struct.unpack(f"<{count}{'q' if each == 8 else 'i'}", content[: count * each])

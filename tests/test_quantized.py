@@ -1,7 +1,10 @@
 """Quantised checkpoints: weights equal those of transformers and of the formats' libraries, to the bit."""
 
 import json
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
-from tests import quantized
+from tests import environment, quantized
 from tests.checkpoints import save_checkpoint, save_config
-from tests.command import zinfer
 from tests.test_parity import greedy
 from tests.test_parity import load as load_engine
+from zinfer.engine.dequantize import Codes, table
 from zinfer.engine.state import ModelState
+from zinfer.engine.stream.quantized import pieces, unpack
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.model import ModelError
@@ -34,7 +38,7 @@ def llama(directory: Path) -> Path:
 
 def entries(directory: Path) -> dict[str, Tensor]:
     """All entries that zinfer loads from a checkpoint, in its own type."""
-    state = ModelState(from_directory(directory), "auto")
+    state = ModelState(from_directory(directory), "safetensors")
     return {name: tensor.clone() for name, tensor in state.load(torch.device("cpu"))}
 
 
@@ -52,12 +56,12 @@ def equal(directory: Path, config: Any) -> None:
 def test_fp8_with_scales_of_blocks(block: tuple[int, int] | None, tmp_path: Path) -> None:
     directory = quantized.fp8(llama(tmp_path / "m"), block)
     size = list(block) if block else None
-    equal(directory, FineGrainedFP8Config(weight_block_size=size, dequantize=True))  # type: ignore[arg-type]
+    equal(directory, FineGrainedFP8Config(weight_block_size=size, dequantize=True))
 
 
 def test_fp8_of_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
     directory = quantized.fp8(save_checkpoint("mixtral", tmp_path / "m"))
-    equal(directory, FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True))  # type: ignore[arg-type]
+    equal(directory, FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True))
 
 
 def test_blocks_may_be_cut_at_the_end(tmp_path: Path) -> None:
@@ -108,7 +112,7 @@ def test_gptq_and_awq(method: str, bits: int, ordered: bool, tmp_path: Path) -> 
 def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_path: Path) -> None:
     """Tokens are those of a checkpoint with the dequantised weights."""
     directory = quantized.fp8(llama(tmp_path / "m"))
-    config: Any = FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True)  # type: ignore[arg-type]
+    config: Any = FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, quantization_config=config)
     model.config.quantization_config = None
     plain = llama(tmp_path / "plain")
@@ -120,6 +124,91 @@ def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_pa
     assert torch.equal(first, second)
     for engine in engines:
         engine.close()
+
+
+FORMATS: dict[str, Callable[[Path], Path]] = {
+    "fp8": lambda directory: quantized.fp8(llama(directory)),
+    "fp8 of tensors": lambda directory: quantized.fp8(llama(directory), None),
+    "fp8 of experts": lambda directory: quantized.fp8(save_checkpoint("mixtral", directory)),
+    **{kind: partial(lambda kind, directory: quantized.compressed(llama(directory), kind), kind)
+       for kind in quantized.COMPRESSED},
+    "gptq": lambda directory: quantized.columns(llama(directory), "gptq")[0],
+    "gptq in order": lambda directory: quantized.columns(llama(directory), "gptq", ordered=True)[0],
+    "gptq of 8 bits": lambda directory: quantized.columns(llama(directory), "gptq", 8)[0],
+    "awq": lambda directory: quantized.columns(llama(directory), "awq")[0],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Make a checkpoint of one of `FORMATS`, once."""
+    folder = tmp_path_factory.mktemp("formats")
+
+    @cache
+    def make(name: str) -> Path:
+        if name in quantized.COMPRESSED:
+            pytest.importorskip("compressed_tensors")
+        return FORMATS[name](folder / name)
+
+    return make
+
+
+def matrices(directory: Path) -> Iterator[tuple[str, Tensor, tuple[Codes, ...] | None]]:
+    """Yield the entries of the layers that come from codes: name, dequantised, and as they are stored."""
+    state = ModelState(from_directory(directory), "safetensors")
+    plain = entries(directory)
+    for name, loaded in state.load_stored(torch.device("cpu")):
+        if not isinstance(loaded, Tensor):
+            yield name, plain[name], tuple(codes.to(torch.device("cpu")) for codes in loaded)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[str], Path]) -> None:
+    """Rows of codes, in chunks of a few rows, are unpacked to the weights, bit for bit."""
+    found = list(matrices(made(name)))
+    assert bool(found) == (name != "gptq in order")  # columns in any order are dequantised when they are loaded
+    for entry, expected, several in found:
+        out, place = torch.empty_like(expected).view(-1), 0
+        for codes in several or ():
+            for layout, data in pieces(codes, expected.dtype, 4000):
+                unpack(data, layout, out[place : place + layout.numel])
+                place += layout.numel
+        assert place == expected.numel()
+        assert torch.equal(out.view(expected.shape), expected), entry
+
+
+def test_the_kernel_unpacks_every_format(made: Callable[[str], Path], tmp_path: Path) -> None:
+    """The kernel runs in Triton's interpreter, which has to be chosen before triton is imported."""
+    jobs = []
+    for name in FORMATS:
+        entry = next(iter(matrices(made(name))), None)
+        if entry is not None and entry[2]:
+            layout, data = pieces(entry[2][0], entry[1].dtype, 500)[0]  # few rows: the interpreter is slow
+            jobs.append((name, layout.views(data).to(torch.device("cpu")), entry[1].flatten(0, -2)[: layout.rows]))
+    torch.save(jobs, tmp_path / "jobs")
+    done = subprocess.run(
+        [sys.executable, __file__, tmp_path], env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for (name, _, expected), found in zip(jobs, torch.load(tmp_path / "results"), strict=True):
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("name", ["fp8 of experts", "int4 groups"])
+def test_streamed_codes_give_the_tokens_of_dequantised_weights(
+    name: str, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory, found = made(name), []
+    for codec in ("none", "lossless"):
+        engine = load_engine("stream", directory, "cpu", tmp_path, dtype="bfloat16", weight_codec=codec)
+        found.append(greedy(engine, (5, 9, 3)))
+        effective = engine.effective()
+        engine.close()
+    assert torch.equal(*found)
+    spec = from_directory(directory)
+    assert spec.stored_ratio < 0.62
+    assert effective.wire_bytes_per_step == pytest.approx(spec.stored_ratio * spec.streamed_bytes, rel=0.15)
+    assert effective.host_weight_bytes < 0.75 * spec.streamed_bytes
 
 
 def damaged(directory: Path, change: Callable[[dict[str, Tensor]], None], config: dict[str, Any] | None = None) -> None:
@@ -222,7 +311,13 @@ def test_other_ways_are_refused_in_a_line(config: Any, says: str, tmp_path: Path
         entries(directory)
 
 
-def test_commands_take_quantised_checkpoints(tmp_path: Path) -> None:
-    directory = quantized.fp8(llama(tmp_path / "m"))
-    ended = zinfer(tmp_path, "run", "-m", str(directory), "--prompt", "abc", "--output-len", "4", "--offload", "cpu")
-    assert ended.returncode == 0, ended.stderr
+if __name__ == "__main__":  # in Triton's interpreter
+    from zinfer.engine.stream.expand import launch
+
+    folder, results = Path(sys.argv[1]), []
+    for _, codes, like in torch.load(folder / "jobs", weights_only=False):
+        out = torch.full_like(like, float("nan"))
+        scale_table = table(codes.scale_table, out.device) if codes.scale_table else None
+        launch(codes, out, table(codes.table, out.device), scale_table, block=64)
+        results.append(out)
+    torch.save(results, folder / "results")

@@ -1,6 +1,8 @@
 """Dequantisation: the weights that a quantised checkpoint stands for, equal to the bit to those of its own library."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -113,6 +115,14 @@ def _int(weight: QuantizedWeight, words: Tensor, scales: Tensor, parts: Mapping[
 
 def _columns(weight: QuantizedWeight, words: Tensor, scales: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     """Return a weight of GPTQ or AWQ, whose matrices are stored as ``[in, out]``."""
+    codes, zeros, own = _codes_of_columns(weight, words, scales, parts)
+    return ((codes - zeros[own]).to(scales.dtype) * scales[own]).t().contiguous()
+
+
+def _codes_of_columns(
+    weight: QuantizedWeight, words: Tensor, scales: Tensor, parts: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes ``[in, out]`` and zero points ``[groups, out]``, int32, and the group of each column."""
     out, inside = weight.shape
     zeros = _unpacked(parts["zeros"], weight.bits, parts["zeros"].shape[1] * 32 // weight.bits)
     if weight.format == "gptq":
@@ -125,10 +135,145 @@ def _columns(weight: QuantizedWeight, words: Tensor, scales: Tensor, parts: Mapp
     order = parts.get("order")
     if order is None:
         order = torch.arange(inside, device=words.device) // weight.block[1]
-    own = _group_of(weight, order, scales.shape[0])
-    return ((codes - zeros[own]).to(scales.dtype) * scales[own]).t().contiguous()
+    return codes, zeros, _group_of(weight, order, scales.shape[0])
 
 
 def _columns_in_order(codes: Tensor) -> Tensor:
-    places = torch.tensor(AWQ_ORDER, device=codes.device)
-    return codes.unflatten(-1, (-1, 8))[..., places].flatten(-2)
+    eights: Tensor = codes.view(*codes.shape[:-1], -1, 8)
+    return eights[..., list(AWQ_ORDER)].flatten(-2)
+
+
+# Codes on the wire
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A quantised matrix in the one form in which all formats cross the link: rows of codes, as many bits as released.
+
+    A value is ``(table[code] - zero) * scale``, rounded to `inner` and then to the type of the entry. `numbers` are
+    uint8 ``[rows, columns * bits / 8]``; of two codes of 4 bits the first one is in the low bits. `scales`, and `zeros`
+    if there are some, are ``[ceil(rows / block[0]), ceil(columns / block[1])]``; scales of a type that few processors
+    multiply are bytes, codes of `scale_table`, and all are divided by `divisor`.
+    """
+
+    numbers: Tensor
+    columns: int
+    bits: int
+    table: str
+    scales: Tensor
+    block: tuple[int, int]
+    inner: torch.dtype
+    scale_table: str = ""
+    zeros: Tensor | None = None
+    divisor: float = 1.0
+
+    @property
+    def rows(self) -> int:
+        return len(self.numbers)
+
+    def to(self, device: torch.device) -> "Codes":
+        """Return a copy on `device`."""
+        zeros = None if self.zeros is None else self.zeros.to(device, copy=True)
+        return replace(
+            self, numbers=self.numbers.to(device, copy=True), scales=self.scales.to(device, copy=True), zeros=zeros
+        )
+
+
+@cache
+def table(name: str, device: torch.device) -> Tensor:
+    """Return the numbers of a table of codes, float32."""
+    every = torch.arange(256, dtype=torch.int32)
+    if name == "e2m1":
+        found = torch.tensor(FP4)
+    elif name in ("e4m3", "e5m2"):
+        dtype = torch.float8_e4m3fn if name == "e4m3" else torch.float8_e5m2
+        found = every.to(torch.uint8).view(dtype).to(torch.float32)
+    elif name == "e8m0":
+        found = torch.exp2((every - 127).to(torch.float32))
+    elif name == "int8":
+        found = every.to(torch.uint8).view(torch.int8).to(torch.float32)
+    else:  # whole numbers less their middle, or as they are
+        bits, middle = {"middle4": (4, 8), "middle8": (8, 128), "whole4": (4, 0), "whole8": (8, 0)}[name]
+        found = (torch.arange(1 << bits) - middle).to(torch.float32)
+    return found.to(device)
+
+
+def canonical(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Codes | None:
+    """Return a weight as `Codes`, from its stored tensors by role; None if it cannot cross the link as it is stored:
+    its columns have no order of groups, or it is stored transposed. Raises CheckpointError as `dequantize` does."""
+    codes, scales, inner = parts["codes"], parts["scales"], DTYPES[weight.dtype]
+    if weight.format in ("fp8", "fp8 or int8"):
+        return _eight_bits(weight, codes, scales, parts.get("zeros"), inner)
+    if weight.format in ("nvfp4", "mxfp4"):
+        kind = "e4m3" if weight.format == "nvfp4" else "e8m0"
+        if kind == "e8m0":
+            _exponents(weight, scales)
+        divisor = float(parts["global"]) if weight.format == "nvfp4" else 1.0
+        return Codes(codes, weight.shape[1], 4, "e2m1", scales.view(torch.uint8), weight.block, inner, kind,
+                     divisor=divisor)  # fmt: skip
+    if weight.format == "mxfp4 experts" or weight.shape[1] * weight.bits % 8:
+        return None
+    if weight.format == "int":
+        return _int_codes(weight, codes, scales, parts, inner)
+    return _column_codes(weight, codes, scales, parts, inner)
+
+
+def _eight_bits(
+    weight: QuantizedWeight, codes: Tensor, scales: Tensor, zeros: Tensor | None, inner: torch.dtype
+) -> Codes | None:
+    rows, columns = weight.shape[-2:]
+    if len(weight.shape) > 2 and (scales.numel() == 1 or rows % weight.block[0]):
+        return None
+    kind = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}[codes.dtype]
+    bytes_of = scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    if bytes_of:
+        _exponents(weight, scales)
+    grid = (1, 1) if scales.numel() == 1 else (-1, scales.shape[-1] if scales.dim() > 1 else 1)
+    if zeros is not None:
+        zeros = zeros.to(torch.float32).to(torch.int16).reshape(grid)
+    return Codes(codes.view(torch.uint8).reshape(-1, columns), columns, 8, kind,
+                 (scales.view(torch.uint8) if bytes_of else scales).reshape(grid), weight.block, inner,
+                 "e8m0" if bytes_of else "", zeros)  # fmt: skip
+
+
+def _int_codes(
+    weight: QuantizedWeight, words: Tensor, scales: Tensor, parts: Mapping[str, Tensor], inner: torch.dtype
+) -> Codes | None:
+    if "order" in parts:
+        return None
+    rows, columns = weight.shape
+    zeros = parts.get("zeros")
+    if zeros is not None:
+        zeros = (_unpacked(zeros.t(), weight.bits, rows).t() - (1 << weight.bits - 1)).to(torch.int16).contiguous()
+    numbers = words.contiguous().view(torch.uint8)[:, : columns * weight.bits // 8]
+    grid = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(rows, -1)
+    return Codes(numbers, columns, weight.bits, f"middle{weight.bits}", grid, weight.block, inner, zeros=zeros)
+
+
+def _column_codes(
+    weight: QuantizedWeight, words: Tensor, scales: Tensor, parts: Mapping[str, Tensor], inner: torch.dtype
+) -> Codes | None:
+    codes, zeros, own = _codes_of_columns(weight, words, scales, parts)
+    inside = weight.shape[1]
+    if not torch.equal(own, torch.arange(inside, device=own.device) // weight.block[1]):
+        return None
+    numbers = codes.t().to(torch.uint8).contiguous()
+    if weight.bits == 4:
+        numbers = numbers[:, 0::2] | numbers[:, 1::2] << 4
+    return Codes(numbers, inside, weight.bits, f"whole{weight.bits}", scales.t().contiguous(), weight.block, inner,
+                 zeros=zeros.t().to(torch.int16).contiguous())  # fmt: skip
+
+
+def expand(codes: Codes, dtype: torch.dtype) -> Tensor:
+    """Return the matrix of `codes`, ``[rows, columns]`` in `dtype`."""
+    numbers = codes.numbers
+    if codes.bits == 4:
+        numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(-2)[:, : codes.columns]
+    values = table(codes.table, numbers.device)[numbers.long()]
+    if codes.zeros is not None:
+        values = values - _spread(codes.zeros.to(torch.float32), values.shape, codes.block)
+    scales = codes.scales
+    scales = table(codes.scale_table, scales.device)[scales.long()] if codes.scale_table else scales.to(torch.float32)
+    if codes.divisor != 1.0:
+        scales = scales / codes.divisor
+    return _scaled(values, scales, codes.block).to(codes.inner).to(dtype)

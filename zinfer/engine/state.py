@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -38,7 +38,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from zinfer.engine.dequantize import dequantize
+from zinfer.engine.dequantize import Codes, canonical, dequantize
 from zinfer.engine.read import (
     DTYPES,
     Group,
@@ -60,6 +60,8 @@ from zinfer.spec.progress import Progress, silent
 
 logging.disable_progress_bar()
 
+Loaded = Tensor | tuple[Codes, ...]  # an entry, or the quantised matrices whose rows it consists of
+AnyLoaded = TypeVar("AnyLoaded", Tensor, Loaded)
 Place = tuple[nn.Module, str]  # a module and the name of one of its parameters or buffers
 COMPARED_BYTES = 64 << 20  # bytes compared at a time, of two stored copies of a tied weight
 
@@ -162,17 +164,33 @@ class ModelState:
         be kept: they are views of its files, read when they are used. Raises CheckpointError for tensors that cannot be
         converted, and at the end if an entry did not come.
         """
+        for name, tensor in self._load(device, progress, mapped, layers, False):
+            assert isinstance(tensor, Tensor)
+            yield name, tensor
+
+    def load_stored(self, device: torch.device, progress: Progress = silent) -> Generator[tuple[str, Loaded]]:
+        """Yield the entries as `load` does; those of decoder layers that are stored quantised as `Codes`, in the order
+        of their rows, where they can cross the link so."""
+        return self._load(device, progress, False, True, True)
+
+    def _load(
+        self, device: torch.device, progress: Progress, mapped: bool, layers: bool, stored: bool
+    ) -> Generator[tuple[str, Loaded]]:
         missing = set(self.entries if layers else self.outside)
         total = sum(self.entries[name].tensor.numel() for name in missing)
         done = 0
-        source = self._dummy(device, layers) if self._checkpoint is None else self._checkpoint.read(mapped, layers)
+        source: Generator[tuple[str, Loaded]]
+        if self._checkpoint is None:
+            source = self._dummy(device, layers)
+        else:
+            source = self._checkpoint.read(mapped, layers, stored)
         with closing(source) as tensors:
             for name, tensor in tensors:
                 if name not in missing:
                     raise CheckpointError(f"{self.spec.directory}: {name} came twice")
                 missing.remove(name)
                 yield name, tensor
-                done += tensor.numel()
+                done += self.entries[name].tensor.numel()
                 progress("loading weights", done / total)
         if missing:
             raise CheckpointError(f"{self.spec.directory}: {_some(missing)} did not come")
@@ -200,8 +218,8 @@ class ModelState:
 
 
 def by_layer(
-    state: ModelState, loaded: Iterator[tuple[str, Tensor]]
-) -> Iterator[tuple[int | None, Iterator[tuple[str, Tensor]]]]:
+    state: ModelState, loaded: Iterator[tuple[str, AnyLoaded]]
+) -> Iterator[tuple[int | None, Iterator[tuple[str, AnyLoaded]]]]:
     """Group the tensors of `loaded` by decoder layer: yield its number, and its tensors by their names within it.
 
     Entries outside the layers come with None as number and with their whole names. A tensor is valid until the next one
@@ -209,7 +227,7 @@ def by_layer(
     """
     ahead = next(loaded, None)
 
-    def group(layer: int | None) -> Iterator[tuple[str, Tensor]]:
+    def group(layer: int | None) -> Iterator[tuple[str, AnyLoaded]]:
         nonlocal ahead
         start = 0 if layer is None else len(f"{state.stack}.{layer}.")
         while ahead is not None and state.entries[ahead[0]].layer == layer:
@@ -304,6 +322,7 @@ class _Stored:
         renamings = [rule for rule in self._mapping if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in self._mapping if isinstance(rule, WeightConverter)]
         sources: dict[str, list[str]] = defaultdict(list)
+        patterns = dict[str, str]()  # stored name -> pattern of the conversion that takes it
         whole: dict[str, str] = {}  # target name -> stored name, of tensors that need no conversion
         unknown: dict[str, str] = {}  # target name that transformers gives -> stored name
         for name, info in self._tensors.items():
@@ -318,6 +337,8 @@ class _Stored:
                 raise CheckpointError(f"{self._directory} stores {target} twice: as {whole[target]} and {name}")
             if converter is None:
                 whole[target] = name
+            else:
+                patterns[name] = converter
             _same_kind(self._directory, name, info, target, meta[target])
             sources[target].append(name)
         unknown = {target: name for target, name in unknown.items() if not self._is_sliced_away(target)}
@@ -326,6 +347,13 @@ class _Stored:
                 f"{self._directory} stores {_some(left)}, which a {spec.architecture} model of this configuration does "
                 "not have: config.json and the weights do not belong together"
             )
+        self._in_rows = {
+            target: order
+            for target, stored in sources.items()
+            if wanted[target].layer is not None
+            and all(name in self._quantized for name in stored)
+            and (order := _row_order(stored, patterns, converters)) is not None
+        }
         return sources
 
     def _is_sliced_away(self, target: str) -> bool:
@@ -381,17 +409,22 @@ class _Stored:
         if missing:
             raise CheckpointError(f"{self._directory} lacks {_some(missing)}")
 
-    def read(self, mapped: bool, layers: bool) -> Generator[tuple[str, Tensor]]:
+    def read(self, mapped: bool, layers: bool, stored: bool = False) -> Generator[tuple[str, Loaded]]:
         """Yield (name, tensor) of the entries, on the CPU, in the types of the entries; entries outside the layers
-        come first."""
+        come first. With `stored`, entries that are stored quantised come as the matrices of their rows."""
         for name in self._initial:
             if layers or self._state.entries[name].layer is None:
                 yield name, self._state.entries[name].tensor
         groups = [group for inside, group in self._groups if layers or not inside]
-        stored = [tuple(part for name in group for part in self._parts(name)) for group in groups]
-        with closing((groups_mapped if mapped else groups_read)(self._checkpoint, stored, self._visits)) as contents:
+        parts = [tuple(part for name in group for part in self._parts(name)) for group in groups]
+        with closing((groups_mapped if mapped else groups_read)(self._checkpoint, parts, self._visits)) as contents:
             for group, found in zip(groups, contents, strict=True):
-                content = self._dequantized(group, found.__getitem__)
+                taken = set[str]()
+                for target, order in self._in_rows.items() if stored else ():
+                    if order[0] in group and (codes := self._codes(order, found)) is not None:
+                        taken.update(order)
+                        yield self._names[target].name, codes
+                content = self._dequantized([name for name in group if name not in taken], found.__getitem__)
                 for name, tensor in self._converted(content, torch.device("cpu")):
                     if name in self._narrowed and (number := first_not_finite(tensor)) is not None:
                         raise not_finite(f"{self._directory}: {name} as {str(tensor.dtype)[6:]}", number)
@@ -401,6 +434,17 @@ class _Stored:
         """Return the stored tensors that a weight is made of."""
         weight = self._quantized.get(name)
         return (name,) if weight is None else tuple(weight.parts.values())
+
+    def _codes(self, names: Iterable[str], stored: Mapping[str, Tensor]) -> tuple[Codes, ...] | None:
+        """Return quantised weights as they are stored; None if one of them cannot cross the link so."""
+        found = []
+        for name in names:
+            weight = self._quantized[name]
+            codes = canonical(weight, {role: stored[part] for role, part in weight.parts.items()})
+            if codes is None or not bool(torch.isfinite(codes.scales.to(torch.float32)).all()):
+                return None
+            found.append(codes)
+        return tuple(found)
 
     def _dequantized(self, names: Iterable[str], stored: Callable[[str], Any]) -> dict[str, Any]:
         """Return weights by name, made of `stored` tensors; those that are not quantised as they are."""
@@ -445,6 +489,30 @@ class _Stored:
             reason = " ".join(str(trouble[0]).split())[:300]
             raise CheckpointError(f"{self._directory} does not fit a {spec.architecture} model: {reason}")
         yield from made.items()
+
+
+def _row_order(
+    stored: Iterable[str], patterns: Mapping[str, str], converters: Iterable[WeightConverter]
+) -> tuple[str, ...] | None:
+    """Return the tensors that make an entry in the order of their rows: one that needs no conversion, or the matrices
+    of experts, expert by expert; None if the entry is made in another way."""
+    names = list(stored)
+    if len(names) == 1 and names[0] not in patterns:
+        return tuple(names)
+    own = {patterns.get(name) for name in names}
+    rule = next((rule for rule in converters if own <= set(rule.source_patterns)), None)
+    kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in rule.operations] if rule is not None else []
+    if rule is None or kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+        return None
+    found = dict[tuple[int, int], str]()
+    for name in names:
+        number = re.search(re.escape(patterns[name]).replace(r"\*", r"(\d+)") + "$", name)
+        if number is None or number.lastindex != 1:
+            return None
+        found[int(number[1]), rule.source_patterns.index(patterns[name])] = name
+    experts = len(names) // len(rule.source_patterns)
+    every = [(expert, part) for expert in range(experts) for part in range(len(rule.source_patterns))]
+    return tuple(found[key] for key in every) if sorted(found) == every and len(found) == len(names) else None
 
 
 class _Around:

@@ -211,7 +211,7 @@ def _pass(
     come, `ready` of which are there already."""
     link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
     hosted = round(kv * setup.kv_host_share)
-    if factors.perfect and setup.wire_ratio < 1:
+    if factors.perfect and setup.wire_ratio < 1 and model.stored_ratio == 1:
         setup = setup.model_copy(update={"wire_ratio": min(setup.wire_ratio, CODED_BOUND)})
     weights = max(0, wire_bytes(setup, model) - ready)
     over_link = weights + (0 if setup.kv_on_cpu else hosted)

@@ -133,11 +133,13 @@ def transport_of(case: Case) -> Transport:
     return read_options(case.engine, case.options).transport()
 
 
-def is_lossless(case: Case, machine: Machine) -> bool:
-    """Tell whether the case's weights cross the link coded. With ``auto`` they do wherever that pays: a GPU decodes
-    bf16 at a third of its memory's bandwidth or more, several times what any link brings."""
+def is_lossless(case: Case, model: ModelSpec, machine: Machine) -> bool:
+    """Tell whether the case's weights cross the link coded, or quantised as they are released. With ``auto`` they do
+    wherever that pays: a GPU decodes bf16 at a third of its memory's bandwidth or more, several times what any link
+    brings."""
     codec = plan_options(case.engine, case.options).weight_codec
-    pays = case.offload != "none" and case.dtype == "bfloat16" and machine.gpu_count > 0
+    smaller = case.dtype == "bfloat16" or model.stored_ratio < 1
+    pays = case.offload != "none" and smaller and machine.gpu_count > 0
     return codec == "lossless" or (codec == "auto" and pays)
 
 
@@ -217,14 +219,15 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     options, transport = plan_options(case.engine, case.options), transport_of(case)
     bits = options.weight_bits
     ratio = 1.0 if bits >= 16 else (bits + 32 / 64) / (8 * model.dtype_bytes)
-    coded = is_lossless(case, machine)
-    shrinks = coded and ratio == 1.0 and case.dtype == "bfloat16"  # other types cross uncoded
+    coded = is_lossless(case, model, machine)
+    wire = model.stored_ratio if model.stored_ratio < 1 else LOSSLESS_RATIO if case.dtype == "bfloat16" else 1.0
+    shrinks = coded and ratio == 1.0  # weights of other types cross uncoded
     common = Placement(
         tier=TIERS[case.offload],
         gpus=options.gpus,
         codec="lossless" if coded and case.offload != "none" else "none",
         weight_ratio=ratio,
-        wire_ratio=LOSSLESS_RATIO if shrinks else 1.0,
+        wire_ratio=wire if shrinks else 1.0,
         layer_pieces=-(-model.layer_bytes // cost.PIECE_BYTES),
         kv_threads=None if options.kv_threads == "auto" else options.kv_threads,
         kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
+from pydantic import Field
+
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.value import Frozen
 
@@ -106,6 +108,7 @@ class ModelSpec(Shape):
     dtype: Dtype = "bfloat16"
     config: dict[str, Any]  # Hugging Face configuration that the model is built from
     directory: str | None = None  # folder of a local checkpoint
+    stored_ratio: float = Field(default=1.0, gt=0)  # bytes of layers as released over those in `dtype`; 1 if equal
     hub_id: str | None = None
 
     @property
@@ -239,7 +242,9 @@ class ModelSpec(Shape):
         return self.model_copy(update={"num_layers": layers, "layers": self.layers[:layers], "config": config})
 
     def with_dtype(self, dtype: Dtype) -> "ModelSpec":
-        return self.model_copy(update={"dtype": dtype})
+        """Return the same model with its weights in `dtype`; as released they are what they were."""
+        ratio = self.stored_ratio * self.dtype_bytes / DTYPE_BYTES[dtype] if self.stored_ratio != 1 else 1.0
+        return self.model_copy(update={"dtype": dtype, "stored_ratio": ratio})
 
 
 def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:

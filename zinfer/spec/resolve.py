@@ -127,7 +127,11 @@ def from_directory(path: Path) -> ModelSpec:
     missing = sorted(set(range(spec.num_layers)) - present) if present else []
     if missing:
         raise ModelError(f"{path}: no weights of decoder layer {missing[0]} of {spec.num_layers}")
-    return spec.with_dtype(_supported(str(path), dtype))
+    spec = spec.with_dtype(_supported(str(path), dtype))
+    if stored.keys() != checkpoint.tensors.keys():
+        size = sum(one.end - one.start for name, one in checkpoint.tensors.items() if LAYER_INDEX.search(name))
+        spec = spec.model_copy(update={"stored_ratio": min(1.0, size / spec.streamed_bytes)})
+    return spec
 
 
 def from_hub(hub_id: str) -> ModelSpec:

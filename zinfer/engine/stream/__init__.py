@@ -5,9 +5,9 @@ on the wire over the link bandwidth, provided that a copy is always under way. T
 layers and across steps: while the head turns the last layer's output into a token, the next step's first layer comes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from zinfer.engine.base import MicroBatch, Work, is_step
 from zinfer.engine.cache import STORAGE, QuantizedLayer, RowCache, make_cache, other_layers, shares_keys
 from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
 from zinfer.engine.pinned import PinnedArena, check_free, lay_out
-from zinfer.engine.state import ModelState, by_layer
+from zinfer.engine.state import Loaded, ModelState, by_layer
 from zinfer.engine.stream import packed
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, LinkCache, PartFetch, Sender, SplitLayer
@@ -127,17 +127,28 @@ class Stream(Decoder):
             check_free(round(raw * self.plan.placement.wire_ratio))
         else:
             images = dict(enumerate(packed.load(folder, self._weights, self._arena, self.progress)))
-        loaded = self._weights.load(self.device, self.progress, layers=folder is None)
-        for index, group in by_layer(self._weights, loaded):
+        state = self._weights
+        loaded: Iterator[tuple[str, Loaded]]
+        if folder is None:
+            loaded = state.load_stored(self.device, self.progress)
+        else:
+            loaded = state.load(self.device, self.progress, layers=False)
+        for index, group in by_layer(state, loaded):
             if index is None:
                 for name, tensor in group:
+                    assert isinstance(tensor, Tensor)
                     resident[name].copy_(tensor)
-            else:
-                # Tensors are valid until the next one: copy them to the device, where coding is fast.
-                tensors = {name: tensor.to(self.device, copy=True) for name, tensor in group}
-                if index in images or tensors.keys() != self._weights.of_layer(index).keys():
-                    raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
-                images[index] = pack(tensors, self._arena)
+                continue
+            entries, tensors, coded = state.of_layer(index), dict[str, Tensor](), dict[str, Any]()
+            # Tensors are valid until the next one: copy them to the device, where coding is fast.
+            for name, tensor in group:
+                if isinstance(tensor, Tensor):
+                    tensors[name] = tensor.to(self.device, copy=True)
+                else:
+                    coded[name] = entries[name].tensor, [codes.to(self.device) for codes in tensor]
+            if index in images or tensors.keys() | coded.keys() != entries.keys():
+                raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
+            images[index] = pack(tensors, self._arena, coded)
         self._arena.seal()
         return [images[index] for index in range(len(self._layers))]
 

@@ -32,6 +32,7 @@ from zinfer.engine.read import DTYPES, as_bytes, fill, groups_mapped, reading
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream.codec import Layout
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, pack
+from zinfer.engine.stream.quantized import CodesLayout
 from zinfer.spec import atomic
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError
 from zinfer.spec.documents import DocumentError, open_regular, read_object, validate
@@ -128,6 +129,8 @@ def write(
     Raises CheckpointError for a checkpoint that does not fit the model, or that holds NaN or infinity (unless
     `allow_nan`), and EngineError where the disk is too small; no files are left behind then.
     """
+    if spec.stored_ratio < 1:
+        raise EngineError(f"{spec.name} is stored quantised, and crosses the link as it is: there is nothing to pack")
     sums, before = _Sums(), _identity(Checkpoint.open(Path(str(spec.directory))))
     state = ModelState(spec, "safetensors", allow_nan=allow_nan, visits=[sums])
     layers = [state.of_layer(index) for index in range(len(state.layers))]
@@ -167,10 +170,9 @@ def write(
 def _described(image: PackedLayer, memory: memoryview) -> dict[str, Any]:
     """Return a packed layer as JSON, with the checksums of its chunks."""
     blocks = {name: [block.offset, list(block.shape), str(block.dtype)[6:]] for name, block in image.blocks.items()}
-    pieces = [
-        [piece.start, piece.end, piece.place, piece.layout and [piece.layout.numel, *piece.layout.sections]]
-        for piece in image.pieces
-    ]
+    layouts = [piece.layout for piece in image.pieces]
+    places = [layout and [layout.numel, *layout.sections] for layout in layouts if not isinstance(layout, CodesLayout)]
+    pieces = [[one.start, one.end, one.place, place] for one, place in zip(image.pieces, places, strict=True)]
     sums = [zlib.crc32(part) for part in _parts(image, memory)]
     return {"slot_bytes": image.slot_bytes, "blocks": blocks, "pieces": pieces, "crc32": sums}
 
@@ -319,7 +321,7 @@ def _fault(image: _Image) -> str | None:
         return "checksums are missing"
     packed = _image(image, 0)
     if any(
-        piece.layout is not None and (not piece.layout.sound or piece.layout.size != piece.size)
+        isinstance(piece.layout, Layout) and (not piece.layout.sound or piece.layout.size != piece.size)
         for piece in packed.pieces
     ):
         return "a chunk is not as long as its layout says"

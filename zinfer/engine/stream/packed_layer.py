@@ -5,14 +5,15 @@ slot. A chunk crosses the link in one copy and is unpacked in one step, so that 
 a few chunks, not a few layers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from zinfer.engine.dequantize import Codes
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, lay_out
-from zinfer.engine.stream import codec
+from zinfer.engine.stream import codec, quantized
 from zinfer.plan.cost import PIECE_BYTES
 
 # Bytes of a chunk: enough for the link's full rate, and for its launches to be cheap.
@@ -26,7 +27,7 @@ class Chunk:
     start: int
     end: int
     place: int
-    layout: codec.Layout | None = None
+    layout: codec.Layout | quantized.CodesLayout | None = None
 
     @property
     def size(self) -> int:
@@ -63,15 +64,27 @@ def plain(tensors: Iterable[tuple[str, Tensor]], start: int) -> PackedLayer:
     return PackedLayer(tuple(_cut(start, 0, size)), blocks, size)
 
 
-def pack(tensors: Mapping[str, Tensor], arena: PinnedArena) -> PackedLayer:
+def pack(
+    tensors: Mapping[str, Tensor], arena: PinnedArena, coded: Mapping[str, tuple[Tensor, Sequence[Codes]]] | None = None
+) -> PackedLayer:
     """Append a layer's parameters, on any device, to `arena`, encoded where that makes them smaller.
 
-    Encoded tensors come first in the slot; the others lie together and cross the link together.
+    `coded` are quantised parameters: a tensor of their shape and type (on the meta device, perhaps), and the matrices
+    whose rows, one after the other, they consist of; these stay as they are stored. Encoded tensors come first in the
+    slot; the others lie together and cross the link together.
     """
+    coded = coded or {}
     large = {name: tensor for name, tensor in tensors.items() if codec.worth_coding(tensor)}
     small = {name: tensor for name, tensor in tensors.items() if name not in large}
-    blocks, slot_bytes = lay_out([*large.items(), *small.items()])
+    shapes = [(name, tensor) for name, (tensor, _) in coded.items()]
+    blocks, slot_bytes = lay_out([*shapes, *large.items(), *small.items()])
     pieces: list[Chunk] = []
+    for name, (tensor, matrices) in coded.items():
+        place = blocks[name].offset
+        for matrix in matrices:
+            for layout, data in quantized.pieces(matrix, tensor.dtype, PIECE):
+                pieces.append(_put(arena, data, place, layout))
+                place += layout.nbytes
     for name, tensor in large.items():
         place = blocks[name].offset
         for part in tensor.detach().contiguous().view(-1).split(PIECE // tensor.itemsize):
@@ -89,7 +102,7 @@ def pack(tensors: Mapping[str, Tensor], arena: PinnedArena) -> PackedLayer:
     return PackedLayer(tuple(pieces), blocks, slot_bytes)
 
 
-def _put(arena: PinnedArena, data: Tensor, place: int, layout: codec.Layout | None) -> Chunk:
+def _put(arena: PinnedArena, data: Tensor, place: int, layout: codec.Layout | quantized.CodesLayout | None) -> Chunk:
     start = arena.used
     arena.take(-(-data.numel() // ALIGNMENT) * ALIGNMENT)[: data.numel()].copy_(data)
     return Chunk(start, start + data.numel(), place, layout)
@@ -105,6 +118,9 @@ def unpack(piece: Chunk, wire: Tensor, slot: Tensor) -> None:
     stream."""
     if piece.layout is None:
         slot[piece.place : piece.place + piece.size].copy_(wire[: piece.size], non_blocking=True)
+    elif isinstance(piece.layout, quantized.CodesLayout):
+        out = slot[piece.place :][: piece.layout.nbytes].view(piece.layout.dtype)
+        quantized.unpack(wire[: piece.layout.size], piece.layout, out)
     else:
         out = slot[piece.place :][: 2 * piece.layout.numel].view(torch.bfloat16)
         codec.decode(wire[: piece.layout.size], piece.layout, out)

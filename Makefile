@@ -1,8 +1,10 @@
 # `make demo` and `make test` need Python 3.11+ and make; all else is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+BUILDERS := 'pip>=25' 'setuptools>=77' wheel
 # Python compiles what it imports, once: that is a tenth of what pip would compile.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+OPTIONS := --disable-pip-version-check --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install $(OPTIONS)
 
 # Where the environment keeps Python from writing what it compiled, each of the demo's workers would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -12,11 +14,13 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: .venv/installed .venv/installed-dev
 
 # DeepSpeed is built without isolation: its set-up imports torch, and an isolated build would fetch another one.
+# A recent pip resolves in half the time; the pip of $(PYTHON) installs it sooner than `ensurepip` installs its own one.
 .venv/installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("zinfer needs Python 3.11 or newer: run `make PYTHON=python3.12 ..`") if sys.version_info < (3, 11) else 0'
 	@echo "installing into .venv: torch, transformers and DeepSpeed are 1 to 4 GB, which pip fetches once"
-	$(PYTHON) -m venv .venv
-	$(PIP) --quiet 'setuptools>=77' wheel
+	$(PYTHON) -m venv --without-pip .venv
+	$(PYTHON) -m pip --python $(BIN)/python install $(OPTIONS) --quiet $(BUILDERS) || \
+	  { $(BIN)/python -m ensurepip && $(PIP) --quiet --upgrade $(BUILDERS); }
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -e '.[engines]'
 	@touch $@
 
@@ -30,7 +34,7 @@ demo: .venv/installed
 
 # Two processes share the cores: more threads in each would get into each other's way.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Run the tests that load no torch and draw no report.
 quick: setup

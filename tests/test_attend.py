@@ -344,8 +344,12 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 FAULTS = """
+import gc
+gc.disable()
 import resource, torch
 from zinfer.engine.stream.cpu_attention import keep_freed
+
+gc.freeze()
 
 def faults():
     for _ in range(3):

@@ -237,6 +237,7 @@ def test_names_that_a_shell_would_read_are_quoted() -> None:
         assert "--option kv_offload=true" in command
 
 
+@pytest.mark.drawing
 def test_no_verb_over_results_needs_torch_or_pyplot(results: Path, tmp_path: Path) -> None:
     script = (
         "import sys\n"

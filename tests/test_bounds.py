@@ -175,15 +175,15 @@ def test_a_recipe_that_is_no_recipe_is_refused_at_once(content: bytes, message: 
 
 
 def test_a_long_axis_is_planned_in_time_that_grows_with_it() -> None:
-    """1,000 points: the edge of memory is found once for all batches of a case."""
+    """500 points: the edge of memory is found once for all batches of a case."""
     Path("sweeps/r.toml").write_text(
         "model = 'bloom-tiny'\nmachine = 'h200'\noffload = 'cpu'\ninput_len = [8, 16, 32, 64, 128]\n"
-        "layers = [1, 2, 3, 4]\nbatch_size = '1-50+1'\n"
+        "layers = [1, 4]\nbatch_size = '1-50+1'\n"
     )
     code, out, err, seconds = run(["plan", "r", "--json"])
     assert code == 0, err
-    assert len(json.loads(out)) == 1000
-    assert seconds < 10
+    assert len(json.loads(out)) == 500
+    assert seconds < 5
 
 
 def test_an_axis_has_each_value_once() -> None:

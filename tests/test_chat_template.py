@@ -75,7 +75,7 @@ def test_a_hostile_template_ends_with_one_line(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(chat_template, "MEMORY", 1 << 28)
     template = ChatTemplate(HOSTILE[name], {})
     began = time.monotonic()
-    for _ in range(2):
+    for _ in range(2 if name == "steps" else 1):  # another process takes the place of the one that ended
         with pytest.raises(ModelError, match="chat template") as error:
             template.render(CHAT)
         assert "\n" not in str(error.value)

@@ -111,7 +111,7 @@ def test_a_command_without_memory_says_so(
     assert capsys.readouterr().err == "Error: host memory ran out\n"
 
 
-@pytest.mark.parametrize("words", [["sweep"], ["run", "-p", "x"]])
+@pytest.mark.parametrize("words", [["sweep"], pytest.param(["run", "-p", "x"], marks=pytest.mark.slow)])
 def test_a_model_that_cannot_be_found_is_one_line(folder: Path, words: list[str]) -> None:
     """In a process of its own, since huggingface_hub reads the environment when it is imported."""
     result = zinfer_process(folder, *words, "-m", "someone/some-model")

@@ -112,7 +112,7 @@ def test_tokens_are_those_of_each_sequence_alone(
     engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
     running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
     running.schedule.step = 8
-    rows = sequences(14, 3)
+    rows = sequences(10, 3)
     limits = [one.left for one in rows]
     found = run(running, [rows[:5], rows[5:6], rows[6:]])
     tally = running.schedule.tally

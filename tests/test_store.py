@@ -73,7 +73,7 @@ def test_a_record_torn_at_any_byte_is_cut_off_and_kept_aside(tmp_path: Path) -> 
     whole = file.read_bytes()
     start = whole.rindex(b"\n", 0, -1) + 1
     aside = file.with_name(file.name + ".damaged")
-    for end in range(start, len(whole)):
+    for end in (*range(start, len(whole) - 9, 5), *range(len(whole) - 9, len(whole))):
         file.write_bytes(whole[:end])
         aside.unlink(missing_ok=True)
         kept = points[:2] if end == len(whole) - 1 else points[:1]  # only the newline is missing

@@ -174,16 +174,16 @@ def test_a_failed_load_is_reported_once_and_the_next_runs(tmp_path: Path) -> Non
     assert exit_code(sweep, points[:1]) == 4
 
 
-def test_sixty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_thirty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     """SIGKILL at random moments of a sweep that is resumed each time; a point that was reported as stored must be on
     disk."""
-    command = [sys.executable, "-m", "tests.inline", str(tmp_path), "60", str(random.Random(7).randrange(1 << 30))]
+    command = [sys.executable, "-m", "tests.inline", str(tmp_path), "30", str(random.Random(7).randrange(1 << 30))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kills, finished, points = map(int, done.stdout.split())
-    assert kills == 60
+    assert kills == 30
     assert finished >= 1
-    assert points > 40
+    assert points > 20
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -10,13 +10,16 @@ FORBIDDEN = re.compile(r"(Of|What|Where|Those|Whether|How|Why)\b|[a-z]")
 NOUN_PHRASE = re.compile(r"(The|A|An|This|These|One|Every|Each|Its)\b")
 
 
-def docstrings(folder: str) -> Iterator[tuple[str, ast.AST, str]]:
+@cache
+def docstrings(folder: str) -> list[tuple[str, ast.AST, str]]:
+    found: list[tuple[str, ast.AST, str]] = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
                 if text is not None:
-                    yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node, text
+                    found.append((f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node, text))
+    return found
 
 
 def is_value(node: ast.AST) -> bool:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from zinfer.spec.case import Case, Option, Workload
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied
+from zinfer.worker.server import imported
 from zinfer.worker.session import Session, not_as_asked
 from zinfer.worker.tasks import (
     TASKS,
@@ -111,6 +113,22 @@ def test_a_point_holds_every_sample() -> None:
     assert "starting" in notices
     assert loads == [(SPEC.weight_bytes, point.load_s)]
     assert point.load_bytes == SPEC.weight_bytes
+
+
+@pytest.mark.parametrize(("target", "raised"), [(TARGET, None), ("tests.fakes:Missing", AttributeError)])
+def test_garbage_is_looked_for_only_among_what_came_after_the_libraries(
+    target: str, raised: type[Exception] | None
+) -> None:
+    gc.unfreeze()
+    library = [FakeEngine]
+    try:
+        with pytest.raises(raised) if raised else nullcontext():
+            assert imported(target) is FakeEngine
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+        assert library not in gc.get_objects()
+    finally:
+        gc.unfreeze()
 
 
 def test_repeats_end_when_the_spread_is_small() -> None:

@@ -26,7 +26,18 @@ from zinfer.spec.case import Case, Workload
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchRow, BatchStart, BatchStarted, BatchStep, BatchStepped, Load, Loaded, RowStep
+from zinfer.worker.tasks import (
+    BatchRow,
+    BatchStart,
+    BatchStarted,
+    BatchStep,
+    BatchStepped,
+    Load,
+    Loaded,
+    RowStep,
+    Tokenize,
+    Tokenized,
+)
 
 CASE = Case(model="fake", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=64, output_len=64))
 ADD = Ledger.add
@@ -76,7 +87,9 @@ class InlineRows(InlineWorker):
         refused: Status | None = None,
         steps: int = 4,
     ) -> None:
-        super().__init__(instead={Load: self._load_point, BatchStart: self._start, BatchStep: self._step})
+        super().__init__(
+            instead={Load: self._load_point, BatchStart: self._start, BatchStep: self._step, Tokenize: self._tokenize}
+        )
         self.edge, self.status, self.dies, self.pause_s = edge, status, dies, pause_s
         self.refused, self.steps = refused, steps
         self.loads, self.closed = 0, 0
@@ -99,6 +112,10 @@ class InlineRows(InlineWorker):
         if message["task"] != "load":
             self.before(message["task"])
         return super()._exchange(message)
+
+    def _tokenize(self, _session: Session, request: Tokenize) -> Tokenized:
+        texts = (prompt if isinstance(prompt, str) else "" for prompt in request.prompts)
+        return Tokenized(prompts=[prompt_ids(text) if "/" in text else "no prompt" for text in texts])
 
     def _start(self, _session: Session, request: BatchStart) -> BatchStarted:
         self.alive, self.queue, self.most = [], [], request.rows or 1 << 20

@@ -107,11 +107,12 @@ def test_the_clock_stands_in_one_place() -> None:
 
 @pytest.mark.drawing
 def test_torch_is_never_imported_by_what_the_core_install_runs(tmp_path: Path) -> None:
-    core = ["plan", "plot", "report", "best", "models", "compare", "export", "batch", "reuse", "run"]
+    core = ["plan", "plot", "report", "best", "models", "compare", "export", "batch", "reuse", "run", "serve"]
     script = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "import zinfer.job.sweep, zinfer.spec.local, zinfer.spec.source, zinfer.job.batch.run\n"
+        "import zinfer.job.serve.server\n"
         + "".join(f"import zinfer.commands.{verb}\n" for verb in core)
         + "from click.testing import CliRunner\n"
         "from zinfer.cli import cli\n"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -120,3 +121,37 @@ def test_pieces_wait_for_whole_characters() -> None:
     assert pieces.add(sequence) == ""
     sequence.finish_reason, sequence.text = "length", "aé b\ufffd"
     assert pieces.add(sequence) == "\ufffd"
+
+
+@pytest.mark.parametrize("stops", [(), ("the en", "they"), ("\n\n",)])
+def test_pieces_of_a_long_text_are_its_text_up_to_a_stop(stops: tuple[str, ...]) -> None:
+    """Spaces are cleaned up as tokenizers of words do; long texts are decoded from their last tokens on."""
+    dice = random.Random(3)
+    words = [dice.choice(["the", " e", " en", "then", " .", " ,", " n't", "é", "\n", " "]) for _ in range(400)]
+
+    class Words:
+        decoded = 0
+
+        def decode(self, ids: list[int]) -> str:
+            self.decoded += len(ids)
+            return "".join(words[number] for number in ids).replace(" .", ".").replace(" ,", ",").replace(" n't", "n't")
+
+    tokenizer = Words()
+    pieces, sequence, found = TextPieces(tokenizer), Sequence([1], 400, stop=stops), ""  # type: ignore[arg-type]
+    for number in range(400):
+        sequence.output_ids.append(number)
+        whole = tokenizer.decode(sequence.output_ids)
+        ends = [place for stop in stops if (place := whole.find(stop)) >= 0]
+        if ends or number == 399:
+            sequence.finish_reason, sequence.text = "stop", whole[: min(ends)] if ends else whole
+        before, tokenizer.decoded = tokenizer.decoded, 0
+        found += pieces.add(sequence)
+        assert tokenizer.decoded <= 2 * (64 + 16) + 16
+        tokenizer.decoded += before
+        if sequence.ended:
+            break
+        assert whole.startswith(found)
+    assert found == sequence.text
+    assert bool(stops) == (len(sequence.output_ids) < 400)
+    assert not pieces._shown
+    assert not pieces._settled

@@ -26,6 +26,7 @@ GROUPS = {
     "Run a model": {
         "run": "Generate text.",
         "batch": "Answer a file of prompts, in the OpenAI batch format.",
+        "serve": "Answer requests over HTTP, in the format of OpenAI's API.",
     },
     "Look closer": {
         "demo": "Measure a small model in every way, and explain the answer.",

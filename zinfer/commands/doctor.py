@@ -17,6 +17,9 @@ PACKAGES = {
     "deepspeed": "engines",
     "safetensors": "engines",
     "huggingface_hub": "engines",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus-client": "serve",
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }

@@ -132,6 +132,10 @@ class Engine(ABC):
         can."""
         return f"engine {self.plan.case.engine} computes whole prompts and single tokens"
 
+    def cannot_score(self) -> str | None:
+        """Return the reason why a pass cannot return the logits of all positions of a prompt; None if it can."""
+        return None
+
     def cannot_snapshot(self) -> str | None:
         """Return the reason why the engine can neither copy computed keys and values nor continue from a copy; None if
         it can."""

@@ -6,6 +6,7 @@ and a tokenizer may split the same text in another way. So only the added text i
 exactly that text; otherwise the whole text is, and the common beginning of both token sequences can be reused.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from zinfer.generation.tokenizer import chat_template
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from zinfer.generation.tokenizer import Tokenizer
 
 TAIL = 16  # tokens before the added ones: enough context to check that these decode to the added text
+SETTLED = 64  # tokens after which the text before them is not decoded again
 UNFINISHED = "\ufffd"  # the tokenizer decodes the bytes of an incomplete character to it
 
 
@@ -99,22 +101,55 @@ class TextPieces:
     """Text of sequences, in the pieces that their tokens complete: joined, a sequence's pieces are its whole text.
 
     Each piece is cut from the text of all tokens so far, unlike a `Detokenizer`'s: where a tokenizer cleans up spaces,
-    the pieces then still make the text that the sequence ends with.
+    the pieces then still make the text that the sequence ends with. A long text is decoded from its last tokens on.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
         self._shown: dict[int, str] = {}  # by key
+        self._settled: dict[int, tuple[int, str]] = {}  # by key: a number of first tokens, and their text
 
     def add(self, sequence: "Sequence") -> str:
         """Return the text of a sequence that was not returned before: all of it once it has ended, else without the
-        bytes of an unfinished character and spaces that the next token may take back."""
+        bytes of an unfinished character, spaces that the next token may take back, and what may become one of the texts
+        that end it."""
         before = self._shown.get(sequence.key, "")
         if sequence.ended:
             text = sequence.text
+            self.forget([sequence.key])
         else:
-            text = self._tokenizer.decode(sequence.output_ids).rstrip(UNFINISHED).rstrip()
+            text = _before_a_stop(self._text(sequence).rstrip(UNFINISHED).rstrip(), sequence.stop)
         if not text.startswith(before) or len(text) < len(before):
             return ""
-        self._shown[sequence.key] = text
+        if not sequence.ended:
+            self._shown[sequence.key] = text
         return text[len(before) :]
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Forget sequences whose text is wanted no more."""
+        for key in keys:
+            self._shown.pop(key, None)
+            self._settled.pop(key, None)
+
+    def _text(self, sequence: "Sequence") -> str:
+        ids = sequence.output_ids
+        count, settled = self._settled.get(sequence.key, (0, ""))
+        first = max(0, count - TAIL)
+        head, both = self._tokenizer.decode(ids[first:count]), self._tokenizer.decode(ids[first:])
+        if count and not (settled.endswith(head) and both.startswith(head)):
+            return self._tokenizer.decode(ids)
+        text = settled + both[len(head) :]
+        if len(ids) >= count + SETTLED and not text.endswith(UNFINISHED):
+            self._settled[sequence.key] = len(ids), text
+        return text
+
+
+def _before_a_stop(text: str, stops: tuple[str, ...]) -> str:
+    """Return `text` without an end that may be the beginning of one of `stops`."""
+    end = len(text)
+    for stop in stops:
+        place = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while place >= 0 and not stop.startswith(text[place:]):
+            place = text.find(stop[0], place + 1)
+        end = place if 0 <= place < end else end
+    return text[:end]

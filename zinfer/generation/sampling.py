@@ -6,7 +6,7 @@ continues in the same way whatever batch it is in, and after a restart.
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.value import Frozen
@@ -38,6 +38,31 @@ GREEDY = Sampling()
 def chance(seed: str, place: int) -> float:
     """Return a number from 0 to 1 (exclusive), always the same for a seed and a place."""
     return int.from_bytes(blake2b(f"{seed}/{place}".encode(), digest_size=8).digest()) / 2**64
+
+
+class Score(NamedTuple):
+    """Log-probability of a token, in nats, and those of the most likely ones in its place, by id, the best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def scores(logits: "Tensor", tokens: Sequence[int], count: int) -> list[Score]:
+    """Return the scores of `tokens`, one for each row of ``[n, V]`` logits, with the `count` most likely ones beside
+    it; temperature and nucleus play no part in them."""
+    import torch
+
+    found: list[Score] = []
+    size = max(1, CHUNK // logits.shape[-1])
+    for start in range(0, len(tokens), size):
+        part = torch.log_softmax(logits[start : start + size].float(), dim=-1)
+        ids = torch.tensor(tokens[start : start + size], device=logits.device)
+        own = part.gather(-1, ids[:, None])[:, 0].tolist()
+        best = part.topk(min(count, part.shape[-1]), dim=-1)
+        rows = zip(ids.tolist(), own, best.indices.tolist(), best.values.tolist(), strict=True)
+        found += [Score(token, value, tuple(zip(top, tops, strict=True))) for token, value, top, tops in rows]
+    return found
 
 
 def greedy(logits: "Tensor") -> "tuple[Tensor, Tensor]":

@@ -19,7 +19,7 @@ from torch import Tensor
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.generation import passes
-from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, choose
+from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, scores
 from zinfer.generation.schedule import (
     EXPANDED_SHARE,
     Abilities,
@@ -125,6 +125,10 @@ class Sequence:
     `left` is the number of tokens that it may still get. Once it has ended, `finish_reason` is ``stop`` (an end token,
     or one of the texts `stop`) or ``length`` and `text` its output; or `error` says why it has none. The end token is
     not part of `output_ids`.
+
+    `logprobs` asks for the scores of its tokens, with that many others in each place: `scores` are those of
+    `output_ids`, and with `echo` `prompt_scores` those of the prompt from its second token on. `ContinuousScheduler`
+    alone gives them.
     """
 
     prompt_ids: list[int]
@@ -137,6 +141,15 @@ class Sequence:
     finish_reason: Literal["stop", "length"] | None = None
     error: str | None = None
     text: str = ""
+    logprobs: int | None = None
+    echo: bool = False
+    scores: list[Score] = field(default_factory=list)
+    prompt_scores: list[Score] = field(default_factory=list)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while scores of its prompt are to be computed."""
+        return self.echo and self.logprobs is not None and len(self.prompt_scores) < len(self.prompt_ids) - 1
 
     @property
     def ended(self) -> bool:
@@ -287,6 +300,7 @@ class ContinuousScheduler:
         """
         self.schedule.times.joins = self.engine.joins  # a first pass may find out that it cannot
         planned = self.schedule.plan()
+        planned = planned._replace(works=[self._bounded(work) for work in planned.works])
         began = time.monotonic()
         touched: list[Sequence] | None = None
         try:
@@ -422,28 +436,81 @@ class ContinuousScheduler:
                 rows.append(([padding] * max(0, -skip) + known[max(0, skip) :])[:count])
         return torch.tensor(rows)
 
+    def _scored(self, group: Group) -> bool:
+        """Tell whether all positions of a group's prompts need logits, for their scores."""
+        sequences = (self.sequences.get(row.key) for row in group.rows if row is not None)
+        return not group.running and any(one is not None and one.scores_prompt for one in sequences)
+
+    def _bounded(self, work: GroupWork) -> GroupWork:
+        """Return `work` with fewer tokens if the logits of all its positions would take too much memory."""
+        if not self.schedule.able.chunks or not self._scored(work.group):
+            return work
+        most = SCORED_LOGITS // (self.engine.plan.model.vocab_size * len(work.group.rows))
+        return work._replace(tokens=max(1, min(work.tokens, most)))
+
     def _compute(self, works: Several[GroupWork]) -> list[Sequence]:
         """Run the pass; return the sequences that got a token."""
-        asked = [Work(self._batches[id(group)], self._tokens(group, count)) for group, count in works]
+        scored = [self._scored(group) for group, _ in works]
+        asked = [
+            Work(self._batches[id(group)], self._tokens(group, count), count if all_positions else 1)
+            for (group, count), all_positions in zip(works, scored, strict=True)
+        ]
         found = self.engine.forward(asked)
         touched: list[Sequence] = []
         chosen = []
-        for (group, count), logits in zip(works, found, strict=True):
+        for (group, count), all_positions, logits in zip(works, scored, found, strict=True):
+            if all_positions:
+                self._score_prompts(group, logits)
             if group.length + count < group.width:  # prompts that are not complete
                 continue
             sequences = [None if row is None else self.sequences.get(row.key) for row in group.rows]
             samplings = [GREEDY if one is None else one.sampling for one in sequences]
             places = [0 if one is None else len(one.output_ids) for one in sequences]
-            chosen.append((sequences, *choose(logits[:, -1], samplings, places)))
+            tokens, finite = choose(logits[:, -1], samplings, places)
+            chosen.append((sequences, tokens.tolist(), finite.tolist(), _scores(sequences, logits[:, -1], tokens)))
         del found
-        for sequences, tokens, finite in chosen:
-            for sequence, token, fine in zip(sequences, tokens.tolist(), finite.tolist(), strict=True):
+        for sequences, ids, finites, scored_rows in chosen:
+            for place, (sequence, token, fine) in enumerate(zip(sequences, ids, finites, strict=True)):
                 if sequence is not None:
+                    count = len(sequence.output_ids)
                     add_token(self._tokenizer, sequence, token, fine)
+                    if place in scored_rows and len(sequence.output_ids) > count:
+                        sequence.scores.append(scored_rows[place])
                     touched.append(sequence)
         return touched
 
+    def _score_prompts(self, group: Group, logits: Tensor) -> None:
+        """Add the scores that `logits`, ``[B, count, V]`` of a group's next positions, have for tokens of prompts."""
+        count = logits.shape[1]
+        for place, row in enumerate(group.rows):
+            sequence = None if row is None else self.sequences.get(row.key)
+            if sequence is None or not sequence.scores_prompt:
+                continue
+            first = group.length - (group.width - len(sequence.prompt_ids) - len(sequence.output_ids))
+            known = len(sequence.prompt_scores)  # the next score is that of token `known` + 1, from position `known`
+            last = min(first + count, len(sequence.prompt_ids) - 1)
+            if first <= known < last:
+                part = logits[place, known - first : last - first]
+                sequence.prompt_scores += scores(
+                    part, sequence.prompt_ids[known + 1 : last + 1], sequence.logprobs or 0
+                )
 
+
+def _scores(sequences: Several[Sequence | None], logits: Tensor, tokens: Tensor) -> dict[int, Score]:
+    """Return the scores of `tokens`, chosen by ``[B, V]`` logits, for the places whose sequences ask for them."""
+    wanted = [place for place, one in enumerate(sequences) if one is not None and one.logprobs is not None]
+    if not wanted:
+        return {}
+    most = max(one.logprobs or 0 for one in sequences if one is not None)
+    found = dict(zip(wanted, scores(logits[wanted], tokens[wanted].tolist(), most), strict=True))
+    return {
+        place: score._replace(top=score.top[: one.logprobs])
+        for place, score in found.items()
+        if (one := sequences[place]) is not None
+    }
+
+
+SCORED_LOGITS = 1 << 27  # logits of one group that a pass keeps for the scores of prompts
 WORKING_SHARE = 0.08  # share of a GPU's memory that the KV cache leaves to the work of a pass
 
 

@@ -79,6 +79,10 @@ class Tokenizer:
         """Return the text of `token_ids`, special tokens left out."""
         return str(self.hf.decode(list(token_ids), skip_special_tokens=True))
 
+    def text_of(self, token: int) -> str:
+        """Return the text of one token, also of a special one."""
+        return str(self.hf.decode([token], skip_special_tokens=False))
+
 
 def load_tokenizer(spec: ModelSpec) -> "PreTrainedTokenizerBase":
     """Load the checkpoint's own tokenizer, or bytes as tokens for dummy weights. Raises ModelError where there is

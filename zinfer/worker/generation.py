@@ -1,11 +1,13 @@
 """Worker tasks that generate text: prompts, batches of rows, and conversations."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 
 from zinfer.engine import EngineError
 from zinfer.generation.chat import Chat
 from zinfer.generation.detokenizer import TextPieces
+from zinfer.generation.sampling import Score
 from zinfer.generation.scheduler import ContinuousScheduler, Sequence, advance, continue_prompts
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import (
@@ -22,12 +24,14 @@ from zinfer.worker.tasks import (
     ChatStep,
     ChatToken,
     CompletionStep,
+    EchoedPrompt,
     Generate,
     Generated,
     GenerateStep,
     RowStep,
     Tokenize,
     Tokenized,
+    TokenScore,
 )
 
 STREAM_S = 0.05  # prompts are continued that long before their text is shown
@@ -80,44 +84,54 @@ def batch_start(session: Session, request: BatchStart) -> BatchStarted:
     """Begin a batch, in place of one that runs."""
     if session.scheduler is not None:
         session.scheduler.end()
-    session.sent = {}
+    session.sent, session.text, session.streams = {}, TextPieces(session.tokenizer()), set()
     session.scheduler = ContinuousScheduler(
         session.engine, session.tokenizer(), request.load, request.rows, request.arrivals
     )
-    return BatchStarted(positions=session.scheduler.schedule.limits.positions)
+    return BatchStarted(
+        positions=session.scheduler.schedule.limits.positions, cannot_score=session.engine.cannot_score()
+    )
 
 
 def batch_step(session: Session, request: BatchStep) -> BatchStepped:
-    """Add rows; run passes until a row ends, nothing is left to do, or `ANSWER_S` seconds have gone by."""
+    """Forget rows and add others; run passes until a row ends, nothing is left to do, or the time of an answer has come
+    (`ANSWER_S` by default)."""
     running = session.scheduler
     if running is None:
         raise EngineError("no batch is running")
     schedule = running.schedule
     schedule.ending = request.ending
+    answer_s = ANSWER_S if request.answer_s is None else request.answer_s
     sequences = [
-        Sequence(row.prompt_ids, row.left, row.sampling, row.stop, output_ids=list(row.output_ids), key=row.key)
+        Sequence(
+            row.prompt_ids, row.left, row.sampling, row.stop, output_ids=list(row.output_ids), key=row.key,
+            logprobs=row.logprobs, echo=row.echo,
+        )
         for row in request.rows
-    ]
-    session.sent |= {sequence: len(sequence.output_ids) for sequence in sequences}
+    ]  # fmt: skip
     before, began = replace(schedule.tally), time.monotonic()
     touched: dict[Sequence, None] = {}
     try:
+        _drop(session, running, request.drop)
+        session.sent |= {sequence: len(sequence.output_ids) for sequence in sequences}
+        session.streams |= {row.key for row in request.rows if row.stream}
         running.add(sequences)
         while running.running:
             changed = running.step()
             touched |= dict.fromkeys(changed)
-            if any(sequence.ended for sequence in changed) or time.monotonic() - began > ANSWER_S:
+            if any(sequence.ended for sequence in changed) or time.monotonic() - began > answer_s:
                 break
         if not running.running:
             running.release()
     except BaseException:
         session.scheduler, session.sent = None, {}
         raise
-    rows = [_row_step(sequence, session.sent[sequence]) for sequence in touched]
+    rows = [_row_step(session, sequence) for sequence in touched]
     for sequence in touched:
         session.sent[sequence] = len(sequence.output_ids)
         if sequence.ended:
             del session.sent[sequence]
+            session.streams.discard(sequence.key)
     tally = schedule.tally
     return BatchStepped(
         passes=tally.passes - before.passes,
@@ -131,11 +145,44 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
     )
 
 
-def _row_step(sequence: Sequence, sent: int) -> RowStep:
+def _drop(session: Session, running: ContinuousScheduler, keys: Iterable[int]) -> None:
+    """Forget rows, however far they are."""
+    gone = set(keys)
+    if not gone or session.text is None:
+        return
+    running.drop(gone)
+    session.text.forget(gone)
+    session.sent = {sequence: count for sequence, count in session.sent.items() if sequence.key not in gone}
+    session.streams -= gone
+
+
+def _row_step(session: Session, sequence: Sequence) -> RowStep:
+    tokens = sequence.output_ids[session.sent[sequence] :]
+    scores = [] if sequence.logprobs is None else sequence.scores[len(sequence.scores) - len(tokens) :]
+    piece = ""
+    if session.text is not None and sequence.key in session.streams:
+        piece = session.text.add(sequence)
+    prompt = None
+    if sequence.echo:
+        sequence.echo = False  # it is told once
+        decode = session.tokenizer().decode
+        prompt = EchoedPrompt(
+            text=decode(sequence.prompt_ids), first=session.token_text(sequence.prompt_ids[0]),
+            scores=_token_scores(session, sequence.prompt_scores),
+        )  # fmt: skip
+        sequence.prompt_scores = []
     return RowStep(
-        key=sequence.key, tokens=sequence.output_ids[sent:], finish_reason=sequence.finish_reason, text=sequence.text,
-        error=sequence.error,
+        key=sequence.key, tokens=tokens, finish_reason=sequence.finish_reason, text=sequence.text,
+        error=sequence.error, piece=piece, prompt=prompt, scores=_token_scores(session, scores),
     )  # fmt: skip
+
+
+def _token_scores(session: Session, scores: Iterable[Score]) -> list[TokenScore]:
+    name = session.token_text
+    return [
+        TokenScore(token=name(one.token), logprob=one.logprob, top=[(name(token), value) for token, value in one.top])
+        for one in scores
+    ]
 
 
 def chat_open(session: Session, request: ChatOpen) -> ChatOpened:

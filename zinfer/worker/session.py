@@ -39,10 +39,12 @@ class Session:
         self.scheduler: ContinuousScheduler | None = None  # scheduler of the running batch
         self.sent: dict[Sequence, int] = {}  # output tokens of each of its sequences that were answered
         self.text: TextPieces | None = None  # text of prompts that are being continued
+        self.streams: set[int] = set()  # keys of sequences whose text is wanted in pieces
         self.asked = 1  # most tokens that they get
         self.chat: Chat | None = None
         self._instead = instead or {}
         self._tokenizer: tuple[ModelSpec, Tokenizer] | None = None
+        self._token_texts: dict[int, str] = {}
 
     @property
     def engine(self) -> "Engine":
@@ -68,8 +70,14 @@ class Session:
 
         spec = spec or self.plan.model
         if self._tokenizer is None or self._tokenizer[0] != spec:
-            self._tokenizer = spec, Tokenizer(spec)
+            self._tokenizer, self._token_texts = (spec, Tokenizer(spec)), {}
         return self._tokenizer[1]
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a token of the loaded model by itself, also of a special one."""
+        if token not in self._token_texts:
+            self._token_texts[token] = self.tokenizer().text_of(token)
+        return self._token_texts[token]
 
     def answer(self, message: Any) -> dict[str, Any]:
         """Run one task: ``{"task": name, "request": {..}}`` to ``{"answer": {..}}``, or ``{"failure": {..}}`` where it

@@ -137,7 +137,8 @@ class Tokenize(Request[Tokenized]):
 
 
 class BatchRow(Message):
-    """A row of a batch: the fields of a `zinfer.generation.scheduler.Sequence`."""
+    """A row of a batch: the fields of a `zinfer.generation.scheduler.Sequence`; `stream` asks for its text in pieces,
+    `echo` for the text of its prompt, and with `logprobs` for the scores of its tokens."""
 
     key: int
     prompt_ids: list[int]
@@ -145,22 +146,47 @@ class BatchRow(Message):
     left: int
     sampling: Sampling = GREEDY
     stop: tuple[Text, ...] = ()
+    stream: bool = False
+    logprobs: int | None = None
+    echo: bool = False
+
+
+class TokenScore(Message):
+    """Text of a token, its log-probability in nats, and those of the most likely tokens in its place, the best
+    first."""
+
+    token: str
+    logprob: float
+    top: list[tuple[str, float]] = Field(default_factory=list)
+
+
+class EchoedPrompt(Message):
+    """Text of a prompt, of its first token, and the scores of its other tokens if they were asked for."""
+
+    text: str
+    first: str
+    scores: list[TokenScore] = Field(default_factory=list)
 
 
 class RowStep(Message):
-    """New `tokens` of a row; one that ended has a `finish_reason` and its `text`, or an `error`."""
+    """New `tokens` of a row; one that ended has a `finish_reason` and its `text`, or an `error`. `piece` is new text,
+    `scores` are those of the tokens, `prompt` comes once, before the first token, if they were asked for."""
 
     key: int
     tokens: list[int]
     finish_reason: Literal["stop", "length"] | None = None
     text: str = ""
     error: str | None = None
+    piece: str = ""
+    scores: list[TokenScore] = Field(default_factory=list)
+    prompt: EchoedPrompt | None = None
 
 
 class BatchStarted(Message):
-    """Positions of KV cache that the rows may take together."""
+    """Positions of KV cache that the rows may take together, and the reason why prompts cannot be scored."""
 
     positions: int
+    cannot_score: str | None = None
 
 
 class BatchStart(Request[BatchStarted]):
@@ -187,11 +213,14 @@ class BatchStepped(Message):
 
 
 class BatchStep(Request[BatchStepped]):
-    """Add `rows` to the batch and run passes until a row ends or a second has gone by. `ending` is the chance that a
-    row ends at a token before its limit."""
+    """Forget the rows whose keys are `drop`, add `rows` to the batch, and run passes until a row ends or `answer_s`
+    seconds have gone by, a second by default; 0 is one pass. `ending` is the chance that a row ends at a token before
+    its limit."""
 
     rows: list[BatchRow] = Field(default_factory=list)
+    drop: list[int] = Field(default_factory=list)
     ending: float = 0.0
+    answer_s: float | None = None
 
 
 # Conversations

@@ -151,6 +151,9 @@ class TensorRT(Engine):
         batch.length = length
 
     @torch.inference_mode()
+    def cannot_score(self) -> str | None:
+        return f"engine {self.plan.case.engine} returns the logits of the last position only"
+
     def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
         if all(batch is not one for one in self.batches):
             return

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from zinfer.generation.schedule import like_order
 from zinfer.job.batch.openai import BatchRequest, Fault
 from zinfer.job.batch.packing import RowDemand
+from zinfer.job.openai import Refused, answer_limit
 
 
 @dataclass(eq=False)
@@ -59,13 +60,10 @@ def rows_of(
             faults.append(_fault(request, "invalid_prompt", prompt))
             continue
         length = len(prompt)
-        left = None if positions is None else positions - length
-        limit = request.output_len
-        if limit is None:
-            limit = output_len if left is None else min(output_len, max(1, left))
-        if left is not None and limit > left:
-            message = f"the prompt's {length} tokens and {limit} of the answer exceed the model's {positions} positions"
-            faults.append(_fault(request, "context_length_exceeded", message))
+        try:
+            limit = answer_limit(request.output_len, length, positions, output_len)
+        except Refused as refused:
+            faults.append(_fault(request, refused.code, str(refused)))
             continue
         known = output_ids.get(request.id, [])[: limit - 1]
         rows.append(RequestRow(len(rows), request, prompt, limit, list(known), saved=len(known)))

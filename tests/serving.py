@@ -1,0 +1,132 @@
+"""A server in this process, on the loopback, and a worker for it that has no engine."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.inline_batch import InlineRows
+from zinfer.job.serve.server import HttpServer, Settings, listen
+from zinfer.plan.plan import Plan
+from zinfer.spec.case import Workload
+from zinfer.worker.process import Client
+from zinfer.worker.session import Session
+from zinfer.worker.tasks import BatchRow, BatchStart, BatchStarted, BatchStep, BatchStepped, RowStep
+
+NAME = "tiny"
+LOAD = Workload(batch_size=8, input_len=60, output_len=40)
+
+
+class Server:
+    """A server that runs in a thread, and a plain client of it."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self.server, self.dispatcher = server, server.dispatcher
+        self.fault: str | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        self.fault = self.server.run()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}/v1"
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
+
+    def ask(
+        self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Return the status, the body (parsed if it is JSON) and the headers of an answer."""
+        connection = self.connect()
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        given = {"content-type": "application/json"} | (headers or {})
+        connection.request(method or ("GET" if content is None else "POST"), path, content, given)
+        response = connection.getresponse()
+        text = response.read()
+        found = {name.lower(): value for name, value in response.getheaders()}
+        connection.close()
+        return response.status, json.loads(text) if "json" in found.get("content-type", "") else text.decode(), found
+
+    def wait(self, fact: Callable[[], bool], seconds: float = 60.0) -> None:
+        until = time.monotonic() + seconds
+        while not fact():
+            assert time.monotonic() < until, "waited in vain"
+            time.sleep(0.005)
+
+    def metric(self, name: str) -> float:
+        lines = self.server.metrics.text().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    def end(self) -> None:
+        self.server.drain()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def serving(
+    plan: Plan,
+    make_worker: Callable[[], Client],
+    load: Workload = LOAD,
+    *,
+    ready: bool = True,
+    buffer: int | None = None,
+    **settings: Any,
+) -> Iterator[Server]:
+    """Serve a plan's model until the end of the context; wait until it is `ready`. The kernel holds `buffer`
+    bytes of an answer."""
+    made = Settings(NAME, drain_s=20.0)._replace(**settings)
+    with listen("127.0.0.1", 0) as bound:
+        if buffer is not None:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
+        server = Server(HttpServer(plan, make_worker, load, made, bound))
+        server.start()
+        try:
+            if ready:
+                server.wait(lambda: server.dispatcher.state != "loading")
+            yield server
+        finally:
+            server.end()
+
+
+class ServedRows(InlineRows):
+    """A worker without an engine whose rows are streamed and dropped, too."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.dropped: set[int] = set()
+        self._shown: dict[int, str] = {}
+
+    def _start(self, session: Session, request: BatchStart) -> BatchStarted:
+        assert request.arrivals
+        self._shown = {}
+        return super()._start(session, request)
+
+    def _step(self, session: Session, request: BatchStep) -> BatchStepped:
+        known = {row.key for row in (*self.alive, *self.queue)}
+        assert set(request.drop) <= known, "dropped rows are in the worker"
+        self.dropped |= set(request.drop)
+        self.alive, self.queue = (
+            [row for row in rows if row.key not in request.drop] for rows in (self.alive, self.queue)
+        )
+        keys = [row.key for row in (*self.alive, *self.queue, *request.rows)]
+        assert keys == sorted(keys), "rows come in the order of arrival"
+        before = {row.key: row for row in (*self.alive, *self.queue, *request.rows)}
+        answer = super()._step(session, request)
+        return answer.model_copy(update={"rows": [self._with_piece(before[row.key], row) for row in answer.rows]})
+
+    def _with_piece(self, row: BatchRow, step: RowStep) -> RowStep:
+        if not row.stream:
+            return step
+        text = " ".join(map(str, [*row.output_ids, *step.tokens]))
+        piece, self._shown[row.key] = text[len(self._shown.get(row.key, "")) :], text
+        return step.model_copy(update={"piece": piece})

@@ -1,0 +1,282 @@
+"""`zinfer serve` with a real engine: the client of OpenAI gets the tokens and log-probabilities of `transformers`."""
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.serving import NAME, Server, serving
+from tests.test_parity import MACHINE
+from tests.test_rows import TEMPLATE
+from zinfer.engine.stream import Stream
+from zinfer.generation import scheduler
+from zinfer.generation.schedule import PassTimes
+from zinfer.job.batch.packing import RowDemand, best_plan
+from zinfer.plan.plan import Plan
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.resolve import from_directory
+from zinfer.worker.generation import batch_step
+from zinfer.worker.inline import InlineWorker
+from zinfer.worker.process import WorkerDied
+from zinfer.worker.session import Session
+from zinfer.worker.tasks import BatchStep, BatchStepped, Load, Loaded
+
+PROMPTS = ["Once upon a time", "ab", "etaoin shrdlu, etaoin", "x" * 40]
+
+
+def plan_of(directory: Path) -> Plan:
+    workload = Workload(batch_size=1, input_len=1, output_len=1)
+    case = Case(model=str(directory), engine="stream", offload="cpu", workload=workload, dtype="float32",
+                load_format="safetensors")  # fmt: skip
+    return best_plan([case], [RowDemand(60, 40)], from_directory(directory), MACHINE)
+
+
+class Reference:
+    """The same checkpoint in `transformers`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(directory)
+        self.tokenizer = AutoTokenizer.from_pretrained(directory)
+
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self.tokenizer(text).input_ids
+        return found
+
+    @torch.inference_mode()
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        logits = self.model(torch.tensor([ids])).logits[0]
+        return torch.log_softmax(logits.float(), -1)
+
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        made = self.model.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=count,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+        found = made[0, len(ids) :].tolist()
+        return [token for token in found if token != 2]
+
+    def text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+@pytest.fixture(scope="module")
+def directory(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = Path(shutil.copytree(checkpoint("llama"), tmp_path_factory.mktemp("served") / "model"))
+    (found / "chat_template.jinja").write_text(TEMPLATE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(directory: Path) -> Reference:
+    return Reference(directory)
+
+
+@pytest.fixture(scope="module")
+def worker() -> InlineWorker:
+    return InlineWorker(Stream)
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, worker: InlineWorker) -> Iterator[Server]:
+    with serving(plan_of(directory), lambda: worker) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make decisions that are made for thousands of tokens with few."""
+    monkeypatch.setattr("zinfer.generation.schedule.LEAST_TOKENS", 6)
+    monkeypatch.setattr(PassTimes, "room", lambda *_: 11)
+
+
+def free(server: Server, worker: InlineWorker) -> None:
+    """Wait until no row is left anywhere: neither in the server, nor in the dispatcher, worker and engine."""
+    server.wait(lambda: not server.server.desk.exchanges and server.dispatcher.unfinished == 0)
+    session = worker.session
+    server.wait(lambda: not (session.sent or session.engine.batches or session.streams))
+    assert session.text is not None
+    assert not session.text._shown
+
+
+@pytest.mark.usefixtures("small")
+def test_greedy_text_is_that_of_transformers(
+    client: openai.OpenAI, reference: Reference, server: Server, worker: InlineWorker
+) -> None:
+    """A list of texts, the same as token ids, and one of them as a stream, at once and with others beside it."""
+    expected = [reference.text(reference.greedy(reference.ids(text), 12)) for text in PROMPTS]
+    ids = [reference.ids(text) for text in PROMPTS]
+    kind: dict[str, Any] = {"model": NAME, "max_tokens": 12, "temperature": 0}
+    stream = client.completions.create(prompt=PROMPTS[2], stream=True, stream_options={"include_usage": True}, **kind)
+    texts = client.completions.create(prompt=PROMPTS, **kind)
+    assert [choice.text for choice in texts.choices] == expected
+    assert [choice.index for choice in texts.choices] == [0, 1, 2, 3]
+    assert texts.usage is not None
+    assert texts.usage.prompt_tokens == sum(map(len, ids))
+    assert [choice.text for choice in client.completions.create(prompt=ids, **kind).choices] == expected
+    assert client.completions.create(prompt=ids[3], **kind).choices[0].text == expected[3]
+    *events, last = stream
+    assert "".join(event.choices[0].text for event in events) == expected[2]
+    assert sum(bool(event.choices[0].text) for event in events) > 3
+    assert [event.choices[0].finish_reason for event in events][-1] in ("length", "stop")
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.prompt_tokens == len(ids[2])
+    free(server, worker)
+
+
+def test_a_stop_ends_the_text_and_no_part_of_it_is_streamed(client: openai.OpenAI, reference: Reference) -> None:
+    whole = reference.text(reference.greedy(reference.ids(PROMPTS[0]), 12))
+    stop = whole[5:8]
+    expected = whole[: whole.index(stop)]
+    kind: dict[str, Any] = {"model": NAME, "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "stop": [stop]}
+    found = client.completions.create(**kind).choices[0]
+    assert (found.text, found.finish_reason) == (expected, "stop")
+    assert "".join(event.choices[0].text for event in client.completions.create(stream=True, **kind)) == expected
+
+
+def test_a_chat_is_rendered_and_streamed(client: openai.OpenAI, reference: Reference) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}]
+    rendered = reference.tokenizer("[user]hi[assistant]", add_special_tokens=False).input_ids
+    expected = reference.text(reference.greedy(rendered, 9))
+    kind: dict[str, Any] = {"model": NAME, "messages": messages, "max_completion_tokens": 9, "temperature": 0}
+    whole = client.chat.completions.create(logprobs=True, top_logprobs=2, **kind)
+    said = whole.choices[0].message
+    assert (said.role, said.content) == ("assistant", expected)
+    assert whole.choices[0].logprobs is not None
+    tops = [[one.logprob for one in token.top_logprobs] for token in whole.choices[0].logprobs.content or ()]
+    assert all(len(top) == 2 and top[0] > top[1] for top in tops)
+    assert whole.usage is not None
+    assert len(tops) == whole.usage.completion_tokens
+    events = list(client.chat.completions.create(stream=True, **kind))
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(event.choices[0].delta.content or "" for event in events) == expected
+    bad: Any = [{"role": "bad", "content": ""}]
+    with pytest.raises(openai.BadRequestError, match="no such role"):
+        client.chat.completions.create(model=NAME, messages=bad)
+
+
+@pytest.mark.usefixtures("small")
+def test_log_probabilities_of_an_echoed_prompt_are_those_of_transformers(
+    client: openai.OpenAI, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several lengths, computed in chunks, and an answer of no, one, and three tokens."""
+    monkeypatch.setattr(scheduler, "SCORED_LOGITS", 128 * 12)
+    ids = [reference.ids(text) for text in PROMPTS]
+    for count in (0, 1, 3):
+        found = client.completions.create(
+            model=NAME, prompt=ids, max_tokens=count, temperature=0, logprobs=1, echo=True, seed=1
+        )
+        for prompt, choice in zip(ids, found.choices, strict=True):
+            whole = prompt + reference.greedy(prompt, count) if count else prompt
+            table = reference.logprobs(whole)
+            assert choice.logprobs is not None
+            values, tops = choice.logprobs.token_logprobs or [], choice.logprobs.top_logprobs or []
+            assert values[0] is None
+            assert len(values) == len(whole)
+            expected = [float(table[place, token]) for place, token in enumerate(whole[1:])]
+            assert values[1:] == pytest.approx(expected, abs=1e-4)
+            best = [float(row.max()) for row in table[: len(whole) - 1]]
+            assert [max(top.values()) for top in tops[1:]] == pytest.approx(best, abs=1e-4)
+            assert choice.text == reference.text(whole)
+        assert found.usage is not None
+        assert found.usage.completion_tokens == (0 if not count else sum(
+            len(reference.greedy(prompt, count)) for prompt in ids))  # fmt: skip
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused(client: openai.OpenAI) -> None:
+    for prompt in ("x" * 2048, [5] * 2048):
+        with pytest.raises(openai.BadRequestError, match=r"2048 tokens and 1 of the answer exceed .* 2048 positions"):
+            client.completions.create(model=NAME, prompt=prompt)
+
+
+def test_answers_to_one_prompt_differ_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
+    kind: dict[str, Any] = {"model": NAME, "prompt": "Once", "max_tokens": 12, "n": 3, "seed": 5}
+    first, again = (client.completions.create(**kind) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert len(set(texts)) == 3
+    assert [choice.text for choice in again.choices] == texts
+    assert first.usage is not None
+    assert first.usage.prompt_tokens == 4
+
+
+def test_a_client_that_goes_away_frees_its_rows(
+    client: openai.OpenAI, server: Server, worker: InlineWorker, reference: Reference
+) -> None:
+    """Others are answered while its rows run."""
+    expected = reference.text(reference.greedy(reference.ids("ab"), 3))
+    before = server.metric("zinfer_generated_tokens_total")
+    for stream in (True, False):
+        connection = server.connect()
+        body = {"prompt": ["Once upon", "ab"], "max_tokens": 700, "stream": stream, "temperature": 0}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        server.wait(lambda: len(worker.session.sent) == 2)
+        short = client.completions.create(model=NAME, prompt="ab", max_tokens=3, temperature=0)
+        assert short.choices[0].text == expected
+        assert len(worker.session.sent) == 2
+        connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
+        free(server, worker)
+        assert server.metric("zinfer_generated_tokens_total") - before < 1400
+
+
+def test_a_worker_that_dies_is_replaced_and_its_rows_go_on(
+    directory: Path, reference: Reference, worker: InlineWorker, server: Server
+) -> None:
+    """The first worker dies with five rows in it: the stream that has sent text ends with an error, the others go on
+    with the tokens that they have."""
+    expected = [reference.text(reference.greedy(reference.ids(text), 20)) for text in PROMPTS]
+    workers: list[InlineWorker] = []
+    steps = 0
+    engine = worker.session.engine
+
+    def loads(session: Session, _request: Load) -> Loaded:
+        session.engine = engine
+        return Loaded()
+
+    def dies(session: Session, request: BatchStep) -> BatchStepped:
+        nonlocal steps
+        steps += len(session.sent) == 5
+        if steps == 4:
+            raise WorkerDied("crashed", "killed by SIGKILL")
+        return batch_step(session, request)
+
+    def make() -> InlineWorker:
+        instead: dict[Any, Any] = {Load: loads} | ({} if workers else {BatchStep: dies})
+        workers.append(InlineWorker.around(engine, instead=instead))
+        return workers[-1]
+
+    server.wait(lambda: server.dispatcher.unfinished == 0)
+    with serving(plan_of(directory), make) as other:
+        with openai.OpenAI(base_url=other.url, api_key="none", max_retries=0, timeout=60) as client:
+            kind: dict[str, Any] = {"model": NAME, "temperature": 0}
+            stream = client.completions.create(prompt=PROMPTS[0], stream=True, max_tokens=700, **kind)
+            assert next(stream).choices[0].text
+            whole = client.completions.create(prompt=PROMPTS, max_tokens=20, **kind)
+            assert [choice.text for choice in whole.choices] == expected
+            with pytest.raises(openai.APIError, match="SIGKILL"):
+                list(stream)
+        assert len(workers) == 2
+        assert other.metric("zinfer_worker_restarts_total") == 1
+        free(other, workers[1])
+
+
+def test_an_idle_server_sleeps(server: Server) -> None:
+    server.wait(lambda: server.dispatcher.unfinished == 0)
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1

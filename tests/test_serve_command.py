@@ -1,0 +1,232 @@
+"""Command `zinfer serve`: from its start to its end by a signal, in this process and in processes of its own."""
+
+import http.client
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from tests import PATIENCE_S, environment, mentions
+from tests.command import zinfer
+from tests.test_cli import folder
+from zinfer.job.serve.server import listen
+
+assert folder  # a fixture
+Checkpoints = Callable[..., Path]
+BODY = {"prompt": "Once upon", "max_tokens": 9, "temperature": 0}
+
+
+def ask(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    content = None if body is None else json.dumps(body)
+    given = {"content-type": "application/json"} | headers
+    connection.request("GET" if body is None else "POST", path, content, given)
+    response = connection.getresponse()
+    found = json.loads(response.read())
+    connection.close()
+    return response.status, found
+
+
+def wait(fact: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not fact():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -> None:
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    found: list[tuple[int, Any]] = []
+
+    def client() -> None:
+        def ready() -> bool:
+            try:
+                return ask(port, "/health")[0] == 200
+            except ConnectionError:
+                return False
+
+        try:
+            wait(ready)
+            found.append(ask(port, "/v1/completions", BODY))
+            found.append(ask(port, "/v1/completions", BODY, authorization="Bearer secret"))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    words = ["serve", "-m", str(checkpoint("llama")), "--offload", "cpu", "--port", str(port), "--batch-size", "2"]
+    result = zinfer(folder, *words, ZINFER_API_KEY="secret")
+    thread.join()
+    assert result.returncode == 143, result.stderr
+    assert mentions(result.stderr, "listening at", f"http://127.0.0.1:{port}")
+    assert mentions(result.stderr, "serving", str(checkpoint("llama")), "/v1")
+    assert mentions(result.stderr, "has ended")
+    assert found[0][0] == 401
+    status, answer = found[1]
+    assert status == 200, answer
+    batch = json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": BODY})
+    (folder / "prompts.jsonl").write_text(batch)
+    words = ["batch", "prompts.jsonl", "-o", "out.jsonl", "-m", str(checkpoint("llama")), "--offload", "cpu"]
+    assert zinfer(folder, *words).returncode == 0
+    same = json.loads((folder / "out.jsonl").read_text())["response"]["body"]
+    assert answer["choices"] == same["choices"]
+    assert answer["usage"] == same["usage"]
+    assert answer["model"] == same["model"]
+
+
+def test_a_missing_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else find(name))
+    result = zinfer(folder, "serve", "-m", "bloom-tiny", "--load-format", "dummy")
+    assert result.returncode == 5
+    assert result.stderr == "Error: zinfer serve needs uvicorn: pip install 'zinfer[serve]'\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ([], 2, "--load-format dummy"),
+        (["--load-format", "dummy", "--host", "no.such.host.invalid"], 5, "--host no.such.host.invalid"),
+        (["--load-format", "dummy", "--host", "127.0.0.1", "--port", "TAKEN"], 5, "Address already in use"),
+        (["--load-format", "dummy", "--api-key", "é"], 2, "printable ASCII"),
+        (["--load-format", "dummy", "--api-key", ""], 2, "printable ASCII"),
+        (["--load-format", "dummy", "-O", "kv_threads=2,3"], 2, "axes belong to"),
+    ],
+)
+def test_mistakes_get_one_message_and_a_code(words: list[str], code: int, message: str, folder: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        result = zinfer(folder, "serve", "-m", "bloom-tiny", *(port if word == "TAKEN" else word for word in words))
+    assert result.returncode == code, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) <= 4
+
+
+# Processes
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, process: "subprocess.Popen[str]", lines: list[str]) -> None:
+        self.process, self.lines = process, lines
+
+    @property
+    def port(self) -> int:
+        (found,) = [re.search(r":(\d+)$", line) for line in self.lines if line.startswith("listening")][:1]
+        assert found is not None
+        return int(found[1])
+
+    def said(self, word: str) -> int:
+        """Number of lines on stderr with a word."""
+        return sum(word in line for line in self.lines)
+
+    def workers(self) -> list[int]:
+        found = []
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = int(status.read_text().rpartition(")")[2].split()[1])
+                if parent == self.process.pid:
+                    found.append(int(status.parent.name))
+            except OSError:
+                continue
+        return found
+
+
+@contextmanager
+def process(folder: Path, *words: str) -> Iterator[Served]:
+    command = [sys.executable, "-m", "zinfer.cli", "serve", "--port", "0", *words]
+    lines: list[str] = []
+    running = subprocess.Popen(
+        command, cwd=folder, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+
+    assert running.stderr is not None
+    reader = threading.Thread(target=_read, args=(running.stderr, lines))
+    reader.start()
+    served = Served(running, lines)
+    try:
+        wait(lambda: served.said("serving") == 1 or running.poll() is not None)
+        yield served
+    finally:
+        running.kill()
+        running.wait()
+        reader.join()
+        running.stderr.close()
+
+
+def _read(stream: IO[str], lines: list[str]) -> None:
+    while line := stream.readline():
+        lines.append(line.rstrip("\n"))
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_started_again(folder: Path, checkpoint: Checkpoints) -> None:
+    """A request under way is answered by the next worker; the idle server uses no time; SIGTERM lets one end."""
+    with process(folder, "-m", str(checkpoint("llama")), "--offload", "cpu") as server:
+        expected = ask(server.port, "/v1/completions", BODY | {"max_tokens": 1500})[1]["choices"]
+        answers: list[tuple[int, Any]] = []
+
+        def request(most: int) -> threading.Thread:
+            body = BODY | {"max_tokens": most}
+            thread = threading.Thread(target=lambda: answers.append(ask(server.port, "/v1/completions", body)))
+            thread.start()
+            return thread
+
+        (worker,) = server.workers()
+        thread = request(1500)
+        time.sleep(0.5)
+        os.kill(worker, signal.SIGKILL)
+        thread.join()
+        assert (answers[0][0], answers[0][1].get("choices")) == (200, expected), server.lines
+        assert server.said("killed by SIGKILL") == 1
+        assert server.said("serving") == 2
+
+        stat = Path(f"/proc/{server.process.pid}/stat")
+
+        def ticks() -> int:
+            return sum(map(int, stat.read_text().rpartition(")")[2].split()[11:13]))
+
+        before = ticks()
+        time.sleep(2)
+        assert ticks() - before <= 10
+
+        thread = request(1000)
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        thread.join()
+        assert answers[1][0] == 200
+        assert server.process.wait(PATIENCE_S) == 143
+        assert not server.workers()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port))
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_server_at_once(folder: Path, checkpoint: Checkpoints) -> None:
+    with process(folder, "-m", str(checkpoint("llama")), "--offload", "cpu") as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        body = json.dumps(BODY | {"max_tokens": 1900, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        assert connection.getresponse().read(10)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(PATIENCE_S) == 130
+        assert time.monotonic() - began < 5
+        connection.close()

@@ -1,0 +1,489 @@
+"""`zinfer serve` at its limits, with a worker without an engine: bad requests, full queues, deaths, slow readers."""
+
+import asyncio
+import json
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import PATIENCE_S
+from tests.inline import MACHINE, SPEC
+from tests.inline_batch import CASE, prompt_ids, text
+from tests.serving import NAME, ServedRows, Server, serving
+from zinfer.job.serve import app, dispatcher
+from zinfer.plan.plan import make_plan
+from zinfer.worker.process import WorkerDied
+from zinfer.worker.session import Session
+from zinfer.worker.tasks import BatchStep, BatchStepped, Tokenize, Tokenized
+
+PLAN = make_plan(CASE, SPEC, MACHINE)
+KEY = {"authorization": "Bearer secret"}
+TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
+TALK = [{"role": "user", "content": "hi"}]
+ALL = {"prompt": "a3/9"}
+POISON = prompt_ids("a5/30")[0]
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    worker = ServedRows()
+    with serving(PLAN, lambda: worker, key="secret", most_waiting=8, most_bytes=4096) as found:
+        yield found
+
+
+def parts(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request was sent, and nothing read."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.server.port))
+    head = (
+        f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "said"),
+    [
+        (TEXTS, b"{", 400, None, "the body"),
+        (TEXTS, b"\xff", 400, None, "UTF-8"),
+        (TEXTS, b"[]", 400, None, "not a JSON object"),
+        (TEXTS, b'{"prompt": "x", "prompt": "y"}', 400, None, "'prompt' twice"),
+        (TEXTS, b'{"prompt": "x", "temperature": NaN}', 400, None, "NaN"),
+        (TEXTS, b'{"prompt": "x", "temperature": 1e999}', 400, None, "too large a number"),
+        (TEXTS, b"[" * 3000, 400, None, "nested"),
+        (TEXTS, {}, 400, "prompt", "no prompt"),
+        (TEXTS, {"prompt": 5}, 400, "prompt", "prompt must be"),
+        (TEXTS, {"prompt": []}, 400, "prompt", "prompt must be"),
+        (TEXTS, {"prompt": ["a", 1]}, 400, "prompt", "prompt must be"),
+        (TEXTS, {"prompt": [True, False]}, 400, "prompt", "prompt must be"),
+        (TEXTS, {"prompt": [[1], []]}, 400, "prompt", "prompt must be"),
+        (TEXTS, {"prompt": [1, -1]}, 400, "prompt", "token -1"),
+        (TEXTS, {"prompt": [1, 64]}, 400, "prompt", "token 64: ids are from 0 to 63"),
+        (TEXTS, {"prompt": ["a3/9"] * 9}, 400, "prompt", "at most 8 answers"),
+        (TEXTS, {"prompt": "no such"}, 400, "prompt", "no prompt"),
+        (TEXTS, {"prompt": "\ud800"}, 400, "prompt", "surrogate"),
+        (TEXTS, ALL | {"n": 9}, 400, "n", "at most 8 answers"),
+        (TEXTS, ALL | {"n": 0}, 400, "n", "whole number"),
+        (TEXTS, ALL | {"frobnicate": 1}, 400, "frobnicate", "not supported"),
+        (TEXTS, ALL | {"max_tokens": -1}, 400, "max_tokens", "whole number"),
+        (TEXTS, ALL | {"max_tokens": 0}, 400, "max_tokens", "whole number"),
+        (TEXTS, ALL | {"max_tokens": 10**9}, 400, "prompt", "exceed"),
+        (TEXTS, ALL | {"temperature": "hot"}, 400, "temperature", "number"),
+        (TEXTS, ALL | {"top_p": -0.1}, 400, "top_p", "number"),
+        (TEXTS, ALL | {"stop": [""]}, 400, "stop", "none of them empty"),
+        (TEXTS, ALL | {"logprobs": 21}, 400, "logprobs", "from 0 to 20"),
+        (TEXTS, ALL | {"logprobs": True}, 400, "logprobs", "whole number"),
+        (TEXTS, ALL | {"echo": 1}, 400, "echo", "true or false"),
+        (TEXTS, ALL | {"stream": "yes"}, 400, "stream", "true or false"),
+        (TEXTS, ALL | {"stream_options": {}}, 400, "stream_options", "with stream only"),
+        (TEXTS, ALL | {"stream": True, "stream_options": 1}, 400, "stream_options", "an object"),
+        (TEXTS, ALL | {"stream": True, "stream_options": {"x": 1}}, 400, "stream_options", "stream_options.x"),
+        (TEXTS, ALL | {"model": 7}, 400, "model", "a text"),
+        (TEXTS, ALL | {"model": "other"}, 404, "model", "no model 'other'"),
+        (CHATS, {"messages": []}, 400, "messages", "non-empty"),
+        (CHATS, {"messages": TALK, "tools": [{}]}, 400, "tools", "not supported"),
+        (CHATS, {"messages": TALK, "top_logprobs": 2}, 400, "top_logprobs", "logprobs only"),
+        (CHATS, {"messages": TALK, "echo": True}, 400, "echo", "not supported"),
+        (CHATS, {"messages": TALK}, 400, "messages", "no prompt"),
+        (TEXTS, ALL | {"user": "x" * 5000}, 413, None, "4,096 bytes"),
+        ("/v1/embeddings", {}, 404, None, "/v1/completions"),
+        ("/v1/models", {}, 405, None, "POST"),
+        ("/v1/models/other", None, 404, "model", "no model"),
+        (TEXTS, None, 405, None, "GET"),
+    ],
+)  # fmt: skip
+def test_a_bad_request_names_its_fault(
+    server: Server, path: str, body: Any, status: int, param: str | None, said: str
+) -> None:
+    found, answer, _ = server.ask(path, body, KEY)
+    assert found == status, answer
+    error = answer["error"]
+    assert said in error["message"]
+    assert error["param"] == param
+    assert error["code"]
+    assert error["type"] == "invalid_request_error"
+    assert server.ask(TEXTS, ALL | {"max_tokens": 2}, KEY)[1]["choices"][0]["text"] == text("a3/9", 2)
+
+
+def test_the_key_is_asked_for(server: Server) -> None:
+    for headers in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "secret"},
+        {"authorization": "Basic secret"},
+    ):
+        for path, body in ((TEXTS, ALL), ("/v1/models", None), ("/metrics", None), ("/none", None)):
+            status, answer, found = server.ask(path, body, headers)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+            assert found["www-authenticate"] == "Bearer"
+    assert server.ask("/health")[0] == 200
+    status, answer, _ = server.ask("/v1/models", None, KEY)
+    assert (status, answer["data"][0]["id"]) == (200, NAME)
+
+
+def test_a_body_must_be_declared_as_json(server: Server) -> None:
+    """A page in a browser could send any other to a server of this machine."""
+    status, answer, _ = server.ask(TEXTS, ALL, KEY | {"content-type": "text/plain"})
+    assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
+
+
+def test_a_body_without_a_length_is_limited(server: Server) -> None:
+    connection = server.connect()
+    body = (b" " * 1000 for _ in range(9))
+    connection.request("POST", TEXTS, body, KEY | {"content-type": "application/json"}, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_bodies_under_way_are_limited_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "HELD", 1)
+    desk = server.server.desk
+    assert desk.held == 0
+    slow = socket.create_connection(("127.0.0.1", server.server.port))
+    head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-type: application/json\r\n"
+    slow.sendall(f"{head}content-length: 4000\r\n\r\n{' ' * 3900}".encode())
+    server.wait(lambda: desk.held == 3900)
+    padded = json.dumps(ALL).encode() + b" " * 1000
+    status, answer, headers = server.ask(TEXTS, padded, KEY)
+    assert (status, answer["error"]["code"], headers["retry-after"]) == (429, "queue_full", "5")
+    slow.close()
+    server.wait(lambda: desk.held == 0)
+    assert server.ask(TEXTS, padded, KEY)[0] == 200
+    server.wait(lambda: desk.held == 0)
+
+
+def test_a_body_that_comes_too_slowly_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_S", 0.1)
+    slow = socket.create_connection(("127.0.0.1", server.server.port))
+    head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-type: application/json\r\n"
+    slow.sendall(f"{head}content-length: 4000\r\n\r\n ".encode())
+    assert read_all(slow).startswith(b"HTTP/1.1 408")
+
+
+def test_a_full_queue_refuses_and_loses_nothing() -> None:
+    worker, gate = ServedRows(), threading.Event()
+
+    def hold(task: str) -> None:
+        if task == "batch_step":
+            gate.wait(PATIENCE_S)
+
+    worker.before = hold
+    with serving(PLAN, lambda: worker, rows=1, most_waiting=2) as server:
+        prompts = [f"a3/{size}" for size in range(20, 32)]
+        found: dict[str, Any] = {}
+        threads = [
+            threading.Thread(target=lambda one=one: found.update({one: server.ask(TEXTS, {"prompt": one})}))
+            for one in prompts
+        ]
+        for thread in threads:
+            thread.start()
+        server.wait(lambda: len(found) == 10)
+        for status, answer, headers in found.values():
+            assert (status, answer["error"]["code"]) == (429, "queue_full")
+            assert int(headers["retry-after"]) > 0
+        answered = set(prompts) - found.keys()
+        gate.set()
+        for thread in threads:
+            thread.join()
+        assert {one: found[one][1]["choices"][0]["text"] for one in answered} == {one: text(one) for one in answered}
+        server.wait(lambda: server.metric("zinfer_requests_total") == len(prompts))
+        assert server.dispatcher.unfinished == 0
+
+
+def test_a_server_that_loads_says_so_and_one_that_cannot_ends() -> None:
+    gate = threading.Event()
+
+    class Slow(ServedRows):
+        def load(self, plan: Any) -> Any:
+            gate.wait(60)
+            return super().load(plan)
+
+    with serving(PLAN, lambda: Slow(refused="oom_gpu"), ready=False) as server:
+        server.wait(lambda: server.dispatcher._worker is not None)
+        status, answer, headers = server.ask(TEXTS, ALL)
+        assert (status, headers["retry-after"]) == (503, "5")
+        assert "being loaded" in answer["error"]["message"]
+        assert server.ask("/health")[:2] == (503, {"status": "loading"})
+        gate.set()
+        server.wait(lambda: server.fault is not None)
+    assert server.fault == "loading failed (oom_gpu): no"
+
+
+def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    worker = ServedRows(pause_s=0.05)
+    with serving(PLAN, lambda: worker) as server:
+        kinds = ((30, True), (28, False))
+        running = [parts(server, {"prompt": f"a3/{size}", "stream": stream}) for size, stream in kinds]
+        server.wait(lambda: len(worker.alive) == 2)
+        waiting = server.connect()
+        waiting.connect()
+        server.server.drain()
+        server.wait(lambda: server.dispatcher.state == "draining")
+        waiting.request("POST", TEXTS, json.dumps(ALL), {"content-type": "application/json"})
+        refused = waiting.getresponse()
+        assert refused.status == 503
+        assert b"shutting down" in refused.read()
+        streamed, whole = (read_all(one) for one in running)
+        assert streamed.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == text("a3/28")
+        waiting.close()
+    assert worker.closed == 2
+    assert server.fault is None
+
+
+def test_a_drain_has_an_end() -> None:
+    worker = ServedRows(pause_s=0.05)
+    with serving(PLAN, lambda: worker, drain_s=0.2) as server:
+        one = parts(server, {"prompt": "a3/10000", "max_tokens": 10000})
+        server.wait(lambda: len(worker.alive) == 1)
+        began = time.monotonic()
+        server.server.drain()
+        found = read_all(one)
+        assert found.startswith(b"HTTP/1.1 503")
+        assert b"shut down" in found
+        assert time.monotonic() - began < 15
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """All bytes of an answer, up to the end of its body or of the connection."""
+    connection.settimeout(60)
+    found = b""
+    while more := connection.recv(1 << 16):
+        found += more
+        head, _, rest = found.partition(b"\r\n\r\n")
+        if b"chunked" in head:
+            if rest.endswith(b"0\r\n\r\n"):
+                break
+        elif len(rest) >= int(head.lower().partition(b"content-length: ")[2].split()[0]):
+            break
+    connection.close()
+    return found
+
+
+class Poisoned(ServedRows):
+    """A worker that fails with every batch in which one row is."""
+
+    def _step(self, session: Session, request: BatchStep) -> BatchStepped:
+        poisoned = any(row.prompt_ids[0] == POISON for row in (*request.rows, *self.alive, *self.queue))
+        self.edge = 0 if poisoned else 1 << 20
+        return super()._step(session, request)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_row_that_kills_the_worker_ends_alone(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of twenty rows fails every batch that it is in: the others are answered, whole, once."""
+    monkeypatch.setattr(dispatcher, "RELOAD_S", 0.01)
+    workers: list[Poisoned] = []
+
+    def make() -> Poisoned:
+        workers.append(Poisoned(dies=dies, status="crashed" if dies else "oom_gpu"))
+        return workers[-1]
+
+    with serving(PLAN, make) as server:
+        prompts = [f"a{size}/{20 + size}" for size in range(1, 20) if size != 5] + ["a5/30"]
+        _, answer, _ = server.ask(TEXTS, {"prompt": prompts[:10]})
+        assert [one["text"] for one in answer["choices"]] == [text(one) for one in prompts[:10]]
+        found: dict[str, Any] = {}
+        threads = [
+            threading.Thread(target=lambda one=one: found.update({one: server.ask(TEXTS, {"prompt": one})}))
+            for one in prompts
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found["a5/30"][0] == 500
+        assert "the worker failed" in found["a5/30"][1]["error"]["message"]
+        for one in prompts[:-1]:
+            assert (found[one][0], found[one][1]["choices"][0]["text"]) == (200, text(one))
+        assert (server.metric("zinfer_worker_restarts_total") > 0) == dies
+        assert server.ask("/health")[0] == 200
+
+
+def test_a_prompt_that_kills_the_worker_ends_alone() -> None:
+    """A worker dies when it turns one of the prompts into token ids; a row that runs meanwhile goes on."""
+    workers: list[ServedRows] = []
+
+    class Deadly(ServedRows):
+        def _tokenize(self, session: Session, request: Tokenize) -> Tokenized:
+            if "a4/4" in request.prompts:
+                raise WorkerDied("crashed", "killed by SIGSEGV")
+            return super()._tokenize(session, request)
+
+    def make() -> ServedRows:
+        workers.append(Deadly(pause_s=0.01))
+        return workers[-1]
+
+    with serving(PLAN, make) as server:
+        running = parts(server, {"prompt": "a3/200", "max_tokens": 200})
+        server.wait(lambda: len(workers[0].alive) == 1)
+        status, answer, _ = server.ask(TEXTS, {"prompt": "a4/4"})
+        assert (status, answer["error"]["code"]) == (500, "crashed")
+        assert server.ask(TEXTS, {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
+        assert json.loads(read_all(running).partition(b"\r\n\r\n")[2])["choices"][0]["text"] == text("a3/200", 200)
+
+
+def test_a_reader_that_stops_is_left_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buffers fill, then nothing more is sent; others are answered; after a time its row is dropped."""
+    monkeypatch.setattr(app, "STALLED_S", 0.5)
+    worker = ServedRows(steps=1)
+    with serving(PLAN, lambda: worker, buffer=4096) as server:
+        stuck = socket.socket()
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", server.server.port))
+        content = json.dumps({"prompt": "a3/30000", "max_tokens": 30_000, "stream": True}).encode()
+        head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+        stuck.sendall(head.encode() + b"\r\n\r\n" + content)
+        server.wait(lambda: len(worker.alive) == 1)
+        key = worker.alive[0].key
+        for _ in range(3):
+            assert server.ask(TEXTS, {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
+        server.wait(lambda: key in worker.dropped)
+        assert not server.server.desk.exchanges
+        stuck.close()
+
+
+async def many(port: int, count: int, ask: Callable[[int], dict[str, Any]]) -> list[bytes]:
+    """Send `count` requests at once, each on its own connection; return the answers."""
+
+    async def one(number: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        content = json.dumps(ask(number)).encode()
+        head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        if number % 10 == 9:  # goes away at once
+            writer.close()
+            return b""
+        found = await reader.read()
+        writer.close()
+        return found
+
+    return await asyncio.gather(*(one(number) for number in range(count)))
+
+
+def check_load(count: int, **more: Any) -> None:
+    """Have `count` requests come at once, a tenth of which go away, and check that each other has its own answer or a
+    refusal, and that nothing is left of any."""
+    worker = ServedRows(steps=8)
+    with serving(PLAN, lambda: worker, **more) as server:
+        prompts = [f"a{1 + number % 30}/{1 + number % 40}/{number}" for number in range(count)]
+        answers = asyncio.run(many(server.server.port, count, lambda number: {
+            "prompt": prompts[number], "stream": number % 3 == 0, "temperature": 0, "max_tokens": 30,
+        }))  # fmt: skip
+        refused = 0
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            head, _, body = answer.partition(b"\r\n\r\n")
+            if number % 10 == 9:
+                continue
+            if head.startswith(b"HTTP/1.1 429"):
+                refused += 1
+                continue
+            assert head.startswith(b"HTTP/1.1 200"), answer[:300]
+            if number % 3 == 0:
+                lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: {")]
+                found = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+            else:
+                found = json.loads(body)["choices"][0]["text"]
+            assert found == text(prompt, 30)
+        assert bool(refused) == (more.get("most_waiting", 1024) < count)
+        server.wait(lambda: not server.server.desk.exchanges and server.dispatcher.unfinished == 0)
+        server.wait(lambda: not (worker.alive or worker.queue))
+        assert server.dispatcher.waiting == server.server.desk.held == 0
+        assert server.ask(TEXTS, {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
+        loop = server.server._loop
+        assert loop is not None
+        server.wait(lambda: len(asyncio.all_tasks(loop)) <= 2 + len(server.server._uvicorn.server_state.connections))
+
+
+def test_many_requests_at_once_are_answered_or_refused() -> None:
+    check_load(60, rows=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waiting", [100_000, 64])
+def test_thousands_of_connections_at_once(waiting: int) -> None:
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        check_load(min(10_000, (most - 200) // 2), rows=256, most_waiting=waiting)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+
+
+@pytest.mark.slow
+def test_slow_readers_get_their_whole_text() -> None:
+    """Two hundred readers that take a few bytes at a time, each at its own pace; memory holds no more than answers."""
+    worker = ServedRows(steps=4)
+
+    async def read(port: int, number: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=256)
+        content = json.dumps({"prompt": f"a3/{100 + number}", "max_tokens": 300, "stream": True}).encode()
+        head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        found, dice = b"", random.Random(number)
+        while more := await reader.read(dice.randint(1, 200)):
+            found += more
+            await asyncio.sleep(dice.random() * 0.01)
+        writer.close()
+        return found
+
+    async def all_of_them(port: int) -> list[bytes]:
+        return await asyncio.gather(*(read(port, number) for number in range(200)))
+
+    with serving(PLAN, lambda: worker, rows=64) as server:
+        for number, answer in enumerate(asyncio.run(all_of_them(server.server.port))):
+            lines = [line[6:] for line in answer.split(b"\n") if line.startswith(b"data: {")]
+            assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == text(f"a3/{100 + number}", 300)
+        server.wait(lambda: not server.server.desk.exchanges)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(["a3/9", NAME]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(
+    ["prompt", "messages", "model", "max_tokens", "temperature", "top_p", "seed", "stop", "n", "stream", "echo",
+     "logprobs", "top_logprobs", "stream_options", "user", "tools", "role", "content"]
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_no_body_breaks_the_server(server: Server) -> None:
+    @settings(max_examples=400)
+    @given(st.binary(max_size=60) | st.dictionaries(NAMES, VALUES, max_size=6), st.sampled_from([TEXTS, CHATS]))
+    def check(body: Any, path: str) -> None:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode(errors="replace")
+        status, answer, _ = server.ask(path, content, KEY)
+        if status != 200:
+            assert status in (400, 404, 413), answer
+            assert set(answer["error"]) == {"message", "type", "param", "code"}
+            assert answer["error"]["message"]
+
+    check()
+    assert server.ask(TEXTS, ALL, KEY)[1]["choices"][0]["text"] == text("a3/9")
+
+
+@pytest.mark.slow
+def test_no_bytes_break_the_server(server: Server) -> None:
+    @settings(max_examples=200)
+    @given(st.binary(min_size=1, max_size=200))
+    def check(content: bytes) -> None:
+        with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
+            connection.sendall(content + b"\r\n\r\n")
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(10)
+            found = connection.recv(100)
+        assert found == b"" or found.startswith(b"HTTP/1.1 4")
+
+    check()
+    assert server.ask("/health")[0] == 200

@@ -1,0 +1,184 @@
+"""`zinfer serve`: answer requests over HTTP, in the format of OpenAI's API."""
+
+from importlib import util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zinfer.cli import Failure
+from zinfer.commands import options
+from zinfer.spec.errors import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from zinfer.plan.plan import Plan
+    from zinfer.spec.case import Workload
+
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+KEY = "ZINFER_API_KEY"  # environment variable
+INPUT, OUTPUT = 512, 256  # tokens of a typical request, for which memory is shared out
+LOOPBACK = ("127.", "localhost", "::1")
+
+
+@click.command("serve", cls=options.LoadCommand)
+@click.option("-m", "--model", required=True, help=options.MODEL_HELP)
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Address to listen at; 0.0.0.0 is every one.",
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 is any that is free."
+)
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    envvar=KEY,
+    show_envvar=True,
+    help="Key that every request must send, but those to /health. Other users may see a command line: use the "
+    "environment.",
+)
+@click.option("--engine", default="stream", show_default=True, help=options.ENGINE_HELP)
+@click.option(
+    "--offload",
+    type=click.Choice(options.OFFLOADS),
+    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: the faster of none and cpu]",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), help="Most rows that run at a time.  [default: all that fit]")
+@click.option(
+    "--output-len",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Most tokens of an answer, for requests without max_tokens.",
+)
+@click.option(
+    "--max-queue",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    help="Rows that may wait for their first token; then requests are refused with status 429.",
+)
+@click.option(
+    "--max-body",
+    type=options.Size(),
+    default="16MiB",
+    show_default=True,
+    help="Largest body of a request; a larger one is refused with status 413.",
+)
+@click.option(
+    "--drain",
+    "drain_s",
+    type=click.FloatRange(min=0),
+    default=30,
+    show_default=True,
+    help="Seconds that running requests have at SIGTERM or ctrl-C. A second signal ends them at once.",
+)
+@options.load_options
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=36000,
+    help="Limit for a load or a pass, in seconds.",
+)
+@click.pass_obj
+def command(
+    debug: bool,
+    /,
+    model: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    dtype: Any,
+    load_format: Any,
+    layers: int | None,
+    output_len: int,
+    max_queue: int,
+    max_body: int,
+    drain_s: float,
+    **how: Any,
+) -> None:
+    """Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
+
+    Requests run together: each begins at the next pass, in the order of arrival, as soon as there is memory for it, and
+    ends on its own. The client of OpenAI works with it, streaming included.
+
+    \b
+    zinfer serve --model ./my-checkpoint
+    zinfer serve --model bigscience/bloom-560m --offload cpu --port 9000
+    curl http://127.0.0.1:8000/v1/completions --json '{"prompt": "Once upon a time", "max_tokens": 64}'
+
+    The server listens at once and answers with status 503 until the model is loaded. As in OpenAI's API, a request
+    without a temperature is sampled at 1.
+    """
+    missing = [name for name in PACKAGES if util.find_spec(name) is None]
+    if missing:
+        raise Failure(f"zinfer serve needs {', '.join(missing)}: pip install 'zinfer[serve]'", ENVIRONMENT)
+    from zinfer.commands.watch import Watch
+    from zinfer.job.serve.server import HttpServer, Settings, listen
+    from zinfer.spec import local
+    from zinfer.spec.tokenizer_files import require
+    from zinfer.worker.process import Worker
+
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise click.UsageError("the API key must be of printable ASCII characters, without a space at an end")
+    choice = {key: how[key] for key in ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan")}
+    loads = options.one_load("serve", model, layers=layers, **choice)
+    source = options.weights_of(model, dtype, layers, load_format)
+    if source.spec.directory is not None:
+        require(Path(source.spec.directory))
+    machine = options.with_nvme(local.this_machine(), how["nvme_path"])
+    cases = [load.case(source.load_format, source.spec.dtype, 1, 1) for load in loads]
+    plan, load = _plan(cases, source.spec, machine, how["nvme_path"], how["batch_size"], max_queue)
+    target = next(iter(loads.values()))
+    settings = Settings(plan.case.model, api_key, how["batch_size"], max_queue, max_body, output_len, drain_s)
+    try:
+        bound = listen(host, port)
+    except OSError as error:
+        raise Failure(f"--host {host} --port {port}: {error.strerror or error}", ENVIRONMENT) from None
+    with bound, Watch() as watch:
+        address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+        if api_key is None and not host.startswith(LOOPBACK):
+            watch.say(f"Warning: anybody who reaches {host} may use this server: set --api-key, or {KEY}")
+
+        def make_worker() -> Worker:
+            return Worker(
+                target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
+            )
+
+        def ready() -> None:
+            watch.quiet()
+            watch.say(f"serving {settings.model} at {address}/v1")
+
+        server = HttpServer(
+            plan, make_worker, load, settings, bound, say=watch.say, loading=lambda: watch.loading(plan), ready=ready
+        )
+        watch.say(f"listening at {address}")
+        fault = server.run()
+        if server.signal is not None:
+            watch.say("the server has ended")
+            raise SystemExit(128 + server.signal)
+        if fault is not None:
+            raise Failure(fault, ENVIRONMENT)
+
+
+def _plan(
+    cases: list[Any], model: Any, machine: Any, nvme_path: str | None, rows: int | None, most_waiting: int
+) -> "tuple[Plan, Workload]":
+    """Return the plan of the best load for typical requests, and the largest load to reckon with. Raises Failure where
+    nothing fits."""
+    from zinfer.generation.schedule import MOST_ROWS, load_of
+    from zinfer.job.batch.packing import RowDemand, best_plan
+
+    positions = model.max_position or INPUT + OUTPUT
+    output = max(1, min(OUTPUT, positions // 3))
+    typical = RowDemand(max(1, min(INPUT, positions - output)), output)
+    count = min(MOST_ROWS, rows or MOST_ROWS, max(most_waiting, 256))
+    plan = best_plan(cases, [typical] * count, model, machine, nvme_path)
+    if not plan.fits:
+        raise Failure(str(plan.why_not), ENVIRONMENT)
+    longest = -(-positions // sum(typical))  # typical requests in the place of one that takes all positions
+    return plan, load_of(plan, [typical] * max(count, longest), None if rows is None else max(rows, longest))

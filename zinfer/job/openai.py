@@ -1,0 +1,338 @@
+"""Completion requests and answers of OpenAI's API, ``/v1/completions`` and ``/v1/chat/completions``: the one place that
+checks a request's body, for batch files and for the server, and that says how an answer looks.
+
+A body is refused unless every parameter is known: either it is carried out, or it has no effect on the answer, or its
+value is the one that has none. Source: OpenAI's API reference.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zinfer.spec.case import MOST
+from zinfer.spec.errors import ZinferError
+
+if TYPE_CHECKING:
+    from zinfer.worker.tasks import EchoedPrompt, TokenScore
+
+STOPS, STOP = 100, 10_000  # most texts that end an answer, and most characters of one
+TOP = 20  # most alternatives whose log-probabilities are told
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+Prompt = str | list[int] | list[dict[str, str]]  # a text, token ids, or the messages of a chat
+
+# Parameters that do not affect the answer.
+_IGNORED = frozenset(
+    {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+     "parallel_tool_calls", "stream_options"}
+)  # fmt: skip
+_USED = frozenset({"max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed"})
+# Parameters that the server carries out, and a batch file does not.
+_SERVED = frozenset({"n", "stream", "logprobs"})
+_SERVED_OF = {True: _SERVED | {"top_logprobs"}, False: _SERVED | {"echo"}}  # by whether it is a chat
+# Parameters that are accepted with these values only, which have no effect; null has none in any parameter.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],),
+    "functions": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}  # fmt: skip
+
+
+class Refused(ZinferError):
+    """A request that cannot be served: the reason, OpenAI's `code` of it, and the parameter."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+class ServerLimits(NamedTuple):
+    """Bounds of a server's requests: the model's vocabulary, and the most answers to one request."""
+
+    vocab_size: int
+    answers: int
+
+
+class Asked(NamedTuple):
+    """A body's request. Temperature 0 is greedy; `seed` and `output_len` are None where it names none; `logprobs` is
+    the number of alternatives whose log-probabilities are asked for, None without log-probabilities."""
+
+    chat: bool
+    prompts: tuple[Prompt, ...]
+    output_len: int | None
+    temperature: float
+    top_p: float
+    stop: tuple[str, ...]
+    seed: str | None
+    model: str | None = None
+    n: int = 1
+    echo: bool = False
+    logprobs: int | None = None
+    stream: bool = False
+    usage: bool = False  # a stream ends with the numbers of tokens
+
+
+def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = None) -> Asked:
+    """Return the request in a body, of a batch file unless `served`. Raises Refused, which names the parameter."""
+    given = {key: value for key, value in body.items() if value is not None}
+    subject = "messages" if chat else "prompt"
+    _refuse_unsupported(given, {subject} | (_SERVED_OF[chat] if served else frozenset()))
+    if subject not in given:
+        raise Refused("missing_required_parameter", f"the body has no {subject}", subject)
+    length = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    if served:
+        prompts = (_messages(given[subject]),) if chat else _prompts(given[subject], served)
+    else:
+        prompts = (_messages(given[subject]) if chat else _text(given[subject]),)
+    asked = Asked(
+        chat=chat,
+        prompts=prompts,
+        output_len=_whole(given, length, 0 if served and given.get("echo") is True else 1) if length in given else None,
+        temperature=_number(given, "temperature", 1.0, 2.0),
+        top_p=_number(given, "top_p", 1.0, 1.0),
+        stop=_stop(given.get("stop")),
+        seed=str(_whole(given, "seed", None)) if "seed" in given else None,
+    )
+    return _for_server(asked, given, served) if served else asked
+
+
+def _for_server(asked: Asked, given: dict[str, Any], served: ServerLimits) -> Asked:
+    """Return a request with the parameters that a server carries out."""
+    n = _whole(given, "n", 1) if "n" in given else 1
+    if n * len(asked.prompts) > served.answers:
+        param = "prompt" if len(asked.prompts) > 1 else "n"
+        raise Refused("invalid_value", f"{param}: at most {served.answers:,} answers to one request", param)
+    model = given.get("model")
+    if model is not None and not isinstance(model, str):
+        raise Refused("invalid_type", "model must be a text", "model")
+    stream = _flag(given, "stream")
+    options = given.get("stream_options")
+    if options is not None and (not isinstance(options, dict) or not stream):
+        why = "must be an object" if stream else "goes with stream only"
+        raise Refused("invalid_value", f"stream_options {why}", "stream_options")
+    more = (options or {}).keys() - {"include_usage", "include_obfuscation"}
+    if more:
+        raise Refused("unsupported_parameter", f"stream_options.{min(more)} is not supported", "stream_options")
+    return asked._replace(
+        model=model,
+        n=n,
+        echo=_flag(given, "echo"),
+        logprobs=_logprobs(given, asked.chat),
+        stream=stream,
+        usage=_flag(options or {}, "include_usage", "stream_options.include_usage"),
+    )
+
+
+def _logprobs(given: dict[str, Any], chat: bool) -> int | None:
+    if not chat:
+        return None if given.get("logprobs", False) is False else _whole(given, "logprobs", 0, TOP)
+    count = _whole(given, "top_logprobs", 0, TOP) if "top_logprobs" in given else 0
+    if not _flag(given, "logprobs"):
+        if count:
+            raise Refused("invalid_value", "top_logprobs goes with logprobs only", "top_logprobs")
+        return None
+    return count
+
+
+def answer_limit(asked: int | None, length: int, positions: int | None, output_len: int) -> int:
+    """Return the most tokens of an answer to a prompt of `length` tokens: those `asked` for, else `output_len`, as far
+    as the model has `positions` for it. Raises Refused where it has not enough of them."""
+    left = None if positions is None else positions - length
+    limit = asked
+    if limit is None:
+        limit = output_len if left is None else min(output_len, max(1, left))
+    if left is not None and limit > left:
+        message = f"the prompt's {length} tokens and {limit} of the answer exceed the model's {positions} positions"
+        raise Refused("context_length_exceeded", message)
+    return limit
+
+
+# Parameters
+
+
+def _refuse_unsupported(body: dict[str, Any], carried_out: set[str] | frozenset[str]) -> None:
+    for key, value in body.items():
+        if key in _IGNORED or key in _USED or key in carried_out:
+            continue
+        harmless = any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in _NEUTRAL.get(key, ())
+        )
+        if not harmless:
+            shown = f"={json.dumps(value)[:40]}" if isinstance(value, str | int | float) else ""
+            raise Refused("unsupported_parameter", f"{key[:60]}{shown} is not supported", key[:60])
+
+
+def _flag(body: dict[str, Any], key: str, name: str | None = None) -> bool:
+    value = body.get(key, False)
+    if not isinstance(value, bool | None):
+        raise Refused("invalid_type", f"{name or key} must be true or false", name or key)
+    return bool(value)
+
+
+def _whole(body: dict[str, Any], key: str, least: int | None, most: int = MOST) -> int:
+    value = body[key]
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and not least <= value <= most):
+        limits = f" from {least} to {most:,}" if least is not None else ""
+        raise Refused("invalid_value", f"{key} must be a whole number{limits}", key)
+    return value
+
+
+def _number(body: dict[str, Any], key: str, default: float, most: float) -> float:
+    value = body.get(key, default)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not 0 <= value <= most:
+        raise Refused("invalid_value", f"{key} must be a number from 0 to {most:g}", key)
+    return float(value)
+
+
+def _text(prompt: Any) -> str:
+    if not isinstance(prompt, str):
+        raise Refused("invalid_type", "prompt must be a single text; write one line for each prompt", "prompt")
+    return _unicode(prompt, "prompt")
+
+
+def _prompts(prompt: Any, served: ServerLimits) -> tuple[Prompt, ...]:
+    """Return the prompts of a server's request: a text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return (_unicode(prompt, "prompt"),)
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(one, str) for one in prompt):
+            return tuple(_unicode(one, "prompt") for one in prompt)
+        if all(isinstance(one, list) for one in prompt):
+            return tuple(_ids(one, served) for one in prompt)
+        return (_ids(prompt, served),)
+    raise Refused("invalid_type", "prompt must be a text, a list of token ids, or a list of either", "prompt")
+
+
+def _ids(ids: list[Any], served: ServerLimits) -> list[int]:
+    if not ids or not all(type(one) is int for one in ids):
+        raise Refused("invalid_type", "prompt must be a text, a list of token ids, or a list of either", "prompt")
+    if min(ids) < 0 or max(ids) >= served.vocab_size:
+        found = min(ids) if min(ids) < 0 else max(ids)
+        raise Refused("invalid_value", f"prompt has token {found}: ids are from 0 to {served.vocab_size - 1}", "prompt")
+    return ids
+
+
+def _unicode(text: str, param: str) -> str:
+    """Return `text`, which JSON may have escaped. Raises Refused for half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refused("invalid_value", f"{param} has half of a surrogate pair, which is no character", param) from None
+    return text
+
+
+def _stop(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise Refused("invalid_value", "stop must be a text or a list of texts, none of them empty", "stop")
+    if len(texts) > STOPS or max(map(len, texts), default=0) > STOP:
+        raise Refused("invalid_value", f"stop has at most {STOPS} texts of {STOP:,} characters", "stop")
+    return tuple(_unicode(text, "stop") for text in texts)
+
+
+def _messages(messages: Any) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise Refused("invalid_type", "messages must be a non-empty list", "messages")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> dict[str, str]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refused("invalid_value", "a message must be an object with a role", "messages")
+    given = {key: value for key, value in message.items() if value is not None}
+    more = given.keys() - {"role", "content", "name", "refusal"}
+    if more:
+        raise Refused("unsupported_parameter", f"{min(more)[:60]} in a message is not supported", "messages")
+    content = given.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    text = ""
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise Refused("unsupported_parameter", "a message's content must be text", "messages")
+        text += part["text"]
+    return {"role": _unicode(given["role"], "messages"), "content": _unicode(text, "messages")}
+
+
+# Answers
+
+
+def completion_object(
+    identity: str, created: int, model: str, chat: bool, choices: list[dict[str, Any]], tokens: tuple[int, int]
+) -> dict[str, Any]:
+    """Return the body of an answer; `tokens` counts those of the prompts and of the answers."""
+    return {
+        "id": identity,
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": usage_object(tokens),
+    }
+
+
+def usage_object(tokens: tuple[int, int]) -> dict[str, int]:
+    return {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
+
+
+def choice_object(
+    index: int, chat: bool, text: str, finish_reason: str, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return one answer; `finish_reason` is ``stop`` or ``length``."""
+    said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def error_object(
+    message: str, code: str | None, param: str | None = None, kind: str = "invalid_request_error"
+) -> dict[str, Any]:
+    """Return the body of a refusal or a failure."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def text_logprobs(
+    scores: "Sequence[TokenScore]", top: int, prompt: "EchoedPrompt | None" = None, offset: int = 0
+) -> dict[str, Any]:
+    """Return log-probabilities as ``/v1/completions`` has them, of the tokens of a prompt, if it is echoed, and of an
+    answer; the first token of a prompt has none. Text begins at `offset`."""
+    tokens = [one.token for one in scores]
+    values: list[float | None] = [_finite(one.logprob) for one in scores]
+    tops: list[dict[str, float] | None] = [_top(one) for one in scores]
+    if prompt is not None:
+        tokens = [prompt.first, *(one.token for one in prompt.scores), *tokens]
+        values = [None, *(_finite(one.logprob) for one in prompt.scores), *values]
+        tops = [None, *map(_top, prompt.scores), *tops]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops if top else None, "text_offset": offsets}
+
+
+def _top(score: "TokenScore") -> dict[str, float]:
+    """Return the alternatives by text, the best of those with one text, and the token itself."""
+    found: dict[str, float] = {}
+    for token, value in [*score.top, (score.token, score.logprob)]:
+        found.setdefault(token, _finite(value))
+    return found
+
+
+def chat_logprobs(scores: "Sequence[TokenScore]") -> dict[str, Any]:
+    """Return log-probabilities as ``/v1/chat/completions`` has them."""
+
+    def entry(token: str, logprob: float) -> dict[str, Any]:
+        return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode(errors="replace"))}
+
+    content = [
+        entry(one.token, one.logprob) | {"top_logprobs": [entry(token, value) for token, value in one.top]}
+        for one in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _finite(value: float) -> float:
+    return max(LEAST_LOGPROB, value)

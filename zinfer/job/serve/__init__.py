@@ -1,0 +1,1 @@
+"""Server: OpenAI's API over HTTP for one model on one engine."""

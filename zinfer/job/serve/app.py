@@ -1,0 +1,474 @@
+"""HTTP side of the server: OpenAI's endpoints, their checks, and answers whole or as server-sent events.
+
+A request becomes an `Exchange`, whose rows go to the dispatcher. News of rows come to the event loop by `deliver`; the
+handler of the request wakes up, or, for a stream, sends all text that has come since the last time: a client that reads
+slowly gets fewer, larger events, and what is kept for it is no more than its answer.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from zinfer.job import openai
+from zinfer.job.openai import Asked, Refused, ServerLimits
+from zinfer.job.serve.dispatcher import Dispatcher, Failure, QueueFull, Row, RowNews, Unavailable
+from zinfer.job.serve.metrics import Metrics
+from zinfer.spec.documents import DocumentError, parse_json
+from zinfer.worker.tasks import EchoedPrompt, TokenScore
+
+BODY_S = 60.0  # seconds in which the body of a request must have come
+STALLED_S = 60.0  # seconds in which a client must have read part of a stream
+QUIET_S = 15.0  # seconds without text after which a stream gets a comment, so that nobody takes it for dead
+RETRY_S = 5  # seconds after which a request that met a full queue, or a loading model, may come again
+GONE = 499  # status of a request whose client went away, which nobody reads
+HELD = 64  # largest bodies whose bytes all requests under way may hold together
+LARGE = 1 << 16  # bytes of a body that is parsed outside the event loop
+PATHS = frozenset({openai.COMPLETIONS, openai.CHAT, "/v1/models", "/health", "/metrics"})
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class HttpError(Exception):
+    """A request that is answered with an error of OpenAI's form."""
+
+    def __init__(
+        self, status: int, code: str | None, message: str, param: str | None = None, retry_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_s = status, code, param, retry_s
+
+    def response(self) -> Response:
+        """Return the error as a response."""
+        headers = {} if self.retry_s is None else {"retry-after": str(self.retry_s)}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return _json(_error(self.status, self.code, str(self), self.param), self.status, headers)
+
+
+def _error(status: int, code: str | None, message: str, param: str | None = None) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return openai.error_object(message, code, param, kind)
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(content), status, headers, "application/json")
+
+
+@dataclass
+class Choice:
+    """One answer of a request as far as it is known to the event loop; of a stream, the part that was not sent yet."""
+
+    text: str = ""
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt: EchoedPrompt | None = None
+    tokens: int = 0
+    prompt_tokens: int = 0
+    finish_reason: str | None = None
+    failure: Failure | None = None
+    length: int = 0  # characters of tokens with log-probabilities that were sent
+    begun: bool = False  # True once something of it was sent
+    sent: bool = False  # True once its end was sent
+
+    @property
+    def over(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+    def add(self, news: RowNews) -> None:
+        """Take news of the row."""
+        self.text += news.text
+        self.scores += news.scores
+        self.prompt = news.prompt or self.prompt
+        self.tokens += news.tokens
+        self.prompt_tokens = news.prompt_tokens or self.prompt_tokens
+        self.finish_reason, self.failure = news.finish_reason, news.failure
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, asked: Asked, model: str, size: int) -> None:
+        self.model, self.size = model, size  # bytes of its body
+        self.asked = asked._replace(prompts=())  # the rows have them, as long as they need them
+        prefix = "chatcmpl" if asked.chat else "cmpl"
+        self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
+        seed = asked.seed or secrets.token_hex(8)
+        self.rows = [
+            Row(prompt, self.asked, seed if asked.n == 1 else f"{seed}/{number}")
+            for prompt in asked.prompts
+            for number in range(asked.n)
+        ]
+        self.choices = {row: Choice() for row in self.rows}
+        self.changed = asyncio.Event()
+
+    @property
+    def over(self) -> bool:
+        return all(choice.over for choice in self.choices.values())
+
+    @property
+    def failure(self) -> Failure | None:
+        return next((choice.failure for choice in self.choices.values() if choice.failure is not None), None)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Numbers of tokens of the prompts, each counted once, and of the answers."""
+        choices = list(self.choices.values())
+        return sum(one.prompt_tokens for one in choices[:: self.asked.n]), sum(one.tokens for one in choices)
+
+    def body(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        choices = [
+            openai.choice_object(
+                index, self.asked.chat, self._echo(row, choice) + choice.text, choice.finish_reason or "",
+                self._logprobs(choice),
+            )
+            for index, (row, choice) in enumerate(self.choices.items())
+        ]  # fmt: skip
+        return openai.completion_object(self.id, self.created, self.model, self.asked.chat, choices, self.tokens)
+
+    def _echo(self, row: Row, choice: Choice) -> str:
+        """Return the text of the prompt if it belongs to the answer."""
+        if not self.asked.echo or choice.prompt is None:
+            return ""
+        return row.prompt if isinstance(row.prompt, str) else choice.prompt.text
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        top = self.asked.logprobs
+        if top is None:
+            return None
+        if self.asked.chat:
+            return openai.chat_logprobs(choice.scores)
+        prompt = choice.prompt if self.asked.echo else None
+        found = openai.text_logprobs(choice.scores, top, prompt, choice.length)
+        choice.length += sum(map(len, found["tokens"]))
+        return found
+
+    def chunks(self) -> list[dict[str, Any]]:
+        """Return what has come since the last time as chunks of a stream, and forget it."""
+        found = []
+        for index, (row, choice) in enumerate(self.choices.items()):
+            news = choice.text or choice.scores or choice.finish_reason or not choice.begun
+            if choice.sent or not news or (choice.failure is not None and not choice.text):
+                continue
+            text = self._echo(row, choice) + choice.text
+            if self.asked.chat:
+                said: dict[str, Any] = {} if choice.begun else {"role": "assistant"}
+                part: dict[str, Any] = {"delta": said | ({"content": text} if text or said else {})}
+            else:
+                part = {"text": text}
+            logprobs = self._logprobs(choice) if choice.scores or choice.prompt is not None else None
+            found.append({"index": index, **part, "logprobs": logprobs, "finish_reason": choice.finish_reason})
+            choice.text, choice.scores, choice.prompt, choice.begun = "", [], None, True
+            choice.sent = choice.over
+        return found
+
+    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
+        """Return one event of a stream."""
+        kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
+        body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return body | ({"usage": usage} if self.asked.usage else {})
+
+
+class Desk:
+    """The requests under way, between the event loop and the dispatcher."""
+
+    def __init__(self) -> None:
+        self.exchanges: dict[Row, Exchange] = {}
+        self.held = 0  # bytes of the bodies of all requests under way
+        self.dispatcher: Dispatcher
+
+    def deliver(self, news: Iterable[tuple[Row, RowNews]]) -> None:
+        """Take news of rows; in the event loop."""
+        for row, one in news:
+            exchange = self.exchanges.get(row)
+            if exchange is not None:
+                exchange.choices[row].add(one)
+                exchange.changed.set()
+
+    def open(self, exchange: Exchange) -> None:
+        """Send the rows of a request to the dispatcher. Raises its errors."""
+        self.exchanges |= dict.fromkeys(exchange.rows, exchange)
+        try:
+            self.dispatcher.submit(exchange.rows)
+        except BaseException:
+            self._forget(exchange)
+            raise
+
+    def close(self, exchange: Exchange) -> None:
+        """Forget a request; what is not answered is dropped."""
+        self._forget(exchange)
+        self.held -= exchange.size
+        if not exchange.over:
+            self.dispatcher.drop(row for row, choice in exchange.choices.items() if not choice.over)
+
+    def _forget(self, exchange: Exchange) -> None:
+        for row in exchange.rows:
+            self.exchanges.pop(row, None)
+
+
+async def _until_gone(receive: Receive) -> None:
+    """Wait until the client has gone away; what else it sends is ignored."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Events(Response):
+    """Answer as server-sent events."""
+
+    def __init__(self, desk: Desk, exchange: Exchange) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._desk, self._exchange = desk, exchange
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            async for part in self._parts(gone):
+                if isinstance(part, Response):
+                    await part(scope, receive, send)
+                    return
+                async with asyncio.timeout(STALLED_S):
+                    await send(part)
+        except TimeoutError:
+            scope.get("state", {}).get("abort", lambda: None)()
+        finally:
+            gone.cancel()
+            self._desk.close(self._exchange)
+
+    async def _parts(self, gone: "asyncio.Future[None]") -> AsyncIterator[Message | Response]:
+        """Yield the messages of the response; a response in their place where the request fails before any text. Ends
+        where the client is gone."""
+        exchange, begun = self._exchange, False
+        while not gone.done():
+            changed = await _changed(exchange, gone, QUIET_S)
+            if gone.done():
+                return
+            failure, chunks = exchange.failure, exchange.chunks()
+            if failure is not None and not begun and not chunks:
+                yield HttpError(failure.status, failure.code, failure.message, failure.param).response()
+                return
+            if not begun:
+                yield {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                begun = True
+            lines = [exchange.chunk([one]) for one in chunks]
+            over = exchange.over or failure is not None
+            if over and exchange.asked.usage and failure is None:
+                lines.append(exchange.chunk([], openai.usage_object(exchange.tokens)))
+            text = "".join(f"data: {json.dumps(line)}\n\n" for line in lines)
+            if failure is not None:
+                text += f"data: {json.dumps(_error(failure.status, failure.code, failure.message))}\n\n"
+            elif over:
+                text += "data: [DONE]\n\n"
+            if not changed and not text:
+                text = ": waiting\n\n"
+            if text or over:
+                yield {"type": "http.response.body", "body": text.encode(), "more_body": not over}
+            if over:
+                return
+
+
+async def _changed(exchange: Exchange, gone: "asyncio.Future[None]", patience_s: float | None = None) -> bool:
+    """Wait for news of a request, for its client's end, or for the time; return True for news."""
+    waiter = asyncio.ensure_future(exchange.changed.wait())
+    try:
+        both: set[asyncio.Future[Any]] = {waiter, gone}
+        await asyncio.wait(both, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        found = exchange.changed.is_set()
+        exchange.changed.clear()
+        return found
+    finally:
+        waiter.cancel()
+
+
+class Gate:
+    """Outermost layer: the key, and the count of requests."""
+
+    def __init__(self, app: Any, key: str | None, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+        self._key = None if key is None else key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+        # The server's own object: the one way to end a connection whose client reads nothing.
+        transport = getattr(getattr(send, "__self__", None), "transport", None)
+        if transport is not None:
+            scope.setdefault("state", {})["abort"] = transport.abort
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        path = scope["path"] if scope["path"] in PATHS else "other"
+        try:
+            if scope["path"] != "/health" and not self._authorized(scope):
+                why = "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"
+                await HttpError(401, "invalid_api_key", why).response()(scope, receive, watched)
+            else:
+                await self._app(scope, receive, watched)
+        finally:
+            self._metrics.request(path, status)
+
+    def _authorized(self, scope: Scope) -> bool:
+        if self._key is None:
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        kind, _, key = given.partition(b" ")
+        return hmac.compare_digest(key.strip(), self._key) and kind.lower() == b"bearer"
+
+
+def make_app(
+    desk: Desk, model: str, limits: ServerLimits, metrics: Metrics, *, key: str | None, most_bytes: int
+) -> Gate:
+    """Return the ASGI application: `model` is the name of the one that is served, `most_bytes` the largest body."""
+    app = FastAPI(openapi_url=None)
+    began = int(time.time())
+    about = {"id": model, "object": "model", "created": began, "owned_by": "zinfer"}
+
+    @app.exception_handler(HttpError)
+    async def refused(_request: Request, error: HttpError) -> Response:
+        return error.response()
+
+    @app.exception_handler(Exception)
+    async def failed(_request: Request, _error: Exception) -> Response:
+        return HttpError(500, "internal_error", "the server failed").response()
+
+    @app.exception_handler(HTTPException)
+    async def not_there(request: Request, error: HTTPException) -> Response:
+        paths = ", ".join(sorted(PATHS))
+        messages = {404: f"there is no {request.url.path[:60]}; there are {paths}",
+                    405: f"{request.method[:20]} is not for {request.url.path[:60]}"}  # fmt: skip
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        message = messages.get(error.status_code, str(error.detail))
+        return HttpError(error.status_code, codes.get(error.status_code), message).response()
+
+    @app.post(openai.COMPLETIONS)
+    async def completions(request: Request) -> Response:
+        return await answered(request, chat=False)
+
+    @app.post(openai.CHAT)
+    async def chat_completions(request: Request) -> Response:
+        return await answered(request, chat=True)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [about]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        if name != model:
+            raise _no_model(name, model)
+        return _json(about)
+
+    @app.get("/health")
+    async def health() -> Response:
+        state = desk.dispatcher.state
+        return _json({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.text(), media_type=metrics.content_type)
+
+    async def answered(request: Request, chat: bool) -> Response:
+        body = await _body(request, most_bytes, desk)
+        try:
+            asked = (
+                await asyncio.to_thread(_read, body, chat, limits) if len(body) > LARGE else _read(body, chat, limits)
+            )
+            if asked.model is not None and asked.model != model:
+                raise _no_model(asked.model, model)
+            exchange = Exchange(asked, model, len(body))
+            desk.open(exchange)
+        except BaseException as error:
+            desk.held -= len(body)
+            if isinstance(error, QueueFull):
+                raise _full() from None
+            if isinstance(error, Unavailable):
+                raise HttpError(503, "unavailable", str(error), retry_s=RETRY_S if error.retry else None) from None
+            raise
+        del body, asked
+        if exchange.asked.stream:
+            return Events(desk, exchange)
+        gone = asyncio.ensure_future(_until_gone(request.receive))
+        try:
+            while not exchange.over and exchange.failure is None:
+                await _changed(exchange, gone)
+                if gone.done():
+                    return Response(status_code=GONE)
+        finally:
+            gone.cancel()
+            desk.close(exchange)
+        if (failure := exchange.failure) is not None:
+            raise HttpError(failure.status, failure.code, failure.message, failure.param)
+        return _json(exchange.body())
+
+    return Gate(app, key, metrics)
+
+
+def _no_model(name: str, model: str) -> HttpError:
+    return HttpError(404, "model_not_found", f"there is no model {name[:60]!r} here; there is {model!r}", "model")
+
+
+def _full() -> HttpError:
+    return HttpError(429, "queue_full", "too many requests wait: come again later", retry_s=RETRY_S)
+
+
+def _read(body: bytes, chat: bool, limits: ServerLimits) -> Asked:
+    try:
+        fields = parse_json(body, "the body")
+        if not isinstance(fields, dict):
+            raise Refused("invalid_json", "the body is not a JSON object")
+        return openai.read_body(fields, chat, limits)
+    except Refused as refused:
+        raise HttpError(400, refused.code, str(refused), refused.param) from None
+    except DocumentError as error:
+        raise HttpError(400, "invalid_json", str(error)[:300]) from None
+
+
+async def _body(request: Request, most: int, desk: Desk) -> bytes:
+    """Return the body of a request, whose bytes the `desk` counts. Raises HttpError for one that is not declared as
+    JSON, which a page in a browser could send unasked, that is too large or comes too slowly, and if all requests
+    together hold too much."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HttpError(415, "unsupported_media_type", "send the body as `Content-Type: application/json`")
+    too_large = HttpError(413, "request_too_large", f"the body may have {most:,} bytes at most")
+    with suppress(ValueError):
+        if int(request.headers.get("content-length", "0")) > most:
+            raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                size += len(part)
+                desk.held += len(part)
+                if size > most:
+                    raise too_large
+                if desk.held > HELD * most:
+                    raise _full()
+                parts.append(part)
+        return b"".join(parts)
+    except BaseException as error:
+        desk.held -= size
+        if isinstance(error, ClientDisconnect):
+            raise HttpError(GONE, "client_gone", "the client went away") from None
+        if isinstance(error, TimeoutError):
+            raise HttpError(408, "timeout", f"the body did not come within {BODY_S:g} s") from None
+        raise

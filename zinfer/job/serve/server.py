@@ -1,0 +1,176 @@
+"""Server process: the socket, the event loop, and the end in order."""
+
+import asyncio
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import uvicorn
+
+from zinfer.job.openai import ServerLimits
+from zinfer.job.serve.app import Desk, make_app
+from zinfer.job.serve.dispatcher import Dispatcher
+from zinfer.job.serve.metrics import Metrics
+from zinfer.plan.plan import Plan
+from zinfer.spec import ending
+from zinfer.spec.case import Workload
+from zinfer.worker.process import Client
+
+BACKLOG = 4096  # connections that wait to be taken in
+LAST_S = 5  # seconds in which clients must have read the answers that were ready at the end
+
+
+class Settings(NamedTuple):
+    """Settings of a server: the model's name, its key, and its limits. `output_len` is the limit of an answer to a
+    request that names none; `drain_s` are the seconds that running requests have at the end."""
+
+    model: str
+    key: str | None = None
+    rows: int | None = None
+    most_waiting: int = 1024
+    most_bytes: int = 16 << 20
+    output_len: int = 256
+    drain_s: float = 30.0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address, port 0 for any free one. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)  # who comes before the event loop runs waits for it
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+class _Uvicorn(uvicorn.Server):
+    """Server of uvicorn without its handling of signals, which would close the socket at once."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """A server of one model; `run` serves until it is told to end."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        make_worker: Callable[[], Client],
+        load: Workload,
+        settings: Settings,
+        bound: socket.socket,
+        *,
+        say: Callable[[str], None] = lambda _text: None,
+        loading: Callable[[], None] = lambda: None,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settings, self._socket, self._say = settings, bound, say
+        self.metrics, self.desk = Metrics(), Desk()
+        self.dispatcher = self.desk.dispatcher = Dispatcher(
+            plan, make_worker, load, self.metrics, self._post, at_most=settings.rows,
+            most_waiting=settings.most_waiting, output_len=settings.output_len, say=say, loading=loading, ready=ready,
+            ended=lambda: self._from_outside(self._end),
+        )  # fmt: skip
+        self.metrics.watch(self.dispatcher)
+        limits = ServerLimits(plan.model.vocab_size, settings.most_waiting)
+        app = make_app(
+            self.desk, settings.model, limits, self.metrics, key=settings.key, most_bytes=settings.most_bytes
+        )
+        config = uvicorn.Config(
+            app, log_level="error", access_log=False, lifespan="off", server_header=False, ws="none",
+            timeout_keep_alive=75, timeout_graceful_shutdown=LAST_S, backlog=BACKLOG,
+        )  # fmt: skip
+        self._uvicorn = _Uvicorn(config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self.signal: int | None = None  # signal that ended it
+
+    @property
+    def port(self) -> int:
+        found: int = self._socket.getsockname()[1]
+        return found
+
+    def run(self) -> str | None:
+        """Serve until a signal, `drain`, or the worker ends it for good; return the worker's fault, if it was that."""
+        with _signals(self._arrived):
+            asyncio.run(self._run())
+        return self.dispatcher.fault
+
+    def drain(self) -> None:
+        """Begin to end: requests that run may end within the time for it, new ones are refused. A second call ends them
+        at once. For any thread, and for handlers of signals."""
+        self._from_outside(self._drain)
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        _raise_limit()
+        self.dispatcher.start()
+        try:
+            await self._uvicorn.serve([self._socket])
+        finally:
+            await asyncio.to_thread(self.dispatcher.stop)
+
+    def _post(self, news: Any) -> None:
+        self._from_outside(self.desk.deliver, news)
+
+    def _from_outside(self, call: Callable[..., object], *values: Any) -> None:
+        """Have the event loop call a function, unless it has ended."""
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(call, *values)
+
+    def _arrived(self, number: int) -> None:
+        self.signal = number
+        self.drain()
+
+    def _drain(self) -> None:
+        if self._draining is not None:
+            self._uvicorn.should_exit = self._uvicorn.force_exit = True
+            return
+        self.dispatcher.drain()
+        self._draining = asyncio.ensure_future(self._drained())
+
+    async def _drained(self) -> None:
+        """Wait for the rows under way, for the time that they have; then end."""
+        if self.dispatcher.unfinished:
+            self._say(f"ending: {self.dispatcher.unfinished} rows have {self._settings.drain_s:g} s")
+        until = time.monotonic() + self._settings.drain_s
+        while self.dispatcher.unfinished and time.monotonic() < until and not self._uvicorn.should_exit:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(self.dispatcher.stop)
+
+    def _end(self) -> None:
+        """Close the socket and the connections, once all answers and failures are sent; the dispatcher has ended."""
+        self._uvicorn.should_exit = True
+
+
+def _raise_limit() -> None:
+    """Permit as many open connections as this user may have."""
+    with suppress(ValueError, OSError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+@contextmanager
+def _signals(arrived: Callable[[int], None]) -> Iterator[None]:
+    """Call `arrived` for SIGINT and SIGTERM; not in other threads than the main one, which alone can."""
+    before = {}
+    with suppress(ValueError):
+        for number in ending.SIGNALS:
+            before[number] = signal.signal(number, lambda found, _frame: arrived(found))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ending.handed_back()

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,14 @@ from tests.campaign.judge import DOCUMENTED
 from tests.campaign.lab import Result
 from tests.campaign.record import COLUMNS, TITLES, Campaign, Row, markdown, title
 from tests.campaign.shim import CHANGES, FAIL, FULL, KILL, SOURCE
-from tests.campaign.subject import Ended, children_of
+from tests.campaign.subject import Ended, children_of, descendants, python_path
 from zinfer.record import study
 
 ROOT = Path(__file__).parents[1]
 
 
-def ended(code: int | None = 0, stdout: str = "", stderr: str = "") -> Ended:
-    return Ended(code, stdout, stderr, 1.0)
+def ended(code: int | None = 0, stdout: str = "", stderr: str = "", stacks: str = "") -> Ended:
+    return Ended(code, stdout, stderr, 1.0, stacks)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,19 @@ def test_words_of_a_crash(text: str) -> None:
     assert judge.words(ended(0, stderr=text))
     assert judge.words(ended(0, stdout=text))
     assert not judge.words(ended(2, stderr="Error: no such file\n"))
+
+
+def test_an_interrupt_of_python_itself_is_told_from_one_of_zinfer() -> None:
+    starting = (
+        "Fatal Python error: init_import_site: Failed to import the site module\n"
+        'Traceback (most recent call last):\n  File "<frozen site>", line 1, in <module>\nKeyboardInterrupt\n'
+    )
+    assert judge.before_zinfer(ended(1, stderr=starting), [signal.SIGINT])
+    assert judge.before_zinfer(ended(130, stderr=starting), [signal.SIGINT])
+    assert not judge.before_zinfer(ended(1, stderr=starting), [signal.SIGTERM])
+    assert not judge.before_zinfer(ended(1, stderr="Internal error (KeyError): 'x'"), [signal.SIGINT])
+    ours = starting + f'  File "{ROOT}/zinfer/cli.py", line 9, in main\nKeyboardInterrupt\n'
+    assert not judge.before_zinfer(ended(130, stderr=ours), [signal.SIGINT])
 
 
 @pytest.mark.parametrize(
@@ -155,6 +170,113 @@ def test_the_record_counts_what_was_tried(tmp_path: Path) -> None:
     assert len(COLUMNS) == 5
     assert title("disk-full") == TITLES["disk-full"]
     assert Row(name="x", tried=1, held=1, struck=1).skipped == 0
+
+
+def test_a_record_says_how_many_cases_did_not_end() -> None:
+    run = Campaign.of([Result("kill-run", 0, struck=1), Result("memory", 0, skipped="x")], 3, 60.0, planned=5000)
+    assert run.left == 4998
+    assert "4998 of 5000 planned cases did not end" in run.table()
+    assert "before 4,998 of 5,000 planned cases had ended" in markdown(run)
+    whole = Campaign.of([Result("kill-run", 0, struck=1)], 3, 60.0, planned=1)
+    assert "planned" not in whole.table() + markdown(whole)
+    assert Campaign.of([], 3, 60.0).left == 0  # of an earlier version, which did not note the number
+
+
+# A campaign of cases that end at once, and of some that start a process and never end.
+ENDLESS = """
+import os, subprocess, sys, time
+from pathlib import Path
+from tests.campaign import damage, kills, run
+from tests.campaign.lab import Lab, Result
+def endless(lab, number, tell):
+    if number % 2:
+        subprocess.Popen(["sleep", "600"], start_new_session=True).wait()
+    return Result("kill-run", number, struck=1)
+run.CLASSES["kill-run"] = endless
+run.prepare = lambda root, seed, ordinary: Lab(root, seed, None)
+kills.normal = damage.furnish = lambda *_: None
+run.OVERTIME_S = 0.5
+minutes = float(sys.argv[2]) if len(sys.argv) > 2 else None
+code = run.campaign(1, ["kill-run"], range(6), 4, minutes, 0.0, Path(sys.argv[1]))
+sys.stdout.flush()
+os._exit(code)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, "late"])
+def test_the_record_of_a_campaign_that_is_ended_is_written(tmp_path: Path, how: signal.Signals | str) -> None:
+    output, late = tmp_path / "reliability.jsonl", ["0.01"] * (how == "late")
+    env = environment(ZINFER_CAMPAIGN_ROOT=str(tmp_path / "root"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, str(output), *late], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + PATIENCE_S
+    while len(hanging := [one for one in descendants(process.pid) if _runs(one, "sleep")]) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    if isinstance(how, signal.Signals):
+        os.killpg(process.pid, how)  # as a terminal does
+    stdout, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == (128 + how if isinstance(how, signal.Signals) else 0)
+    (row,) = (run := study.last(output, Campaign)).classes
+    assert (row.tried, row.held, run.planned, run.left) == (3, 3, 6, 3)
+    assert "3 of 6 planned cases did not end" in stdout
+    assert all(f"--seed 1 --class kill-run --number {number}: did not end within" in stdout for number in (1, 3, 5))
+    assert not [one for one in hanging if _runs(one, "sleep")]
+
+
+def _runs(process: int, name: str) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().split()[1:3] == [f"({name})", "S"]
+    return False
+
+
+# A subject that hangs with a worker, both forked from a process that has imported everything.
+HANGING = """
+import os, sys, time, types
+from pathlib import Path
+from tests.campaign import subject
+from zinfer.spec import lease
+os.setsid = lambda setsid=os.setsid: (time.sleep(0.3), setsid())[1]  # as on a machine that has much to do
+started = types.ModuleType("zinfer.started")
+sys.modules["zinfer.started"] = started
+def working():
+    time.sleep(600)
+started.main = working
+def hanging():
+    import subprocess
+    worker = subprocess.Popen([sys.executable, "-m", "zinfer.started"], start_new_session=True)
+    print("leads its group" if os.getpgid(worker.pid) == worker.pid else "leads none", flush=True)
+    time.sleep(600)
+import zinfer.__main__
+zinfer.__main__.main = hanging
+one = subject.Subject([], Path(sys.argv[1]), {}, Path(sys.argv[1]) / "papers")
+ended = one.end(1)
+print(ended.code, ended.stdout, ended.stacks)
+os._exit(0)
+"""
+
+
+def test_a_process_that_hangs_tells_where_it_is(tmp_path: Path) -> None:
+    """A worker has its session when `Popen` returns, as when it is executed: a group's kill reaches it."""
+    words = [sys.executable, "-c", HANGING, str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "None leads its group" in done.stdout
+    assert done.stdout.count("(forked, S") == 2
+    assert " hanging\n" in done.stdout
+    assert " working\n" in done.stdout
+    fault = judge.code(ended(None, stacks="process 7 (forked, S)"))
+    assert fault == ["no end within 1 s:\nprocess 7 (forked, S)"]
+
+
+def test_executed_processes_find_the_campaigns_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((".", "lib/packages", "/opt/packages")))
+    assert python_path() == os.pathsep.join((str(ROOT), str(ROOT / "lib/packages"), "/opt/packages"))
+    monkeypatch.delenv("PYTHONPATH")
+    assert python_path() == str(ROOT)
 
 
 @pytest.fixture(scope="module")

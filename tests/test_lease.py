@@ -70,7 +70,21 @@ def killed(script: str, place: Path, number: int = signal.SIGKILL) -> Path:
     return path
 
 
-@pytest.mark.parametrize("script", [WEIGHTS, FILE])
+TORN = """
+import os, sys, time
+from pathlib import Path
+from zinfer.spec import lease
+def torn(self, text):
+    with self.open("w") as file:
+        file.write(text[:{kept}])
+    print(self.parent, flush=True)
+    time.sleep(600)
+Path.write_text = torn
+lease.folder(Path(sys.argv[1]), "weights", ("*.dat",))
+"""
+
+
+@pytest.mark.parametrize("script", [WEIGHTS, FILE, *(TORN.replace("{kept}", kept) for kept in ("0", "16", "32"))])
 def test_a_killed_process_leaves_nothing_for_good(place: Path, state: Path, script: str) -> None:
     (place / "good.txt").write_text("good")
     path = killed(script, place)

@@ -1,15 +1,17 @@
 """Command line: one group; each verb is imported only when it is called, so that `zinfer --help` is instant."""
 
 import os
+import signal
 import sys
 import warnings
 from contextlib import suppress
 from importlib import import_module
-from typing import IO, Any, cast
+from typing import IO, Any, NoReturn, cast
 
 import click
 
 from zinfer.commands import limits
+from zinfer.spec.ending import interruption
 from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError, did_you_mean
 from zinfer.spec.printable import guarded, refuse_surrogates
 
@@ -158,9 +160,8 @@ def _main() -> None:
             code = end.code
         sys.stdout.flush()
         sys.exit(code)
-    except click.exceptions.Abort:
-        click.echo("interrupted", err=True)
-        sys.exit(130)
+    except click.exceptions.Abort as abort:
+        _interrupted(interruption(abort) or signal.SIGINT)
     except click.ClickException as error:
         error.show(cast(IO[Any], _Short(sys.stderr)))
         sys.exit(error.exit_code)
@@ -175,6 +176,9 @@ def _main() -> None:
         click.echo(f"Error: {place!s:.200}: {error.strerror or error}", err=True)
         sys.exit(ENVIRONMENT)
     except Exception as error:
+        number = None if isinstance(error, ZinferError) else interruption(error)
+        if number is not None:  # a library has turned the signal's exception into an error of its own
+            _interrupted(number)
         if debug:
             raise
         if isinstance(error, ZinferError):
@@ -186,6 +190,11 @@ def _main() -> None:
         text = " ".join(str(error).split())[:600]
         click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)
         sys.exit(INTERNAL)
+
+
+def _interrupted(number: int) -> NoReturn:
+    click.echo("interrupted", err=True)
+    sys.exit(128 + number)
 
 
 def _close_stdout() -> None:

@@ -24,6 +24,7 @@ ON_VERBS = {
     "disk-full": WRITERS, "size-limit": WRITERS, "dev-full": PRINTERS, "read-only": WRITERS, "vanish": WRITERS,
     "io-error": (*WRITERS, *READERS), "memory": EATERS, "two-jobs": ("sweep", "batch", "pack", "reuse"),
 }  # fmt: skip
+FEW = 8  # operations in folders other than the user's own
 Disturb = Callable[[Lab, Room, Verb, Normal, random.Random, Result], Ended]
 
 
@@ -44,13 +45,7 @@ def _shim(lab: Lab) -> shim.Shim:
 
 def _full(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
     disk = _shim(lab)
-    disk.arm(shim.FULL, [room.root], budget=1 << 40)
-    if "bytes" not in lab.notes.setdefault(f"{verb.name} written", {}):
-        with Room(lab, f"measure-{verb.name}") as other:
-            disk.arm(shim.FULL, [other.root], budget=1 << 40)
-            other.run(verb.words, stdin=verb.stdin, armed=True)
-            lab.notes[f"{verb.name} written"]["bytes"] = disk.written
-    budget = int(dice.random() * lab.notes[f"{verb.name} written"]["bytes"])
+    budget = int(dice.random() * usual.written)
     if verb.name == "probe":  # the disk's own measurement writes most
         budget = dice.choice((budget, dice.randrange(3000)))
     disk.arm(shim.FULL, [room.root], budget=budget)
@@ -98,8 +93,9 @@ def _read_only(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Ran
 
 def _vanishing(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
     disk = _shim(lab)
-    folder = dice.choice((room.work, room.work, room.root / "tmp", room.root / "drive"))
-    at = dice.randrange(max(1, usual.operations))
+    others = [room.root / "tmp"] + [room.root / "drive"] * any("DRIVE" in word for word in verb.words)
+    folder = dice.choice((room.work, room.work, *others))
+    at = dice.randrange(max(1, usual.operations if folder == room.work else min(usual.operations, FEW)))
     disk.arm(shim.VANISH, [folder], kinds=shim.CHANGES | shim.OPENS, at=at)
     room.tale.append(f"  {folder.name} vanishes at operation {at}")
     ended = room.run(verb.words, stdin=verb.stdin, armed=True)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.campaign.subject import Ended
+from tests.campaign.subject import ROOT, Ended
 from zinfer.spec.errors import EXIT_CODES, INTERNAL
 
 DOCUMENTED = {int(code) for key in EXIT_CODES for code in key.split(", ")} - {INTERNAL}
@@ -23,6 +23,7 @@ FORBIDDEN = (
     "Segmentation fault",
     "terminate called",
 )
+MOST_STACKS = 2000  # characters told of the stacks of a process that hangs
 MOST_LINES = 6  # of stderr, for a refusal: progress, click's usage, and the message
 # Sequences that a terminal is sent on purpose: colours, moves of the cursor, erasing, and hiding the cursor.
 SEQUENCE = re.compile(r"\x1b\[(\?25[lh]|\d*(;\d+)*[mABCDGKJH])")
@@ -32,7 +33,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-
 def code(ended: Ended, sent: Iterable[int] = (), killed: bool = False) -> list[str]:
     """Judge the exit code after the signals `sent` to it; `killed` if something was to end it with SIGKILL."""
     if ended.code is None:
-        return [f"no end within {ended.seconds:.0f} s"]
+        return [f"no end within {ended.seconds:.0f} s" + (f":\n{ended.stacks[:MOST_STACKS]}" if ended.stacks else "")]
     allowed = set(DOCUMENTED) - {130, 143} | {128 + number for number in sent}
     if killed or signal.SIGKILL in sent:
         allowed.add(128 + signal.SIGKILL)
@@ -40,6 +41,13 @@ def code(ended: Ended, sent: Iterable[int] = (), killed: bool = False) -> list[s
     if polite and signal.SIGKILL not in sent and not killed:
         allowed = {0, *(128 + number for number in polite)}
     return [] if ended.code in allowed else [f"exit code {ended.code}: {ended.last_line[:200]}"]
+
+
+def before_zinfer(ended: Ended, sent: Iterable[int]) -> bool:
+    """Tell whether SIGINT ended Python itself while it started, before a line of zinfer ran: it then shows a traceback
+    of its own, which no program can prevent."""
+    own = "KeyboardInterrupt" in ended.output and f'File "{ROOT / "zinfer"}' not in ended.output
+    return own and signal.SIGINT in sent and ended.code in (1, 128 + signal.SIGINT)
 
 
 def words(ended: Ended) -> list[str]:

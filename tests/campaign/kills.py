@@ -1,5 +1,9 @@
 """Kills of every command: SIGKILL, SIGTERM, SIGINT, and two of them, at a random moment or at the n-th change on disk,
-of the command or of its worker; then the next start, which must end as if nothing had happened."""
+of the command or of its worker; then the next start, which must end as if nothing had happened.
+
+An executed process (`--ordinary`) that SIGINT meets while Python itself starts, before a line of zinfer runs, may end
+with Python's own traceback.
+"""
 
 import os
 import signal
@@ -18,10 +22,9 @@ WAYS = ("KILL", "TERM", "INT", "INT twice", "TERM twice", "worker", "write", "to
 
 def normal(lab: Lab, verb: Verb) -> Normal:
     """Return the undisturbed run of a verb, made when it is first asked for."""
-    if verb.name not in lab.notes:
-        lab.notes[verb.name] = undisturbed(lab, verb)
-    found: Normal = lab.notes[verb.name]
-    return found
+    if verb.words not in lab.normals:
+        lab.normals[verb.words] = undisturbed(lab, verb)
+    return lab.normals[verb.words]
 
 
 def disturbed(lab: Lab, verb: Verb, number: int, keep: bool = False) -> Result:
@@ -102,7 +105,10 @@ def _killed(
         killed = lab.shim.hits > 0
         lab.shim.disarm()
     result.struck += bool(sent or killed)
-    result.faults += judge.code(ended, sent, killed) + judge.words(ended)
+    if room.ordinary and judge.before_zinfer(ended, sent):
+        room.tale.append("  Python was still starting: its own end")
+    else:
+        result.faults += judge.code(ended, sent, killed) + judge.words(ended)
     if terminal and signal.SIGKILL not in sent and ended.code != 128 + signal.SIGKILL:
         result.faults += judge.cursor(ended.stdout)
     if polite := {int(signal.SIGINT), int(signal.SIGTERM)} & set(sent):

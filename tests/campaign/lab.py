@@ -47,7 +47,8 @@ class Lab:
         self.root, self.seed, self.shim, self.ordinary_share = root, seed, shim, ordinary_share
         self.model = root / "models" / "llama"
         self.bench = root / "bench"
-        self.notes: dict[str, Any] = {}  # of undisturbed runs, by verb
+        self.normals: dict[tuple[str, ...], Normal] = {}  # undisturbed runs by their words
+        self.notes: dict[str, Any] = {}
         self.plant = ""  # Python code of a fault, run in each zinfer, with which a test proves that judges see it
 
     def dice(self, name: str, number: int) -> random.Random:
@@ -205,7 +206,8 @@ class Verb:
 
 @dataclass(frozen=True)
 class Normal:
-    """An undisturbed run: what came out, its files, the seconds it takes, and its operations on files."""
+    """An undisturbed run: what came out, its files, the seconds it takes, its operations on files, and the bytes that
+    it writes."""
 
     outcome: Any
     files: frozenset[str]
@@ -214,6 +216,7 @@ class Normal:
     seconds: float
     operations: int = 0
     reads: int = 0
+    written: int = 0  # bytes
 
 
 def digest(folder: Path, pattern: str = "**/*") -> dict[str, str]:
@@ -251,8 +254,9 @@ def undisturbed(lab: Lab, verb: Verb) -> Normal:
                 raise RuntimeError(f"undisturbed `{verb.name}`: {ended.code} {problems} {ended.output[-2000:]}")
             outcome, operations = verb.outcome(room, ended), lab.shim.operations if lab.shim is not None else 0
             reads = found[0].operations if found else 0
+            written = lab.shim.written if lab.shim is not None else 0
             files, texts = frozenset(room.files()), contents(room, verb)
-            found.append(Normal(outcome, files, texts, ended.code or 0, ended.seconds, operations, reads))
+            found.append(Normal(outcome, files, texts, ended.code or 0, ended.seconds, operations, reads, written))
     if problems := judge.equal(found[1].outcome, found[0].outcome, f"undisturbed runs of `{verb.name}`"):
         raise RuntimeError("; ".join(problems))
     return found[1]

@@ -56,11 +56,18 @@ class Campaign(Study):
 
     seed: int
     seconds: float
+    planned: int = 0  # cases, those that were not begun or not ended included; 0 is not known
     classes: tuple[Row, ...]
 
+    @property
+    def left(self) -> int:
+        """Number of planned cases that did not end, because the campaign was ended before."""
+        return max(0, self.planned - sum(row.tried + row.skipped for row in self.classes))
+
     @classmethod
-    def of(cls, results: Iterable[Result], seed: int, seconds: float) -> "Campaign":
-        """Return the record of `results`, counted by class in the order in which they come."""
+    def of(cls, results: Iterable[Result], seed: int, seconds: float, planned: int = 0) -> "Campaign":
+        """Return the record of `results` of so many `planned` cases, counted by class in the order in which they
+        come."""
         import platform
 
         rows: dict[str, dict[str, Any]] = {}
@@ -84,7 +91,8 @@ class Campaign(Study):
         versions = {"python": platform.python_version(), "zinfer": __version__}
         return cls(
             machine=slug(), device=cpu_model(), started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=versions, seed=seed, seconds=round(seconds, 1), classes=tuple(Row(**row) for row in rows.values()),
+            versions=versions, seed=seed, seconds=round(seconds, 1), planned=planned,
+            classes=tuple(Row(**row) for row in rows.values()),
         )  # fmt: skip
 
     def table(self) -> str:
@@ -95,9 +103,10 @@ class Campaign(Study):
             for row in self.classes
         ]
         total = ("all", *(sum(row[column] for row in rows) for column in range(1, 7)))  # type: ignore[misc]
-        return "\n".join(
-            f"{line[0]:20}" + "".join(f"{cell!s:>9}" for cell in line[1:]) for line in (heads, *rows, total)
-        )
+        lines = [f"{line[0]:20}" + "".join(f"{cell!s:>9}" for cell in line[1:]) for line in (heads, *rows, total)]
+        if self.left:
+            lines.append(f"{self.left} of {self.planned} planned cases did not end")
+        return "\n".join(lines)
 
     def cells(self) -> list[list[str]]:
         """Return the rows under `COLUMNS` for a page: commands killed one by one, the other classes by their title."""
@@ -132,6 +141,8 @@ def markdown(campaign: Campaign) -> str:
             " configuration, a recipe or a record with a valid checksum is as good as the first. Changed bytes of"
             " weights, which only a checksum could tell, were not tried."
         )
+    if campaign.left:
+        told += f" The campaign was ended before {campaign.left:,} of {campaign.planned:,} planned cases had ended."
     if skipped:
         told += f" {skipped:,} cases could not be tried on this machine."
     return f"{table}\n\n{told}"

@@ -101,6 +101,7 @@ static int strike(int kind, long bytes) {
     }
     if (!(c->kinds & kind)) return 0;
     long number = __sync_fetch_and_add(&c->operations, 1);
+    if (mode == COUNT) __sync_fetch_and_add(&c->written, bytes);
     if (mode == COUNT || number < c->at || (number > c->at && !c->lasting)) return 0;
     __sync_fetch_and_add(&c->hits, 1);
     switch (mode) {

@@ -97,5 +97,5 @@ class Shim:
 
     @property
     def written(self) -> int:
-        """Bytes that were written, or tried, since `arm`; counted in mode FULL."""
+        """Bytes that were written, or tried, since `arm`; counted in modes FULL and COUNT."""
         return int(self._control.written)

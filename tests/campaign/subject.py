@@ -7,12 +7,15 @@ keeps everything else: real pipes, real sessions, real kills. With `ordinary` al
 """
 
 import atexit
+import faulthandler
 import fcntl
 import io
 import os
 import pty
+import re
 import select
 import signal
+import site
 import subprocess
 import sys
 import tempfile
@@ -41,7 +44,8 @@ PRELOADED = (
 )  # fmt: skip
 DRAWING = ("matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "zinfer.report.plot.figures",
            "zinfer.report.page", "zinfer.report.measured", "zinfer.report.predicted")  # fmt: skip
-TRACE = "Traceback (most recent call last)"
+STACKS = "stacks-"  # beginning of the names of files in `papers`, one for each process
+FRAMES = 8  # innermost frames of a thread that are told of a process which hangs
 
 
 def preload() -> None:
@@ -66,12 +70,13 @@ def preload() -> None:
 @dataclass(frozen=True)
 class Ended:
     """End of a process: its exit code as a shell shows it (None if it had to be stopped for taking too long), its
-    output, and the seconds it took."""
+    output, and the seconds it took; for one that had to be stopped, the place where each of its threads was."""
 
     code: int | None
     stdout: str
     stderr: str
     seconds: float
+    stacks: str = ""
 
     @property
     def output(self) -> str:
@@ -126,7 +131,7 @@ class Subject:
         else:
             self.pid = _fork()
             if self.pid == 0:
-                _become(["zinfer", *words], folder, environment, ends, enter, terminal)
+                _become(["zinfer", *words], folder, environment, ends, enter, terminal, papers)
         for end in {*ends}:
             os.close(end)
         self._watched = os.pidfd_open(self.pid)
@@ -184,12 +189,12 @@ class Subject:
         """Wait for its end, at most so long, and return it. One that takes longer is killed with all it started."""
         ended = self.wait(seconds)
         took = time.monotonic() - self._began
+        stacks = ""
         if not ended:
-            for child in self.children():
+            stacks = stacks_of([self.pid, *descendants(self.pid)], self._papers)
+            for child in (*descendants(self.pid), self.pid):
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
         os.close(self._watched)
         if self._master >= 0:
@@ -205,7 +210,67 @@ class Subject:
         stdout, stderr = ((self._papers / name).read_bytes().decode(errors="replace") for name in ("stdout", "stderr"))
         if self._master >= 0:
             stdout, stderr = self.screen, ""
-        return Ended(shown, stdout, stderr, took)
+        return Ended(shown, stdout, stderr, took, stacks)
+
+
+def stacks_of(processes: Sequence[int], papers: Path) -> str:
+    """Return where the threads of `processes` are, a line for each process, and for each thread that Python can tell.
+
+    The forked ones write their stacks into `papers` at SIGUSR1; of others only the kernel's view is told.
+    """
+    lines = []
+    asked = [process for process in processes if _catches(process, signal.SIGUSR1)]
+    for process in asked:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGUSR1)
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and not all(_written(papers / f"{STACKS}{process}") for process in asked):
+        time.sleep(0.05)
+    for process in processes:
+        with suppress(OSError):
+            words = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            with suppress(OSError):
+                state += " in " + Path(f"/proc/{process}/wchan").read_text()
+            name = "forked" if process in asked else words.strip()[:80]
+            lines.append(f"process {process} ({name}, {state})")
+        with suppress(OSError):
+            lines += shortened((papers / f"{STACKS}{process}").read_text(errors="replace"))
+    return "\n".join(lines)
+
+
+def shortened(stacks: str) -> list[str]:
+    """Return a line for each thread in `stacks`, as `faulthandler` writes them: the innermost frames, from the outer to
+    the inner."""
+    lines = []
+    for thread in re.split(r"\n(?=(?:Current thread|Thread) 0x)", f"\n{stacks}"):
+        frames = re.findall(r'^  File "([^"]*)", line (\d+) in (\S+)', thread, re.MULTILINE)
+        if frames:
+            told = [f"{'/'.join(Path(file).parts[-2:])}:{line} {name}" for file, line, name in frames[:FRAMES]]
+            lines.append("  " + " > ".join(reversed(told)))
+    return lines
+
+
+def _catches(process: int, number: int) -> bool:
+    """Tell whether a process has a handler for a signal, by which it would else be ended."""
+    with suppress(OSError, ValueError, IndexError):
+        status = Path(f"/proc/{process}/status").read_text()
+        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+    return False
+
+
+def _written(path: Path) -> bool:
+    with suppress(OSError):
+        return path.stat().st_size > 0
+    return False
+
+
+def descendants(process: int) -> list[int]:
+    """Return the processes below `process`, parents first, without those that have ended."""
+    found = [process]
+    for one in found:
+        found += children_of(one)
+    return found[1:]
 
 
 def children_of(parent: int) -> list[int]:
@@ -221,6 +286,14 @@ def children_of(parent: int) -> list[int]:
 
 
 _HELD = {signal.SIGINT, signal.SIGTERM}
+_papers: Path | None = None  # folder of the harness for this forked process and those that it forks
+
+
+def _tell_stacks() -> None:
+    """Have this forked process write its stacks into a file in `_papers` at SIGUSR1."""
+    if _papers is not None:
+        file = os.open(_papers / f"{STACKS}{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
 def _fork() -> int:
@@ -251,11 +324,19 @@ def _execute(
             os.chdir(folder)
             _take(ends)
             enter()
-            given = {**environment, "PYTHONPATH": str(ROOT)}
+            given = {**environment, "PYTHONPATH": python_path(), "PYTHONUSERBASE": site.getuserbase()}
             os.execve(sys.executable, [sys.executable, "-m", "zinfer", *words], given)
         finally:
             os._exit(98)
     return pid
+
+
+def python_path() -> str:
+    """Return PYTHONPATH for an executed process: this checkout, then the campaign's own entries, absolute, for the
+    process runs in another folder."""
+    own = os.environ.get("PYTHONPATH", "")
+    entries = [os.path.abspath(entry) for entry in own.split(os.pathsep)] if own else []
+    return os.pathsep.join(dict.fromkeys([str(ROOT), *entries]))
 
 
 def _take(ends: Sequence[int]) -> None:
@@ -273,12 +354,16 @@ def _become(
     ends: Sequence[int],
     enter: Callable[[], None],
     terminal: bool,
+    papers: Path,
 ) -> NoReturn:
     """Turn this forked process into `zinfer`."""
+    global _papers
     try:
         os.setsid()
         os.chdir(folder)
         _take(ends)
+        _papers = papers
+        _tell_stacks()
         if terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         _renew(words, environment)
@@ -378,6 +463,7 @@ class _ForkingPopen(subprocess.Popen[Any]):
             given[end] if given[end] != -1 else number for number, end in enumerate(("p2cread", "c2pwrite", "errwrite"))
         ]
         sys.stdout.flush()
+        started, starting = os.pipe()  # closed by the child where it would execute the program, as in the real Popen
         pid = _fork()
         if pid == 0:
             try:
@@ -387,7 +473,8 @@ class _ForkingPopen(subprocess.Popen[Any]):
                     os.setpgid(0, given["process_group"])
                 if given["cwd"] is not None:
                     os.chdir(given["cwd"])
-                _take(streams)
+                _take(streams)  # closes `starting`: from here on the child has its session
+                _tell_stacks()
                 _renew([command[2], *command[3:]], dict(os.environ if given["env"] is None else given["env"]))
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
                 if given["preexec_fn"] is not None:
@@ -400,6 +487,11 @@ class _ForkingPopen(subprocess.Popen[Any]):
             _end_with(main)
         self.pid = pid
         self._child_created = True
+        os.close(starting)
+        try:
+            os.read(started, 1)
+        finally:
+            os.close(started)
         self._close_pipe_fds(  # type: ignore[attr-defined]
             *(given[end] for end in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
         )

@@ -13,6 +13,7 @@ import click
 
 from zinfer.cli import Failure
 from zinfer.commands.options import Size
+from zinfer.job.signals import kept
 from zinfer.spec import ending
 from zinfer.spec.errors import ENVIRONMENT, INTERNAL
 from zinfer.spec.printable import show_generated, shows_unicode, text_lines
@@ -80,9 +81,16 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
 @contextmanager
 def _raised() -> Iterator[None]:
     """Let ctrl-C raise KeyboardInterrupt; it ends the command elsewhere."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thrown: list[KeyboardInterrupt] = []
+
+    def arrived(_number: int, _frame: FrameType | None) -> None:
+        thrown.append(KeyboardInterrupt())
+        raise thrown[-1]
+
+    before = signal.signal(signal.SIGINT, arrived)
     try:
-        yield
+        with kept(thrown):
+            yield
     finally:
         signal.signal(signal.SIGINT, before)
         ending.handed_back()
@@ -93,6 +101,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
+        self._thrown: list[KeyboardInterrupt] = []
 
     def __enter__(self) -> "Stop":
         self._before = signal.signal(signal.SIGINT, self._arrived)
@@ -100,12 +109,15 @@ class Stop:
 
     def _arrived(self, _number: int, _frame: FrameType | None) -> None:
         if self.asked:
-            raise KeyboardInterrupt
+            self._thrown.append(KeyboardInterrupt())
+            raise self._thrown[-1]
         self.asked = True
 
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
         signal.signal(signal.SIGINT, self._before)
         ending.handed_back()
+        if self._thrown and not (kind is not None and issubclass(kind, KeyboardInterrupt)):
+            raise KeyboardInterrupt from None
 
 
 def talk(

@@ -137,7 +137,9 @@ class AccuracyStudy:
         worker = self.make_worker()
         try:
             yield worker
-        except KeyboardInterrupt:
+        except WorkerError:
+            raise
+        except BaseException:  # also a signal's that a library has turned into an error of its own
             worker.kill()
             raise
         finally:

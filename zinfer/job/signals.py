@@ -1,11 +1,17 @@
 """Signals (SIGINT and SIGTERM) during a job: noticed at once, acted on at points where no record is lost."""
 
+import _thread
+import os
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 from zinfer.spec import ending
+
+SOON_S = 0.02  # in which a finaliser, and the hook that learns of its exception, have returned
 
 
 class Interrupted(KeyboardInterrupt):
@@ -17,7 +23,36 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def name(self) -> str:
+        """Name of the signal."""
         return signal.Signals(self.signal).name
+
+
+@contextmanager
+def kept(thrown: list[KeyboardInterrupt]) -> Iterator[None]:
+    """Raise the exception of a signal at the end of the ``with`` block, if it does not come out of the block itself.
+
+    A handler that raises notes its exception in `thrown`. It may be raised within any call of a library, which may turn
+    it into an error of its own (pydantic does so without a cause) or drop it (as Python does in a finaliser).
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        if thrown:
+            raise _again(thrown[-1]) from None
+        raise
+    if thrown:
+        raise _again(thrown[-1])
+
+
+def _again(thrown: KeyboardInterrupt) -> KeyboardInterrupt:
+    return type(thrown)(*thrown.args)
+
+
+def _send_soon(number: int) -> None:
+    time.sleep(SOON_S)
+    os.kill(os.getpid(), number)
 
 
 class Signals:
@@ -27,6 +62,7 @@ class Signals:
     def __init__(self) -> None:
         self._pending: int | None = None
         self._waiting = False
+        self._thrown: list[KeyboardInterrupt] = []
 
     def __enter__(self) -> "Signals":
         self._before = {}
@@ -42,16 +78,37 @@ class Signals:
     @contextmanager
     def raised(self) -> Iterator[None]:
         """Let signals raise Interrupted within the ``with`` block, also one that arrived before."""
-        self._waiting = True
+        thrown = self._thrown = []
+        with kept(thrown), self._not_dropped():
+            self._waiting = True
+            try:
+                if self._pending is not None:
+                    raise Interrupted(self._pending)
+                yield
+            finally:
+                self._waiting = False
+
+    @contextmanager
+    def _not_dropped(self) -> Iterator[None]:
+        """Send a signal again whose exception Python dropped, as it does in a finaliser: the block would wait on."""
+        before = sys.unraisablehook
+
+        def dropped(what: "sys.UnraisableHookArgs") -> None:
+            if isinstance(what.exc_value, Interrupted):
+                self._waiting = True
+                _thread.start_new_thread(_send_soon, (what.exc_value.signal,))
+            else:
+                before(what)
+
+        sys.unraisablehook = dropped
         try:
-            if self._pending is not None:
-                raise Interrupted(self._pending)
             yield
         finally:
-            self._waiting = False
+            sys.unraisablehook = before
 
     def _arrived(self, number: int, _frame: FrameType | None) -> None:
         self._pending = number
         if self._waiting:
             self._waiting = False  # a second signal must not prevent the record of the first
-            raise Interrupted(number)
+            self._thrown.append(Interrupted(number))
+            raise self._thrown[-1]

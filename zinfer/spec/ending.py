@@ -69,6 +69,24 @@ def handed_back() -> None:
     _handed_back = time.monotonic()
 
 
+def interruption(error: BaseException | None) -> int | None:
+    """Return the signal that `error`, or an exception that led to it, stands for; None if there is none in its chain.
+
+    A KeyboardInterrupt that names no signal stands for SIGINT.
+    """
+    known: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in known:
+            continue
+        if isinstance(one, KeyboardInterrupt):
+            return int(getattr(one, "signal", signal.SIGINT))
+        known.add(id(one))
+        waiting += [*getattr(one, "exceptions", ()), one.__context__, one.__cause__]
+    return None
+
+
 def _arrived(number: int, _frame: FrameType | None) -> None:
     _end(number)
 

@@ -36,6 +36,7 @@ OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds the
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
 # as long. Sleeping costs next to nothing.
 _CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
+KILL_S = 10.0  # for the kernel to end a killed worker
 # Batches of many sizes in one process leave gaps that a larger one cannot use, unless blocks may grow.
 _GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -123,7 +124,7 @@ class Worker(Client):
         super().__init__(target, notice, loaded)
         self._timeout = timeout_s
         self._log: IO[bytes] | None = None if debug else tempfile.TemporaryFile()  # noqa: SIM115
-        self._oom_kills = _oom_kills()
+        self._oom_kills, self._killed = _oom_kills(), False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "zinfer.worker.server"],
             stdin=subprocess.PIPE,
@@ -181,8 +182,10 @@ class Worker(Client):
         return lines[-1].strip()[:300] if lines else ""
 
     def kill(self) -> None:
+        self._killed = True
         self._kill_group()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # the kernel may hold it, at a drive that does not answer
+            self._process.wait(timeout=KILL_S)
         self._forget()
         lease.sweep()  # what it owned
 
@@ -196,6 +199,7 @@ class Worker(Client):
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()  # also one that leads no group yet
 
     def close(self) -> None:
         """Let the worker finish in order; kill it if it does not within half a minute."""
@@ -203,9 +207,10 @@ class Worker(Client):
             if self._process.stdin is not None:
                 self._process.stdin.close()
         try:
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=0 if self._killed else 30)
         except subprocess.TimeoutExpired:
-            self.kill()
+            if not self._killed:
+                self.kill()
         self._forget()
         if self._log is not None:
             self._log.close()

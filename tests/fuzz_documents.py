@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from tests.damage_documents import NASTY, damaged, toml, torn, value
-from tests.results import accuracy_run, codec_run, kept_point, point, reuse_run, sweep, traced
+from tests.results import accuracy_run, codec_run, kept_point, point, request_point, reuse_run, sweep, traced
 from zinfer.cli import main
 from zinfer.record import study
 from zinfer.record.jsonl import _sealed
+from zinfer.record.measurement import Measurement
+from zinfer.record.requests import RequestPoint
 from zinfer.record.store import Header, encode
 from zinfer.spec.host import slug
 from zinfer.spec.machine import Machine
@@ -33,7 +35,9 @@ RECIPE: dict[str, Any] = {
     "description": "A sweep", "model": ["bloom-tiny", "opt-30b"], "engine": ["stream", "accelerate"],
     "offload": ["none", "cpu"], "batch_size": [1, 8], "input_len": [64], "output_len": [16], "dtype": "bfloat16",
     "load_format": "dummy", "layers": [4], "gpu_weights": ["25%", "1GiB"], "options": {"weight_codec": ["none"]},
-    "machine": ["h100-80gb"], "repeats": 3, "tolerance": 0.02, "timeout_s": 60.0,
+    "request_lengths": ["lognormal:24,6,sigma=0.8"], "num_requests": 9, "in_flight": [2, "auto"], "request_rate": [1.5],
+    "seed": 1, "sla": ["ttft:p99:<=:2s"], "rounds": 2, "machine": ["h100-80gb"],
+    "repeats": 3, "tolerance": 0.02, "timeout_s": 60.0,
     "published": [{"claim": "c", "engine": "stream", "machine": "h100-80gb", "over": "h200", "low": 1.0, "high": 2.0,
                    "source": "s"}],
 }  # fmt: skip
@@ -44,7 +48,8 @@ REQUEST: dict[str, Any] = {
 }  # fmt: skip
 OPTIONS = {
     "sweep": ["--batch-size", "--input-len", "--output-len", "--layers", "--repeats", "--timeout", "--gpu-weights",
-              "-O", "--dtype", "-m", "--engine"],
+              "-O", "--dtype", "-m", "--engine", "--requests", "--request-lengths", "--num-requests", "--in-flight",
+              "--request-rate", "--seed", "--sla", "--rounds"],
     "plan": ["--batch-size", "--input-len", "--output-len", "--layers", "--gpus", "--set", "--gpu-weights",
              "--weight-bits", "--machine", "-m", "--engine", "--offload", "--calibrate", "--figure"],
     "best": ["--sla", "--demand", "--deadline", "--gpu-hour-usd", "--power-usd-kwh", "--utilisation", "--spare",
@@ -169,13 +174,14 @@ def _sealed_again(dice: Random, line: bytes) -> bytes:
     for _ in range(9):
         try:
             return _sealed(damaged(dice, fields, dice.randrange(1, 3)))
-        except (ValueError, TypeError, RecursionError, UnicodeEncodeError):
+        except (ValueError, TypeError, OverflowError, RecursionError, UnicodeEncodeError):
             continue
     return line
 
 
 def _records(dice: Random) -> list[str]:
-    points = [*sweep()[::4], point(sweep()[2].case, timeline=traced(), gpu={"energy_j": 9.0, "throttle_reasons": []})]
+    points: list[Measurement | RequestPoint] = [request_point(), *sweep()[::4]]
+    points += [point(sweep()[2].case, timeline=traced(), gpu={"energy_j": 9.0, "throttle_reasons": []})]
     lines = [encode(Header(machine="h100", recipe={"model": ["m"], "batch_size": [1]})), *map(encode, points)]
     for nth in range(len(lines)):
         if dice.random() < 0.5:
@@ -190,6 +196,7 @@ def _records(dice: Random) -> list[str]:
             ["best", "mine.jsonl", "--pareto", *prices], ["compare", "mine.jsonl", "other.jsonl"],
             ["compare", "other.jsonl", "mine.jsonl", "--metric", "ttft_ms", "--across", "options"],
             ["export", "mine.jsonl", "--format", dice.choice(("md", "json"))],
+            ["export", "mine.jsonl", "--format", dice.choice(("md", "json")), "--requests"],
             ["plan", "-m", "opt-30b", "--machine", "h200", "--calibrate", "mine.jsonl"],
         )
     )  # fmt: skip
@@ -239,6 +246,14 @@ def _options(dice: Random) -> list[str]:
     return [*words, dice.choice(TYPED)] if dice.random() < 0.1 else words
 
 
+def _request_file(dice: Random) -> list[str]:
+    lengths = [json.dumps(damaged(dice, {"input_len": 8, "output_len": 4}, dice.randrange(2))) for _ in range(4)]
+    content = "\n".join(lengths).encode("utf-8", "surrogatepass")
+    content = content if dice.random() < 0.5 else requests(dice.randrange(999))
+    Path("requests.jsonl").write_bytes(torn(dice, content) if dice.random() < 0.3 else content)
+    return ["sweep", "-m", "bloom-tiny", "--requests", "requests.jsonl", "--dry-run"]
+
+
 def _prompts(dice: Random) -> list[str]:
     Path("prompts.txt").write_bytes(torn(dice, b"first prompt\nsecond\n\nthird\r\n"))
     return ["run", "-m", "no-such-model", "--prompt-file", "prompts.txt"]
@@ -246,9 +261,10 @@ def _prompts(dice: Random) -> list[str]:
 
 KINDS: dict[str, Callable[[Random], list[str]]] = {
     "recipe": _recipe, "engine recipe": _engine, "machine.json": _machine, "records": _records, "options": _options,
-    "prompts": _prompts, "figures and reports": _drawn, "studies": _studies,
+    "prompts": _prompts, "request files": _request_file, "figures and reports": _drawn, "studies": _studies,
 }  # fmt: skip
-QUICK = ("recipe", "engine recipe", "machine.json", "records", "options", "prompts")  # kinds that draw no figure
+# kinds that draw no figure
+QUICK = ("recipe", "engine recipe", "machine.json", "records", "options", "prompts", "request files")
 
 
 def trial(kind: str, seed: int) -> Outcome:

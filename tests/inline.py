@@ -90,7 +90,7 @@ def run_inline(
     jobs = prepared(sweep) if jobs is None else jobs
     with Store.open(path) as store:
         store.append_header(Header(machine="test"))
-        points = run(sweep, jobs, store, done, events, worker)
+        points = run(sweep, jobs, store, done, events, worker).points
         store.check()
         return points
 

@@ -24,6 +24,8 @@ from zinfer.plan.plan import make_plan
 from zinfer.record import accuracy, codec, prefix_reuse, study
 from zinfer.record.measurement import Measurement, latest
 from zinfer.record.store import read
+from zinfer.report import requests
+from zinfer.report.document import Table
 from zinfer.spec import machine, resolve
 from zinfer.spec.engine import ENGINES
 from zinfer.spec.errors import EXIT_CODES
@@ -43,7 +45,7 @@ ENGINE_LINES = {
 }
 OFFLOADS = ("none", "cpu", "nvme")
 UNTRIED = "experimental: no plan has run on a GPU"
-COLUMNS = ("batch", "output tok/s", "TTFT", "decode step", "link share")
+COLUMNS = ("batch", "output tok/s", "prefill tok/s", "decode tok/s", "TTFT", "decode step", "link share")
 WIDTH = 120
 
 
@@ -93,6 +95,8 @@ def cells(point: Measurement) -> list[str]:
     return [
         str(point.case.workload.batch_size),
         f"{point.output_tok_s:.2f}",
+        f"{point.prefill_tok_s:,.1f}",
+        f"{point.decode_tok_s:,.2f}" if point.decode_tok_s else "-",
         f"{sum(point.ttft_ms) / len(point.ttft_ms) / 1e3:.2f} s",
         f"{step_ms(point) / 1e3:.3f} s",
         f"{point.link_share:.0%}" if point.link_share else "-",
@@ -219,6 +223,16 @@ def reliability() -> str:
     if not (RESULTS / "reliability.jsonl").exists():
         return "No campaign is recorded yet."
     return campaign.markdown(study.last(RESULTS / "reliability.jsonl", campaign.Campaign))
+
+
+def request_loads() -> str:
+    """Return the table of the loads of requests that were recorded, and of the times that requests waited."""
+    found = [point for name in SHIPPED for point in read(RESULTS / name).requests]
+    if not found:
+        return "No load of requests is recorded yet."
+    tables = [one.filled() for blocks in requests.tables(found) for one in blocks if isinstance(one, Table)]
+    shown = [(one.caption, markdown(one.columns, [row.cells for row in one.rows])) for one in tables]
+    return "\n\n".join(part for pair in shown for part in pair)
 
 
 def exit_codes() -> str:

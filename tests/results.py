@@ -7,7 +7,9 @@ from zinfer.record.accuracy import AccuracyRecord, Deviation, Position
 from zinfer.record.codec import CodecRecord, Coded, Rate
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.prefix_reuse import Point, Run
+from zinfer.record.requests import RequestPoint
 from zinfer.spec.case import Case, Workload
+from zinfer.spec.requests import RequestLoad
 
 LAYERS_BYTES = 69_057_937_408  # 14 layers of BLOOM-176B in bf16
 LINK = 54.6e9
@@ -18,6 +20,23 @@ def case(batch_size: int = 1, engine: str = "stream", offload: Any = "cpu", **fi
         batch_size=batch_size, input_len=fields.pop("input_len", 512), output_len=fields.pop("output_len", 32)
     )
     return Case(**{"model": "bloom-176b", "layers": 14, **fields}, engine=engine, offload=offload, workload=workload)
+
+
+def request_point(**fields: Any) -> RequestPoint:
+    """Return a load of three requests, two in flight, whose passes take a second."""
+    case = Case(
+        model="bloom-176b", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=1, output_len=1),
+        layers=14,
+    )  # fmt: skip
+    load = RequestLoad(source="fixed:20,3", requests=3, in_flight=2)
+    known: dict[str, Any] = {
+        "case": case, "requests": load, "status": "ok", "machine": "h100", "total_layers": 70, "num_layers": 14,
+        "pass_ms": [1000.0 * (number + 1) for number in range(6)],
+        "samples": [[20, 3, 0.0, 0, 3], [20, 3, 0.0, 0, 2, 3, 1], [20, 3, 3000.0, 3, 3]],
+        "counts": {"read": 300, "padded": 9, "computed": 70}, "busy_ms": 6000.0, "waiting_ms": 3000.0,
+        "waiting_tokens": 5, "kv_positions": 400, "sla": ("ttft:p99:<=:2s",), "link_bandwidth": LINK,
+    }  # fmt: skip
+    return RequestPoint.model_validate(known | fields)
 
 
 def point(asked: Case, step_s: float = 1.3, repeats: int = 3, **fields: Any) -> Measurement:

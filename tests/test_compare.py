@@ -100,7 +100,7 @@ def test_noise_of_both_sides_adds_in_quadrature() -> None:
         (timed(()), failed(), "broken"),
     ],
 )
-@pytest.mark.parametrize("metric", ["output_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms"])
+@pytest.mark.parametrize("metric", ["output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms"])
 def test_verdicts(before: Measurement, after: Measurement, verdict: str, metric: Metric) -> None:
     (change,) = compare([before], [after], metric).changes
     assert change.verdict == verdict

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.results import case, point, traced
 from zinfer.record import jsonl
 from zinfer.record.measurement import Effective, Measurement, Span
-from zinfer.record.store import Header, Store, StoreError, decode, encode, read
+from zinfer.record.store import Header, Records, Store, StoreError, decode, encode, read
 from zinfer.spec.case import Case, Workload
 
 HEADER = Header(machine="h100", recipe={"engines": ["stream"], "batch_size": [1, 2]}, versions={"zinfer": "0.1.0"})
@@ -233,7 +233,7 @@ def test_a_file_that_is_no_results_file_is_not_touched(tmp_path: Path) -> None:
 def test_empty_and_header_only_files(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.touch()
-    assert read(path) == read(tmp_path) == ((), (), ())
+    assert read(path) == read(tmp_path) == Records()
     with Store.open(path) as store:
         store.append_header(HEADER)
         assert store.points() == ()

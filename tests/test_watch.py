@@ -9,7 +9,7 @@ import pytest
 from tests.inline import MACHINE, FakeWorker, prepared, run_inline
 from zinfer.commands.out import PlainConsole
 from zinfer.commands.watch import LINE_S, Watch
-from zinfer.job.forecast import Forecast, Outlook
+from zinfer.job.forecast import Ahead, Forecast, Outlook
 from zinfer.job.recipe import Sweep
 from zinfer.job.sweep import Events
 from zinfer.worker.server import Server
@@ -109,7 +109,7 @@ def test_time_left_is_scaled_by_what_points_took() -> None:
     rates = {"h2d_bandwidth": 1e3, "hbm_bandwidth": 1e6, "matmul_flops": 1e9}
     sweep = Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 2, 4))
     (job,) = prepared(sweep)
-    load = job.plan.model_copy(update={"machine": MACHINE.model_copy(update=rates)}), job.cases
+    load = Ahead(job.plan.model_copy(update={"machine": MACHINE.model_copy(update=rates)}), job.cases)
     forecast = Forecast(sweep, [load])
     before = forecast.outlook()
     assert before.seconds_left is not None
@@ -120,12 +120,13 @@ def test_time_left_is_scaled_by_what_points_took() -> None:
     assert after.seconds_left is not None
     assert (after.done, after.points) == (1, 3)
     assert after.seconds_left > 2 * before.seconds_left
-    known = Forecast(sweep, [load], [job.cases[0].with_batch(size) for size in (1, 2, 4)]).outlook()
-    assert known.seconds_left == 0
+    known = frozenset(job.cases[0].with_batch(size) for size in (1, 2, 4))
+    outlook = Forecast(sweep, [load._replace(known=known)]).outlook()
+    assert outlook.seconds_left == 0
 
 
 def test_auto_counts_about_as_many_points_as_it_tries() -> None:
     sweep = Sweep(model=("fake",), offload=("cpu",), batch_size="1,8,auto")
-    outlook = Forecast(sweep, [(job.plan, job.cases) for job in prepared(sweep)]).outlook()
+    outlook = Forecast(sweep, [Ahead(job.plan, job.cases) for job in prepared(sweep)]).outlook()
     assert not outlook.exact
     assert outlook.points == 3

@@ -20,7 +20,9 @@ from zinfer.generation.sampling import Sampling
 from zinfer.plan.plan import make_plan
 from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Effective, Measurement, Span
+from zinfer.record.requests import RequestPoint
 from zinfer.spec.case import Case, Option, Workload
+from zinfer.spec.requests import RequestLoad
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied
@@ -56,10 +58,13 @@ from zinfer.worker.tasks import (
     LogitsRecorded,
     Measure,
     Measured,
+    MeasureRequests,
     Message,
     PrefixReuse,
     PrefixReused,
     Request,
+    RequestRow,
+    RequestsMeasured,
     RowStep,
     TextWindowed,
     TextWindows,
@@ -293,10 +298,15 @@ def test_one_output_token_still_shows_what_a_step_streams() -> None:
 SAMPLING = Sampling(temperature=0.5, seed="s")
 PLAN = make_plan(case(), SPEC, MACHINE)
 POINT = Measurement(case=case(), status="oom_gpu", machine="m", error="no")
+LOAD = RequestLoad(source="fixed:2,1", requests=1, request_rate="inf")
 MESSAGES: dict[str, tuple[Request[Any], Message]] = {
     "load": (Load(target=TARGET, plan=PLAN), Loaded(refused=POINT)),
     "about": (About(), Facts(machine="m", versions={"torch": "2"}, load_s=1.5)),
     "measure": (Measure(case=case(2), repeats=3, tolerance=0.02), Measured(point=POINT)),
+    "measure_requests": (
+        MeasureRequests(case=case(), load=LOAD, rows=[RequestRow(input_len=2, output_len=1, prompt_ids=[4, 5])]),
+        RequestsMeasured(point=RequestPoint(case=case(), requests=LOAD, status="timeout", machine="test")),
+    ),
     "generate": (
         Generate(prompts=["é"], batch_size=1, sampling=SAMPLING),
         Generated(

@@ -21,9 +21,10 @@ from zinfer.spec.errors import ZinferError
 from zinfer.spec.units import figures
 from zinfer.spec.value import Frozen
 
-Metric = Literal["output_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes"]
+Metric = Literal["output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes"]
 HIGHER_IS_BETTER: dict[Metric, bool] = {
     "output_tok_s": True,
+    "prefill_tok_s": True,
     "decode_tok_s": True,
     "ttft_ms": False,
     "tpot_ms": False,

@@ -12,7 +12,7 @@ from zinfer.spec.model import Dtype
 from zinfer.spec.value import Frozen
 
 Points = Sequence[Measurement]
-Metric = Literal["ttft_ms", "tpot_ms", "e2e_ms", "output_tok_s", "decode_tok_s", "user_tok_s"]
+Metric = Literal["ttft_ms", "tpot_ms", "e2e_ms", "output_tok_s", "prefill_tok_s", "decode_tok_s", "user_tok_s"]
 
 
 class Group(Frozen):
@@ -139,6 +139,7 @@ def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:
         "tpot_ms": steps,
         "e2e_ms": point.e2e_ms,
         "output_tok_s": point.output_tok_s_samples,
+        "prefill_tok_s": [batch * point.case.workload.input_len / first * 1e3 for first in point.ttft_ms],
         "decode_tok_s": [batch / step * 1e3 for step in steps],
         "user_tok_s": [1e3 / step for step in steps],
     }

@@ -14,6 +14,7 @@ from typing import Literal
 from zinfer.analysis import group
 from zinfer.analysis.economics import LARGEST, parse_seconds
 from zinfer.record.measurement import Measurement
+from zinfer.record.stats import nearest_rank
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.units import duration, figures
 from zinfer.spec.value import Frozen
@@ -121,8 +122,7 @@ def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> f
         return mean(samples)
     if name in ("max", "min"):
         return max(samples) if name == "max" else min(samples)
-    ordered = sorted(samples, reverse=not worst_high)
-    return ordered[ceil(int(name[1:]) / 100 * len(ordered)) - 1]
+    return nearest_rank(sorted(samples, reverse=not worst_high), int(name[1:]))
 
 
 def _samples(point: Measurement, metric: Metric) -> Sequence[float]:

@@ -212,6 +212,7 @@ def _point(point: "Measurement | None") -> dict[str, Any] | None:
         "output_tok_s": point.output_tok_s,
         "output_tok_s_half_width": rate.half_width if rate else None,
         "decode_tok_s": point.decode_tok_s,
+        "prefill_tok_s": point.prefill_tok_s,
         "ttft_ms": sum(point.ttft_ms) / len(point.ttft_ms),
         "tpot_ms": point.tpot_ms,
         "h2d_bandwidth": point.h2d_bandwidth,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zinfer.analysis.compare import Change, Comparison, Metric, Verdict
     from zinfer.record.measurement import Measurement
 
-METRICS = ("output_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes")
+METRICS = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes")
 AXES = ("engine", "offload", "gpu_weights", "options", "dtype", "load_format")
 
 
@@ -94,6 +94,8 @@ def _points(path: Path) -> "tuple[Measurement, ...]":
     except StoreError as error:
         raise Failure(str(error), ENVIRONMENT) from error
     if not records.points:
+        if records.requests:
+            raise Failure(f"{path} has loads of requests only, which are not compared: see `zinfer report`", NOTHING)
         lost = f" ({records.warning})" if records.warning else ""
         raise Failure(f"no results in {path}{lost}: measure first, with `zinfer sweep`", NOTHING)
     if records.warning:

@@ -11,12 +11,14 @@ FORMATS = ("csv", "parquet", "md", "json")
 @click.command("export")
 @click.argument("results", nargs=-1, metavar="[FILE]...", type=click.Path(path_type=Path))
 @click.option("--format", "form", type=click.Choice(FORMATS), help="Format.  [default: the ending of OUT, else csv]")
+@click.option("--requests", is_flag=True, help="Write the loads of requests, which are a table of their own.")
 @click.option(
     "-o", "--output", metavar="OUT", type=click.Path(path_type=Path), help="File to write.  [default: stdout]"
 )
-def command(results: tuple[Path, ...], form: str | None, output: Path | None) -> None:
+def command(results: tuple[Path, ...], form: str | None, requests: bool, output: Path | None) -> None:
     """Write every point of the FILEs (or folders; default: sweeps/results) as one row: its case, status, rates with
-    their confidence intervals, peaks, placement and versions. Failures are rows; unknown is empty, never 0.
+    their confidence intervals, peaks, placement and versions. Failures are rows; unknown is empty, never 0. With
+    --requests, every load of requests: mean, p50, p90 and p99 of TTFT, TPOT, ITL and E2E, rates and counts.
 
     In CSV, a text that a spreadsheet would run as a formula begins with an apostrophe.
 
@@ -24,18 +26,20 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
     zinfer export --format md sweeps/results/*/bloom-176b-slice.jsonl
     zinfer export -o all.parquet
     """
+    from zinfer.analysis.requests import goodput
     from zinfer.cli import Failure
-    from zinfer.record.export import WRITERS, FlatTable
+    from zinfer.record.export import WRITERS, FlatTable, request_table
     from zinfer.record.store import Records, StoreError, files, read
     from zinfer.spec import atomic
     from zinfer.spec.errors import ENVIRONMENT, NOTHING
     from zinfer.spec.printable import printable
+    from zinfer.spec.units import counted
 
     ending = output.suffix.removeprefix(".").lower() if output else ""
     chosen = form or (ending if ending in FORMATS else "csv")
     if chosen == "parquet" and output is None and sys.stdout.isatty():
         raise Failure("--format parquet is binary, and stdout is a terminal: name a file with -o, or redirect")
-    points = []
+    points, served = [], []
     for path in dict.fromkeys(results or (Path("sweeps/results"),)):
         try:
             own = [(str(file), read(file)) for file in files(path)] if path.exists() else [(str(path), Records())]
@@ -43,18 +47,28 @@ def command(results: tuple[Path, ...], form: str | None, output: Path | None) ->
             raise Failure(str(error), ENVIRONMENT) from error
         for warning in (records.warning for _, records in own if records.warning):
             click.echo(warning, err=True)
-        if not any(records.points for _, records in own):
-            raise Failure(f"no results in {path}: measure first, with `zinfer sweep`", NOTHING)
+        if not any(records.requests if requests else records.points for _, records in own):
+            other = any(records.points if requests else records.requests for _, records in own)
+            kind = "loads of requests" if requests else "points of equal sequences" if other else "results"
+            hint = (
+                f": {'leave out' if requests else 'add'} --requests"
+                if other
+                else ": measure first, with `zinfer sweep`"
+            )
+            raise Failure(f"no {kind} in {path}{hint}", NOTHING)
         if output and any(output.resolve() == Path(file).resolve() for file, _ in own):
             raise Failure(f"{output} is one of the result files: name another file with -o")
         points += [(file, point) for file, records in own for point in records.points]
+        served += [(file, point) for file, records in own for point in records.requests]
     if form is None and ending and ending not in (*FORMATS, "txt"):
         known = ", ".join(f".{name}" for name in FORMATS)
         raise Failure(f"{output}: zinfer writes no .{ending}; end it in {known}, or choose with --format")
     try:
-        content = WRITERS[chosen](FlatTable.of(points))
+        content = WRITERS[chosen](request_table(served, goodput) if requests else FlatTable.of(points))
     except ModuleNotFoundError as error:
         raise Failure("--format parquet needs pyarrow: pip install 'pyarrow>=17'", ENVIRONMENT) from error
+    if served and not requests:
+        click.echo(f"{counted(len(served), 'load')} of requests left out: --requests writes them", err=True)
     if output is None:
         # a terminal is for reading: what would move its cursor is written out; a file or a pipe gets every character
         click.echo(printable(content.decode()) if sys.stdout.isatty() else content, nl=False)

@@ -246,8 +246,10 @@ def _hypothetical(plan: "Plan") -> list[str]:
 
 
 def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
-    """Return the recipe with the given options in place of its own."""
+    """Return the recipe with the given options in place of its own; one of requests without other lengths has the mean
+    lengths of its first load of requests."""
     from zinfer.job.recipe import make_sweep, read_toml, sweep_recipe, with_options
+    from zinfer.job.requests import request_sets
 
     fields: dict[str, Any] = {}
     if recipe is not None:
@@ -260,7 +262,12 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
             fields = with_options(fields, {key: axis}, recipe or "the command line")
     if "model" not in fields:
         raise click.UsageError("say what to plan: --model NAME, or a recipe (`zinfer models` lists the catalogue)")
-    return make_sweep(fields, recipe or "the command line")
+    wanted = make_sweep(fields, recipe or "the command line")
+    served = () if {"input_len", "output_len"} & fields.keys() else request_sets(wanted)
+    if not served:
+        return wanted
+    input_len, output_len = served[0].mean_lengths
+    return wanted.model_copy(update={"input_len": (input_len,), "output_len": (output_len,)})
 
 
 def _factors(results: Path | None) -> "Mapping[str, Efficiency]":

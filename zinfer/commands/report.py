@@ -68,7 +68,7 @@ def command(
     chosen = choose(results, machine)
     try:
         found = _findings(chosen, baseline)
-        if not (found.workloads or found.codecs or found.accuracies or found.reuses):
+        if not (found.workloads or found.codecs or found.accuracies or found.reuses or found.requests):
             lost = f" (left out {found.damaged[0]})" if found.damaged else ""
             raise Failure(f"{chosen.nothing()}{lost}", NOTHING)
         output = output or Path("plots") / _folder(found) / "report.html"
@@ -120,6 +120,8 @@ def _findings(chosen: "Chosen", baseline: Path | None) -> "Findings":
         codecs=tuple(run for run in codecs if chosen.keeps(run.machine)),
         accuracies=tuple(run for run in accuracies if chosen.keeps(run.machine)),
         reuses=tuple(run for run in reuses if chosen.keeps(run.machine)),
+        requests=tuple(point for _, records in read_files for point in records.requests),
+        request_headers=tuple(header for _, records in read_files if records.requests for header in records.headers),
     )  # fmt: skip
 
 
@@ -129,6 +131,7 @@ def _folder(findings: "Findings") -> str:
 
     studies = (*findings.codecs, *findings.accuracies, *findings.reuses)
     machines = {*(one.group.machine for one in findings.workloads), *(study.machine for study in studies)}
+    machines |= {point.machine for point in findings.requests}
     return path_part(machines.pop()) if len(machines) == 1 else "all"
 
 

@@ -8,6 +8,7 @@ import click
 
 from zinfer.cli import Failure
 from zinfer.spec.errors import NOTHING
+from zinfer.spec.units import counted
 
 if TYPE_CHECKING:
     from zinfer.record.store import Records
@@ -53,9 +54,16 @@ class Chosen(NamedTuple):
         from zinfer.record.store import files, read
 
         found = [(file, read(file)) for root in self.roots() if root.exists() for file in files(root)]
-        kept = self._matching({point.machine for _, records in found for point in records.points})
+        every = (point for _, records in found for point in (*records.points, *records.requests))
+        kept = self._matching({point.machine for point in every})
         return [
-            (file, records._replace(points=tuple(point for point in records.points if point.machine in kept)))
+            (
+                file,
+                records._replace(
+                    points=tuple(point for point in records.points if point.machine in kept),
+                    requests=tuple(point for point in records.requests if point.machine in kept),
+                ),
+            )
             for file, records in found
         ]
 
@@ -90,7 +98,8 @@ class Chosen(NamedTuple):
         if self.named:
             from zinfer.record.store import read
 
-            return sorted({point.machine for point in read(self.path).points}) if self.path.exists() else []
+            records = read(self.path) if self.path.exists() else None
+            return sorted({one.machine for one in (*records.points, *records.requests)}) if records else []
         folders = self.path.iterdir() if self.path.is_dir() else ()
         return sorted(folder.name for folder in folders if folder.is_dir() and any(folder.glob("*.jsonl")))
 
@@ -124,9 +133,17 @@ def usable(found: "list[tuple[Path, Records]]", chosen: Chosen) -> "Records":
 
     points = tuple(point for _, records in found for point in records.points)
     damaged = tuple(damage for _, records in found for damage in records.damaged)
-    together = Records(points, tuple(header for _, records in found for header in records.headers), damaged)
+    headers = tuple(header for _, records in found for header in records.headers)
+    requests = tuple(point for _, records in found for point in records.requests)
+    together = Records(points, headers, damaged, requests)
     if any(point.usable for point in points):
         return together
+    if not points and requests:
+        raise Failure(
+            f"{chosen.path} has {counted(len(requests), 'load')} of requests and no point of equal sequences: see "
+            "`zinfer report`, `zinfer export --requests`",
+            NOTHING,
+        )
     if not points:
         lost = f" ({together.warning})" if together.warning else ""
         raise Failure(f"{chosen.nothing()}{lost}", NOTHING)

@@ -1,6 +1,7 @@
 """`zinfer sweep`: measure points, and keep every one."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,35 @@ import click
 from zinfer.cli import Failure
 from zinfer.commands import options
 from zinfer.spec.errors import ENVIRONMENT, INTEGRITY
+
+
+class InFlight(click.ParamType[Any]):
+    """A comma list of whole numbers and ``auto``."""
+
+    name = "auto|n,.."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        words = [word.strip() for word in value.split(",")]
+        if not all(word == "auto" or re.fullmatch("[1-9][0-9]{0,8}", word) for word in words):
+            self.fail(f"{value[:60]!r}: write auto, or positive whole numbers with commas between", param, ctx)
+        return tuple(word if word == "auto" else int(word) for word in words)
+
+
+class Rates(click.ParamType[Any]):
+    """A comma list of rates and ``inf``."""
+
+    name = "r,..|inf"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        words = [word.strip() for word in value.split(",")]
+        rate = r"[0-9]{1,7}(\.[0-9]{1,9})?"
+        if not all(word == "inf" or (re.fullmatch(rate, word) and float(word) > 0) for word in words):
+            self.fail(f"{value[:60]!r}: write positive numbers with commas between, or inf", param, ctx)
+        return tuple(word if word == "inf" else float(word) for word in words)
 
 
 @click.command("sweep", cls=options.LoadCommand)
@@ -27,6 +57,37 @@ from zinfer.spec.errors import ENVIRONMENT, INTEGRITY
 )
 @click.option("--input-len", type=options.Numbers(), help="Prompt tokens.  [default: 512]")
 @click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
+@click.option(
+    "--requests",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Measure a load of requests: JSON lines of OpenAI's batch format, or of input_len and output_len.",
+)
+@click.option(
+    "--request-lengths",
+    multiple=True,
+    metavar="DISTRIBUTION",
+    help="Measure a load of random requests: lognormal:245,106,max_input_len=1500,max_output_len=400,sigma=0.8; "
+    "uniform:245,106,spread=0.5; fixed:245,106 (mean tokens in and out). Repeatable.",
+)
+@click.option("--num-requests", type=click.IntRange(min=1), help="Requests of a load.  [default: 1000, or all of FILE]")
+@click.option(
+    "--in-flight",
+    type=InFlight(),
+    help="Closed loop: requests at a time; auto: all that there is room for.  [default: auto, unless there is a rate]",
+)
+@click.option("--request-rate", type=Rates(), help="Open loop: requests a second, at random times; inf: all at once.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of lengths, arrivals and tokens.  [default: 0]")
+@click.option(
+    "--sla",
+    "sla",
+    multiple=True,
+    metavar="METRIC:STATISTIC:<=|>=:VALUE",
+    help="Service level of requests, such as ttft:p99:<=:30s; requests that keep all make the goodput. Repeatable.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), help="Measure all points so often, the model loaded anew.  [default: 1]"
+)
 @options.load_options
 @click.option("--repeats", type=click.IntRange(min=1), help="Most runs of a point.  [default: 3]")
 @click.option(
@@ -56,19 +117,25 @@ def command(
 ) -> None:
     """Measure throughput over batch size, with offload on and off. Every point is on disk before the next one starts.
 
+    With --requests or --request-lengths it measures loads of requests instead: TTFT, TPOT, ITL and E2E of each, and the
+    rate of them all; with --batch-size, both.
+
     RECIPE is a file, or a name in sweeps/ or among those that come with zinfer; options given besides it replace its
     own. Comma lists are axes.
 
     \b
     zinfer sweep --model bloom-176b --offload cpu
     zinfer sweep --model opt-30b --engine stream,deepspeed --offload none,cpu --batch-size 1-64*2
+    zinfer sweep --model opt-30b --offload cpu --request-lengths lognormal:245,106 --in-flight 64,auto
     zinfer sweep demo --resume
     """
     from functools import partial
 
+    from zinfer.analysis import sla
     from zinfer.commands.watch import Watch
     from zinfer.job import sweep
     from zinfer.job.recipe import RecipeError, make_sweep, read_toml, sweep_recipe, with_options
+    from zinfer.job.requests import request_sets
     from zinfer.job.signals import Interrupted
     from zinfer.record.store import Header, Store, read
     from zinfer.spec import local
@@ -79,7 +146,7 @@ def command(
     fields = {}
     if recipe is not None:
         fields = read_toml(sweep_recipe(recipe))
-    fields |= {key: value for key, value in given.items() if value is not None}
+    fields |= {key: value for key, value in given.items() if value not in (None, ())}
     if settings:
         fields = with_options(fields, settings, str(recipe))
     if "model" not in fields:
@@ -87,6 +154,10 @@ def command(
     plan = make_sweep(fields, recipe or "the command line")
     if plan.machine:
         raise RecipeError(f"{recipe} is a recipe to plan with, for {', '.join(plan.machine)}: `zinfer plan {recipe}`")
+    for text in plan.sla:
+        if sla.parse(text).metric == "decode_tok_s":
+            raise sla.SlaError(f"{text!r}: requests have no decode_tok_s: write user_tok_s or output_tok_s")
+    served = request_sets(plan)
     options.check_nvme(plan.offload, nvme_path)
     conflicts = [load.conflict for load in plan.loads()]
     if all(conflicts):
@@ -98,6 +169,7 @@ def command(
         lambda load: find(load.model, load.dtype, load.layers, plan.load_format),
         options.locate,
         nvme_path,
+        requests=served,
     )
     if not jobs:
         raise RecipeError(f"none of the engines {', '.join(plan.engine)} has offload {', '.join(plan.offload)}")
@@ -127,19 +199,19 @@ def command(
                 f"{output} was made with other settings; --force goes on all the same.\n" + changes, INTEGRITY
             )
 
-    points = []
     with Store.open(output) as store, Watch() as watch:
         watch.say(f"results: {output}")
         store.append_header(header)
         try:
-            recorded = done.points if done is not None else ()
-            points = sweep.run(plan, jobs, store, recorded, watch.events(), partial(Worker, debug=bool(debug)))
+            recorded = [] if done is None else sweep.Outcome([*done.points], [*done.requests]).all
+            outcome = sweep.run(plan, jobs, store, recorded, watch.events(), partial(Worker, debug=bool(debug)))
             store.check()
         except Interrupted as interrupt:
             watch.say(f"interrupted; every finished point is in {output}, `--resume` goes on")
             raise SystemExit(128 + interrupt.signal) from None
-    click.echo(json.dumps([_row(point) for point in points], indent=1) if as_json else output)
-    raise SystemExit(sweep.exit_code(plan, points))
+    rows = [*map(_row, outcome.points), *map(_request_row, outcome.requests)]
+    click.echo(json.dumps(rows, indent=1) if as_json else output)
+    raise SystemExit(sweep.exit_code(plan, outcome.all))
 
 
 def _name(recipe: str | None, plan: Any) -> str:
@@ -176,7 +248,7 @@ def _changes(before: Any, after: Any) -> str:
 
 
 def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
-    from zinfer.job.forecast import Forecast
+    from zinfer.job.forecast import Ahead, Forecast
     from zinfer.plan.plan import describe
     from zinfer.spec.units import counted, duration
 
@@ -195,10 +267,28 @@ def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
         head = f"{row.case.model} {row.case.label()} {lengths} batch {workload.batch_size}"
         room = "" if workload.batch_size <= row.max_batch_size else f" · more than the {row.max_batch_size} that fit"
         click.echo(f"{head}: " + (row.why_not or describe(row) + room))
-    outlook = Forecast(plan, [(job.plan, job.cases) for job in jobs]).outlook()
+    for job in jobs:
+        for key, own in job.requests:
+            lengths = "/".join(map(str, own.mean_lengths))
+            room = job.plan.why_not or f"{key.requests.describe()}, {lengths} tokens on average"
+            click.echo(f"{key.case.model} {key.case.label()}: {room}")
+    ahead = [Ahead(job.plan, job.cases, job.requests) for _ in range(plan.rounds) for job in jobs]
+    outlook = Forecast(plan, ahead).outlook()
     about = "" if outlook.exact else "about "
     time = "a time that is not known" if outlook.seconds_left is None else f"about {duration(outlook.seconds_left)}"
-    click.echo(f"in all: {counted(len(jobs), 'load')}, {about}{counted(outlook.points, 'point')}, {time}")
+    click.echo(f"in all: {counted(len(ahead), 'load')}, {about}{counted(outlook.points, 'point')}, {time}")
+
+
+def _request_row(point: Any) -> dict[str, Any]:
+    """Return a load of requests as JSON: its record, its statistics and its rates; null is unknown."""
+    from zinfer.analysis.requests import goodput
+    from zinfer.record.requests import METRICS
+
+    rates = ("output_tok_s", "input_tok_s", "request_s", "waiting_tok_s", "padding", "link_busy")
+    row: dict[str, Any] = point.model_dump(mode="json") | {name: getattr(point, name) for name in rates}
+    found = {metric: point.summary(metric) for metric in METRICS}
+    row |= {metric: None if value is None else value._asdict() for metric, value in found.items()}
+    return row | {"goodput_request_s": goodput(point)}
 
 
 def _row(point: Any) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from typing import Self
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from zinfer.analysis.requests import share_within
 from zinfer.commands.out import PlainConsole
 from zinfer.job.batch.run import Standing
 from zinfer.job.forecast import Outlook
 from zinfer.job.sweep import Events
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement
+from zinfer.record.requests import RequestKey, RequestPoint
 from zinfer.spec.case import Case
 from zinfer.spec.progress import NOTE
 from zinfer.spec.units import duration, figures, gb
@@ -110,9 +112,12 @@ class Watch:
         """Take the points done of all, and the time left, of a sweep."""
         self._outlook, self._left_at = outlook, self._clock()
 
-    def trying(self, case: Case) -> None:
-        """Take the case under way; its label precedes the progress that follows."""
-        self._prefix = f"{case.label()} batch {case.workload.batch_size}: "
+    def trying(self, key: Case | RequestKey) -> None:
+        """Take the point under way; its label precedes the progress that follows."""
+        if isinstance(key, RequestKey):
+            self._prefix = f"{key.case.label()} {key.requests.loop}: "
+        else:
+            self._prefix = f"{key.label()} batch {key.workload.batch_size}: "
 
     def loading(self, plan: Plan) -> None:
         """Announce a load; its label precedes the progress that follows."""
@@ -142,6 +147,19 @@ class Watch:
             tail = fits + (f" ({point.error})" if point.error else "")
         self.say(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
 
+    def requests(self, point: RequestPoint, resumed: bool) -> None:
+        """Print a line about a finished load of requests; `resumed` marks one that comes from a record."""
+        head = f"{point.case.label():24} {point.requests.requests:,} requests, {point.requests.loop:<16}"
+        if point.output_tok_s is None:
+            tail = point.status + (f" ({point.error})" if point.error else "")
+        else:
+            times = {"TTFT": point.summary("ttft_ms"), "TPOT": point.summary("tpot_ms")}
+            told = [f"{name} p99 {duration(found.p99 / 1e3)}" for name, found in times.items() if found is not None]
+            tail = f"{point.output_tok_s:10.2f} tok/s  {'  '.join(told)}"
+            tail += "" if point.link_busy is None else f"  link {point.link_busy:.0%}"
+            tail += "" if (good := share_within(point)) is None else f"  {good:.0%} keep the service levels"
+        self.say(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
+
     def rows(self, standing: Standing) -> None:
         """Show the progress of a batch job."""
         rate, left = standing.rate, standing.seconds_left
@@ -155,5 +173,5 @@ class Watch:
         """Return the callbacks for a sweep that print to this watch."""
         return Events(
             point=self.point, loading=self.loading, loaded=self.loaded, progress=self.progress, outlook=self.outlook,
-            trying=self.trying,
+            trying=self.trying, requests=self.requests,
         )  # fmt: skip

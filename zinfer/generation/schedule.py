@@ -185,6 +185,7 @@ class Tally:
     prompt_padding: int = 0
     merged: int = 0
     suspended: int = 0
+    retries: int = 0  # passes, or moves before them, that memory fell short for
 
     @property
     def padding(self) -> float:

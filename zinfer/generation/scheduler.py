@@ -402,6 +402,7 @@ class ContinuousScheduler:
     def _lose(self, groups: Several[Group]) -> None:
         """Let the rows of groups, whose KV cache is lost, wait again, with less memory to fill."""
         schedule = self.schedule
+        schedule.tally.retries += 1
         reserved = sum(group.reserved for group in schedule.groups)
         for group in groups:
             self._drop(group)

@@ -4,13 +4,15 @@ Plans give the seconds of each point as a good engine takes them. What the finis
 so that the time left soon follows the machine, whatever the plan thought of it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count, takewhile
 from typing import NamedTuple
 
 from zinfer.job.recipe import Sweep, automatic
+from zinfer.job.requests import RequestSet
 from zinfer.plan.plan import Plan
-from zinfer.spec.case import Case
+from zinfer.record.requests import RequestKey
+from zinfer.spec.case import Case, Workload
 
 START_S = 8.0  # seconds until a worker has imported its engine
 LOAD_BANDWIDTH = 3e9  # bytes of weights a second: records load 2 to 20 GB/s
@@ -26,20 +28,35 @@ class Outlook(NamedTuple):
     seconds_left: float | None
 
 
-class Forecast:
-    """Points and seconds that a sweep has left. `loads` are the plan of each load and its cases at batch 1, `known` the
-    cases with a final record, which take no time."""
+Key = Case | RequestKey  # of a point
 
-    def __init__(
-        self, sweep: Sweep, loads: Sequence[tuple[Plan, tuple[Case, ...]]], known: Iterable[Case] = ()
-    ) -> None:
+
+class Ahead(NamedTuple):
+    """A load that is ahead: its plan, its cases at batch 1 and its loads of requests, and the keys of points with a
+    final record, which take no time."""
+
+    plan: Plan
+    cases: tuple[Case, ...]
+    requests: tuple[tuple[RequestKey, RequestSet], ...] = ()
+    known: frozenset[Key] = frozenset()
+
+
+class Forecast:
+    """Points and seconds that a sweep has left."""
+
+    def __init__(self, sweep: Sweep, loads: Sequence[Ahead]) -> None:
         self._exact = not isinstance(sweep.batch_size, str)
-        recorded = set(known)
-        self._left: list[dict[Case, float | None]] = []  # for each load: its points to come, and their seconds
+        self._left: list[dict[Key, float | None]] = []  # for each load: its points to come, and their seconds
         self._loads: list[float] = []  # seconds until a load is ready
-        for plan, cases in loads:
-            tried = [case.with_batch(size) for case in cases for size in _batches(sweep, plan, case)]
-            points = {case: 0.0 if case in recorded else _seconds(sweep, plan, case) for case in tried}
+        for plan, cases, requests, recorded in loads:
+            points: dict[Key, float | None] = {
+                case.with_batch(size): _seconds(sweep, plan, case.with_batch(size))
+                for case in cases
+                for size in _batches(sweep, plan, case)
+            }
+            points |= {key: _request_seconds(plan, own) for key, own in requests}
+            points |= dict.fromkeys(recorded.intersection(points), 0.0)
+            tried = list(points)
             self._left.append(points if plan.fits else dict.fromkeys(tried[:1], 0.0))
             idle = not plan.fits or recorded.issuperset(tried)
             self._loads.append(0.0 if idle else START_S + plan.model.weight_bytes / LOAD_BANDWIDTH)
@@ -52,7 +69,7 @@ class Forecast:
             self._left[earlier].clear()
             self._loads[earlier] = 0.0
 
-    def finish(self, index: int, case: Case, taken_s: float, resumed: bool) -> None:
+    def finish(self, index: int, case: Key, taken_s: float, resumed: bool) -> None:
         """Note a finished point of load `index`, which took `taken_s` seconds, the load's own included."""
         planned = self._left[index].pop(case, None)
         self._done += 1
@@ -89,3 +106,18 @@ def _seconds(sweep: Sweep, plan: Plan, case: Case) -> float | None:
         return None
     once = prefill_s + step_s * (case.workload.output_len - 1)
     return prefill_s + WARM_UP_STEPS * step_s + sweep.repeats * once
+
+
+def _request_seconds(plan: Plan, own: RequestSet) -> float | None:
+    """Return the seconds of a load of requests: those of equal rows of the mean lengths, as many at a time as are in
+    flight; an open loop lasts until its last request has come."""
+    input_len, output_len = own.mean_lengths
+    one = plan.at(Workload(batch_size=1, input_len=input_len, output_len=output_len))
+    asked, count = own.load.in_flight, len(own.requests)
+    rows = max(1, min(count, one.max_batch_size, asked if isinstance(asked, int) else count))
+    prefill_s, step_s = plan.at(Workload(batch_size=rows, input_len=input_len, output_len=output_len)).expected()
+    if prefill_s is None or step_s is None:
+        return None
+    rate = own.load.request_rate
+    least = count / rate if isinstance(rate, float) else 0.0
+    return max(least, count / rows * (prefill_s + step_s * (output_len - 1)))

@@ -20,6 +20,7 @@ from zinfer.spec.engine import ENGINES, Offload, Option, Options, conflict, sett
 from zinfer.spec.errors import ZinferError, did_you_mean
 from zinfer.spec.model import Dtype
 from zinfer.spec.printable import printable
+from zinfer.spec.requests import MOST_REQUESTS, InFlight, LengthDistribution, RequestRate
 from zinfer.spec.value import Frozen
 
 ENGINE_RECIPES, SWEEP_RECIPES = Path("engines"), Path("sweeps")
@@ -51,6 +52,7 @@ Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_plai
 Whole = Annotated[int, Field(ge=1, le=MOST)]
 Setting = Annotated[Option, AfterValidator(_finite)]
 _SOME = Field(min_length=1, max_length=AXIS)
+_DEFAULT_LENGTHS = (((512,), (32,)), ([512], [32]))  # as a header of a sweep has them
 
 
 class EngineRecipe(Frozen):
@@ -99,15 +101,27 @@ class Sweep(Frozen):
 
     `batch_size` lists the batches to measure, or is "auto": double until memory runs out, then bisect to the largest
     batch that runs ("auto*4" quadruples; "1,8,32,auto" measures these and the largest).
+
+    A sweep with `requests`, a file, or `request_lengths`, distributions, measures these in closed loops (`in_flight`)
+    and open loops (`request_rate`), and equal batches only if it names a `batch_size`. All points are measured `rounds`
+    times, each time with the model loaded anew.
     """
 
     description: str = Field(default="", max_length=DESCRIPTION)
     model: Annotated[tuple[Name, ...], _SOME]
     engine: Annotated[tuple[Name, ...], _SOME] = ("stream",)
     offload: Annotated[tuple[Offload, ...], _SOME] = ("none", "cpu")
-    batch_size: Annotated[tuple[Whole, ...], _SOME] | str = "auto"
+    batch_size: Annotated[tuple[Whole, ...], Field(max_length=AXIS)] | str = "auto"
     input_len: Annotated[tuple[Whole, ...], _SOME] = (512,)
     output_len: Annotated[tuple[Whole, ...], _SOME] = (32,)
+    requests: Name | None = None
+    request_lengths: tuple[Name, ...] = Field(default=(), max_length=AXIS)
+    num_requests: int | None = Field(default=None, ge=1, le=MOST_REQUESTS)  # of a file: its first ones
+    in_flight: tuple[InFlight, ...] = Field(default=(), max_length=AXIS)
+    request_rate: tuple[RequestRate, ...] = Field(default=(), max_length=AXIS)
+    seed: int = Field(default=0, ge=0, le=MOST)  # of the lengths, the arrivals and the tokens of requests
+    sla: tuple[Name, ...] = Field(default=(), max_length=AXIS)
+    rounds: int = Field(default=1, ge=1, le=100)
     dtype: Dtype | None = None
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     layers: Annotated[tuple[Whole | None, ...], _SOME] = (None,)
@@ -120,9 +134,28 @@ class Sweep(Frozen):
     tolerance: float = Field(default=0.02, gt=0, le=100)  # repeats stop at this 95% half-width, as a share of the mean
     timeout_s: float = Field(default=1800, gt=0, le=1e12)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_requests(cls, fields: Any) -> Any:
+        """Leave out equal batches where requests are asked for and no batch size is; without either loop, as many
+        requests are in flight as there is room for."""
+        if not isinstance(fields, dict) or not (fields.get("requests") or fields.get("request_lengths")):
+            return fields
+        fields = dict(fields)
+        if all(fields.get(name) in (None, (), []) for name in ("in_flight", "request_rate")):
+            fields["in_flight"] = ("auto",)
+        if "batch_size" not in fields:
+            fields["batch_size"] = ()
+        if fields["batch_size"] in ((), []) and {"input_len", "output_len"} & fields.keys():
+            lengths = fields.get("input_len", ()), fields.get("output_len", ())
+            if lengths not in _DEFAULT_LENGTHS:
+                raise ValueError("input_len and output_len are for equal batches: name a batch_size, too")
+        return fields
+
     @field_validator(
-        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "machine", mode="before"
-    )
+        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "machine", "request_lengths",
+        "in_flight", "request_rate", "sla", mode="before",
+    )  # fmt: skip
     @classmethod
     def _axis(cls, value: Any) -> Any:
         return value if isinstance(value, list | tuple) else (value,)
@@ -132,10 +165,10 @@ class Sweep(Frozen):
     def _batches(cls, value: Any) -> Any:
         if isinstance(value, str):
             value = parse_batches(value)
-        if isinstance(value, str):
+        if isinstance(value, str) or value in ((), []):
             return value
         sizes = value if isinstance(value, list | tuple) else (value,)
-        if not sizes or len(sizes) > AXIS or not all(type(size) is int and 1 <= size <= MOST for size in sizes):
+        if len(sizes) > AXIS or not all(type(size) is int and 1 <= size <= MOST for size in sizes):
             raise ValueError(f"batch sizes are 1 to {AXIS:,} whole numbers from 1 to {MOST:,}")
         return tuple(sorted(set(sizes)))
 
@@ -146,7 +179,15 @@ class Sweep(Frozen):
             resident_bytes(budget, 0)
         return value
 
-    @field_validator("model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "machine")
+    @field_validator("request_lengths")
+    @classmethod
+    def _known_distributions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(LengthDistribution.parse(text).describe() for text in value)
+
+    @field_validator(
+        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "machine", "request_lengths",
+        "in_flight", "request_rate", "sla",
+    )  # fmt: skip
     @classmethod
     def _once(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
         """Leave out values that an axis has twice."""
@@ -165,14 +206,27 @@ class Sweep(Frozen):
         budgets = sum(1 if offload == "none" else len(self.gpu_weights) for offload in self.offload)
         loads = len(self.model) * len(self.layers) * len(self.engine) * budgets
         loads *= math.prod(map(len, self.options.values()))
+        loads *= self.rounds
         sizes = 1 if isinstance(self.batch_size, str) else len(self.batch_size)
         cases = loads * len(self.input_len) * len(self.output_len) * max(1, len(self.machine))
-        if loads > LOADS or cases > CASES or cases * sizes > POINTS:
+        points = cases * sizes + loads * self._request_loads()
+        if loads > LOADS or cases > CASES or points > POINTS:
             raise ValueError(
-                f"the axes make {loads:,} loads, {cases:,} with lengths, and {cases * sizes:,} points; a sweep has at "
+                f"the axes make {loads:,} loads, {cases:,} with lengths, and {points:,} points; a sweep has at "
                 f"most {LOADS:,} loads, {CASES:,} with lengths, and {POINTS:,} points"
             )
         return self
+
+    def _request_loads(self) -> int:
+        """Return the number of loads of requests on each load of the model; check them. Raises ValueError."""
+        sources = len(self.request_lengths) + (self.requests is not None)
+        if not sources:
+            for name in ("num_requests", "in_flight", "request_rate", "sla"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is for requests: name a file, requests, or request_lengths")
+            if self.batch_size == ():
+                raise ValueError("batch_size: a sweep without requests needs one")
+        return sources * (len(self.in_flight) + len(self.request_rate))
 
     def loads(self, planning: bool = False) -> Iterator[SweepLoad]:
         """Yield the loads one after the other, with the engine recipes resolved and the options validated.
@@ -199,8 +253,8 @@ class Sweep(Frozen):
                             )
 
     def lengths(self) -> Iterator[tuple[int, int]]:
-        """Yield the pairs of input and output length, in tokens."""
-        for input_len in self.input_len:
+        """Yield the pairs of input and output length of equal batches, in tokens; none if the sweep has no batches."""
+        for input_len in self.input_len if self.batch_size else ():
             for output_len in self.output_len:
                 yield input_len, output_len
 

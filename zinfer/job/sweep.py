@@ -4,23 +4,26 @@ With 352 GB of weights the load *is* the cost, so a process loads once and measu
 Out of memory is a result, not an accident: it is recorded, and no larger batch of the same load is tried.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from zinfer.job.forecast import Forecast, Outlook
+from zinfer.job.forecast import Ahead, Forecast, Key, Outlook
 from zinfer.job.recipe import Sweep, SweepLoad, automatic
+from zinfer.job.requests import RequestSet
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.plan import LARGEST_BATCH, Plan, make_plan
-from zinfer.record.measurement import Measurement, Status
+from zinfer.record.measurement import Measurement, Recorded, Status
+from zinfer.record.requests import RequestKey, RequestPoint
 from zinfer.record.store import Store
 from zinfer.spec.case import Case
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import check_positions
 from zinfer.spec.source import Source
-from zinfer.worker.process import Worker, WorkerDied, now
+from zinfer.worker.process import TaskFailed, Worker, WorkerDied, now
+from zinfer.worker.tasks import MeasureRequests, RequestRow, Tokenize
 
 # Statuses of recorded points that --resume does not measure again; points with others get another try.
 FINAL: frozenset[Status] = frozenset(
@@ -38,6 +41,18 @@ class Try:
 
 
 Batches = Generator[Try, Status, None]
+P = TypeVar("P", bound=Recorded)
+
+
+class Outcome(NamedTuple):
+    """Points of a sweep, of equal sequences and of requests, those from a record included."""
+
+    points: list[Measurement]
+    requests: list[RequestPoint]
+
+    @property
+    def all(self) -> "list[Measurement | RequestPoint]":
+        return [*self.points, *self.requests]
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,7 @@ class LoadJob:
     cases: tuple[Case, ...]  # cases at batch 1, one for each pair of lengths
     target: str  # the engine's class, as module:Class
     revision: str = ""
+    requests: tuple[tuple[RequestKey, RequestSet], ...] = ()  # loads of requests, measured after the cases
 
 
 @dataclass
@@ -59,7 +75,8 @@ class Events:
     loaded: Callable[[int, float], None] = lambda _size, _seconds: None
     progress: Callable[[str, float], None] = lambda _what, _share: None
     outlook: Callable[[Outlook], None] = lambda _outlook: None  # at the start and after each point
-    trying: Callable[[Case], None] = lambda _case: None
+    trying: Callable[[Case | RequestKey], None] = lambda _key: None
+    requests: Callable[[RequestPoint, bool], None] = lambda _point, _resumed: None  # as `point`
 
 
 def to_the_edge(limit: int, factor: int = 2, first: Iterable[int] = (), guess: int = 0) -> Batches:
@@ -118,9 +135,10 @@ def prepare(
     locate: Callable[[SweepLoad], str | None],
     nvme_path: str | None = None,
     positions: bool = True,
+    requests: Sequence[RequestSet] = (),
 ) -> list[LoadJob]:
     """Plan the sweep's loads. `resolve` finds a load's model and weights; `locate` its engine, or None for an engine
-    without that offload: such a combination is left out.
+    without that offload: such a combination is left out. `requests` are those of `zinfer.job.requests.request_sets`.
 
     Raises ModelError if lengths exceed a model's positions, unless `positions` is False.
     """
@@ -132,10 +150,17 @@ def prepare(
         source = resolve(load)
         for lengths in sweep.lengths() if positions else ():
             check_positions(source.spec, *lengths)
-        cases = tuple(load.case(source.load_format, source.spec.dtype, *lengths) for lengths in sweep.lengths())
-        longest = max(cases, key=lambda case: case.workload.total_len)
-        plan = make_plan(longest, source.spec, machine, nvme_path)
-        jobs.append(LoadJob(plan, cases, target, source.revision))
+        for longest in filter(None, (one.longest for one in requests)):
+            check_positions(source.spec, *longest[1:], f"a request of {longest.input_len:,} tokens")
+
+        def case(lengths: tuple[int, int], load: SweepLoad = load, source: Source = source) -> Case:
+            return load.case(source.load_format, source.spec.dtype, *lengths)
+
+        cases = tuple(map(case, sweep.lengths()))
+        planned = [*cases, *(case(one.mean_lengths) for one in requests)]
+        plan = make_plan(max(planned, key=lambda one: one.workload.total_len), source.spec, machine, nvme_path)
+        keys = tuple((RequestKey(case((1, 1)), one.load), one) for one in requests)
+        jobs.append(LoadJob(plan, cases, target, source.revision, keys))
     return jobs
 
 
@@ -143,54 +168,86 @@ def run(
     sweep: Sweep,
     jobs: Iterable[LoadJob],
     store: Store,
-    done: Iterable[Measurement] = (),
+    done: Iterable[Measurement | RequestPoint] = (),
     events: Events | None = None,
     make_worker: Callable[..., Any] = Worker,
-) -> list[Measurement]:
+) -> Outcome:
     """Measure the points that `done` does not hold, append each to `store` at once, and return all points of the sweep.
 
     Raises Interrupted on SIGINT and SIGTERM, after the point under way is recorded as `cancelled`, and StoreError if a
     record cannot be written; no worker is left behind in either case.
     """
-    known = {point.case: point for point in done if point.status in FINAL}
+    known: Known = {}
+    for point in done:
+        if point.status in FINAL:
+            known.setdefault(_key(point), []).append(point)
     events = events or Events()
-    points: list[Measurement] = []
+    outcome = Outcome([], [])
     jobs = tuple(jobs)
-    forecast = Forecast(sweep, [(job.plan, job.cases) for job in jobs], known)
+    rounds = [(number, job) for number in range(sweep.rounds) for job in jobs]
+    forecast = Forecast(
+        sweep,
+        [
+            Ahead(job.plan, job.cases, job.requests, frozenset(key for key in known if _recorded(known, key, number)))
+            for number, job in rounds
+        ],
+    )
     with Signals() as signals:
-        for index, job in enumerate(jobs):
+        for index, (number, job) in enumerate(rounds):
             forecast.start(index)
             events.outlook(forecast.outlook())
 
-            def finished(case: Case, taken_s: float, resumed: bool, index: int = index) -> None:
-                forecast.finish(index, case, taken_s, resumed)
+            def finished(key: Key, taken_s: float, resumed: bool, index: int = index) -> None:
+                forecast.finish(index, key, taken_s, resumed)
                 events.outlook(forecast.outlook())
 
-            points += _Runner(sweep, job, store, known, events, make_worker, signals, finished).run()
-    return points
+            runner = _Runner(sweep, job, number, store, known, events, make_worker, signals, finished)
+            found = runner.run()
+            outcome.points.extend(found.points)
+            outcome.requests.extend(found.requests)
+    return outcome
+
+
+Known = dict[Key, list[Measurement | RequestPoint]]  # final records of each point, in their order
+
+
+def _key(point: Measurement | RequestPoint) -> Key:
+    return point.key if isinstance(point, RequestPoint) else point.case
+
+
+def _recorded(known: Known, key: Key, number: int, timed: bool = True) -> Measurement | RequestPoint | None:
+    """Return the last record of a point, unless it is to be measured again in round `number`; a failure, and a batch
+    that is only tried, are recorded for all rounds."""
+    records = known.get(key)
+    if not records:
+        return None
+    enough = sum(record.usable for record in records) > number
+    return records[-1] if enough or records[-1].status != "ok" or not timed else None
 
 
 class _Runner:
-    """One job and its worker, which is started when the first unmeasured point needs it."""
+    """One job in one round and its worker, which is started when the first unmeasured point needs it."""
 
     def __init__(
         self,
         sweep: Sweep,
         job: LoadJob,
+        number: int,
         store: Store,
-        known: dict[Case, Measurement],
+        known: Known,
         events: Events,
         make_worker: Callable[..., Any],
         signals: Signals,
-        finished: Callable[[Case, float, bool], None],
+        finished: Callable[[Key, float, bool], None],
     ) -> None:
         self._sweep, self._job, self._store, self._known, self._events = sweep, job, store, known, events
-        self._make_worker, self._signals, self._finished = make_worker, signals, finished
+        self._number, self._make_worker, self._signals, self._finished = number, make_worker, signals, finished
         self._worker: Any = None
         self._crashes = 0
 
-    def run(self) -> list[Measurement]:
-        points: list[Measurement] = []
+    def run(self) -> Outcome:
+        """Measure the cases, then the loads of requests."""
+        outcome = Outcome([], [])
         try:
             for case in self._job.cases:
                 batches = batches_of(self._sweep, self._job.plan.at(case.workload))
@@ -201,34 +258,77 @@ class _Runner:
                     self._events.trying(tried)
                     point, resumed = self._point(tried, repeats)
                     status = point.status
-                    points.append(point)
+                    outcome.points.append(point)
                     self._events.point(point, resumed)
                     self._finished(tried, monotonic() - began, resumed)
-                    if point.stage == "load" or self._crashes > 1:
-                        return points  # nothing of this load can be measured
+                    if self._hopeless(point):
+                        return outcome
+            for key, own in self._job.requests:
+                began = monotonic()
+                self._events.trying(key)
+                served, resumed = self._request_point(key, own)
+                outcome.requests.append(served)
+                self._events.requests(served, resumed)
+                self._finished(key, monotonic() - began, resumed)
+                if self._hopeless(served):
+                    break
         finally:
             self._stop()
-        return points
+        return outcome
+
+    def _hopeless(self, point: Recorded) -> bool:
+        """Tell whether nothing more of this load can be measured."""
+        return point.stage == "load" or self._crashes > 1
 
     def _point(self, case: Case, repeats: int) -> tuple[Measurement, bool]:
-        known = self._known.get(case)
-        if known is not None and (known.usable or known.status != "ok" or not repeats):
+        known = _recorded(self._known, case, self._number, timed=repeats > 0)
+        if isinstance(known, Measurement):
             return known, True
-        point = self._measure(case, repeats)
+        point = self._measure(
+            lambda worker: worker.measure(case, repeats, self._sweep.tolerance),
+            lambda fields: Measurement(case=case, **fields),
+            lambda refused: refused.model_copy(update={"case": case}),
+        )
         predicted = self._job.plan.at(case.workload)
         numbers: dict[str, float] = {"gpu_bytes": predicted.gpu.total, "host_bytes": predicted.host.total}
         prefill_s, step_s = predicted.expected()
         if step_s is not None and prefill_s is not None:
             numbers |= {"step_ms": step_s * 1e3, "ttft_ms": prefill_s * 1e3}
-        point = point.model_copy(update={"predicted": numbers, "model_revision": self._job.revision})
-        self._store.append(point)
-        self._known[case] = point
-        return point, False
+        return self._keep(point.model_copy(update={"predicted": numbers})), False
 
-    def _measure(self, case: Case, repeats: int) -> Measurement:
+    def _request_point(self, key: RequestKey, own: RequestSet) -> tuple[RequestPoint, bool]:
+        known = _recorded(self._known, key, self._number)
+        if isinstance(known, RequestPoint):
+            return known, True
+        asked: dict[str, Any] = {"case": key.case, "requests": own.load, "sla": self._sweep.sla}
+
+        def refused(point: Measurement) -> RequestPoint:
+            return RequestPoint(**{name: getattr(point, name) for name in Recorded.model_fields} | asked)
+
+        point = self._measure(
+            lambda worker: worker.measure_requests(
+                MeasureRequests(case=key.case, load=own.load, rows=_rows(worker, own), sla=self._sweep.sla)
+            ),
+            lambda fields: RequestPoint(**asked, **fields),
+            refused,
+        )
+        return self._keep(point), False
+
+    def _keep(self, point: Any) -> Any:
+        """Append a point to the store, and return it as it is there."""
+        point = point.model_copy(update={"model_revision": self._job.revision})
+        self._store.append(point)
+        self._known.setdefault(_key(point), []).append(point)
+        return point
+
+    def _measure(
+        self, ask: Callable[[Any], P], failed: Callable[[dict[str, Any]], P], refusal: Callable[[Measurement], P]
+    ) -> P:
+        """Return the point that the worker measures, loaded first if need be; of a failure, one made of its facts, and
+        of a refused load, one made of its point."""
         why_not = self._job.plan.why_not
         if why_not is not None:
-            return self._failed(case, "unsupported", why_not, "load")
+            return failed(self._facts("unsupported", why_not, "load"))
         stage = "load"
         try:
             if self._worker is None:
@@ -243,35 +343,38 @@ class _Runner:
                     refused: Measurement | None = self._worker.load(self._job.plan)
                 if refused is not None:
                     self._stop()
-                    return refused.model_copy(update={"case": case})
+                    return refusal(refused)
             stage = "measure"
             with self._signals.raised():
-                point: Measurement = self._worker.measure(case, repeats, self._sweep.tolerance)
+                point = ask(self._worker)
             if point.status == "crashed":  # a CUDA context after an error cannot be used for the next point
                 self._crashes += 1
                 self._stop()
             return point
+        except TaskFailed as failure:
+            return failed(self._facts(failure.status, str(failure), stage))
         except WorkerDied as death:
             self._crashes += 1
             self._stop()
-            return self._failed(case, death.status, str(death), stage)
+            return failed(self._facts(death.status, str(death), stage))
         except Interrupted as interrupt:
             self._stop(kill=True)
-            self._store.append(self._failed(case, "cancelled", interrupt.name, stage))
+            point = failed(self._facts("cancelled", interrupt.name, stage))
+            self._store.append(point)  # type: ignore[arg-type]
             raise
 
-    def _failed(self, case: Case, status: Status, error: str, stage: str) -> Measurement:
+    def _facts(self, status: Status, error: str, stage: str) -> dict[str, Any]:
+        """Return the fields of a point that failed outside of the worker."""
         model = self._job.plan.model
-        return Measurement(
-            case=case,
-            status=status,
-            machine=self._job.plan.machine.name,
-            error=error,
-            stage=stage,
-            num_layers=model.num_layers,
-            total_layers=model.total_layers,
-            started_at=now(),
-        )
+        return {
+            "status": status,
+            "machine": self._job.plan.machine.name,
+            "error": error,
+            "stage": stage,
+            "num_layers": model.num_layers,
+            "total_layers": model.total_layers,
+            "started_at": now(),
+        }
 
     def _stop(self, kill: bool = False) -> None:
         worker, self._worker = self._worker, None
@@ -288,7 +391,22 @@ def _advance(batches: Batches, status: Status | None) -> Try | None:
         return None
 
 
-def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:
+def _rows(worker: Any, own: RequestSet) -> list[RequestRow]:
+    """Return the requests of a load for the worker, whose tokenizer turns texts into ids. Raises TaskFailed for a text
+    that it has no ids for."""
+    texts = [one.prompt for one in own.requests if one.prompt is not None]
+    ids = iter(worker.ask(Tokenize(prompts=texts)).prompts if texts else ())
+    rows = []
+    for one in own.requests:
+        found = None if one.prompt is None else next(ids)
+        if isinstance(found, str):
+            raise TaskFailed("unsupported", f"a request has no tokens: {found}")
+        length = one.input_len if found is None else len(found)
+        rows.append(RequestRow(input_len=length, output_len=one.output_len, prompt_ids=found))
+    return rows
+
+
+def exit_code(sweep: Sweep, points: Iterable[Measurement | RequestPoint]) -> int:
     """Return the exit code of a sweep: 0 if every point is ok, 3 if some are not, 4 if none is. With ``auto``, a batch
     that memory or a TensorRT plan has no room for is how the largest batch is found, and counts as ok."""
     points = tuple(points)
@@ -299,6 +417,8 @@ def exit_code(sweep: Sweep, points: Iterable[Measurement]) -> int:
     return 0 if fine == len(points) else 3
 
 
-def _edge(point: Measurement) -> bool:
+def _edge(point: Measurement | RequestPoint) -> bool:
     """Return True if the load ran and the batch was too large for it."""
+    if isinstance(point, RequestPoint):
+        return False
     return point.status in OUT_OF_MEMORY or (point.status == "unsupported" and point.stage != "load")

@@ -15,10 +15,12 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from statistics import mean
-from typing import Any, NamedTuple, get_args
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
-from zinfer.record.measurement import Effective, Measurement, latest
+from zinfer.record.measurement import Effective, Measurement, Recorded, latest
+from zinfer.record.requests import METRICS, PassCounts, RequestMetric, RequestPoint, Summary
 from zinfer.record.stats import ci95_half_width
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.printable import markdown
@@ -30,9 +32,12 @@ Cell = str | int | float | None
 _FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 
 
-class _Column(NamedTuple):
+R = TypeVar("R", bound=Recorded)
+
+
+class _Column(NamedTuple, Generic[R]):
     kind: type[Any]  # type of the cells that are not empty: str, int or float
-    of: Callable[[Measurement], Cell]
+    of: Callable[[R], Cell]
 
 
 def _kind(annotation: Any) -> type[Any]:
@@ -49,7 +54,7 @@ def _timed(get: Callable[[Measurement], Cell]) -> Callable[[Measurement], Cell]:
     return lambda point: get(point) if point.usable else None
 
 
-def _asked(field: str) -> Callable[[Measurement], Cell]:
+def _asked(field: str) -> Callable[[Recorded], Cell]:
     return lambda point: _cell(dict(point.case.options) if field == "options" else getattr(point.case, field))
 
 
@@ -57,7 +62,7 @@ def _length(field: str) -> Callable[[Measurement], Cell]:
     return lambda point: _cell(getattr(point.case.workload, field))
 
 
-def _placed(field: str) -> Callable[[Measurement], Cell]:
+def _placed(field: str) -> Callable[[Recorded], Cell]:
     return lambda point: _cell(getattr(point.effective, field, None))
 
 
@@ -72,24 +77,36 @@ def _tpot_half_width(point: Measurement) -> float | None:
     return ci95_half_width([mean(steps) for steps in point.step_ms if steps])
 
 
-_CASE = {
+_LOAD: dict[str, _Column[Recorded]] = {
     name: _Column(_kind(field.annotation), _asked(name))
     for name, field in Case.model_fields.items()
     if name != "workload"
-} | {name: _Column(int, _length(name)) for name in Workload.model_fields}
-_EFFECTIVE = {
+}
+_EFFECTIVE: dict[str, _Column[Recorded]] = {
     f"effective_{name}": _Column(_kind(field.annotation), _placed(name))
     for name, field in Effective.model_fields.items()
 }
-_COLUMNS = {
-    "machine": _Column(str, lambda p: p.machine),
-    **_CASE,
+_OUTCOME: dict[str, _Column[Recorded]] = {
     "model_revision": _Column(str, lambda p: p.model_revision or None),
     "num_layers": _Column(int, lambda p: p.num_layers),
     "total_layers": _Column(int, lambda p: p.total_layers),
     "status": _Column(str, lambda p: p.status),
     "stage": _Column(str, lambda p: p.stage),
     "error": _Column(str, lambda p: p.error),
+}
+_CONDITIONS: dict[str, _Column[Recorded]] = {
+    "gpu_peak_bytes": _Column(int, lambda p: p.gpu_peak_bytes),
+    "gpu_used_bytes": _Column(int, lambda p: p.gpu_used_bytes),
+    "host_peak_bytes": _Column(int, lambda p: p.host_peak_bytes),
+    **_EFFECTIVE,
+    "gpu_readings": _Column(str, lambda p: _json(p.gpu)),
+    "started_at": _Column(str, lambda p: p.started_at or None),
+}
+_COLUMNS: dict[str, _Column[Any]] = {
+    "machine": _Column(str, lambda p: p.machine),
+    **_LOAD,
+    **{name: _Column(int, _length(name)) for name in Workload.model_fields},
+    **_OUTCOME,
     "repeats": _Column(int, lambda p: len(p.ttft_ms) or None),
     "output_tok_s": _Column(float, _timed(lambda p: p.output_tok_s)),
     "output_tok_s_half_width": _Column(float, _timed(lambda p: ci95_half_width(p.output_tok_s_samples))),
@@ -107,14 +124,40 @@ _COLUMNS = {
     "h2d_bandwidth_bytes_s": _Column(float, _timed(lambda p: p.h2d_bandwidth)),
     "link_bandwidth_bytes_s": _Column(float, lambda p: p.link_bandwidth),
     "link_share": _Column(float, _timed(lambda p: p.link_share)),
-    "gpu_peak_bytes": _Column(int, lambda p: p.gpu_peak_bytes),
-    "gpu_used_bytes": _Column(int, lambda p: p.gpu_used_bytes),
-    "host_peak_bytes": _Column(int, lambda p: p.host_peak_bytes),
-    **_EFFECTIVE,
-    "gpu_readings": _Column(str, lambda p: _json(p.gpu)),
-    "started_at": _Column(str, lambda p: p.started_at or None),
+    **_CONDITIONS,
 }
 COLUMNS = ("file", *_COLUMNS)
+
+
+def _statistic(metric: RequestMetric, name: str) -> Callable[[RequestPoint], Cell]:
+    return lambda point: getattr(point.summary(metric), name, None) if point.usable else None
+
+
+_REQUEST_COLUMNS: dict[str, _Column[Any]] = {
+    "machine": _Column(str, lambda p: p.machine),
+    **_LOAD,
+    "source": _Column(str, lambda p: p.requests.source),
+    "requests": _Column(int, lambda p: p.requests.requests),
+    "seed": _Column(int, lambda p: p.requests.seed),
+    "in_flight": _Column(str, lambda p: None if p.requests.in_flight is None else str(p.requests.in_flight)),
+    "request_rate": _Column(str, lambda p: None if p.requests.request_rate is None else str(p.requests.request_rate)),
+    **_OUTCOME,
+    "mean_input_len": _Column(float, lambda p: p.mean_lengths and p.mean_lengths[0]),
+    "mean_output_len": _Column(float, lambda p: p.mean_lengths and p.mean_lengths[1]),
+    "wall_ms": _Column(float, lambda p: p.wall_ms if p.usable else None),
+    "busy_ms": _Column(float, lambda p: p.busy_ms if p.usable else None),
+    "passes": _Column(int, lambda p: len(p.pass_ms) or None),
+    **{name: _Column(float, attrgetter(name))
+       for name in ("output_tok_s", "input_tok_s", "request_s", "waiting_tok_s", "padding", "link_busy")},
+    **{f"{metric}_{name}": _Column(float, _statistic(metric, name)) for metric in METRICS for name in Summary._fields},
+    **{name: _Column(int, lambda p, name=name: getattr(p.counts, name) if p.pass_ms else None)  # type: ignore[misc]
+       for name in PassCounts.model_fields},
+    "kv_positions": _Column(int, lambda p: p.kv_positions or None),
+    "link_bandwidth_bytes_s": _Column(float, lambda p: p.link_bandwidth),
+    **_CONDITIONS,
+    "sla": _Column(str, lambda p: _json(p.sla)),
+}  # fmt: skip
+REQUEST_COLUMNS = ("file", *_REQUEST_COLUMNS, "goodput_request_s")
 
 
 class FlatTable(NamedTuple):
@@ -144,6 +187,18 @@ class FlatTable(NamedTuple):
             for file, point in kept
         )
         return cls(columns, rows)
+
+
+def request_table(
+    points: Iterable[tuple[str, RequestPoint]], goodput: Callable[[RequestPoint], float | None]
+) -> FlatTable:
+    """Return the table of loads of requests, each with the name of its file, all records of repeated ones included;
+    `goodput` gives the requests a second that keep the service levels."""
+    columns = {"file": str} | {name: column.kind for name, column in _REQUEST_COLUMNS.items()}
+    rows = tuple(
+        (file, *(column.of(point) for column in _REQUEST_COLUMNS.values()), goodput(point)) for file, point in points
+    )
+    return FlatTable(columns | {"goodput_request_s": float}, rows)
 
 
 def to_csv(table: FlatTable) -> bytes:

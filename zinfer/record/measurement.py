@@ -41,7 +41,7 @@ class Effective(Frozen):
 
 
 Lane = Literal["copy", "unpack", "compute"]  # copy over the link, unpack the wire's code, compute with the weights
-_Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
+Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
 
 
 class Span(Frozen):
@@ -53,8 +53,8 @@ class Span(Frozen):
 
     lane: Lane
     layer: int | None
-    start_ms: _Moment  # negative if it was under way when the step began
-    end_ms: _Moment
+    start_ms: Moment  # negative if it was under way when the step began
+    end_ms: Moment
 
     @model_validator(mode="before")
     @classmethod
@@ -76,19 +76,17 @@ class Span(Frozen):
         return self.lane, self.layer, self.start_ms, self.end_ms
 
 
-class Measurement(Frozen):
-    """One point: a case, its status, and every sample taken.
+class Recorded(Frozen):
+    """Facts that every measured point has: what was asked of which load, its status, and the conditions.
 
-    `ttft_ms[r]` is repeat r's prefill up to its first token; `step_ms[r][i]` its decode steps, each synchronised.
+    A point of a load is a `Measurement` of equal sequences, or a `zinfer.record.requests.RequestPoint`.
     """
 
     case: Case
     status: Status
     machine: str
     error: str | None = None
-    stage: str | None = None  # stage of the failure: load, warm-up, prefill, decode
-    ttft_ms: tuple[float, ...] = ()
-    step_ms: tuple[tuple[float, ...], ...] = ()
+    stage: str | None = None  # stage of the failure: load, warm-up, prefill, decode, requests
     load_s: float | None = None
     load_bytes: int | None = None  # weight bytes loaded in `load_s`
     gpu_peak_bytes: int | None = None  # peak of the bytes that tensors held
@@ -103,6 +101,16 @@ class Measurement(Frozen):
     versions: dict[str, str] = Field(default_factory=dict)
     started_at: str = ""  # ISO 8601, UTC
     predicted: dict[str, float | None] = Field(default_factory=dict)  # predictions of the plan, by quantity
+
+
+class Measurement(Recorded):
+    """One point: a case, its status, and every sample taken.
+
+    `ttft_ms[r]` is repeat r's prefill up to its first token; `step_ms[r][i]` its decode steps, each synchronised.
+    """
+
+    ttft_ms: tuple[float, ...] = ()
+    step_ms: tuple[tuple[float, ...], ...] = ()
     timeline: tuple[Span, ...] = ()  # one more decode step after the timed ones; empty if none was traced
 
     @property

@@ -10,7 +10,8 @@ from typing import Any, TypeGuard
 
 from pydantic import BaseModel
 
-from zinfer.record.measurement import Measurement
+from zinfer.record.measurement import Measurement, Recorded
+from zinfer.record.requests import RequestPoint
 
 LARGEST = 1e18  # of any number
 LONGEST = 20_000  # characters of any text: messages of errors are cut to less
@@ -43,20 +44,18 @@ _RANGES = (
 
 def implausible(record: BaseModel) -> str | None:
     """Return the first reason, as ``field: fault``, not to believe a record; None if there is none."""
-    fault = next(_of_point(record), None) if isinstance(record, Measurement) else None
+    fault = next(_of_point(record), None) if isinstance(record, Recorded) else None
     if fault is None:
         fault = next(_of_fields(record, "", ""), None)
     return None if fault is None else fault[:300]
 
 
-def _of_point(point: Measurement) -> Iterator[str]:
+def _of_point(point: Recorded) -> Iterator[str]:
     """Yield the faults that lie in several fields of a point, or in those that are no quantities of their own."""
-    load = point.case.workload
-    if len(point.ttft_ms) != len(point.step_ms):
-        yield f"step_ms: {len(point.step_ms)} repeats, and ttft_ms has {len(point.ttft_ms)}"
-    for steps in point.step_ms if point.status == "ok" else ():
-        if len(steps) != load.output_len - 1:
-            yield f"step_ms: {len(steps)} steps for {load.output_len} tokens, the first of which is the prefill's"
+    if isinstance(point, Measurement):
+        yield from _of_samples(point)
+    if isinstance(point, RequestPoint):
+        yield from _of_requests(point)
     if point.num_layers and point.total_layers and point.num_layers > point.total_layers:
         yield f"num_layers: {point.num_layers} of {point.total_layers} layers"
     if point.effective is not None:
@@ -70,6 +69,31 @@ def _of_point(point: Measurement) -> Iterator[str]:
     for name, predicted in point.predicted.items():
         if predicted is not None and not predicted >= 0:
             yield f"predicted.{name}: {predicted!r:.40} is no prediction"
+
+
+def _of_requests(point: RequestPoint) -> Iterator[str]:
+    """Yield the faults of times and counts that contradict each other."""
+    counts = point.counts
+    if point.pass_ms and not SHORTEST_MS <= point.pass_ms[0] <= point.pass_ms[-1] <= LONGEST_MS:
+        yield f"pass_ms: passes from {point.pass_ms[0]} to {point.pass_ms[-1]} ms"
+    if point.usable and not point.waiting_ms - 1 <= point.busy_ms <= point.wall_ms + 1:
+        yield f"busy_ms: {point.busy_ms} of {point.wall_ms} ms, {point.waiting_ms} of them with requests that waited"
+    if counts.padded > counts.read or counts.again > max(counts.computed, counts.read):
+        yield f"counts: {counts.padded} of {counts.read} positions are padding, {counts.again} are computed again"
+    if point.waiting_tokens > point.output_tokens:
+        yield f"waiting_tokens: {point.waiting_tokens} of {point.output_tokens}"
+    if any(not 0 <= sample.arrived_ms <= LONGEST_MS for sample in point.samples):
+        yield "samples: a request that arrived at no time"
+
+
+def _of_samples(point: Measurement) -> Iterator[str]:
+    """Yield the faults of the samples and the timeline of equal sequences."""
+    load = point.case.workload
+    if len(point.ttft_ms) != len(point.step_ms):
+        yield f"step_ms: {len(point.step_ms)} repeats, and ttft_ms has {len(point.ttft_ms)}"
+    for steps in point.step_ms if point.status == "ok" else ():
+        if len(steps) != load.output_len - 1:
+            yield f"step_ms: {len(steps)} steps for {load.output_len} tokens, the first of which is the prefill's"
     for span in point.timeline:
         if not (-DRIFT_MS <= span.start_ms <= span.end_ms <= LONGEST_MS):
             yield f"timeline: a span from {span.start_ms} to {span.end_ms} ms"

@@ -1,7 +1,7 @@
-"""Statistics of few samples: the confidence interval of their mean."""
+"""Statistics of samples: the confidence interval of their mean, and percentiles."""
 
 from collections.abc import Sequence
-from math import sqrt
+from math import ceil, sqrt
 from statistics import mean, stdev
 
 # Two-sided 95% quantiles of Student's t by degrees of freedom; NIST/SEMATECH e-Handbook, table 1.3.6.7.2.
@@ -23,3 +23,8 @@ def relative_half_width(samples: Sequence[float]) -> float | None:
     """Return half the 95% confidence interval of the mean, as a share of the mean; None for fewer than two samples."""
     half = ci95_half_width(samples)
     return None if half is None else half / mean(samples)
+
+
+def nearest_rank(ordered: Sequence[float], percent: int) -> float:
+    """Return the percentile of at least one sample by nearest rank; `ordered` is sorted."""
+    return ordered[ceil(percent / 100 * len(ordered)) - 1]

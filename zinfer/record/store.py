@@ -16,6 +16,7 @@ from zinfer.record.jsonl import Closing, Damage, Lines, finite, read_lines, seal
 from zinfer.record.jsonl import StoreError as StoreError  # for callers that catch it
 from zinfer.record.measurement import Measurement
 from zinfer.record.plausible import implausible
+from zinfer.record.requests import RequestPoint
 from zinfer.record.study import PREFIX, Start
 
 
@@ -27,11 +28,13 @@ class Header(Start):
 
 
 class Records(NamedTuple):
-    """Records of one file or more: every point in file order, repeated cases included (see `measurement.latest`)."""
+    """Records of one file or more in file order, repeated cases included (see `measurement.latest`): `points` of equal
+    sequences, `requests` of loads of requests, which are never compared with each other."""
 
     points: tuple[Measurement, ...] = ()
     headers: tuple[Header, ...] = ()
     damaged: tuple[Damage, ...] = ()
+    requests: tuple[RequestPoint, ...] = ()
 
     @property
     def warning(self) -> str | None:
@@ -42,20 +45,22 @@ class Records(NamedTuple):
         return f"left out {self.damaged[0]}{rest}"
 
 
-_KINDS: dict[str, type[Header] | type[Measurement]] = {"sweep": Header, "point": Measurement}
+Record = Header | Measurement | RequestPoint
+_KINDS: dict[str, type[Record]] = {"sweep": Header, "point": Measurement, "requests": RequestPoint}
 
 
-def _validated(kind: str, fields: dict[str, Any]) -> Header | Measurement:
+def _validated(kind: str, fields: dict[str, Any]) -> Record:
     try:
         return _KINDS[kind].model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]) from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(": ".join(filter(None, (".".join(map(str, first["loc"])), message)))[:300]) from None
 
 
-def encode(record: Header | Measurement) -> bytes:
+def encode(record: Record) -> bytes:
     """Return the line of a record, without its newline. Raises StoreError for a record that could not be read back."""
-    kind = "point" if isinstance(record, Measurement) else "sweep"
+    kind = next(name for name, of in _KINDS.items() if isinstance(record, of))
     fields = finite(record.model_dump())
     try:
         _validated(kind, fields)
@@ -64,7 +69,7 @@ def encode(record: Header | Measurement) -> bytes:
         raise StoreError(f"a {kind} record that cannot be stored: {error}") from error
 
 
-def decode(line: bytes) -> Header | Measurement:
+def decode(line: bytes) -> Record:
     """Return the record of a line. Raises ValueError with the reason unless the line is exactly as `encode` wrote
     it."""
     kind, fields = unseal(line)
@@ -88,6 +93,7 @@ def read(path: Path) -> Records:
     points: list[Measurement] = []
     headers: list[Header] = []
     damaged: list[Damage] = []
+    requests: list[RequestPoint] = []
     for file in files(path):
         try:
             lines = read_lines(file)
@@ -108,9 +114,11 @@ def read(path: Path) -> Records:
                 continue
             if isinstance(record, Measurement):
                 points.append(record)
+            elif isinstance(record, RequestPoint):
+                requests.append(record)
             else:
                 headers.append(record)
-    return Records(tuple(points), tuple(headers), tuple(damaged))
+    return Records(tuple(points), tuple(headers), tuple(damaged), tuple(requests))
 
 
 class Store(Closing):
@@ -136,7 +144,7 @@ class Store(Closing):
             raise
         return store
 
-    def append(self, point: Measurement) -> None:
+    def append(self, point: Measurement | RequestPoint) -> None:
         """Append one point and wait for the disk. On StoreError (disk full, say) the file ends at its last record."""
         self._lines.append(encode(point))
 

@@ -20,10 +20,12 @@ _WORDS: dict[compare.Verdict, str] = {
     "untimed": "not timed on both sides",
 }
 _KINDS: dict[compare.Verdict, Kind] = {"worse": "failed", "broken": "failed", "better": "best", "fixed": "best"}
+_REPEATED = ("request_lengths", "sla")  # keys whose values are options of their own
+_UNUSUAL = {"seed": 0, "rounds": 1}  # keys that are left out at these values
 # a recipe's keys in the order of `zinfer sweep --help`; its tolerance and timeout have no part in what is measured
 _AXES = (
     "model", "engine", "offload", "batch_size", "input_len", "output_len", "dtype", "load_format", "layers",
-    "gpu_weights", "repeats",
+    "gpu_weights", "repeats", "requests", "num_requests", "in_flight", "request_rate", "seed", "rounds",
 )  # fmt: skip
 
 
@@ -86,7 +88,8 @@ def validity(findings: Findings) -> Section:
 
 def reproduce(findings: Findings) -> Section:
     """Return the section with the commands that measure all of it again, and the versions that were measured."""
-    sweeps = dict.fromkeys(_sweep(header.recipe) for workload in findings.workloads for header in workload.headers)
+    headers = [header for workload in findings.workloads for header in workload.headers]
+    sweeps = dict.fromkeys(_sweep(header.recipe) for header in (*headers, *findings.request_headers))
     blocks: list[Block] = [Command("\n".join(["zinfer probe", *sweeps, "zinfer report"]))]
     if findings.workloads and not sweeps:
         blocks.append(Text("The result files hold no start of a sweep, so its command is unknown.", "missing"))
@@ -246,8 +249,12 @@ def _sweep(recipe: dict[str, Any]) -> str:
     words = ["zinfer", "sweep"]
     for key in _AXES:
         text = _axis(recipe.get(key))
-        if text:
+        if text and recipe[key] != _UNUSUAL.get(key):
             words += [f"--{key.replace('_', '-')}", text]
+    for key in _REPEATED:
+        given = recipe.get(key)
+        for text in given if isinstance(given, list | tuple) else ():
+            words += [f"--{key.replace('_', '-')}", str(text)]
     options = recipe.get("options")
     for key, value in options.items() if isinstance(options, dict) else ():
         words += ["-O", f"{key}={_axis(value)}"]

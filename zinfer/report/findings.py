@@ -11,6 +11,7 @@ from zinfer.plan.published import Published
 from zinfer.record.accuracy import AccuracyRecord
 from zinfer.record.codec import CodecRecord
 from zinfer.record.prefix_reuse import Run
+from zinfer.record.requests import RequestPoint
 from zinfer.record.store import Header
 from zinfer.spec.case import Case
 from zinfer.spec.machine import Machine
@@ -69,6 +70,8 @@ class Findings(NamedTuple):
     codecs: tuple[CodecRecord, ...] = ()
     accuracies: tuple[AccuracyRecord, ...] = ()
     reuses: tuple[Run, ...] = ()
+    requests: tuple[RequestPoint, ...] = ()
+    request_headers: tuple[Header, ...] = ()  # of their files
 
     @property
     def machines(self) -> dict[str, Machine]:

@@ -12,6 +12,7 @@ from zinfer.analysis.timeline import busy, busy_bandwidth, length_ms, share, wai
 from zinfer.plan.published import PublishedCodec, codecs
 from zinfer.record import accuracy, codec, prefix_reuse
 from zinfer.record.measurement import Measurement
+from zinfer.report import requests
 from zinfer.report.document import (
     Block,
     Command,
@@ -54,7 +55,8 @@ _NAMES = {
 
 
 _COLUMNS = (
-    "configuration", "#batch", "#tok/s", "#95% interval", "#TTFT", "#TPOT", "#link share", "#GPU peak", "#host peak",
+    "configuration", "#batch", "#tok/s", "#95% interval", "#prefill tok/s", "#decode tok/s", "#TTFT", "#TPOT",
+    "#link share", "#GPU peak", "#host peak",
 )  # fmt: skip
 LOADS = 3  # loads of the model that a headline needs behind it, not to be called a single run
 
@@ -145,6 +147,7 @@ def results(findings: Findings) -> Section:
             blocks += [*drawn, _tops(workload), Details(f"Every point: {workload.name}", every)]
         if workload.group.caution:
             blocks.append(Text(workload.group.caution, "caution"))
+    blocks += requests.section(findings.requests)
     return Section("results", "Results", blocks or [Text("No point was measured.", "missing")])
 
 
@@ -182,6 +185,13 @@ def rate(point: Measurement) -> tuple[str, str]:
     if spread is None:
         return "", ""
     return rated(spread.mean), f"± {rated(spread.half_width, 2)}" if spread.half_width else ""
+
+
+def phases(point: Measurement) -> tuple[str, str]:
+    """Return prompt tokens a second of the prefill, and output tokens a second of the decode steps, as text; empty
+    where unknown."""
+    prefill, decode = (point.prefill_tok_s, point.decode_tok_s) if point.usable else (None, None)
+    return rated(prefill) if prefill else "", rated(decode) if decode else ""
 
 
 def rated(value: float, digits: int = 3) -> str:
@@ -305,21 +315,21 @@ def _slices(workloads: Sequence[WorkloadFindings]) -> Table:
             f"{group.input_len} / {group.output_len}",
         )  # fmt: skip
         if winner is None:
-            rows.append(Row((*asked, f"none: {rates.statuses(workload.points)}", *[""] * 5), "failed"))
+            rows.append(Row((*asked, f"none: {rates.statuses(workload.points)}", *[""] * 8), "failed"))
             continue
         gains = [one.comparison.change for one in rates.offload_verdicts(workload.points)]
         gain = next((change.times for change in gains if change is not None), "")
         runs = len(workload.loads.get(winner.case, (0.0,)))
         cells = (
-            winner.case.label(), str(winner.case.workload.batch_size), " ".join(rate(winner)).strip(),
+            winner.case.label(), str(winner.case.workload.batch_size), " ".join(rate(winner)).strip(), *phases(winner),
             duration(sum(winner.ttft_ms) / len(winner.ttft_ms) / 1e3),
             duration(winner.tpot_ms / 1e3) if winner.tpot_ms else "", gain,
             "single run" if runs == 1 else f"{runs} loads",
         )  # fmt: skip
         rows.append(Row((*asked, *cells)))
     columns = (
-        "model", "machine", "#tokens in / out", "fastest configuration", "#batch", "#tok/s", "#TTFT", "#TPOT",
-        "offload against none", "evidence",
+        "model", "machine", "#tokens in / out", "fastest configuration", "#batch", "#tok/s", "#prefill tok/s",
+        "#decode tok/s", "#TTFT", "#TPOT", "offload against none", "evidence",
     )  # fmt: skip
     caption = (
         "A slice shows which configuration is the fastest. Its throughput and its memory are not the model's: a step "
@@ -477,6 +487,7 @@ def _cells(point: Measurement) -> tuple[str, ...]:
         point.case.label(),
         str(point.case.workload.batch_size),
         *rate(point),
+        *phases(point),
         duration(sum(point.ttft_ms) / len(point.ttft_ms) / 1e3) if ok else "",
         duration(point.tpot_ms / 1e3) if ok and point.tpot_ms else "",
         f"{point.link_share:.0%}" if ok and point.link_share else "",

@@ -25,12 +25,13 @@ from typing import IO, Any
 from zinfer import __version__
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement, Status
+from zinfer.record.requests import RequestPoint
 from zinfer.spec import lease
 from zinfer.spec.case import Case
 from zinfer.spec.ending import PARENT, at_end
 from zinfer.spec.progress import Progress, silent
 from zinfer.worker.failure import TaskFailure
-from zinfer.worker.tasks import NAMES, TASKS, Answer, Load, Measure, Request
+from zinfer.worker.tasks import NAMES, TASKS, Answer, Load, Measure, MeasureRequests, Request
 
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
@@ -91,6 +92,10 @@ class Client(ABC):
     def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
         """Measure one case of the loaded engine; a failure is a Measurement with its status."""
         return self.ask(Measure(case=case, repeats=repeats, tolerance=tolerance)).point
+
+    def measure_requests(self, request: MeasureRequests) -> RequestPoint:
+        """Measure a load of requests on the loaded engine; a failure is a RequestPoint with its status."""
+        return self.ask(request).point
 
     @abstractmethod
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, 
         session.facts = session.facts.model_copy(update=facts)
         started = time.monotonic()
         session.engine = make(plan, session.beat)
-        facts = {"load_s": round(time.monotonic() - started, 3), "load_bytes": plan.model.weight_bytes}
+        facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": plan.model.weight_bytes}
     except BaseException as error:
         return Loaded(refused=session.point(plan.case, **failure_of(error, "load").model_dump()))
     session.facts = session.facts.model_copy(update=facts)
@@ -175,22 +175,12 @@ def about(session: Session, _request: About) -> Facts:
 
 def measure(session: Session, request: Measure) -> Measured:
     """Measure one case of the loaded engine; an exception becomes the point's status."""
-    import gc
-    import resource
-
-    import torch
-
     from zinfer.record.stats import relative_half_width
     from zinfer.worker.measure import Samples
     from zinfer.worker.measure import measure as run
 
     engine, case, samples = session.engine, request.case, Samples()
-    session.facts = session.facts.model_copy(update={"started_at": now()})
-    cuda = engine.device.type == "cuda"
-    gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    begin_point(session)
 
     def enough(e2e_ms: Any) -> bool:
         spread = relative_half_width(e2e_ms)
@@ -202,23 +192,50 @@ def measure(session: Session, request: Measure) -> Measured:
         run(engine, case.workload, vocab_size, samples, repeats=request.repeats, enough=enough, beat=session.beat)
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
         failed = failure_of(error, samples.stage).model_dump()
-    effective = engine.effective()
     fields: dict[str, Any] = {
         "ttft_ms": samples.ttft_ms,
         "step_ms": samples.step_ms,
         "gpu": samples.gpu,
         "timeline": samples.timeline,
+        **conditions(session, case, samples.status),
+    }
+    return Measured(point=session.point(case, **(fields | failed)))
+
+
+def begin_point(session: Session) -> None:
+    """Note the time at which a point begins; free memory, and reset its peaks."""
+    import gc
+
+    import torch
+
+    session.facts = session.facts.model_copy(update={"started_at": now()})
+    gc.collect()
+    if session.engine.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
+    """Return what a point records at its end: memory, the placement of the weights, and its `status`, which differs
+    from the given one if the weights are not where the case wants them."""
+    import resource
+
+    import torch
+
+    engine = session.engine
+    effective = engine.effective()
+    fields: dict[str, Any] = {
         "effective": effective,
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "status": status,
     }
-    if cuda:
+    if engine.device.type == "cuda":
         with suppress(RuntimeError):  # a device may be lost after the samples were taken
             free, total = torch.cuda.mem_get_info()
             fields |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_used_bytes": total - free}
-    status: Status = samples.status
     if status == "ok" and (shortfall := not_as_asked(case, effective)) is not None:
-        status, fields["error"] = "offload_not_effective", shortfall
-    return Measured(point=session.point(case, **({"status": status} | fields | failed)))
+        fields |= {"status": "offload_not_effective", "error": shortfall}
+    return fields
 
 
 def not_as_asked(case: Case, effective: Effective) -> str | None:

@@ -13,8 +13,10 @@ from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.plan.plan import Plan
 from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Measurement
+from zinfer.record.requests import RequestPoint
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.model import ModelSpec
+from zinfer.spec.requests import RequestLoad
 from zinfer.spec.value import Frozen
 
 
@@ -85,6 +87,29 @@ class Measure(Request[Measured]):
     case: Case
     repeats: int
     tolerance: float
+
+
+class RequestRow(Message):
+    """A request of a load: the ids of its prompt, or their number for random ones, and the number of tokens to come."""
+
+    input_len: int
+    output_len: int
+    prompt_ids: list[int] | None = None
+
+
+class RequestsMeasured(Message):
+    """A measured load of requests, whatever its status."""
+
+    point: RequestPoint
+
+
+class MeasureRequests(Request[RequestsMeasured]):
+    """Measure a load of requests on the loaded engine; `rows` come in their order, as `load` says."""
+
+    case: Case
+    load: RequestLoad
+    rows: list[RequestRow]
+    sla: tuple[str, ...] = ()
 
 
 # Text
@@ -385,6 +410,7 @@ TASKS: Mapping[str, Task] = {
     "load": Task(Load, Loaded, "zinfer.worker.session:load"),
     "about": Task(About, Facts, "zinfer.worker.session:about"),
     "measure": Task(Measure, Measured, "zinfer.worker.session:measure"),
+    "measure_requests": Task(MeasureRequests, RequestsMeasured, "zinfer.worker.requests:measure_requests"),
     "generate": Task(Generate, Generated, "zinfer.worker.generation:generate"),
     "generate_step": Task(GenerateStep, Generated, "zinfer.worker.generation:generate_step"),
     "tokenize": Task(Tokenize, Tokenized, "zinfer.worker.generation:tokenize"),

@@ -1,0 +1,604 @@
+"""Loads of requests: how they are drawn and arrive, how the worker measures them, and what their records say."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from tests.command import zinfer
+from tests.fakes import TARGET, FakeEngine
+from tests.inline import MACHINE, SPEC
+from zinfer.analysis.requests import check, goodput
+from zinfer.analysis.sla import Sla
+from zinfer.job.recipe import RecipeError, Sweep, make_sweep, read_toml, sweep_recipe
+from zinfer.job.requests import RequestsError, request_sets
+from zinfer.job.signals import Interrupted
+from zinfer.job.sweep import Events, Outcome, exit_code, prepare, run
+from zinfer.plan.plan import make_plan
+from zinfer.record.measurement import Measurement
+from zinfer.record.requests import METRICS, RequestPoint, RequestSample, latest
+from zinfer.record.store import Header, Records, Store, read
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.machine import Machine
+from zinfer.spec.requests import LengthDistribution, RequestLoad
+from zinfer.spec.source import Source
+from zinfer.worker import requests as clock_of_requests
+from zinfer.worker.inline import InlineWorker
+from zinfer.worker.process import WorkerDied
+from zinfer.worker.session import Session, facts_of
+from zinfer.worker.tasks import Load, Loaded, MeasureRequests, RequestRow
+
+SOURCE = "lognormal:20,6,max_input_len=50,max_output_len=12,sigma=0.5"
+
+
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the collection of garbage before each point, which is most of the time without a model."""
+    monkeypatch.setattr("gc.collect", lambda: 0)
+
+
+def load(**fields: Any) -> RequestLoad:
+    return RequestLoad.model_validate({"source": SOURCE, "requests": 30} | fields)
+
+
+def rows(asked: RequestLoad) -> list[RequestRow]:
+    drawn = LengthDistribution.parse(asked.source).draw(asked.requests, asked.seed)
+    return [RequestRow(input_len=one.input_len, output_len=one.output_len) for one in drawn]
+
+
+class Time:
+    """A clock on which a pass takes a second, and the sleeps that were asked for."""
+
+    def __init__(self, engine: Any) -> None:
+        self.now, self.slept, self.passes = 100.0, list[float](), 0
+        forward = engine.forward
+
+        def timed(work: Sequence[Any]) -> Any:
+            self.now += 1.0
+            self.passes += 1
+            return forward(work)
+
+        engine.forward = timed
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += max(seconds, 1e-6)  # a real clock moves on by itself
+
+
+def worker_of(**options: Any) -> InlineWorker:
+    """Load the engine without a model."""
+    case = Case(
+        model="fake", engine=TARGET, offload="cpu", workload=Workload(batch_size=1, input_len=20, output_len=6),
+        options=tuple(sorted(options.items())),
+    )  # fmt: skip
+    return InlineWorker.around(FakeEngine(make_plan(case, SPEC, MACHINE)))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RequestPoint, Time]]:
+    """Return a function that measures a load on an engine without a model, on a clock of its own."""
+
+    def run(asked: RequestLoad, **options: Any) -> tuple[RequestPoint, Time]:
+        worker = worker_of(**options)
+        fake = Time(worker.session.engine)
+        real = clock_of_requests.run_load
+        with monkeypatch.context() as patch:
+            timed = partial(real, clock=fake.clock, sleep=fake.sleep)
+            patch.setattr(clock_of_requests, "run_load", timed)
+            case = worker.session.plan.case
+            point = worker.measure_requests(MeasureRequests(case=case, load=asked, rows=rows(asked), sla=()))
+        return point, fake
+
+    return run
+
+
+Measure = Callable[..., tuple[RequestPoint, Time]]
+
+
+@pytest.mark.parametrize("in_flight", [4, 7, "auto"])
+def test_a_closed_loop_keeps_its_requests_in_flight(in_flight: Any, measured: Measure) -> None:
+    point, _ = measured(load(in_flight=in_flight))
+    assert point.status == "ok", point.error
+    asked = rows(point.requests)
+    assert [(one.input_len, one.tokens) for one in point.samples] == [(one.input_len, one.output_len) for one in asked]
+    assert sum(one.output_len for one in asked) == point.output_tokens
+    if in_flight == "auto":
+        return
+    for number, end in enumerate(point.pass_ms):
+        start = point.pass_ms[number - 1] if number else 0.0
+        flying = [one for one in point.samples if one.arrived_ms <= start and one.passes[-1] >= number]
+        left = [one for one in point.samples if one.arrived_ms > start]
+        assert len(flying) == in_flight or (not left and len(flying) < in_flight), end
+
+
+def test_an_open_loop_lets_requests_arrive_at_their_times(measured: Measure) -> None:
+    asked = load(request_rate=0.25, seed=3)
+    point, fake = measured(asked)
+    assert point.status == "ok", point.error
+    assert [one.arrived_ms / 1e3 for one in point.samples] == pytest.approx(asked.arrivals(), abs=1e-6)
+    assert fake.slept, "nothing ran while nothing had come"
+    assert point.busy_ms == pytest.approx(1000 * len(point.pass_ms))
+    assert point.wall_ms > point.busy_ms
+    assert all(one.passes[0] * 1000 <= point.wall_ms for one in point.samples)
+    # a request that arrives within a pass waits for its end: its TTFT counts from its arrival, not from the next pass
+    assert any(value % 1000 > 1 for value in point.of("ttft_ms"))
+
+
+def test_arrivals_have_the_rate_and_follow_the_seed() -> None:
+    many = load(requests=20_000, request_rate=2.0)
+    times = many.arrivals()
+    gaps = [later - one for one, later in pairwise([0.0, *times])]
+    assert mean(gaps) == pytest.approx(0.5, rel=0.02)
+    assert mean((gap - 0.5) ** 2 for gap in gaps) == pytest.approx(0.25, rel=0.05), "a Poisson process: variance 1/r^2"
+    assert times == sorted(times) == many.arrivals()
+    assert times != many.model_copy(update={"seed": 1}).arrivals()
+    assert load(request_rate="inf").arrivals() == [0.0] * 30
+
+
+def test_all_at_once_wait_for_their_turn(measured: Measure) -> None:
+    point, _ = measured(load(request_rate="inf"))
+    assert {one.arrived_ms for one in point.samples} == {0.0}
+    assert point.of("ttft_ms") == [point.pass_ms[one.passes[0]] for one in point.samples]
+
+
+def test_statistics_are_those_of_the_samples(measured: Measure) -> None:
+    point, _ = measured(load(in_flight=4))
+    ends = point.pass_ms
+    by_hand: dict[str, list[float]] = {"ttft_ms": [], "tpot_ms": [], "itl_ms": [], "e2e_ms": []}
+    for one in point.samples:
+        times = [ends[number] for number in one.passes]
+        by_hand["ttft_ms"].append(times[0] - one.arrived_ms)
+        by_hand["e2e_ms"].append(times[-1] - one.arrived_ms)
+        by_hand["itl_ms"] += [later - before for before, later in pairwise(times)]
+        if len(times) > 1:
+            by_hand["tpot_ms"].append((times[-1] - times[0]) / (len(times) - 1))
+    for metric in METRICS:
+        values, found = sorted(by_hand[metric]), point.summary(metric)
+        assert sorted(point.of(metric)) == values
+        assert found is not None
+        assert found.mean == pytest.approx(mean(values))
+        for percent, value in ((50, found.p50), (90, found.p90), (99, found.p99)):
+            below = sum(other <= value for other in values)
+            assert value in values
+            assert below >= percent / 100 * len(values) > below - sum(other == value for other in values)
+    assert point.output_tok_s == pytest.approx(point.output_tokens / (ends[-1] / 1e3))
+    assert point.request_s == pytest.approx(30 / (ends[-1] / 1e3))
+    assert 0 < point.waiting_ms <= point.busy_ms
+    assert point.waiting_tokens <= point.output_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({"fail": "oom_gpu"}, "oom_gpu"), ({"fail": "oom_host", "stage": "prefill"}, "oom_host"),
+        ({"fail": "nan"}, "nan_output"), ({"fail": "error"}, "crashed"), ({"fail": "idle"}, "offload_not_effective"),
+    ],
+)  # fmt: skip
+def test_a_failure_is_the_status_of_the_point(options: dict[str, Any], status: str, measured: Measure) -> None:
+    point, _ = measured(load(in_flight=4), **options)
+    assert point.status == status
+    assert point.error
+    assert not point.usable
+    assert point.output_tok_s is None
+
+
+def test_memory_that_falls_short_once_is_a_retry(measured: Measure) -> None:
+    point, _ = measured(load(in_flight=8), fail="oom_gpu", at_batch=6, stage="decode")
+    assert point.status == "ok"
+    assert point.counts.retries
+
+
+def test_a_request_that_the_model_has_no_positions_for_is_unsupported() -> None:
+    worker = worker_of()
+    engine = worker.session.engine
+    engine.plan = engine.plan.model_copy(update={"model": SPEC.model_copy(update={"max_position": 30})})
+    asked = load(in_flight=2)
+    point = worker.measure_requests(MeasureRequests(case=engine.plan.case, load=asked, rows=rows(asked)))
+    assert point.status == "unsupported"
+    assert "30 positions" in str(point.error)
+
+
+def test_lengths_are_drawn_by_seed_within_their_limits() -> None:
+    chats = LengthDistribution.parse("lognormal:245,106, max_input_len=1500, max_output_len=400,sigma=0.8")
+    drawn = chats.draw(8000, 0)
+    assert drawn == chats.draw(8000, 0) != chats.draw(8000, 1)
+    for values, middle, most in (([a for a, _ in drawn], 245, 1500), ([b for _, b in drawn], 106, 400)):
+        assert mean(values) == pytest.approx(middle, rel=0.04)
+        assert 1 <= min(values) <= max(values) == most
+    assert LengthDistribution.parse(chats.describe()) == chats
+    assert set(LengthDistribution.parse("fixed:32,8").draw(9, 0)) == {(32, 8)}
+    even = LengthDistribution.parse("uniform:100,10,spread=0.2").draw(2000, 0)
+    assert (min(even)[0], max(even)[0]) == (80, 120)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "lognormal", "lognormal:", "lognormal:5", "lognormal:0,1", "lognormal:-5,1", "lognormal:nan,1", "normal:5,1",
+     "fixed:5,1,sigma=1", "lognormal:5,1,sigma=-1", "lognormal:5,1,sigma=1e9", "lognormal:5,1,sigma=9",
+     "uniform:5,1,spread=2", "lognormal:5,1,max=4", "lognormal:5,1,sigma=1,sigma=2", "lognormal:5,1,7",
+     "lognormal:99999999999,1", "lognormal:5,1," + "x" * 10_000],
+)  # fmt: skip
+def test_wrong_distributions_are_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"lognormal|lengths are") as refused:
+        LengthDistribution.parse(text)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path, measured: Measure) -> None:
+    point, _ = measured(load(in_flight=4))
+    other, _ = measured(load(request_rate=0.5))
+    with Store.open(tmp_path / "r.jsonl") as store:
+        store.append_header(Header(machine="test"))
+        for one in (point, other, point):
+            store.append(one)
+    found = read(tmp_path / "r.jsonl")
+    assert found.requests == (point, other, point)
+    assert (found.points, found.damaged) == ((), ())
+    assert latest(found.requests) == (point, other)
+    line = (tmp_path / "r.jsonl").read_bytes().splitlines()[1]
+    assert len(line) < 4000, "samples are compact"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"pass_ms": [*range(5000, 5900), 1.0]}, "ascend"), ({"pass_ms": [1.0]}, "there are 1"),
+        ({"samples": []}, "0 of 30"),
+        ({"busy_ms": 1e9}, "busy_ms"), ({"counts": {"padded": 5, "read": 1}}, "padding"),
+        ({"pass_ms": [1e300 * n for n in range(1, 900)]}, "pass_ms"), ({"waiting_tokens": 10**6}, "waiting_tokens"),
+    ],
+)  # fmt: skip
+def test_records_that_cannot_be_are_left_out(
+    fields: dict[str, Any], reason: str, tmp_path: Path, measured: Measure
+) -> None:
+    from zinfer.record.jsonl import finite, seal
+
+    point, _ = measured(load(in_flight=4))
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(seal("requests", finite(point.model_dump()) | fields) + b"\n")
+    found = read(path)
+    assert found.requests == ()
+    assert reason in found.damaged[0].reason
+
+
+def test_samples_are_rows() -> None:
+    dice = random.Random(1)
+    for _ in range(50):
+        runs, number = list[tuple[int, int]](), 0
+        for _ in range(dice.randrange(4)):
+            number += dice.randrange(3)
+            runs.append((number, dice.randrange(1, 5)))
+            number += runs[-1][1]
+        one = RequestSample(input_len=3, output_len=99, arrived_ms=1.5, runs=tuple(runs))
+        assert RequestSample.model_validate(one.model_dump()) == one
+        assert len(one.passes) == one.tokens == len(set(one.passes))
+    for wrong in ([1], [1, 2, 3, 4], [1, 2, -0.5, -1, 2], [1, 2, 3, 5, 2, 6, 1], [1, 2, float("nan")], ["a", 2, 3]):
+        with pytest.raises(ValueError, match="RequestSample"):
+            RequestSample.model_validate(wrong)
+
+
+# Sweeps
+
+
+class Quick(InlineWorker):
+    """A worker whose engine without a model is there at once."""
+
+    def __init__(self, _target: str, **settings: Any) -> None:
+        super().__init__(instead={Load: self._load_here}, **settings)
+
+    def _load_here(self, session: Session, request: Load) -> Loaded:
+        session.engine, session.facts = FakeEngine(request.plan), facts_of(request.plan)
+        return Loaded(load_s=0.1, load_bytes=1)
+
+
+def swept(path: Path, sweep: Sweep, worker: Any = Quick, **seen: Any) -> Outcome:
+    """Run or resume a sweep on the engine without a model, with records in `path`."""
+    done = read(path) if path.is_file() else Records()
+    sets = request_sets(sweep)
+    jobs = prepare(sweep, MACHINE, lambda _load: Source(SPEC, "dummy", "r1"), lambda _load: TARGET, requests=sets)
+    with Store.open(path) as store:
+        store.append_header(Header(machine="test"))
+        return run(sweep, jobs, store, (*done.points, *done.requests), Events(**seen), worker)
+
+
+def small(**fields: Any) -> Sweep:
+    asked = {"model": "fake", "offload": "cpu", "request_lengths": SOURCE, "num_requests": 12}
+    return make_sweep(asked | fields, "here")
+
+
+def test_each_load_is_a_point_that_is_resumed(tmp_path: Path) -> None:
+    path, sweep = tmp_path / "r.jsonl", small(in_flight=[2, "auto"], request_rate=["inf"], sla="ttft:p99:<=:1h")
+    outcome = swept(path, sweep)
+    assert [one.requests.loop for one in outcome.requests] == ["2 in flight", "auto in flight", "all at once"]
+    assert [one.status for one in outcome.requests] == ["ok"] * 3
+    assert outcome.points == [], "no equal batch was asked for"
+    assert read(path).damaged == ()
+    assert read(path).requests == tuple(outcome.requests)
+    assert all(one.model_revision == "r1" and one.sla == ("ttft:p99:<=:1h",) for one in outcome.requests)
+    seen = list[bool]()
+    again = swept(path, sweep, requests=lambda _point, resumed: seen.append(resumed))
+    assert again.requests == outcome.requests
+    assert seen == [True] * 3
+    assert len(read(path).requests) == 3
+    more = swept(path, small(in_flight=[2, 3]))
+    assert [one.requests.in_flight for one in more.requests] == [2, 3]
+    assert len(read(path).requests) == 4, "only the new load was measured"
+    assert exit_code(sweep, outcome.all) == 0
+
+
+def test_equal_batches_and_requests_take_turns_with_the_model_loaded_anew(tmp_path: Path) -> None:
+    order = list[str]()
+    loads = list[Quick]()
+
+    def worker(*args: Any, **more: Any) -> Quick:
+        loads.append(Quick(*args, **more))
+        return loads[-1]
+
+    path = tmp_path / "r.jsonl"
+    sweep = small(batch_size=[2, 4], input_len=20, output_len=6, rounds=3, repeats=1)
+    seen: dict[str, Any] = {
+        "point": lambda point, _resumed: order.append(f"batch {point.case.workload.batch_size}"),
+        "requests": lambda point, _resumed: order.append(point.requests.loop),
+    }
+    outcome = swept(path, sweep, worker, **seen)
+    assert order == ["batch 2", "batch 4", "auto in flight"] * 3
+    assert len(loads) == 3
+    assert (len(outcome.points), len(outcome.requests)) == (6, 3)
+    found = read(path)
+    assert (len(found.points), len(found.requests)) == (6, 3)
+    assert {one.case.workload.output_len for one in found.points} == {6}
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:6]))  # cut after the second round's first point
+    order.clear()
+    again = swept(path, sweep, worker, **seen)
+    assert (len(again.points), len(again.requests)) == (6, 3)
+    assert [len(part) for part in (read(path).points, read(path).requests)] == [6, 3]
+    assert len(loads) == 5, "the first round was not loaded again"
+
+
+def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+
+    class Dies(Quick):
+        def measure_requests(self, request: MeasureRequests) -> RequestPoint:
+            if request.load.in_flight == 2:
+                raise WorkerDied("timeout", "no answer for 1 s")
+            return super().measure_requests(request)
+
+    sweep = small(in_flight=[2, 3])
+    outcome = swept(path, sweep, Dies)
+    assert [one.status for one in outcome.requests] == ["timeout", "ok"]
+    assert exit_code(sweep, outcome.all) == 3
+    assert [one.status for one in swept(path, sweep).requests] == ["ok", "ok"], "a timeout gets another try"
+
+    class Interrupts(Quick):
+        def measure_requests(self, request: MeasureRequests) -> RequestPoint:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+            raise AssertionError(request)
+
+    with pytest.raises(Interrupted):
+        swept(path, small(in_flight=[5]), Interrupts)
+    kept = read(path).requests
+    assert read(path).damaged == ()
+    assert [one.status for one in kept] == ["timeout", "ok", "ok", "cancelled"]
+
+
+def test_a_load_that_is_refused_is_the_status_of_its_first_point(tmp_path: Path) -> None:
+    def refuse(_session: Any, request: Load) -> Loaded:
+        return Loaded(
+            refused=Measurement(case=request.plan.case, status="oom_host", machine="t", stage="load", error="no")
+        )
+
+    worker = partial(InlineWorker, instead={Load: refuse})
+    outcome = swept(tmp_path / "r.jsonl", small(in_flight=[2, 3]), worker)
+    assert [(one.status, one.stage, one.requests.in_flight) for one in outcome.requests] == [("oom_host", "load", 2)]
+
+
+OPENAI = '{"custom_id": "%s", "method": "POST", "url": "/v1/completions", "body": {"prompt": "%s", "max_tokens": %d}}\n'
+
+
+def test_requests_of_a_file_have_its_texts_and_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(OPENAI % (number, "012" * (number + 1), number + 2) for number in range(4)))
+    outcome = swept(tmp_path / "r.jsonl", small(request_lengths=(), requests=str(file), num_requests=3))
+    (point,) = outcome.requests
+    assert point.status == "ok", point.error
+    assert [(one.input_len, one.tokens) for one in point.samples] == [(3, 2), (6, 3), (9, 4)], "a byte is a token"
+    assert point.requests.source.startswith("mine.jsonl ")
+    assert str(tmp_path) not in point.model_dump_json()
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text('{"input_len": 7, "output_len": 2}\n\n{"input_len": 5, "output_len": 3}\n')
+    (point,) = swept(tmp_path / "r.jsonl", small(request_lengths=(), requests=str(lengths), num_requests=None)).requests
+    assert [(one.input_len, one.tokens) for one in point.samples] == [(7, 2), (5, 3)]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("", "0 requests"), ("no json", "line 1"), ('{"input_len": 0, "output_len": 1}', "input_len"),
+        ('{"input_len": 5}', "output_len"), ('{"input_len": 5, "output_len": 1.5}', "output_len"),
+        ('{"input_len": 5, "output_len": NaN}', "line 1"), ('{"input_len": 5, "output_len": 1, "x": 1}', "x"),
+        ('{"input_len": 5, "output_len": 1}\n[]', "line 2"), (OPENAI % ("a", "b", 0), "max_tokens"),
+        (OPENAI % ("a", "b", 1) * 2, "custom_id"),
+        (OPENAI.replace(', "max_tokens": %d', "") % ("a", "b"), "max_tokens"),
+    ],
+)  # fmt: skip
+def test_damaged_files_of_requests_are_refused_in_one_line(content: str, fault: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text(content)
+    with pytest.raises(RequestsError, match=fault) as refused:
+        request_sets(small(request_lengths=(), requests=str(file)))
+    assert "mine.jsonl" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"request_lengths": "normal:1,2"}, "lognormal"), ({"in_flight": 0}, "in flight"),
+        ({"in_flight": "all"}, "auto"),
+        ({"request_rate": -1.0}, "rate"), ({"request_rate": "fast"}, "inf"), ({"request_rate": float("nan")}, "rate"),
+        ({"num_requests": 10**9}, "num_requests"), ({"input_len": 20}, "batch_size"), ({"rounds": 0}, "rounds"),
+        ({"request_lengths": (), "num_requests": None, "in_flight": 3}, "in_flight is for requests"),
+        ({"batch_size": 0}, "batch sizes"),
+        ({"request_lengths": (), "num_requests": None, "batch_size": ()}, "batch"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_of_requests_are_refused_in_one_line(fields: dict[str, Any], fault: str) -> None:
+    with pytest.raises(RecipeError, match=fault) as refused:
+        small(**fields)
+    assert "\n" not in str(refused.value)
+
+
+# Commands
+
+LOCAL = Machine(name="test", source="measured", host_bytes=8 << 30)
+
+
+def invoke(*words: object) -> CompletedProcess[str]:
+    return zinfer(Path.cwd(), *map(str, words))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Records of loads of requests, and of one equal batch."""
+    swept(tmp_path / "r.jsonl", small(in_flight=[2, "auto"], sla="ttft:p99:<=:1ms", rounds=2))
+    swept(tmp_path / "r.jsonl", small(in_flight=[2], batch_size=[4], input_len=20, output_len=6, repeats=1, rounds=2))
+    return tmp_path / "r.jsonl"
+
+
+def test_requests_have_a_table_of_their_own_in_the_report(recorded: Path, tmp_path: Path) -> None:
+    done = invoke("report", recorded, "-o", tmp_path / "page.md")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "page.md").read_text()
+    assert text.count("### Loads of requests") == 1
+    head, *lines = [line for line in text.splitlines() if "in flight |" in line or "tok/s while" in line]
+    for title in ("output tok/s", "prompt tok/s", "padding", "retries", "range"):
+        assert title in head
+    assert [sum(f"{loop} in flight" in line for line in lines) for loop in ("2", "auto")] == [2, 2], "rates and times"
+    assert "ttft p99 &lt;= 1 ms" in text
+    assert (tmp_path / "page.html").read_text().count("auto in flight") >= 2
+
+
+def test_equal_batches_and_requests_are_never_mixed(recorded: Path, tmp_path: Path) -> None:
+    found = read(recorded)
+    (best,) = json.loads(invoke("best", recorded, "--json").stdout)
+    assert best["best"]["batch_size"] == 4
+    assert best["best"]["prefill_tok_s"] > 0
+    rows = json.loads(invoke("export", recorded, "--format", "json").stdout)
+    assert {row["batch_size"] for row in rows} == {4}
+    done = invoke("export", recorded, "--requests", "--format", "json")
+    rows = json.loads(done.stdout)
+    assert len(rows) == len(found.requests)
+    for row, point in zip(rows, found.requests, strict=True):
+        summary = point.summary("e2e_ms")
+        assert summary is not None
+        assert row["e2e_ms_p99"] == summary.p99
+        assert row["output_tok_s"] == point.output_tok_s
+        assert row["goodput_request_s"] == goodput(point)
+        assert row["passes"] == len(point.pass_ms)
+    alone = tmp_path / "alone.jsonl"
+    swept(alone, small(in_flight=[2]))
+    for words in (("best", alone), ("compare", alone, alone), ("export", alone), ("plot", alone)):
+        done = invoke(*words)
+        assert done.returncode == 4, done.stderr
+        assert "requests" in done.stderr
+    assert invoke("report", alone, "-o", tmp_path / "alone.md").returncode == 0
+    assert invoke("export", alone, "--requests").returncode == 0
+
+
+def test_goodput_counts_the_requests_that_keep_every_level(measured: Measure) -> None:
+    point, _ = measured(load(request_rate=0.7, seed=2))
+    ttft, e2e = point.of("ttft_ms"), point.of("e2e_ms")
+    bounds = sorted(ttft)[20] / 1e3, sorted(e2e)[15] / 1e3
+    both = sum(one / 1e3 <= bounds[0] and other / 1e3 <= bounds[1] for one, other in zip(ttft, e2e, strict=True))
+    levels = [
+        Sla(metric="ttft", statistic="p99", at_most=True, bound=bounds[0]),
+        Sla(metric="e2e", statistic="p99", at_most=True, bound=bounds[1]),
+    ]
+    assert 0 < both < 30
+    assert goodput(point, levels) == pytest.approx(both / (point.wall_ms / 1e3))
+    assert goodput(point) is None, "no level was asked for"
+    found = {one.sla.metric: one.actual for one in check(point, levels)}
+    assert found == {"ttft": pytest.approx(max(ttft) / 1e3), "e2e": pytest.approx(max(e2e) / 1e3)}
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--request-lengths", "normal:3,4"], "lognormal"), (["--requests", "missing.jsonl"], "missing.jsonl"),
+        (["--in-flight", "0"], "in-flight"), (["--in-flight", "3"], "requests"),
+        (["--request-rate", "-1"], "request-rate"),
+        (["--request-lengths", "fixed:9,9", "--sla", "ttft:p99"], "service level"),
+        (["--request-lengths", "fixed:9,9", "--sla", "decode_tok_s:mean:>=:1"], "user_tok_s"),
+        (["--request-lengths", "fixed:9,9", "--input-len", "9"], "batch_size"),
+        (["--request-lengths", "fixed:9000,9", "--offload", "cpu"], "positions"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused_in_one_line(
+    words: list[str], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: MACHINE)
+    done = invoke("sweep", "--model", "bloom-tiny", *words)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("Error")]
+    assert fault in line
+    assert not list(tmp_path.glob("sweeps/results/**/*.jsonl"))
+
+
+def test_a_command_measures_requests_on_a_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: LOCAL)
+    words = ["sweep", "--model", "bloom-tiny", "--layers", "2", "--offload", "cpu", "-o", "r.jsonl"]
+    words += ["--request-lengths", "lognormal:12,4,max_output_len=7"]
+    words += ["--num-requests", "9", "--in-flight", "3", "--request-rate", "inf"]
+    done = invoke(*words)
+    assert done.returncode == 0, done.stderr
+    found = read(Path("r.jsonl")).requests
+    assert [one.status for one in found] == ["ok", "ok"]
+    drawn = LengthDistribution.parse(found[0].requests.source).draw(9, 0)
+    for point in found:
+        assert [(one.input_len, one.tokens) for one in point.samples] == drawn
+        assert point.link_busy
+    assert "TTFT p99" in done.stderr
+    again = invoke(*words, "--resume", "--json")
+    assert again.stderr.count("[recorded]") == 2
+    row, _ = json.loads(again.stdout)
+    assert row["ttft_ms"]["p99"] == found[0].summary("ttft_ms").p99  # type: ignore[union-attr]
+    plans = invoke(*words, "--dry-run")
+    assert "9 requests of lognormal:12,4" in plans.stdout
+
+
+def test_the_recipe_of_chats_has_equal_rows_of_the_same_means() -> None:
+    wanted = make_sweep(read_toml(sweep_recipe("chats")), "chats")
+    (chats,) = request_sets(wanted)
+    assert wanted.rounds == 3
+    assert (len(chats.requests), chats.load.in_flight) == (1000, "auto")
+    assert max(one.input_len for one in chats.requests) <= 1500
+    assert max(one.output_len for one in chats.requests) <= 400
+    assert list(wanted.lengths()) == [(245, 106)]
+    assert chats.mean_lengths == pytest.approx((245, 106), rel=0.05)
+
+
+def test_a_plan_of_requests_has_their_mean_lengths(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('model = "bloom-tiny"\nrequest_lengths = "fixed:30,9"\nnum_requests = 4\n')
+    done = invoke("plan", recipe, "--machine", "h200")
+    assert done.returncode == 0, done.stderr
+    assert "30 in / 9 out" in done.stdout

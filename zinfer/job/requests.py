@@ -1,0 +1,124 @@
+"""Requests of a sweep: drawn from a distribution of lengths, or read from a file.
+
+A file has a JSON object a line: a request in OpenAI's batch format (`zinfer.job.batch.openai`), or the lengths of one::
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon", "max_tokens": 64}}
+    {"input_len": 245, "output_len": 106}
+"""
+
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from zinfer.job.batch.openai import Fault, read_requests
+from zinfer.job.recipe import Sweep
+from zinfer.spec import documents
+from zinfer.spec.case import MOST
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.requests import DEFAULT_REQUESTS, MOST_REQUESTS, LengthDistribution, RequestLoad
+from zinfer.spec.value import Frozen
+
+TEXT_TOKEN = 4  # characters of a token, roughly: what a plan reckons with before the tokenizer is loaded
+
+
+class RequestsError(ZinferError):
+    """A file of requests that cannot be used; the message names the line and the fault."""
+
+
+class AskedRequest(NamedTuple):
+    """A request: its prompt, a text or a chat's messages, or None for `input_len` random tokens; and the tokens of its
+    answer. The `input_len` of a text is an estimate."""
+
+    prompt: Any
+    input_len: int
+    output_len: int
+
+
+class RequestSet(NamedTuple):
+    """The requests of a load."""
+
+    load: RequestLoad
+    requests: tuple[AskedRequest, ...]
+
+    @property
+    def mean_lengths(self) -> tuple[int, int]:
+        """Mean tokens of a prompt and of an answer, rounded up."""
+        count = len(self.requests)
+        known, asked = sum(one.input_len for one in self.requests), sum(one.output_len for one in self.requests)
+        return -(-known // count), -(-asked // count)
+
+    @property
+    def longest(self) -> AskedRequest | None:
+        """Longest request whose tokens are known; None if there is only text."""
+        known = [one for one in self.requests if one.prompt is None]
+        return max(known, key=lambda one: one.input_len + one.output_len, default=None)
+
+
+class _LengthLine(Frozen):
+    input_len: int = Field(ge=1, le=MOST, strict=True)
+    output_len: int = Field(ge=1, le=MOST, strict=True)
+
+
+def request_sets(sweep: Sweep) -> tuple[RequestSet, ...]:
+    """Return the loads of requests of a sweep: each file and distribution, with each number in flight and each rate.
+
+    Raises RequestsError for a file that cannot be read or used.
+    """
+    loops = [{"in_flight": number} for number in sweep.in_flight]
+    loops += [{"request_rate": rate} for rate in sweep.request_rate]  # type: ignore[dict-item]
+    return tuple(
+        RequestSet(RequestLoad.model_validate({"source": source, "requests": len(own), "seed": sweep.seed} | loop), own)
+        for source, own in _sources(sweep)
+        for loop in loops
+    )
+
+
+def _sources(sweep: Sweep) -> Iterator[tuple[str, tuple[AskedRequest, ...]]]:
+    """Yield the name of each source of requests, and its requests."""
+    if sweep.requests is not None:
+        found = read_file(Path(sweep.requests))[: sweep.num_requests]
+        digest = sha256(repr(found).encode(errors="replace")).hexdigest()[:12]
+        yield f"{Path(sweep.requests).name} {digest}", found
+    for text in sweep.request_lengths:
+        wanted = LengthDistribution.parse(text)
+        lengths = wanted.draw(sweep.num_requests or DEFAULT_REQUESTS, sweep.seed)
+        yield wanted.describe(), tuple(AskedRequest(None, *one) for one in lengths)
+
+
+def read_file(path: Path) -> tuple[AskedRequest, ...]:
+    """Return the requests of a file, in its order. Raises RequestsError that names the line, or the request."""
+    try:
+        content = documents.read_bytes(path)
+    except FileNotFoundError:
+        raise RequestsError(f"no file {path} of requests") from None
+    except documents.DocumentError as error:
+        raise error.restated(RequestsError) from None
+    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not 1 <= len(numbered) <= MOST_REQUESTS:
+        raise RequestsError(f"{path} has {len(numbered):,} requests: a load has 1 to {MOST_REQUESTS:,}")
+    if b'"custom_id"' in numbered[0][1]:
+        return tuple(_asked(path, one) for one in read_requests(content))
+    found = []
+    for number, line in numbered:
+        name = f"{path}, line {number}"
+        try:
+            one = documents.validate(_LengthLine, documents.parse_json(line, name), name)
+        except documents.DocumentError as error:
+            more = "; write input_len and output_len, or a request with a custom_id"
+            raise error.restated(RequestsError, more) from None
+        found.append(AskedRequest(None, one.input_len, one.output_len))
+    return tuple(found)
+
+
+def _asked(path: Path, request: Any) -> AskedRequest:
+    if isinstance(request, Fault):
+        name = "" if request.custom_id is None else f" {request.custom_id[:60]!r}"
+        raise RequestsError(f"{path}: request{name}: {request.message}")
+    if request.output_len is None:
+        raise RequestsError(f"{path}: request {request.custom_id[:60]!r} has no max_tokens: a load has exact lengths")
+    text = request.prompt if isinstance(request.prompt, str) else "".join(str(one) for one in request.prompt)
+    return AskedRequest(request.prompt, max(1, len(text) // TEXT_TOKEN), request.output_len)

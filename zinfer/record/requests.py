@@ -1,0 +1,237 @@
+"""Record of a load of requests, as `zinfer sweep --requests` and ``--request-lengths`` measure it.
+
+Every sample is kept, compactly: the time at which each pass ended, and of each request when it arrived and which passes
+gave it a token. All times and rates are derived from these. A request's first token ends its TTFT, which begins with
+its arrival; its last token ends E2E. TPOT is the mean time of its tokens after the first, ITL the time between any two
+tokens. Percentiles are by nearest rank.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from statistics import mean
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+
+from pydantic import Field, model_serializer, model_validator
+
+from zinfer.record.measurement import Moment, Recorded
+from zinfer.record.stats import nearest_rank
+from zinfer.spec.case import Case
+from zinfer.spec.requests import RequestLoad
+from zinfer.spec.value import Frozen
+
+RequestMetric = Literal["ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"]
+METRICS: tuple[RequestMetric, ...] = get_args(RequestMetric)
+Count = Annotated[int, Field(ge=0)]
+
+
+class RequestSample(Frozen):
+    """One request: tokens of its prompt, tokens asked for, the time at which it arrived, and the passes that gave it a
+    token, as runs of (number of the first pass, passes in a row).
+
+    Stored as a row, ``[245,106,1503.2,17,106]``.
+    """
+
+    input_len: Count
+    output_len: Count
+    arrived_ms: Moment
+    runs: tuple[tuple[Count, Count], ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_row(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            if len(value) < 3 or len(value) % 2 == 0:
+                raise ValueError("a request is a row of two lengths, a time, and pairs of passes")
+            input_len, output_len, arrived_ms, *passes = value
+            runs = tuple(zip(passes[::2], passes[1::2], strict=True))
+            value = {"input_len": input_len, "output_len": output_len, "arrived_ms": arrived_ms, "runs": runs}
+        return value
+
+    @model_validator(mode="after")
+    def _forwards(self) -> Self:
+        if any(first + count > later for (first, count), (later, _) in pairwise(self.runs)):
+            raise ValueError("the passes of a request are not in order")
+        return self
+
+    @model_serializer
+    def _to_row(self) -> list[float]:
+        return [self.input_len, self.output_len, self.arrived_ms, *(number for run in self.runs for number in run)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it got."""
+        return sum(count for _, count in self.runs)
+
+    @property
+    def passes(self) -> list[int]:
+        """Number of the pass of each of its tokens."""
+        return [number for first, count in self.runs for number in range(first, first + count)]
+
+
+class PassCounts(Frozen):
+    """Counts over all passes of a load: positions of KV cache that were read, those of them that were padding,
+    positions computed, those of them that had been computed before; rows moved to host memory, and retries for want of
+    memory."""
+
+    read: Count = 0
+    padded: Count = 0
+    computed: Count = 0
+    again: Count = 0
+    suspended: Count = 0
+    retries: Count = 0
+
+
+class Summary(NamedTuple):
+    """Statistics of samples, in ms."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+def summary(samples: Sequence[float]) -> Summary | None:
+    """Return the statistics of samples; None if there are none."""
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    return Summary(mean(ordered), *(nearest_rank(ordered, percent) for percent in (50, 90, 99)))
+
+
+class RequestKey(NamedTuple):
+    """Key of a load of requests: the load of the model, whose workload means nothing, and that of requests."""
+
+    case: Case
+    requests: RequestLoad
+
+
+class RequestPoint(Recorded):
+    """One load of requests, its status and every sample. The workload of `case` means nothing.
+
+    `pass_ms[i]` is the time at which pass i ended; `busy_ms` the time of all passes, without waits for requests that
+    had not come. During `waiting_ms` of it further requests waited, and `waiting_tokens` were generated.
+    """
+
+    requests: RequestLoad
+    pass_ms: tuple[Moment, ...] = ()
+    samples: tuple[RequestSample, ...] = ()
+    counts: PassCounts = PassCounts()
+    busy_ms: float = Field(default=0.0, ge=0)
+    waiting_ms: float = Field(default=0.0, ge=0)
+    waiting_tokens: Count = 0
+    kv_positions: Count = 0  # positions of KV cache that there was room for
+    sla: tuple[str, ...] = ()  # service levels that were asked for, as typed
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if any(later <= one for one, later in pairwise(self.pass_ms)):
+            raise ValueError("pass_ms: times that do not ascend")
+        for sample in self.samples:
+            if sample.runs and sum(sample.runs[-1]) > len(self.pass_ms):
+                raise ValueError(f"samples: a token of pass {sum(sample.runs[-1])}, and there are {len(self.pass_ms)}")
+            if sample.tokens > sample.output_len or (self.status == "ok" and sample.tokens < sample.output_len):
+                raise ValueError(f"samples: {sample.tokens} tokens of a request for {sample.output_len}")
+            if sample.runs and self.pass_ms[sample.runs[0][0]] <= sample.arrived_ms:
+                raise ValueError("samples: a request has a token before it arrived")
+        if self.status == "ok" and len(self.samples) != self.requests.requests:
+            raise ValueError(f"samples: {len(self.samples)} of {self.requests.requests} requests")
+        return self
+
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(self.case.with_batch(1), self.requests)
+
+    @property
+    def usable(self) -> bool:
+        """True if every request got all its tokens."""
+        return self.status == "ok" and bool(self.samples)
+
+    @property
+    def wall_ms(self) -> float:
+        """Time from the start to the last token, in ms."""
+        return self.pass_ms[-1] if self.pass_ms else 0.0
+
+    def of(self, metric: RequestMetric) -> list[float]:
+        """Return the samples of a metric in ms: one a request that ended, or, of ITL, one for each token but a
+        request's first. Requests of one token have no TPOT and no ITL."""
+        ended = [sample for sample in self.samples if sample.runs and sample.tokens == sample.output_len]
+        if metric == "itl_ms":
+            return [gap for sample in ended for gap in self._gaps(sample)]
+        return [value for sample in ended if (value := self.one(sample, metric)) is not None]
+
+    def one(self, sample: RequestSample, metric: RequestMetric) -> float | None:
+        """Return the value of a metric of one request, in ms; its mean ITL is its TPOT. None where it has none."""
+        passes = sample.passes
+        if not passes:
+            return None
+        first, last = self.pass_ms[passes[0]], self.pass_ms[passes[-1]]
+        if metric == "ttft_ms":
+            return first - sample.arrived_ms
+        if metric == "e2e_ms":
+            return last - sample.arrived_ms
+        return (last - first) / (len(passes) - 1) if len(passes) > 1 else None
+
+    def _gaps(self, sample: RequestSample) -> list[float]:
+        return [self.pass_ms[later] - self.pass_ms[one] for one, later in pairwise(sample.passes)]
+
+    def summary(self, metric: RequestMetric) -> Summary | None:
+        """Return mean, p50, p90 and p99 of a metric, in ms; None without a sample."""
+        return summary(self.of(metric))
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens of the prompts of all requests."""
+        return sum(sample.input_len for sample in self.samples)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that requests got."""
+        return sum(sample.tokens for sample in self.samples)
+
+    @property
+    def mean_lengths(self) -> tuple[float, float] | None:
+        """Mean tokens of a prompt and of an answer, as asked for; None without a sample."""
+        if not self.samples:
+            return None
+        return mean(one.input_len for one in self.samples), mean(one.output_len for one in self.samples)
+
+    @property
+    def output_tok_s(self) -> float | None:
+        """Useful tokens a second: output tokens of the requests over the time of the load."""
+        return self.output_tokens / self.wall_ms * 1e3 if self.usable and self.wall_ms else None
+
+    @property
+    def input_tok_s(self) -> float | None:
+        """Prompt tokens of the requests over the time of the load, a second. Prompts are computed in the same passes as
+        answers, so that neither has a time of its own."""
+        return self.input_tokens / self.wall_ms * 1e3 if self.usable and self.wall_ms else None
+
+    @property
+    def request_s(self) -> float | None:
+        """Requests a second."""
+        return len(self.samples) / self.wall_ms * 1e3 if self.usable and self.wall_ms else None
+
+    @property
+    def waiting_tok_s(self) -> float | None:
+        """Output tokens a second while further requests waited; None if none ever did."""
+        return self.waiting_tokens / self.waiting_ms * 1e3 if self.usable and self.waiting_ms else None
+
+    @property
+    def padding(self) -> float | None:
+        """Share of the positions of KV cache read that were padding."""
+        return self.counts.padded / self.counts.read if self.counts.read else None
+
+    @property
+    def link_busy(self) -> float | None:
+        """Share of the passes' time for which the link carried weights: the bytes of a pass at the link's measured
+        rate. The rest of a pass is work that did not hide behind the link."""
+        if self.effective is None or not self.link_bandwidth or not self.busy_ms:
+            return None
+        wire = self.effective.wire_bytes_per_step
+        wire = self.effective.streamed_bytes_per_step if wire is None else wire
+        return wire * len(self.pass_ms) / self.link_bandwidth / self.busy_ms * 1e3 if wire else None
+
+
+def latest(points: Iterable[RequestPoint]) -> tuple[RequestPoint, ...]:
+    """Return the last record of each load of requests on each machine, in the order of the first ones."""
+    return tuple({(point.machine, *point.key): point for point in points}.values())

@@ -1,0 +1,107 @@
+"""Tables of loads of requests: their rates, and how long requests waited. They stand apart from equal sequences, whose
+rates leave out that requests come and end at different times."""
+
+from collections.abc import Iterable
+from statistics import mean
+
+from zinfer.analysis.requests import check, goodput, loads_of, share_within, title
+from zinfer.record.requests import METRICS, RequestPoint, Summary
+from zinfer.report.document import Block, Heading, Items, Row, Table, Text
+from zinfer.spec.units import duration, figures
+
+RATES = (
+    "configuration", "requests", "arrival", "#tokens in / out", "#loads", "#output tok/s", "#range", "#prompt tok/s",
+    "#requests/s", "#tok/s while others waited", "#padding", "#link busy", "#passes", "#computed again", "#retries",
+    "outcome",
+)  # fmt: skip
+TIMES = ("configuration", "arrival", "#TTFT", "#TPOT", "#ITL", "#E2E", "#goodput", "#within SLA")
+WORDS = (
+    "Requests of different lengths that come and end at any time, unlike the equal sequences of other tables, with "
+    "which they are not compared. Output tok/s are the tokens of answers over the time of the whole load, its end "
+    "included, in which few requests are left. Prompts are computed in the same passes as answers: the rates of both "
+    "are over the same time. Link busy: the weights' bytes of a pass at the link's measured rate, over the time of the "
+    "passes."
+)
+
+
+def section(points: Iterable[RequestPoint]) -> tuple[Block, ...]:
+    """Return the blocks about loads of requests; none if there are no records."""
+    found = tables(points)
+    if not found:
+        return ()
+    return (Heading("Loads of requests"), Text(WORDS), *(block for blocks in found for block in blocks))
+
+
+def tables(points: Iterable[RequestPoint]) -> list[tuple[Table | Items, ...]]:
+    """Return the tables of each model, or slice, on each machine: rates, times, and the service levels that were asked
+    for."""
+    groups: dict[str, list[RequestPoint]] = {}
+    for point in points:
+        groups.setdefault(f"{title(point)}, {point.machine}", []).append(point)
+    found: list[tuple[Table | Items, ...]] = []
+    for name, own in groups.items():
+        last = [one for records in loads_of(own).values() if (one := _last(records)) is not None]
+        told = tuple(f"{_named(one)}: {level.describe()}." for one in last for level in check(one))
+        blocks: list[Table | Items] = [_rates(name, own)]
+        blocks += [_times(name, last)] if last else []
+        blocks += [Items(told)] if told else []
+        found.append(tuple(blocks))
+    return found
+
+
+def _last(records: Iterable[RequestPoint]) -> RequestPoint | None:
+    """Return the last record with samples."""
+    return next((one for one in reversed(tuple(records)) if one.usable), None)
+
+
+def _named(point: RequestPoint) -> str:
+    return f"{point.case.label()}, {point.requests.loop}"
+
+
+def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
+    """Return a row for each load of requests, over all loads of the model; failures have an outcome."""
+    rows = []
+    for (_, key), records in loads_of(points).items():
+        last, good = records[-1], [one for one in records if one.usable]
+        measured = [one.output_tok_s or 0.0 for one in good]
+        shown = good[-1] if good else last
+        lengths = shown.mean_lengths
+        cells = (
+            key.case.label(), f"{key.requests.requests:,} of {key.requests.source}", key.requests.loop,
+            "" if lengths is None else " / ".join(f"{one:.0f}" for one in lengths),
+            str(len(good)) if good else "", figures(mean(measured), 4) if good else "",
+            f"{figures(min(measured), 4)} to {figures(max(measured), 4)}" if len(good) > 1 else "",
+        )  # fmt: skip
+        rows.append(Row((*cells, *_facts(shown)), "" if shown.status == "ok" else "failed"))
+    caption = f"{name}: loads of requests, the mean over all loads of the model, facts of the last."
+    return Table(caption, RATES, tuple(rows))
+
+
+def _facts(point: RequestPoint) -> tuple[str, ...]:
+    if not point.usable:
+        return (*[""] * 8, f"{point.status}: {point.error or ''}".rstrip(": ")[:120])
+    return (
+        figures(point.input_tok_s or 0.0, 4),
+        figures(point.request_s or 0.0),
+        "" if point.waiting_tok_s is None else figures(point.waiting_tok_s, 4),
+        "" if point.padding is None else f"{point.padding:.1%}",
+        "" if point.link_busy is None else f"{point.link_busy:.0%}",
+        f"{len(point.pass_ms):,}", f"{point.counts.again:,}", f"{point.counts.retries:,}", point.status,
+    )  # fmt: skip
+
+
+def _times(name: str, points: Iterable[RequestPoint]) -> Table:
+    """Return a row for each of `points`: mean, p50, p90 and p99 of each time."""
+    rows = []
+    for point in points:
+        per_second, share = goodput(point), share_within(point)
+        cells = (
+            point.case.label(), point.requests.loop, *(_summary(point.summary(metric)) for metric in METRICS),
+            "" if per_second is None else f"{figures(per_second)} requests/s", "" if share is None else f"{share:.0%}",
+        )  # fmt: skip
+        rows.append(Row(cells))
+    return Table(f"{name}: times of requests, as mean · p50 · p90 · p99 of the last load.", TIMES, tuple(rows))
+
+
+def _summary(found: Summary | None) -> str:
+    return "" if found is None else " · ".join(duration(value / 1e3) for value in found)

@@ -1,0 +1,165 @@
+"""Loads of requests: the lengths of the requests, and the way in which they arrive.
+
+A closed loop has so many requests in flight: the next one comes when one ends. An open loop has a rate: requests come
+at random times of a Poisson process, whatever the machine does meanwhile. Names follow `vllm bench serve` and GuideLLM
+(request rate, goodput), and lengths those of a sweep (`input_len`, `output_len`).
+"""
+
+import math
+import random
+import re
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from zinfer.spec.case import MOST
+from zinfer.spec.units import figures
+from zinfer.spec.value import Frozen
+
+MOST_REQUESTS = 100_000  # of one load
+DEFAULT_REQUESTS = 1000
+LEAST_RATE, MOST_RATE = 1e-6, 1_000_000  # requests a second
+MOST_SIGMA = 4.0
+FORM = (
+    "lognormal:INPUT,OUTPUT, uniform:INPUT,OUTPUT or fixed:INPUT,OUTPUT (mean tokens), then max_input_len=N, "
+    "max_output_len=N, sigma=S (lognormal), spread=S (uniform), separated by commas"
+)
+_WHOLE = re.compile(r"[0-9]{1,10}")
+_REAL = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6})?")
+
+
+class Lengths(NamedTuple):
+    """Tokens of a request's prompt and of its answer."""
+
+    input_len: int
+    output_len: int
+
+
+class LengthDistribution(Frozen):
+    """Distribution of the lengths of requests; prompts and answers are independent.
+
+    `input_len` and `output_len` are the means before lengths are cut to `max_input_len` and `max_output_len`. `sigma`
+    is the standard deviation of a log-normal length's logarithm; a uniform length is within `spread`, a share, of its
+    mean.
+    """
+
+    kind: Literal["lognormal", "uniform", "fixed"]
+    input_len: int = Field(ge=1, le=MOST)
+    output_len: int = Field(ge=1, le=MOST)
+    max_input_len: int = Field(default=MOST, ge=1, le=MOST)
+    max_output_len: int = Field(default=MOST, ge=1, le=MOST)
+    sigma: float = Field(default=0.5, ge=0, le=MOST_SIGMA)
+    spread: float = Field(default=0.5, ge=0, le=1)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the distribution of a text such as ``lognormal:245,106,max_input_len=1500,sigma=0.8``. Raises
+        ValueError in one line."""
+        kind, colon, rest = text.strip().partition(":")
+        parts = [part.strip() for part in rest.split(",")]
+        means, settings = parts[:2], [part.partition("=") for part in parts[2:]]
+        known = {"max_input_len": _WHOLE, "max_output_len": _WHOLE}
+        known |= {"lognormal": {"sigma": _REAL}, "uniform": {"spread": _REAL}, "fixed": {}}.get(kind, {})
+        fine = colon and len(means) == 2 and all(map(_WHOLE.fullmatch, means)) and kind in _KINDS
+        fine = fine and all(key.strip() in known and known[key.strip()].fullmatch(v.strip()) for key, _, v in settings)
+        names = [key.strip() for key, _, _ in settings]
+        if not fine or len(set(names)) < len(names):
+            raise ValueError(f"{text[:80]!r} is no distribution of lengths: write {FORM}")
+        given = dict(zip(names, (float(value) for _, _, value in settings), strict=True))
+        fields = {"kind": kind, "input_len": int(means[0]), "output_len": int(means[1])} | given
+        try:
+            return cls.model_validate(fields)
+        except ValueError:
+            raise ValueError(
+                f"{text[:80]!r}: lengths are 1 to {MOST:,} tokens, sigma is at most {MOST_SIGMA:g}, spread at most 1"
+            ) from None
+
+    def describe(self) -> str:
+        """Return the text that `parse` takes, with the settings that differ from the defaults."""
+        text = f"{self.kind}:{self.input_len},{self.output_len}"
+        for name in ("max_input_len", "max_output_len"):
+            text += "" if getattr(self, name) == MOST else f",{name}={getattr(self, name)}"
+        return text + {"lognormal": f",sigma={self.sigma:g}", "uniform": f",spread={self.spread:g}"}.get(self.kind, "")
+
+    def draw(self, count: int, seed: int) -> list[Lengths]:
+        """Return the lengths of `count` requests; equal seeds give equal lengths."""
+        dice = random.Random(f"lengths {seed}")
+        return [
+            Lengths(
+                self._length(self.input_len, self.max_input_len, dice),
+                self._length(self.output_len, self.max_output_len, dice),
+            )
+            for _ in range(count)
+        ]
+
+    def _length(self, mean: int, most: int, dice: random.Random) -> int:
+        length = float(mean)
+        if self.kind == "lognormal":
+            length = dice.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma)
+        elif self.kind == "uniform":
+            length = mean * dice.uniform(1 - self.spread, 1 + self.spread)
+        return max(1, min(most, round(length)))
+
+
+_KINDS = ("lognormal", "uniform", "fixed")
+
+
+def _in_flight(value: Any) -> Any:
+    if value == "auto" or (type(value) is int and 1 <= value <= MOST_REQUESTS):
+        return value
+    raise ValueError(f"requests in flight: write auto, or a whole number from 1 to {MOST_REQUESTS:,}")
+
+
+def _rate(value: Any) -> Any:
+    if isinstance(value, str | float) and value in ("inf", math.inf):
+        return "inf"
+    if type(value) in (int, float) and LEAST_RATE <= value <= MOST_RATE:
+        return float(value)
+    raise ValueError(f"a rate of requests: write inf, or a number from {LEAST_RATE:f} to {MOST_RATE:,} a second")
+
+
+InFlight = Annotated[int | Literal["auto"], BeforeValidator(_in_flight)]
+RequestRate = Annotated[float | Literal["inf"], BeforeValidator(_rate)]
+
+
+class RequestLoad(Frozen):
+    """Load of requests, the key of its record beside the load of the model. `source` is the distribution of lengths, or
+    the name and the checksum of a file.
+
+    One of two is set. `in_flight`, a closed loop: so many requests at a time, or as many as there is room for
+    (``auto``). `request_rate`, an open loop: requests a second, or all at once (``inf``).
+    """
+
+    source: str
+    requests: int = Field(ge=1, le=MOST_REQUESTS)
+    seed: int = Field(default=0, ge=0, le=MOST)
+    in_flight: InFlight | None = None
+    request_rate: RequestRate | None = None
+
+    @model_validator(mode="after")
+    def _one_loop(self) -> Self:
+        if (self.in_flight is None) == (self.request_rate is None):
+            raise ValueError("a load of requests has a number in flight, or a rate")
+        return self
+
+    def arrivals(self) -> list[float]:
+        """Return the seconds from the start at which the requests of an open loop arrive, ascending; equal seeds give
+        equal times. Requests of a closed loop are there from the start."""
+        if not isinstance(self.request_rate, float):
+            return [0.0] * self.requests
+        dice, moment, found = random.Random(f"arrivals {self.seed}"), 0.0, []
+        for _ in range(self.requests):
+            moment += dice.expovariate(self.request_rate)
+            found.append(moment)
+        return found
+
+    @property
+    def loop(self) -> str:
+        """Text of the way in which requests arrive: ``64 in flight``, ``2 a second``."""
+        if self.in_flight is not None:
+            return f"{self.in_flight:,} in flight" if isinstance(self.in_flight, int) else "auto in flight"
+        return "all at once" if self.request_rate == "inf" else f"{figures(float(self.request_rate or 0))} a second"
+
+    def describe(self) -> str:
+        """Return the load as text: ``1,000 requests of lognormal:245,106,sigma=0.5, 64 in flight``."""
+        return f"{self.requests:,} requests of {self.source}, {self.loop}"

@@ -1,0 +1,248 @@
+"""The clock of a load of requests: it lets them arrive, runs passes, and notes when each request gets its tokens.
+
+Requests run on `zinfer.generation.scheduler.ContinuousScheduler`, as in `zinfer batch`. End tokens are ignored and the
+most likely token is taken, so that lengths are exact. Time is taken at the end of each pass.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from zinfer.engine.base import Engine
+from zinfer.generation.sampling import NotFiniteError
+from zinfer.generation.schedule import load_of
+from zinfer.generation.scheduler import ContinuousScheduler
+from zinfer.generation.scheduler import Sequence as Request
+from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
+from zinfer.spec.model import check_positions
+from zinfer.spec.progress import Progress, silent
+from zinfer.spec.requests import RequestLoad
+from zinfer.worker.failure import failure_of
+from zinfer.worker.measure import Clock, Telemetry, synchronize
+from zinfer.worker.session import Session, begin_point, conditions
+from zinfer.worker.tasks import MeasureRequests, RequestRow, RequestsMeasured
+
+if TYPE_CHECKING:
+    from zinfer.generation.tokenizer import Tokenizer
+
+WARM_UP_ROWS, WARM_UP_TOKENS = 8, 3
+NAP_S = 0.5  # longest sleep between two beats
+
+
+class _NoText:
+    """Tokenizer of requests whose text nobody reads."""
+
+    ends: frozenset[int] = frozenset()
+    padding = 0
+
+    def decode(self, _token_ids: Sequence[int]) -> str:
+        return ""
+
+
+@dataclass
+class LoadSamples:
+    """Samples of a load of requests; those taken before an exception stay. Times in seconds from the start; `arrived`
+    and `runs`, as `RequestSample` has them, by the number of the request."""
+
+    stage: str = "warm-up"
+    pass_s: list[float] = field(default_factory=list)
+    arrived: dict[int, float] = field(default_factory=dict)
+    runs: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    busy_s: float = 0.0
+    waiting_s: float = 0.0
+    waiting_tokens: int = 0
+    positions: int = 0
+    counts: PassCounts = field(default_factory=PassCounts)
+    gpu: dict[str, Any] = field(default_factory=dict)
+
+    def token(self, key: int) -> None:
+        """Note that the last pass gave a request a token."""
+        number, runs = len(self.pass_s) - 1, self.runs.setdefault(key, [])
+        if runs and sum(runs[-1]) == number:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((number, 1))
+
+    def fields(self, rows: Sequence[RequestRow]) -> dict[str, Any]:
+        """Return the fields of a `RequestPoint`; requests that have not arrived are left out."""
+        return {
+            "pass_ms": [seconds * 1e3 for seconds in self.pass_s],
+            "samples": [
+                RequestSample(
+                    input_len=row.input_len, output_len=row.output_len, arrived_ms=self.arrived[key] * 1e3,
+                    runs=tuple(self.runs.get(key, ())),
+                )
+                for key, row in enumerate(rows)
+                if key in self.arrived
+            ],
+            "counts": self.counts, "busy_ms": self.busy_s * 1e3, "waiting_ms": self.waiting_s * 1e3,
+            "waiting_tokens": self.waiting_tokens, "kv_positions": self.positions, "gpu": self.gpu,
+        }  # fmt: skip
+
+
+def measure_requests(session: Session, request: MeasureRequests) -> RequestsMeasured:
+    """Measure a load of requests on the loaded engine; an exception becomes the point's status."""
+    begin_point(session)
+    if session.scheduler is not None:
+        session.scheduler.end()
+        session.scheduler = None
+    samples, failed = LoadSamples(), dict[str, Any]()
+    try:
+        longest = max(request.rows, key=lambda row: row.input_len + row.output_len)
+        check_positions(
+            session.plan.model, longest.input_len, longest.output_len, f"a request of {longest.input_len} tokens"
+        )
+        prompts = prompt_ids(request.rows, session.plan.model.vocab_size, request.load.seed)
+        requests = [
+            Request(ids, row.output_len, ignore_eos=True, key=key)
+            for key, (ids, row) in enumerate(zip(prompts, request.rows, strict=True))
+        ]
+        run_load(session.engine, requests, request.load, samples, beat=session.beat)
+    except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
+        failed = failure_of(error, samples.stage).model_dump()
+    facts = session.facts.model_dump(exclude_unset=True)
+    fields = facts | samples.fields(request.rows) | conditions(session, request.case, "ok") | failed
+    return RequestsMeasured(point=RequestPoint(case=request.case, requests=request.load, sla=request.sla, **fields))
+
+
+def prompt_ids(rows: Sequence[RequestRow], vocab_size: int, seed: int) -> list[list[int]]:
+    """Return the ids of each request's prompt; those of requests without ids are random, the same for every engine.
+    The lowest ids, often special, are left out."""
+    generator = torch.Generator().manual_seed(seed)
+    low = min(8, vocab_size - 1)
+    return [
+        row.prompt_ids or torch.randint(low, vocab_size, (row.input_len,), generator=generator).tolist() for row in rows
+    ]
+
+
+def run_load(
+    engine: Engine,
+    requests: Sequence[Request],
+    load: RequestLoad,
+    samples: LoadSamples,
+    *,
+    beat: Progress = silent,
+    clock: Clock = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Run requests, whose keys are their places, to their ends as `load` lets them arrive, and fill `samples`.
+
+    In a closed loop a request arrives when the one before it ends, or, with ``auto``, when the pass begins in which
+    there is room for it; in an open loop at its own time, which may lie within a pass. Raises the errors of
+    `ContinuousScheduler.step`, and NotFiniteError.
+    """
+    most = load.in_flight if isinstance(load.in_flight, int) else None
+    needs = [(len(request.prompt_ids), request.left) for request in requests]
+    largest = load_of(engine.plan, needs, most)
+
+    def scheduler() -> ContinuousScheduler:
+        tokenizer = cast("Tokenizer", _NoText())
+        return ContinuousScheduler(engine, tokenizer, largest, most, arrivals=load.in_flight != "auto")
+
+    with Telemetry(engine.device) as telemetry:
+        try:
+            beat("warm-up", 0.0)
+            _warm_up(scheduler(), requests)
+            synchronize(engine.device)
+            samples.stage = "requests"
+            telemetry.start()
+            _Load(scheduler(), requests, load, samples, beat, clock, sleep).run()
+        finally:
+            samples.gpu = telemetry.summary()
+
+
+def _warm_up(running: ContinuousScheduler, requests: Sequence[Request]) -> None:
+    """Run the beginning of a few requests: kernels are compiled, and memory is taken."""
+    few = requests[:WARM_UP_ROWS]
+    running.add(Request(one.prompt_ids, min(one.left, WARM_UP_TOKENS), ignore_eos=True, key=one.key) for one in few)
+    try:
+        while running.running:
+            running.step()
+        running.release()
+    finally:
+        running.end()
+
+
+class _Load:
+    """A load under way."""
+
+    def __init__(
+        self,
+        running: ContinuousScheduler,
+        requests: Sequence[Request],
+        load: RequestLoad,
+        samples: LoadSamples,
+        beat: Progress,
+        clock: Clock,
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._running, self._load, self._samples = running, load, samples
+        self._beat, self._clock, self._sleep = beat, clock, sleep
+        self._coming = deque(zip(load.arrivals(), requests, strict=True))
+        self._tokens = sum(request.left for request in requests)
+        self._done = 0
+
+    def run(self) -> None:
+        running, samples = self._running, self._samples
+        samples.positions = running.schedule.limits.positions
+        began = self._clock()
+        try:
+            while self._coming or running.running:
+                now = self._clock() - began
+                self._arrive(now)
+                if running.running:
+                    self._pass(now, began)
+                else:
+                    self._sleep(min(NAP_S, max(0.0, self._coming[0][0] - now)))
+                self._beat("requests", self._done / self._tokens)
+            running.release()
+        finally:
+            tally = running.schedule.tally
+            samples.counts = PassCounts(
+                read=tally.read, padded=tally.padded, computed=tally.computed, again=tally.again,
+                suspended=tally.suspended, retries=tally.retries,
+            )  # fmt: skip
+            running.end()
+
+    def _arrive(self, now: float) -> None:
+        """Hand the requests that have come by now to the scheduler."""
+        new: list[Request] = []
+        in_flight = self._load.in_flight
+        while self._coming:
+            moment, request = self._coming[0]
+            if in_flight is None and moment > now:
+                break
+            if isinstance(in_flight, int) and len(self._running.sequences) + len(new) >= in_flight:
+                break
+            self._coming.popleft()
+            new.append(request)
+            if in_flight != "auto":  # those arrive where they begin
+                self._samples.arrived[request.key] = moment if in_flight is None else now
+        if new:
+            self._running.add(new)
+
+    def _pass(self, start: float, began: float) -> None:
+        running, samples, schedule = self._running, self._samples, self._running.schedule
+        auto = self._load.in_flight == "auto"
+        queue = {row.key for row in schedule.waiting} if auto else set()
+        computed = schedule.tally.computed
+        touched = running.step()
+        synchronize(running.engine.device)
+        end = self._clock() - began
+        for key in queue.difference(row.key for row in schedule.waiting) if auto else ():
+            samples.arrived.setdefault(key, start)
+        samples.busy_s += end - start
+        if schedule.tally.computed > computed:
+            samples.pass_s.append(end)
+        for request in touched:
+            if request.error is not None:
+                raise NotFiniteError
+            samples.token(request.key)
+        self._done += len(touched)
+        if schedule.waiting or (self._coming and self._load.in_flight is not None):
+            samples.waiting_s += end - start
+            samples.waiting_tokens += len(touched)

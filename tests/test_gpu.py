@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from tests import quantized, test_continuous, test_quantized, test_ragged
 from tests import test_cache_kinds as kinds
-from tests import test_continuous, test_ragged
 from tests.checkpoints import save_config
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
@@ -23,6 +23,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.stream.cpu_attention import _landed
+from zinfer.engine.stream.quantized import pieces, unpack
 from zinfer.engine.stream.triton_check import trouble
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.plan.plan import make_plan
@@ -203,3 +204,29 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     running.end()
     test_continuous.check(engine, found, limits)
     engine.close()
+
+
+@pytest.mark.parametrize("name", test_quantized.FORMATS)
+def test_quantised_weights_are_unpacked_as_on_the_cpu(name: str, tmp_path: Path) -> None:
+    if name in quantized.COMPRESSED:
+        pytest.importorskip("compressed_tensors")
+    directory = test_quantized.FORMATS[name](tmp_path / "m")
+    device = torch.device("cuda")
+    for entry, expected, several in test_quantized.matrices(directory):
+        out, place = torch.full_like(expected, float("nan"), device=device).view(-1), 0
+        for codes in several or ():
+            for layout, data in pieces(codes.to(device), expected.dtype, 4000):
+                unpack(data, layout, out[place : place + layout.numel])
+                place += layout.numel
+        assert torch.equal(out.view(expected.shape).cpu(), expected), entry
+
+
+@pytest.mark.parametrize("name", ["fp8 of experts", "gptq"])
+def test_streamed_codes_give_the_tokens_of_dequantised_weights(name: str, tmp_path: Path) -> None:
+    directory = test_quantized.FORMATS[name](tmp_path / "m")
+    found = []
+    for codec in ("none", "lossless"):
+        engine = load("stream", directory, "cpu", tmp_path, dtype="bfloat16", weight_codec=codec)
+        found.append(tokens(engine, (5, 9, 3)))
+        engine.close()
+    assert torch.equal(*found)

@@ -177,10 +177,18 @@ def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[st
         assert torch.equal(out.view(expected.shape), expected), entry
 
 
-def test_the_kernel_unpacks_every_format(made: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fp8 of tensors", "int4 asymmetric", "nvfp4", "gptq"),  # every branch of the kernel
+        pytest.param(tuple(FORMATS), marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_the_kernel_unpacks_every_format(names: tuple[str, ...], made: Callable[[str], Path], tmp_path: Path) -> None:
     """The kernel runs in Triton's interpreter, which has to be chosen before triton is imported."""
     jobs = []
-    for name in FORMATS:
+    for name in names:
         entry = next(iter(matrices(made(name))), None)
         if entry is not None and entry[2]:
             layout, data = pieces(entry[2][0], entry[1].dtype, 500)[0]  # few rows: the interpreter is slow

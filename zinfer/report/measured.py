@@ -315,21 +315,22 @@ def _slices(workloads: Sequence[WorkloadFindings]) -> Table:
             f"{group.input_len} / {group.output_len}",
         )  # fmt: skip
         if winner is None:
-            rows.append(Row((*asked, f"none: {rates.statuses(workload.points)}", *[""] * 8), "failed"))
+            rows.append(Row((*asked, f"none: {rates.statuses(workload.points)}", *[""] * 6), "failed"))
             continue
         gains = [one.comparison.change for one in rates.offload_verdicts(workload.points)]
         gain = next((change.times for change in gains if change is not None), "")
         runs = len(workload.loads.get(winner.case, (0.0,)))
+        first = duration(sum(winner.ttft_ms) / len(winner.ttft_ms) / 1e3)
         cells = (
-            winner.case.label(), str(winner.case.workload.batch_size), " ".join(rate(winner)).strip(), *phases(winner),
-            duration(sum(winner.ttft_ms) / len(winner.ttft_ms) / 1e3),
-            duration(winner.tpot_ms / 1e3) if winner.tpot_ms else "", gain,
+            winner.case.label(), str(winner.case.workload.batch_size), " ".join(rate(winner)).strip(),
+            " / ".join(filter(None, phases(winner))),
+            f"{first} / {duration(winner.tpot_ms / 1e3)}" if winner.tpot_ms else first, gain,
             "single run" if runs == 1 else f"{runs} loads",
         )  # fmt: skip
         rows.append(Row((*asked, *cells)))
     columns = (
-        "model", "machine", "#tokens in / out", "fastest configuration", "#batch", "#tok/s", "#prefill tok/s",
-        "#decode tok/s", "#TTFT", "#TPOT", "offload against none", "evidence",
+        "model", "machine", "#tokens in / out", "fastest configuration", "#batch", "#tok/s",
+        "#prefill / decode tok/s", "#TTFT / TPOT", "offload against none", "evidence",
     )  # fmt: skip
     caption = (
         "A slice shows which configuration is the fastest. Its throughput and its memory are not the model's: a step "

@@ -73,7 +73,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
             cache = part.batch.cache
             assert isinstance(cache, RowCache)
             keys, values = cache.layers[self.index].update(key[rows], value[rows])
-            seen = None if mask is None else mask[..., mask.shape[-1] - keys.shape[2] :]
+            seen = None if mask is None else _last(mask, keys.shape[2])
             # Query heads that share keys stand where several tokens would: no key is copied for them.
             asked = query[rows].reshape(len(keys), keys.shape[1], -1, query.shape[-1])
             mixed = scaled_dot_product_attention(asked, keys, values, attn_mask=seen, scale=scaling)
@@ -147,12 +147,25 @@ class Ragged:
 
 def _bias(batch: DecoderBatch, dtype: torch.dtype) -> Tensor | None:
     """Return the bias of attention for the next token of each row, ``[B, 1, 1, length + 1]``: lowest at padding, else
-    0; None without padding. Rows begin at multiples of 8 values, as kernels want it."""
+    0; None without padding."""
     if batch.mask is None:
         return None
     end = batch.length + 1
-    bias = torch.zeros((batch.batch_size, 1, 1, -(-end // 8) * 8), dtype=dtype, device=batch.mask.device)[..., :end]
+    bias = _aligned(batch.batch_size, end, dtype, batch.mask.device)
     return bias.masked_fill_(batch.mask[:, None, None, :end] == 0, torch.finfo(dtype).min)
+
+
+def _last(bias: Tensor, count: int) -> Tensor:
+    """Return the bias of the last `count` positions: those of a window."""
+    if count == bias.shape[-1]:
+        return bias
+    return _aligned(len(bias), count, bias.dtype, bias.device).copy_(bias[..., bias.shape[-1] - count :])
+
+
+def _aligned(rows: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros ``[rows, 1, 1, count]`` whose rows begin at multiples of 8 values: kernels of attention read a bias
+    in vectors, and fail at any other place."""
+    return torch.zeros((rows, 1, 1, -(-count // 8) * 8), dtype=dtype, device=device)[..., :count]
 
 
 def split(parts: Sequence[Part], logits: Tensor) -> list[Tensor]:

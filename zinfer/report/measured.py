@@ -311,7 +311,7 @@ def _slices(workloads: Sequence[WorkloadFindings]) -> Table:
     for workload in workloads:
         group, winner = workload.group, rates.winner(workload.points)
         asked = (
-            f"{group.model_name}, {group.layers} of {group.total_layers or '?'} layers", group.machine,
+            f"{group.model_name}, {group.layers} of {group.total_layers or '?'} layers; {group.machine}",
             f"{group.input_len} / {group.output_len}",
         )  # fmt: skip
         if winner is None:
@@ -329,7 +329,7 @@ def _slices(workloads: Sequence[WorkloadFindings]) -> Table:
         )  # fmt: skip
         rows.append(Row((*asked, *cells)))
     columns = (
-        "model", "machine", "#tokens in / out", "fastest configuration", "#batch", "#tok/s",
+        "model; machine", "#tokens in / out", "fastest configuration", "#batch", "#tok/s",
         "#prefill / decode tok/s", "#TTFT / TPOT", "offload against none", "evidence",
     )  # fmt: skip
     caption = (

@@ -2,7 +2,8 @@
 
 A file belongs to them if importing it imports no torch; in it a test does unless it is marked ``torch`` or uses the
 fixture `checkpoint`. torch cannot be imported in such a run, so that a test which does fails. Files that are marked
-``drawing`` make reports and figures for most of a minute, and are left out, too.
+``drawing`` make reports and figures for most of a minute, and those marked ``ends`` wait for processes that they kill:
+both are left out, too.
 """
 
 import ast
@@ -81,7 +82,7 @@ class Quick:
         heavy = [
             item
             for item in items
-            if any(map(item.get_closest_marker, ("torch", "drawing"))) or _makes_checkpoints(item)
+            if any(map(item.get_closest_marker, ("torch", "drawing", "ends"))) or _makes_checkpoints(item)
         ]
         config.hook.pytest_deselected(items=heavy)
         items[:] = [item for item in items if item not in heavy]

@@ -19,6 +19,8 @@ from tests.campaign.shim import CHANGES, FAIL, FULL, KILL, SOURCE
 from tests.campaign.subject import Ended, children_of, descendants, python_path
 from zinfer.record import study
 
+pytestmark = pytest.mark.ends
+
 ROOT = Path(__file__).parents[1]
 
 

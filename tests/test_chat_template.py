@@ -69,6 +69,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_ends_with_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "CPU_S", 1)
@@ -113,6 +114,7 @@ def test_the_process_ends_with_stdin() -> None:
     assert process.wait(60) == 0
 
 
+@pytest.mark.ends
 def test_a_child_without_a_parent_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its limit of CPU time is the kernel's."""
     monkeypatch.setattr(chat_template, "CPU_S", 1)

@@ -12,6 +12,8 @@ import pytest
 
 from tests import PATIENCE_S, environment
 
+pytestmark = pytest.mark.ends
+
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 SOON_S = 3.0
 

@@ -353,7 +353,7 @@ def test_the_first_page_has_whole_models_slices_costs_and_a_place_to_sign(tmp_pa
     first = section(text, "Answer")
     assert first.count("### bloom-176b") == 1, "one card for a model"
     card, sign, slices = (first.index(part) for part in ("### bloom-176b on h100", "- Signature:", "### Slices"))
-    assert card < sign < slices < first.index("| bloom-176b, 14 of 70 layers | h100 |")
+    assert card < sign < slices < first.index("| bloom-176b, 14 of 70 layers; h100 |")
     assert mentions(first, "2048 in / 32 out", "tok/s", "single run")
     usd = 1e6 / (whole.output_tok_s or 0) / 3600 * 2.5
     assert mentions(first, "Cost", f"{usd:,.2f} USD a million", "60.00 USD a day")

@@ -249,9 +249,11 @@ def _pass(
             return Times()
         limits["nvme"] = weights / machine.nvme_bandwidth
     found = _slowest(limits)
-    if setup.overlapped or found.seconds is None or found.bound_by not in ("link", "nvme", "host memory"):
+    moved = max(limits.get("link", 0.0), limits.get("nvme", 0.0), limits.get("host memory", 0.0))
+    if setup.overlapped or found.seconds is None or not moved:
         return found
-    return found.model_copy(update={"seconds": found.seconds + max(limits["compute"], limits["launch"])})
+    in_turn = moved + max(limits["compute"], limits["launch"])
+    return found.model_copy(update={"seconds": max(found.seconds, in_turn)})
 
 
 def contended_rates(setup: Placement, machine: Machine, cpu: float, hosted: int, copying: float) -> tuple[float, float]:

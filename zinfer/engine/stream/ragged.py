@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -100,12 +100,14 @@ class Ragged:
     """Ragged passes of `model`; `able` is False if it is known that it cannot run them."""
 
     def __init__(self, model: PreTrainedModel, accepted: frozenset[str]) -> None:
-        found = [module.config for module in model.modules() if hasattr(module, "config")]
+        every = (getattr(module, "config", None) for module in model.modules())
+        found = [config for config in every if isinstance(config, PreTrainedConfig)]
         self._configs = list({id(config): config for config in found}.values())
         self._on = False
         text = model.config.get_text_config(decoder=True)
         rope = getattr(text, "rope_parameters", None) or {}
-        turned = {str(group.get("rope_type")) for group in (rope, *rope.values()) if isinstance(group, dict)}
+        groups = (rope, *rope.values()) if isinstance(rope, dict) else ()
+        turned = {str(group.get("rope_type")) for group in groups if isinstance(group, dict)}
         self.able = (
             bool(getattr(model, "_supports_attention_backend", False))
             and all(config._attn_implementation == "sdpa" for config in self._configs)

@@ -2,6 +2,7 @@
 times."""
 
 import json
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 ANSWER = 512  # most tokens of an answer
+WAIT_S = 0.2  # wait for a line of the terminal at a time
 CONTEXT = 4096  # tokens of a conversation that the plan has room for; fewer if the model has fewer positions
 
 
@@ -63,6 +65,7 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
         try:
             with _raised():
                 click.echo("> ", nl=False, err=True)
+                _until_typed()
                 line = next(text_lines(sys.stdin, "stdin"), "")  # ctrl-C ends the generator
         except KeyboardInterrupt:
             if interrupted:
@@ -76,6 +79,13 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
             return
         if line.strip():
             yield line.rstrip("\n")
+
+
+def _until_typed() -> None:
+    """Wait until a line can be read from the terminal, a moment at a time: a signal that arrives just before a wait
+    begins is handled when the wait is over."""
+    while not select.select([sys.stdin], [], [], WAIT_S)[0]:
+        pass
 
 
 @contextmanager

@@ -108,7 +108,13 @@ def test_gptq_and_awq(method: str, bits: int, ordered: bool, tmp_path: Path) -> 
         assert torch.equal(found[name], weight.to(torch.bfloat16)), name
 
 
-@pytest.mark.parametrize(("name", "offload"), [("stream", "cpu"), ("accelerate", "cpu"), ("deepspeed", "cpu")])
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [
+        ("stream", "cpu"),
+        *(pytest.param(name, "cpu", marks=pytest.mark.slow) for name in ("accelerate", "deepspeed")),
+    ],
+)
 def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_path: Path) -> None:
     """Tokens are those of a checkpoint with the dequantised weights."""
     directory = quantized.fp8(llama(tmp_path / "m"))

@@ -63,7 +63,17 @@ def check(engine: Engine, joins: bool | None) -> None:
     engine.clear()
 
 
-@pytest.mark.parametrize(("name", "offload"), [("llama", "cpu"), ("llama", "none"), ("opt", "cpu"), ("mixtral", "cpu")])
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [
+        ("llama", "cpu"),
+        ("opt", "none"),
+        *(
+            pytest.param(name, offload, marks=pytest.mark.slow)
+            for name, offload in (("llama", "none"), ("mixtral", "cpu"))
+        ),
+    ],
+)
 def test_rows_of_all_micro_batches_share_a_pass(
     name: str, offload: Any, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -76,7 +86,8 @@ def test_rows_of_all_micro_batches_share_a_pass(
     ("name", "joins"),
     [
         *(("mistral", True), ("gemma3_text", True), ("deepseek_v3", None)),
-        *(("gemma2", False), ("llama4_text", False), ("qwen3_next", False), ("gemma4_text", False)),
+        ("llama4_text", False),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("gemma2", "qwen3_next", "gemma4_text")),
     ],
 )
 def test_layers_of_other_kinds_join_or_not(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import test_cache_kinds as kinds
+from tests.grid import covering
 from tests.test_parity import load
 from tests.test_passes import WAYS, alone, keep_here, sequences, small_blocks
 from zinfer.engine import EngineError
@@ -72,8 +73,7 @@ class Rows:
             assert error < self.within, (name, self.made[name], error)
 
 
-@pytest.mark.parametrize("way", ALL)
-@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+@pytest.mark.parametrize(("architecture", "way"), covering(["bloom", "llama"], [*ALL]))
 def test_rows_are_merged_split_and_compacted(
     architecture: str, way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:

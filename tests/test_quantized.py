@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,24 @@ def damaged(directory: Path, change: Callable[[dict[str, Tensor]], None], config
         path.write_text(json.dumps(known))
 
 
+def stored_codes(directory: Path) -> None:
+    """Load a checkpoint as it crosses the link."""
+    for _ in ModelState(from_directory(directory), "safetensors").load_stored(torch.device("cpu")):
+        pass
+
+
+def refused(directory: Path, cases: Mapping[str, Callable[[dict[str, Tensor]], None]]) -> None:
+    """Damage a checkpoint in each way; it is refused, also where its codes would cross the link as they are."""
+    content = (directory / "model.safetensors").read_bytes()
+    for says, change in cases.items():
+        (directory / "model.safetensors").write_bytes(content)
+        damaged(directory, change)
+        for load in (entries, stored_codes):
+            with pytest.raises(ZinferError, match=says) as fault:
+                load(directory)
+            assert "\n" not in str(fault.value)
+
+
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -263,13 +281,7 @@ def test_damaged_scales_are_refused_in_a_line(tmp_path: Path) -> None:
         "NaN or infinity": nothing, "holds NaN or infinity": huge, "holds no codes of a quantised weight": alone,
     }  # fmt: skip
     made = quantized.fp8(llama(tmp_path / "m"))
-    content = (made / "model.safetensors").read_bytes()
-    for says, change in cases.items():
-        (made / "model.safetensors").write_bytes(content)
-        damaged(made, change)
-        with pytest.raises(ZinferError, match=says) as fault:
-            entries(made)
-        assert "\n" not in str(fault.value)
+    refused(made, cases)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed"])
@@ -294,13 +306,7 @@ def test_damaged_groups_are_refused_in_a_line(method: str, tmp_path: Path) -> No
         made = quantized.columns(llama(tmp_path / "m"), method)[0]
         cases = {"a column names a group that has no scale": order} if method == "gptq" else {}
         cases["does not fit scales"] = scales
-    content = (made / "model.safetensors").read_bytes()
-    for says, change in cases.items():
-        (made / "model.safetensors").write_bytes(content)
-        damaged(made, change)
-        with pytest.raises(ZinferError, match=says) as fault:
-            entries(made)
-        assert "\n" not in str(fault.value)
+    refused(made, cases)
 
 
 @pytest.mark.parametrize(

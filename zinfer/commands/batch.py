@@ -31,28 +31,7 @@ AT_ONCE = 500  # prompts of one request to the worker: progress shows in between
     help="JSON-lines file of the answers, each appended when it is complete.",
 )
 @click.option("-m", "--model", required=True, help=options.MODEL_HELP)
-@click.option("--engine", default="stream", show_default=True, help=options.ENGINE_HELP)
-@click.option(
-    "--offload",
-    type=click.Choice(options.OFFLOADS),
-    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: the faster of none and cpu]",
-)
-@click.option("--batch-size", type=click.IntRange(min=1), help="Most rows that run at a time.  [default: all that fit]")
-@click.option(
-    "--output-len",
-    type=click.IntRange(min=1),
-    default=256,
-    show_default=True,
-    help="Most tokens of an answer, for lines without max_tokens.",
-)
-@options.load_options
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=36000,
-    help="Limit for a load or a step, in seconds.",
-)
+@options.job_options
 @click.option("--force", is_flag=True, help="Add to the answers of a job with other prompts, model or settings.")
 @click.pass_obj
 def command(

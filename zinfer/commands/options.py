@@ -205,6 +205,33 @@ def load_options(function: Command) -> Command:
     return function
 
 
+def job_options(function: Command) -> Command:
+    """Add the options of a command that answers requests: engine, place of the weights, rows at a time, and the limits
+    of an answer and of a pass."""
+    for option in (
+        click.option(
+            "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=36000,
+            help="Limit for a load or a pass, in seconds.",
+        ),
+        load_options,
+        click.option(
+            "--output-len", type=click.IntRange(min=1), default=256, show_default=True,
+            help="Most tokens of an answer, for requests without max_tokens.",
+        ),
+        click.option(
+            "--batch-size", type=click.IntRange(min=1), help="Most rows that run at a time.  [default: all that fit]"
+        ),
+        click.option(
+            "--offload", type=click.Choice(OFFLOADS),
+            help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  "
+            "[default: the faster of none and cpu]",
+        ),
+        click.option("--engine", default="stream", show_default=True, help=ENGINE_HELP),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
 def at_revision(model: Any, revision: str) -> Any:
     """Return a hub id, or several, with the revision to take: ``owner/name@revision``. Raises UsageError for a model
     that is not of the hub."""

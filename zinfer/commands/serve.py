@@ -40,20 +40,6 @@ LOOPBACK = ("127.", "localhost", "::1")
     help="Key that every request must send, but those to /health. Other users may see a command line: use the "
     "environment.",
 )
-@click.option("--engine", default="stream", show_default=True, help=options.ENGINE_HELP)
-@click.option(
-    "--offload",
-    type=click.Choice(options.OFFLOADS),
-    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: the faster of none and cpu]",
-)
-@click.option("--batch-size", type=click.IntRange(min=1), help="Most rows that run at a time.  [default: all that fit]")
-@click.option(
-    "--output-len",
-    type=click.IntRange(min=1),
-    default=256,
-    show_default=True,
-    help="Most tokens of an answer, for requests without max_tokens.",
-)
 @click.option(
     "--max-queue",
     type=click.IntRange(min=1),
@@ -76,14 +62,7 @@ LOOPBACK = ("127.", "localhost", "::1")
     show_default=True,
     help="Seconds that running requests have at SIGTERM or ctrl-C. A second signal ends them at once.",
 )
-@options.load_options
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=36000,
-    help="Limit for a load or a pass, in seconds.",
-)
+@options.job_options
 @click.pass_obj
 def command(
     debug: bool,

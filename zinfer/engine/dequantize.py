@@ -171,6 +171,17 @@ class Codes:
     def rows(self) -> int:
         return len(self.numbers)
 
+    def fit(self, dtype: torch.dtype) -> bool:
+        """Tell whether every value is a number in `dtype`, whatever the codes are."""
+        scales = self.scales
+        if self.scale_table:
+            scales = table(self.scale_table, scales.device)[scales.long()]
+        largest = float(table(self.table, scales.device).nan_to_num(0.0, 0.0, 0.0).abs().max())
+        if self.zeros is not None:
+            largest += float(self.zeros.abs().max())
+        bound = min(torch.finfo(self.inner).max, torch.finfo(dtype).max)
+        return self.divisor != 0 and float(scales.abs().max()) * largest / abs(self.divisor) <= bound
+
     def to(self, device: torch.device) -> "Codes":
         """Return a copy on `device`."""
         zeros = None if self.zeros is None else self.zeros.to(device, copy=True)

@@ -421,9 +421,10 @@ class _Stored:
             for group, found in zip(groups, contents, strict=True):
                 taken = set[str]()
                 for target, order in self._in_rows.items() if stored else ():
-                    if order[0] in group and (codes := self._codes(order, found)) is not None:
+                    entry = self._names[target]
+                    if order[0] in group and (codes := self._codes(order, found, entry.tensor.dtype)) is not None:
                         taken.update(order)
-                        yield self._names[target].name, codes
+                        yield entry.name, codes
                 content = self._dequantized([name for name in group if name not in taken], found.__getitem__)
                 for name, tensor in self._converted(content, torch.device("cpu")):
                     if name in self._narrowed and (number := first_not_finite(tensor)) is not None:
@@ -435,13 +436,16 @@ class _Stored:
         weight = self._quantized.get(name)
         return (name,) if weight is None else tuple(weight.parts.values())
 
-    def _codes(self, names: Iterable[str], stored: Mapping[str, Tensor]) -> tuple[Codes, ...] | None:
-        """Return quantised weights as they are stored; None if one of them cannot cross the link so."""
+    def _codes(
+        self, names: Iterable[str], stored: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> tuple[Codes, ...] | None:
+        """Return quantised weights of an entry in `dtype` as they are stored; None if one of them cannot cross the link
+        so."""
         found = []
         for name in names:
             weight = self._quantized[name]
             codes = canonical(weight, {role: stored[part] for role, part in weight.parts.items()})
-            if codes is None or not bool(torch.isfinite(codes.scales.to(torch.float32)).all()):
+            if codes is None or not codes.fit(dtype):  # dequantised, where each value is checked
                 return None
             found.append(codes)
         return tuple(found)

@@ -1,6 +1,8 @@
 """KV cache in host memory: the same tokens, and one read of the cache per step, beside the weights."""
 
+import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,17 @@ import torch
 
 from tests.grid import covering
 from tests.running import decode, prefill
+from tests.test_continuous import Words
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
+from tests.test_passes import keep_here
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.engine.stream import cpu_kernel
 from zinfer.engine.stream.cpu_attention import Hosted, host
-from zinfer.engine.stream.kv import CpuCache
+from zinfer.engine.stream.kv import CpuCache, HostPool
+from zinfer.generation import passes
+from zinfer.generation.schedule import PassTimes
+from zinfer.generation.scheduler import ContinuousScheduler, Sequence
+from zinfer.spec.case import Workload
 from zinfer.spec.engine import OptionError
 from zinfer.worker.measure import Samples, measure
 
@@ -265,3 +273,68 @@ def test_a_quantised_cache_in_host_memory_needs_attention_on_the_cpu(checkpoint:
     for words, other in others.items():
         with pytest.raises(OptionError, match=words):
             load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", **other)
+
+
+def test_a_pool_keeps_what_was_freed_and_joins_it() -> None:
+    """Blocks of all sizes come from the memory that is there, however it was cut before."""
+    pool = HostPool(pin=False)
+    pool.reserve(1 << 20)
+    assert pool.size == pool.unused == 1 << 20
+    first = [pool.take(size) for size in (300_000, 100_000, 1, 500_000)]
+    ranges = sorted((block.start, block.start + block.size) for block in first)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+    for block in first:
+        block.memory.fill_(block.size % 251)
+    assert all(bool((block.memory == block.size % 251).all()) for block in first)
+    pool.give_back(first[0])
+    pool.give_back(first[2])
+    pool.give_back(first[1])
+    again = pool.take(400_000)  # of three blocks that were freed
+    assert pool.size == 1 << 20
+    assert again.start == 0
+    pool.give_back(again)
+    pool.give_back(first[3])
+    assert pool.unused == 1 << 20
+    pool.reserve(2 << 20)  # nobody uses it: one piece again
+    assert pool.size == 2 << 20
+    whole = pool.take(2 << 20)
+    more = pool.take(1000)
+    assert (2 << 20) + 1000 <= pool.size < 2.5 * (1 << 20)
+    pool.give_back(more)
+    pool.give_back(whole)
+    pool.close()
+    assert pool.size == 0
+
+
+def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Requests after an equal batch, in groups of many sizes, a third of them in host memory: it holds them with little
+    more than the plan says, and rows on the device are never moved off it when they are merged."""
+    keep_here(monkeypatch, 26)
+    monkeypatch.setattr(PassTimes, "room", lambda *_: 120)
+    monkeypatch.setattr(PassTimes, "groups", property(lambda _: 6))
+    engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
+    expected = Workload(batch_size=40, input_len=20, output_len=12)
+    batch, _ = passes.prefill(engine, *prompts((20,) * 40), 12)
+    assert batch.hosted == 14
+    engine.retire(batch)
+    dice = random.Random(3)
+    rows = [
+        Sequence([dice.randint(4, 90) for _ in range(20)], 12 - key % 4, key=key, ignore_eos=True) for key in range(100)
+    ]
+    running = ContinuousScheduler(engine, Words(), expected, 40, arrivals=True)  # type: ignore[arg-type]
+    running.add(rows)
+    planned = engine.plan.model.kv_bytes(14, expected.total_len)
+    most, merged = 0, 0
+    while running.running:
+        before = sum(one.hosted for one in engine.batches)
+        running.step()
+        merged = max(merged, running.schedule.tally.merged)
+        hosted = sum(one.hosted for one in engine.batches)
+        most = max(most, engine._kv_pool.size)
+        assert hosted <= 20, before
+    assert merged > 0
+    assert 0 < most <= 1.5 * planned
+    assert all(row.finish_reason == "length" for row in rows)
+    engine.close()

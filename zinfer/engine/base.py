@@ -34,6 +34,11 @@ class MicroBatch:
         self.batch_size, self.prompt_len, self.capacity = batch_size, prompt_len, capacity
         self.length = 0
 
+    @property
+    def hosted(self) -> int:
+        """Number of rows with their KV cache in host memory: moving them is slow."""
+        return 0
+
 
 class Work(NamedTuple):
     """The tokens that a pass computes for one micro-batch."""

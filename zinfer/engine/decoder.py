@@ -195,8 +195,11 @@ class Decoder(Engine):
         batch.advance(known)
         return batch
 
-    def _make_batch(self, mask: Tensor, capacity: int) -> DecoderBatch:
-        """Return a micro-batch with its cache, not admitted yet."""
+    def _make_batch(
+        self, mask: Tensor, capacity: int, moved: Sequence[tuple[DecoderBatch, Tensor]] = ()
+    ) -> DecoderBatch:
+        """Return a micro-batch with its cache, not admitted yet; rows of `moved`, batches and places, move to it and
+        leave their memory."""
         cache = None if self._own_cache else make_cache(self.model.config, len(mask), capacity)
         return DecoderBatch(mask, capacity, cache, self._state_of(cache))
 
@@ -274,7 +277,7 @@ class Decoder(Engine):
         mask = (torch.arange(length, device=self.device) >= length - counts[:, None]).long()
         gaps = [one if bool((one.long().diff(dim=-1) < 0).any()) else None for one in real]
         emptied = [batch for batch, rows in moved if len(rows) == batch.batch_size]
-        target = self._make_batch(mask, capacity)
+        target = self._make_batch(mask, capacity, moved)
         self.batches.append(target)
         self._move(target, [MovedRows(*one, gap) for one, gap in zip(moved, gaps, strict=True)], length)
         target.advance(length)

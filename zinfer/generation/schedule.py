@@ -40,6 +40,7 @@ MERGED_SHARE = 0.04  # share of all positions that may be padding after a merge
 FEW_GROUPS, MOST_GROUPS = 4, 20  # groups are merged above the first number if that is cheap, above the second anyway
 GROUPS_SHARE = 0.6  # share of the link's seconds in which the groups of a pass must have read the weights
 WARMING = 8  # passes that are not measured: they compile kernels and take memory
+HIDDEN_S = 1.3  # seconds of a pass over those of its link up to which its work may still be shorter: some never hides
 RECENT = 5  # passes whose median corrects the seconds: single slow ones say nothing
 LAUNCH_S = 0.8e-3  # seconds in which the CPU launches a layer once, at first
 PASS_S = 4e-3  # seconds in which it does what a forward pass needs besides its layers
@@ -65,7 +66,10 @@ class Row:
 
 class Group:
     """A micro-batch: `rows` (None has ended), of which `length` positions are computed, padding included, `width` of
-    them belong to known tokens, and `capacity` are reserved. `real` are each row's positions without padding."""
+    them belong to known tokens, and `capacity` are reserved. `real` are each row's positions without padding. `hosted`
+    tells whether some of its KV cache is in host memory, so that moving it is slow."""
+
+    hosted = False
 
     def __init__(
         self, rows: Sequence[Row | None], real: Sequence[int], width: int, capacity: int, length: int = 0
@@ -153,7 +157,8 @@ class PassPlan(NamedTuple):
 
 class Abilities(NamedTuple):
     """Abilities of an engine: several works in one trip of the weights, prompts in chunks, rows moved between
-    micro-batches, keys and values kept in host memory. `regroups` is "rarely" where moving rows is slow."""
+    micro-batches, keys and values kept in host memory. `regroups` is "rarely" where moving rows of some groups,
+    `Group.hosted`, is slow."""
 
     one_trip: bool = True
     chunks: bool = True
@@ -304,10 +309,10 @@ class PassTimes:
         self._recent = [*self._recent[1 - RECENT :], (load, seconds)]
         load, seconds = sorted(self._recent, key=lambda one: one[1] / self.seconds(one[0]))[len(self._recent) // 2]
         work = self.work(load)
-        if work < 0.7 * self.link_s:  # the link's seconds show
+        if work < 0.5 * self.link_s:  # the link's seconds show
             ratio = seconds / self.link_s
             self.link_s *= min(2.0, max(0.5, ratio)) ** 0.25
-        elif seconds > 1.08 * self.link_s:  # the work's show
+        elif work > self.link_s or seconds > HIDDEN_S * self.link_s:  # the work's show
             self._scale(load, min(2.0, max(0.5, seconds / work)) ** 0.5)
         elif work > 0.9 * self.link_s and seconds < 1.02 * self.link_s:  # it was hidden: there may be room for more
             self._scale(load, 0.98)
@@ -363,6 +368,8 @@ class Schedule:
     suspended: list[Group] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     _sorted: bool = True
+    _tokens: int = 0
+    _early: int = 0  # rows that ended before their limit
     _debt: float = 0.0  # cost of free places so far: in seconds, or in passes where prompts have a trip of their own
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -429,6 +436,8 @@ class Schedule:
                     assert row is not None
                     row.length += 1
                     row.left -= 1
+                    self._tokens += 1
+                    self._early += row.key in over and row.left > 0
                     if row.key in over or row.left <= 0:
                         group.rows[place] = None
         tally.passes += 1
@@ -464,6 +473,7 @@ class Schedule:
         length = max(real)
         left = max(row.left for row in rows)
         made = Group(rows, real, length, max(capacity, self._capacity(length, left)), length)
+        made.hosted = any(group.hosted for group in sources)
         self.groups = [group for group in self.groups if all(group is not one for one in sources)] + [made]
         moves.append(Move("regroup", made, taken))
         return made
@@ -477,8 +487,6 @@ class Schedule:
 
     def _compact(self, moves: list[Move]) -> None:
         """Compact groups with much padding, and the worst ones while there is much in all."""
-        bound = WASTE if self.able.regroups is True else 0.25
-        share = SHARE if self.able.regroups is True else 0.2
 
         def waste(group: Group) -> int:
             rows, length = group.compact
@@ -488,6 +496,7 @@ class Schedule:
         read, needed = sum(group.positions for group in decoding), sum(group.needed for group in decoding)
         for group in sorted(decoding, key=waste, reverse=True):
             gain = waste(group)
+            bound, share = (0.25, 0.2) if group.hosted else (WASTE, SHARE)
             if gain > bound * group.positions or (gain and read - needed > share * read):
                 read -= gain
                 self._regroup(moves, [group])
@@ -497,20 +506,19 @@ class Schedule:
         most = self.times.groups if self.able.one_trip else 1
         few = min(FEW_GROUPS, most)
         limit = MERGES if self.able.one_trip else 1 << 20
-        if self.able.regroups == "rarely":
-            few = most
         for _ in range(limit):
             groups = [group for group in self.groups if group.running]
             if len(groups) <= few:
                 return
-            found = sorted(((group, *group.compact) for group in groups), key=lambda one: one[2])
+            found = sorted(((group, *group.compact) for group in groups), key=lambda one: (one[0].hosted, one[2]))
             read = sum(rows * length for _, rows, length in found)
             padded = read - sum(group.needed for group in groups)
             best: tuple[int, tuple[Group, Group]] | None = None
             for (one, rows, length), (other, more, longer) in pairwise(found):
                 added = rows * (longer - length)
                 fits = (rows + more) * self._capacity(longer, 1) <= self.limits.group
-                if fits and (best is None or added < best[0]):
+                wanted = one.hosted == other.hosted and (not one.hosted or len(groups) > most)
+                if wanted and fits and (best is None or added < best[0]):
                     best = added, (one, other)
             if best is None:
                 return
@@ -601,7 +609,8 @@ class Schedule:
         if self.able.one_trip:
             load = load_of_pass(decoding)
             hidden = self.times.room(load._replace(prompts=load.prompts + 1))
-            budget = hidden if hidden >= LEAST_TOKENS else hidden + self._overtime(load)
+            budget = max(hidden, min(self._flow(), hidden + self.times.tokens_in(self.times.seconds(load))))
+            budget = budget if budget >= LEAST_TOKENS else budget + self._overtime(load)
             budget = budget if decoding and budget < LEAST_TOKENS else max(budget, LEAST_TOKENS)
         elif not self.able.regroups:  # the group runs to its end: all rows that fit
             budget = 1 << 62
@@ -627,6 +636,19 @@ class Schedule:
         if self.able.one_trip:
             self._debt = max(0.0, self._debt - self.times.prompt_seconds(began - budget - hidden))
         return works
+
+    def _flow(self) -> int:
+        """Return the prompt tokens of a pass with which all places stay taken: those of as many rows as end in a pass
+        once all places are. They are worth a longer pass; more at once would end at once, and leave passes without
+        prompts behind."""
+        front = self.waiting[:FRONT]
+        if not front:
+            return 0
+        places = max(0, min(len(self.waiting), self._free_rows())) + len(self.running)
+        left = sum(row.left for row in front) / len(front)
+        early = self._early / self._tokens if self._tokens else 0.0
+        passes = (1 - (1 - early) ** left) / early if early else left
+        return ceil(ceil(places / max(1.0, passes)) * sum(row.length for row in front) / len(front))
 
     def _overtime(self, load: PassLoad) -> int:
         """Return the prompt tokens that may make the pass longer, where next to none hide: free places, which waiting

@@ -356,15 +356,15 @@ class ContinuousScheduler:
         group, engine = move.group, self.engine
         if move.kind == "admit":
             mask = torch.tensor([[0] * (group.width - count) + [1] * count for count in self._lengths(group)])
-            self._batches[id(group)] = engine.admit(mask, group.capacity)
+            self._hold(group, engine.admit(mask, group.capacity))
         elif move.kind == "regroup":
             sources = [(self._batches[id(source)], places) for source, places in move.sources]
-            self._batches[id(group)] = engine.regroup(sources, group.capacity)
+            self._hold(group, engine.regroup(sources, group.capacity))
             for source, _ in move.sources:
                 engine.retire(self._batches.pop(id(source)))  # rows that have ended
         elif move.kind == "split":
             ((source, places),) = move.sources
-            self._batches[id(group)] = engine.regroup([(self._batches[id(source)], places)], group.capacity)
+            self._hold(group, engine.regroup([(self._batches[id(source)], places)], group.capacity))
         elif move.kind == "suspend":
             self._kept[id(group)] = engine.snapshot(self._batches[id(group)], 0, group.length)
             engine.retire(self._batches.pop(id(group)))
@@ -373,13 +373,17 @@ class ContinuousScheduler:
             snapshot = self._kept[id(source)]
             real = [group.real(place) for place in range(len(group.rows))]
             mask = torch.tensor([[0] * (group.length - count) + [1] * (count + 1) for count in real])
-            self._batches[id(group)] = engine.admit(mask, max(group.capacity, group.length + 1), [snapshot])
+            self._hold(group, engine.admit(mask, max(group.capacity, group.length + 1), [snapshot]))
             if engine.device.type == "cuda":
                 torch.cuda.synchronize()  # its copies have run
             del self._kept[id(source)]
             snapshot.close()
         else:
             self._drop(group)
+
+    def _hold(self, group: Group, batch: MicroBatch) -> None:
+        self._batches[id(group)] = batch
+        group.hosted = batch.hosted > 0
 
     def _drop(self, group: Group) -> None:
         batch, kept = self._batches.pop(id(group), None), self._kept.pop(id(group), None)

@@ -16,11 +16,11 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import MicroBatch, Work, is_step
 from zinfer.engine.cache import STORAGE, QuantizedLayer, RowCache, make_cache, other_layers, shares_keys
 from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
-from zinfer.engine.pinned import PinnedArena, check_free, lay_out
+from zinfer.engine.pinned import ALIGNMENT, PinnedArena, check_free, lay_out
 from zinfer.engine.state import Loaded, ModelState, by_layer
 from zinfer.engine.stream import packed
 from zinfer.engine.stream.interleave import interleave
-from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, LinkCache, PartFetch, Sender, SplitLayer
+from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.engine.stream.ragged import NotRaggedError, Ragged, split
@@ -46,6 +46,10 @@ class StreamBatch(DecoderBatch):
         """Number of rows with their keys and values on the device; they are the first ones."""
         return self.batch_size if self.host is None else self.host.rows.start
 
+    @property
+    def hosted(self) -> int:
+        return self.batch_size - self.here
+
 
 class Stream(Decoder):
     """Engine `stream`: all weights on the device (offload `none`), or the decoder layers streamed to it from host
@@ -55,7 +59,7 @@ class Stream(Decoder):
     options: StreamOptions
     _arena: PinnedArena | None = None
     _ring: PrefetchRing | None = None
-    _kv_memories: tuple[HostMemory, ...] = ()  # used by no batch; kept, since page-locking takes long
+    _kv_pool: HostPool | None = None  # for keys and values of all micro-batches
     # Last micro-batch: sequences with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
     _streamed_per_step = _fetched_per_step = 0
@@ -171,13 +175,15 @@ class Stream(Decoder):
                 return f"a KV cache with {option}={value} is not kept"
         return super().cannot_snapshot()
 
-    def _make_batch(self, mask: Tensor, capacity: int) -> StreamBatch:
+    def _make_batch(
+        self, mask: Tensor, capacity: int, moved: Sequence[tuple[DecoderBatch, Tensor]] = ()
+    ) -> StreamBatch:
         rows, length = mask.shape
         load = self.expected or self._together(rows, length, capacity)
         placement = self._placement(load)
         if self._ring is not None:
             self._share_out(self._ring, placement)
-        hosted = self._hosted(rows, capacity, load, placement)
+        hosted = self._hosted(rows, capacity, load, placement, moved)
         here, storage = rows - hosted, self.options.kv_cache_dtype
         self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
         cache = None if self._own_cache else make_cache(self.model.config, rows, capacity, storage, here)
@@ -185,7 +191,7 @@ class Stream(Decoder):
         if not isinstance(cache, RowCache) and hosted:
             raise EngineError(f"{hosted} of {rows} rows need host memory: {self._cannot_have('kv_offload')}")
         if hosted and isinstance(cache, RowCache) and cache.attention:
-            self._to_host_memory(batch, cache, slice(here, rows), placement.kv_on_cpu)
+            self._to_host_memory(batch, cache, slice(here, rows), placement, load)
             assert batch.host is not None
             self._kv_rows, self._kv_place = hosted, batch.host.place
             if isinstance(batch.host, CpuCache):
@@ -197,16 +203,27 @@ class Stream(Decoder):
             self._ring.start()
         return batch
 
-    def _hosted(self, rows: int, capacity: int, load: Workload, placement: Placement) -> int:
-        """Return how many of `rows` with room for `capacity` tokens each go to host memory."""
+    def _hosted(
+        self,
+        rows: int,
+        capacity: int,
+        load: Workload,
+        placement: Placement,
+        moved: Sequence[tuple[DecoderBatch, Tensor]],
+    ) -> int:
+        """Return how many of `rows` with room for `capacity` tokens each go to host memory. The rows `moved` leave room
+        where they were."""
         if self.expected is None:
-            there = sum(batch.batch_size - batch.here for batch in self.batches)
+            there = sum(batch.hosted for batch in self.batches)
             least: int = max(0, placement.host_rows(load.batch_size) - there)
             return min(rows, least)
         room = (load.batch_size - placement.host_rows(load.batch_size)) * load.total_len
         if room == load.batch_size * load.total_len:
             return 0
         used: int = sum(batch.here * batch.capacity for batch in self.batches)
+        for batch, places in moved:
+            assert isinstance(batch, StreamBatch)
+            used -= int((places < batch.here).sum()) * batch.capacity
         return rows - min(rows, max(0, room - used) // capacity)
 
     def _placement(self, load: Workload) -> Placement:
@@ -231,16 +248,18 @@ class Stream(Decoder):
         ring.keep(placement.resident_layers)
         ring.resize(buffers)
 
-    def _to_host_memory(self, batch: StreamBatch, cache: RowCache, rows: slice, on_cpu: bool) -> None:
+    def _to_host_memory(
+        self, batch: StreamBatch, cache: RowCache, rows: slice, placement: Placement, load: Workload
+    ) -> None:
         """Move the KV cache of `rows`, the last ones of `batch`, to host memory."""
-        on_cpu = on_cpu or self._ring is None
-        found = next((memory for memory in self._kv_memories if memory.spread == on_cpu), None)
-        if found is None:
+        on_cpu = placement.kv_on_cpu or self._ring is None
+        pool = self._kv_pool
+        if pool is None or (pool.spread != on_cpu and pool.unused == pool.size):
             self._close_kv()  # memory made for the other device that attends is of no use
-            found = HostMemory(self.device.type == "cuda", on_cpu, self.progress)
-        else:
-            self._kv_memories = tuple(memory for memory in self._kv_memories if memory is not found)
-        batch.memory = found
+            self._kv_pool = pool = HostPool(self.device.type == "cuda", on_cpu, self.progress)
+        hosted = self.plan.model.kv_bytes(placement.host_rows(load.batch_size), load.total_len)
+        pool.reserve(int(hosted * placement.kv_ratio) + 2 * ALIGNMENT * len(self._layers))
+        batch.memory = found = HostMemory(pool)
         attention = cache.attention
         windows = {index: one.slots.window for index, one in attention.items() if one.slots.window is not None}
         host: HostCache
@@ -422,7 +441,7 @@ class Stream(Decoder):
         self._sender.finish()
         if isinstance(batch.host, LinkCache) and self._ring is not None:
             self._ring.drop_fetches()
-        self._kv_memories += (batch.memory,)
+        batch.memory.close()
         batch.host = batch.memory = None
         if not any(isinstance(one.host, CpuCache) for one in self.batches):
             torch.set_num_threads(self._threads)
@@ -471,9 +490,9 @@ class Stream(Decoder):
         )
 
     def _close_kv(self) -> None:
-        for memory in self._kv_memories:
-            memory.close()
-        self._kv_memories = ()
+        if self._kv_pool is not None:
+            self._kv_pool.close()
+            self._kv_pool = None
 
     def close(self) -> None:
         self.clear()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from zinfer.engine.stream.cpu_kernel import coded, library
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 from zinfer.spec.progress import Progress, silent
 
+GROWTH = 8  # a pool that has no room grows by an eighth at least
 IN_FLIGHT = 512 << 20  # bytes under way to the host at a time; they take as much device memory
 
 
@@ -65,35 +66,120 @@ class Sender:
         self._bytes = 0
 
 
-class HostMemory:
-    """Host memory for the layers of a batch, page-locked if `pin`: exactly the bytes that each layer asks for, kept for
-    the next batch, since page-locking takes long. With `spread` it lies on all NUMA nodes, for data that all CPUs
-    read."""
+class Block(NamedTuple):
+    """Range of bytes of one of a pool's arenas."""
+
+    arena: PinnedArena
+    start: int
+    size: int
+
+    @property
+    def memory(self) -> Tensor:
+        return self.arena.memory[self.start : self.start + self.size]
+
+
+class HostPool:
+    """Host memory for the KV caches of all micro-batches, page-locked if `pin`: blocks of a few arenas. Freed blocks
+    are kept for the next ones, since page-locking takes long. With `spread` it lies on all NUMA nodes, for data that
+    all CPUs read."""
 
     def __init__(self, pin: bool, spread: bool = False, progress: Progress = silent) -> None:
         self.spread, self._pin, self._progress = spread, pin, progress
-        self._arenas: dict[int, PinnedArena] = {}
+        self._free: dict[PinnedArena, list[tuple[int, int]]] = {}  # by arena: free ranges (start, end), rising
+
+    @property
+    def size(self) -> int:
+        """Bytes of all arenas."""
+        return sum(arena.size for arena in self._free)
+
+    @property
+    def unused(self) -> int:
+        """Bytes that no block has."""
+        return sum(end - start for ranges in self._free.values() for start, end in ranges)
+
+    def reserve(self, size: int) -> None:
+        """Make the arenas `size` bytes together, if they are less: one arena, if no block is taken. Raises MemoryError
+        as `PinnedArena` does."""
+        if self.unused == self.size < size:
+            self.close()
+        if size > self.size:
+            self._grow(size - self.size)
+
+    def take(self, size: int) -> Block:
+        """Take a block of `size` bytes, its content undefined: of the smallest free range that holds it, or of a new
+        arena. Raises MemoryError as `PinnedArena` does."""
+        taken = -(-size // ALIGNMENT) * ALIGNMENT
+        if not any(end - start >= taken for ranges in self._free.values() for start, end in ranges):
+            self._grow(max(taken, self.size // GROWTH))
+        arena, (start, end) = min(
+            ((arena, free) for arena, ranges in self._free.items() for free in ranges if free[1] - free[0] >= taken),
+            key=lambda one: one[1][1] - one[1][0],
+        )
+        ranges = self._free[arena]
+        place = ranges.index((start, end))
+        ranges[place : place + 1] = [(start + taken, end)] if start + taken < end else []
+        return Block(arena, start, size)
+
+    def give_back(self, block: Block) -> None:
+        """Free a block."""
+        end = block.start - (-block.size // ALIGNMENT) * ALIGNMENT
+        merged: list[tuple[int, int]] = []
+        for free in sorted([*self._free[block.arena], (block.start, end)]):
+            if merged and merged[-1][1] == free[0]:
+                merged[-1] = merged[-1][0], free[1]
+            else:
+                merged.append(free)
+        self._free[block.arena] = merged
+
+    def close(self) -> None:
+        """Free all memory. Blocks must not be used afterwards."""
+        for arena in self._free:
+            arena.close()
+        self._free = {}
+
+    def _grow(self, size: int) -> None:
+        """Add an arena; where memory falls short, arenas that nobody uses make room for it."""
+        size = -(-size // ALIGNMENT) * ALIGNMENT
+        try:
+            arena = PinnedArena(size, self._pin, self._progress, spread=self.spread)
+        except MemoryError:
+            idle = [one for one, ranges in self._free.items() if ranges == [(0, one.size)]]
+            if not idle:
+                raise
+            for one in idle:
+                del self._free[one]
+                one.close()
+            arena = PinnedArena(size, self._pin, self._progress, spread=self.spread)
+        self._free[arena] = [(0, size)]
+
+
+class HostMemory:
+    """Host memory of one micro-batch: a block of `pool` for each layer."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._blocks: dict[int, Block] = {}
 
     @property
     def size(self) -> int:
         """Bytes for all layers."""
-        return sum(arena.size for arena in self._arenas.values())
+        return sum(block.size for block in self._blocks.values())
 
     def take(self, layer: int, size: int) -> Tensor:
-        """Return the memory of a layer, uint8 ``[size]``, its content undefined. Raises MemoryError as `PinnedArena`
-        does."""
-        arena = self._arenas.get(layer)
-        if arena is None or arena.size < size:
-            if arena is not None:
-                del self._arenas[layer]
-                arena.close()
-            self._arenas[layer] = arena = PinnedArena(size, self._pin, self._progress, spread=self.spread)
-        return arena.memory[:size]
+        """Return the memory of a layer, uint8 ``[size]``, its content undefined unless it was taken before and is large
+        enough. Raises MemoryError as `PinnedArena` does."""
+        block = self._blocks.get(layer)
+        if block is None or block.size < size:
+            if block is not None:
+                self._pool.give_back(self._blocks.pop(layer))
+            self._blocks[layer] = block = self._pool.take(size)
+        return block.memory[:size]
 
     def close(self) -> None:
-        for arena in self._arenas.values():
-            arena.close()
-        self._arenas = {}
+        """Give the blocks back. Their views must not be used afterwards."""
+        for block in self._blocks.values():
+            self._pool.give_back(block)
+        self._blocks = {}
 
 
 class HostCache(ABC):

@@ -11,7 +11,8 @@ import pytest
 from tests.test_architecture import GQA, MLA, ROUTED
 from zinfer.spec.architecture import measure
 from zinfer.spec.formula import shape
-from zinfer.spec.model import ModelError
+from zinfer.spec.model import ModelError, Shape
+from zinfer.spec.quantization import ratio, scheme
 from zinfer.spec.resolve import from_directory
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -43,10 +44,27 @@ PLAIN = {
 }  # fmt: skip
 
 
+def counts(found: Shape) -> Shape:
+    """Return a shape without the names and matrices that closed forms do not know."""
+    layers = tuple(layer.model_copy(update={"matrices": ()}) for layer in found.layers)
+    return found.model_copy(update={"layers": layers, "stack": ""})
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_closed_form_is_what_the_model_says(kind: str) -> None:
     config = {"model_type": kind.split("-")[0]} | CONFIGS[kind]
-    assert shape(kind, config) == measure(kind, config)
+    assert shape(kind, config) == counts(measure(kind, config))
+
+
+@pytest.mark.parametrize("quantised", [{"quant_method": "fp8"}, scheme("int4")])
+def test_bytes_of_a_format_are_nearly_those_of_the_matrices(quantised: dict[str, Any]) -> None:
+    config = {"model_type": "llama"} | GQA | {"hidden_size": 2048, "intermediate_size": 5632, "head_dim": 128}
+    found = [
+        ratio(one.layers, one.stack, one.hidden_size, {"quantization_config": quantised}, "bfloat16")
+        for one in (shape("it", config), measure("it", config))
+    ]
+    assert found[0] == pytest.approx(found[1], rel=2e-3)
+    assert found[1] < 0.51
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -56,7 +74,7 @@ def test_what_is_cached_follows_from_heads_where_weights_are_counted(kind: str) 
     weights = {f"layers.{index}.weight": (layer.parameters,) for index, layer in enumerate(asked.layers)}
     found = shape(kind, config, weights | {"head": (asked.other_parameters,)})
     unsaid = {"max_position": None}  # a default of transformers'
-    assert found.model_copy(update=unsaid) == asked.model_copy(update=unsaid)
+    assert found.model_copy(update=unsaid) == counts(asked).model_copy(update=unsaid)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +99,11 @@ import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
 from pathlib import Path
 from zinfer.spec.resolve import from_directory, from_catalogue
-print(from_directory(Path({str(folder)!r})).model_dump_json(include={{"layers", "other_parameters"}}))
+spec = from_directory(Path({str(folder)!r}))
+print(spec.parameters, spec.layer_parameters, spec.expert_parameters, spec.kv_bytes(1, 9))
 assert from_catalogue("mixtral-8x7b").parameters > 0
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.stdout.strip() == from_directory(folder).model_dump_json(include={"layers", "other_parameters"}), (
-        run.stderr
-    )
+    spec = from_directory(folder)
+    told = f"{spec.parameters} {spec.layer_parameters} {spec.expert_parameters} {spec.kv_bytes(1, 9)}"
+    assert run.stdout.strip() == told, run.stderr

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zinfer.spec import model as models
 from zinfer.spec import resolve
+from zinfer.spec.architecture import MatrixFinder
 from zinfer.spec.formula import fields
 from zinfer.spec.model import ModelError, ModelSpec
 
@@ -50,6 +51,7 @@ def test_counts_are_those_of_the_transformers_model(name: str) -> None:
     assert spec.streamed_bytes + spec.other_bytes == spec.weight_bytes
     experts = sum(weight.numel() for name, weight in stack[0].named_parameters() if "experts" in name)
     assert spec.expert_parameters == experts
+    assert spec.layers[-1].matrices == tuple(matrix for matrix, _, _ in MatrixFinder(real)(stack[-1]))
 
 
 @pytest.mark.parametrize("name", resolve.catalogue_names())

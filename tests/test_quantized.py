@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 
 from tests import environment, quantized
 from tests.checkpoints import save_checkpoint, save_config
-from tests.test_parity import greedy
+from tests.test_parity import MACHINE, greedy
 from tests.test_parity import load as load_engine
 from zinfer.engine.dequantize import Codes, table
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.quantized import pieces, unpack
+from zinfer.plan.plan import make_plan
+from zinfer.spec.case import Case, Workload
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.model import ModelError
@@ -223,6 +225,26 @@ def test_streamed_codes_give_the_tokens_of_dequantised_weights(
     assert spec.stored_ratio < 0.62
     assert effective.wire_bytes_per_step == pytest.approx(spec.stored_ratio * spec.streamed_bytes, rel=0.15)
     assert effective.host_weight_bytes < 0.75 * spec.streamed_bytes
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "mxfp4 of experts"])
+def test_a_bare_config_counts_the_bytes_of_the_headers(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
+    """Formats are known from config.json alone; the plan is that of the checkpoint, to the byte."""
+    if name == "mxfp4 of experts":
+        directory = quantized.mxfp4(save_config(tmp_path / "m", "gpt_oss", **EXPERTS))
+    else:
+        directory = made(name)
+    bare = tmp_path / "config.json"
+    bare.write_bytes((directory / "config.json").read_bytes())
+    found, expected = from_directory(bare), from_directory(directory)
+    assert found.stored_ratio == expected.stored_ratio < 0.9
+    asked = Case(
+        model="m", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=8, output_len=4),
+        options=(("weight_codec", "lossless"),),
+    )  # fmt: skip
+    plans = [make_plan(asked, spec, MACHINE) for spec in (found, expected)]
+    assert plans[0].host == plans[1].host
+    assert plans[0].streamed_bytes == plans[1].streamed_bytes < 0.9 * found.streamed_bytes
 
 
 def damaged(directory: Path, change: Callable[[dict[str, Tensor]], None], config: dict[str, Any] | None = None) -> None:

@@ -51,7 +51,7 @@ from zinfer.engine.read import (
     not_finite,
 )
 from zinfer.spec import quantization
-from zinfer.spec.architecture import building, decoder_layers, empty_model
+from zinfer.spec.architecture import building, decoder_layers, empty_model, merges_experts
 from zinfer.spec.case import LoadFormat
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from zinfer.spec.configuration import without_code
@@ -505,8 +505,7 @@ def _row_order(
         return tuple(names)
     own = {patterns.get(name) for name in names}
     rule = next((rule for rule in converters if own <= set(rule.source_patterns)), None)
-    kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in rule.operations] if rule is not None else []
-    if rule is None or kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+    if rule is None or not merges_experts(rule):
         return None
     found = dict[tuple[int, int], str]()
     for name in names:

@@ -30,6 +30,8 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -39,7 +41,7 @@ from transformers.models.auto.modeling_auto import (
 from zinfer.spec import quantization
 from zinfer.spec.configuration import without_code
 from zinfer.spec.documents import DocumentError
-from zinfer.spec.model import CONFIG_KEYS, Dtype, LayerSpec, ModelError, ModelSpec, Shape
+from zinfer.spec.model import CONFIG_KEYS, Dtype, LayerSpec, Matrix, ModelError, ModelSpec, Shape
 
 # Sequences and tokens of the measuring pass. The number of tokens is recognised in the shapes of cached tensors, so it
 # must not equal any width of a model nor a multiple of one: a prime.
@@ -109,12 +111,12 @@ def _measure(config_json: str) -> Shape:
         model = _causal(_configured("", config.get("model_type", ""), config), "bfloat16").eval()
     if (held := sum(buffer.nbytes for buffer in model.buffers())) > MAX_BUFFERS:
         raise ModelError(f"its tables and masks take {held / 1e9:,.0f} GB: the positions of its config.json are wrong")
-    _, layers = decoder_layers(model)
+    stack, layers = decoder_layers(model)
     watch = _watched(model, layers, _TOKENS)
     if any(seen.may_grow for seen in watch.layers):
         for seen, later in zip(watch.layers, _watched(model, layers, _MORE).layers, strict=True):
             seen.compare(later)
-    return _shape(model, layers, watch.layers)
+    return _shape(model, stack, layers, watch.layers)
 
 
 def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Watch":
@@ -140,11 +142,11 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Wa
             return run(past_key_values=DynamicCache())
 
 
-def _shape(model: PreTrainedModel, layers: nn.ModuleList, watched: "list[_Seen]") -> Shape:
+def _shape(model: PreTrainedModel, stack: str, layers: nn.ModuleList, watched: "list[_Seen]") -> Shape:
     """Return the Shape of the modules and the watched pass."""
     text, routed = _text(model.config), [_experts(layer) for layer in layers]
     times = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
-    parts = []
+    parts, find = [], MatrixFinder(model)
     for layer, experts, seen in zip(layers, routed, watched, strict=True):
         own = {id(weight): weight.numel() for weight in layer.parameters() if times[id(weight)] == 1}
         inside = {id(weight) for module in experts for weight in module.parameters()}
@@ -155,6 +157,7 @@ def _shape(model: PreTrainedModel, layers: nn.ModuleList, watched: "list[_Seen]"
             window=seen.window if seen.kv_width else _window(layer),
             state=seen.state,
             attention=seen.products // 2 if seen.kv_width or not seen.state else 0,
+            matrices=tuple(matrix for matrix, weight, _ in find(layer) if id(weight) in own),
         )
         parts.append(part)
     if not any(part.kv_width or part.state for part in parts):
@@ -181,7 +184,50 @@ def _shape(model: PreTrainedModel, layers: nn.ModuleList, watched: "list[_Seen]"
         max_position=_first(text, CONFIG_KEYS["max_position"]),
         num_experts=num_experts,
         experts_per_token=min(num_experts, chosen or _first(text, CONFIG_KEYS["experts_per_token"]) or 1),
+        stack=stack,
     )
+
+
+class MatrixFinder:
+    """Search for the matrices of decoder layers of `model` that a format may store quantised: those of linear modules,
+    and those of experts, by the names in which checkpoints have them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._merged: list[tuple[str, tuple[str, ...]]] = []  # end of a parameter's name, and of those merged into it
+        for rule in get_model_conversion_mapping(model):
+            if isinstance(rule, WeightConverter) and merges_experts(rule) and len(rule.target_patterns) == 1:
+                sources = tuple(source.strip("^$") for source in rule.source_patterns)
+                self._merged.append((rule.target_patterns[0].strip("^$"), sources))
+
+    def __call__(self, layer: nn.Module) -> Iterator[tuple[Matrix, Tensor, str]]:
+        """Yield the matrices of a layer, with the parameter that holds each and its name within the layer. Several
+        matrices of one parameter come in the order of an expert's rows in it."""
+        for path, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                rows, columns = module.weight.shape
+                yield Matrix(path, rows, columns), module.weight, f"{path}.weight"
+        for module in _experts(layer):
+            path = next(name for name, one in layer.named_modules() if one is module)
+            for leaf, weight in module.named_parameters():
+                if weight.dim() == 3:
+                    yield from self._of_experts(f"{path}.{leaf}", weight)
+
+    def _of_experts(self, name: str, weight: Tensor) -> Iterator[tuple[Matrix, Tensor, str]]:
+        experts, rows, columns = weight.shape
+        for target, sources in self._merged:
+            if f".{name}".endswith(target if target.startswith(".") else f".{target}"):
+                before = f".{name}"[: -len(target)].removeprefix(".")
+                for source in sources:
+                    own = f"{before}{source.removesuffix('.weight')}"
+                    yield Matrix(own, rows // len(sources), columns, experts), weight, name
+                return
+        yield Matrix(name, columns, rows, experts), weight, name  # stored as it is used: transposed
+
+
+def merges_experts(rule: WeightConverter) -> bool:
+    """Tell whether a conversion puts the matrices of experts, stored one by one, below each other, expert by expert."""
+    kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in rule.operations]
+    return kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
 
 def _weights(module: nn.Module) -> int:

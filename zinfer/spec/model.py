@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -20,6 +20,8 @@ from zinfer.spec.value import Frozen
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Formats of the weights in decoder layers; all but the first are made here, of weights in 16 bits, and are lossy.
+Weights = Literal["as-released", "int4", "int8", "fp8"]
 
 # Our name of a quantity -> the names that published configurations use.
 CONFIG_KEYS = {
@@ -43,6 +45,24 @@ class ModelError(ZinferError):
     """A model reference or description that cannot be used; the message says what to do next."""
 
 
+class Matrix(NamedTuple):
+    """Weights of a linear module, ``[rows, columns]``, or of such a module in each of `experts`.
+
+    `name` is the module's name within its layer, as checkpoints store it; ``*`` stands for the number of an expert. A
+    name of experts without it is that of one stored tensor for all of them.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    experts: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of values, those of all experts together."""
+        return max(1, self.experts) * self.rows * self.columns
+
+
 class LayerSpec(Frozen):
     """One decoder layer: its parameters, and the number of values that it caches."""
 
@@ -52,6 +72,7 @@ class LayerSpec(Frozen):
     window: int | None = None  # sliding window: most tokens cached
     state: int = 0  # values cached a sequence, independent of its length
     attention: int = 0  # query heads, times the mean width of a key and a value; 0 without attention
+    matrices: tuple[Matrix, ...] = ()  # parameters that a format may store quantised; empty if they are not known
 
     def tokens(self, length: int) -> int:
         """Return the number of tokens of `length` that are cached and attended to."""
@@ -97,6 +118,7 @@ class Shape(Frozen):
     max_position: int | None = None
     num_experts: int = 0
     experts_per_token: int = 0
+    stack: str = ""  # name of the module that holds the decoder layers, if it is known
 
 
 class ModelSpec(Shape):
@@ -109,6 +131,7 @@ class ModelSpec(Shape):
     config: dict[str, Any]  # Hugging Face configuration that the model is built from
     directory: str | None = None  # folder of a local checkpoint
     stored_ratio: float = Field(default=1.0, gt=0)  # bytes of layers as released over those in `dtype`; 1 if equal
+    weights: Weights = "as-released"  # format that the layers' weights are given here; `config` describes it, too
     hub_id: str | None = None
 
     @property

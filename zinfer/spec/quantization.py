@@ -4,17 +4,22 @@ A quantised weight is stored as codes of 4 or 8 bits and scales, under names of 
 names, in the formats of a checkpoint's `quantization_config`; every tensor with codes must have all that belongs to it,
 in the shapes that follow from each other. `zinfer.engine.dequantize` does the arithmetic.
 
+Without a checkpoint, `Quantization` tells from the same `quantization_config` which matrices of a model are stored
+quantised, and in which tensors. `scheme` describes the formats that zinfer itself makes.
+
 Sources: the quantisers of transformers (fp8, mxfp4, gptq, awq), and the formats of the library compressed-tensors.
 """
 
 import os
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from math import ceil, prod
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from zinfer.spec.checkpoint import CheckpointError, TensorInfo
-from zinfer.spec.model import ModelError, text_config
+from zinfer.spec.checkpoint import BITS, CheckpointError, TensorInfo
+from zinfer.spec.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError, Weights, text_config
 
 Format = Literal["fp8", "int", "fp8 or int8", "nvfp4", "mxfp4", "mxfp4 experts", "gptq", "awq"]
 
@@ -30,6 +35,8 @@ ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".inp
 EIGHT_BITS = {"F8_E4M3", "F8_E5M2", "I8"}
 FLOATS = {"F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+GROUP_SIZES = (128, 64, 32, 16)  # values that may share a scale where the wanted number of them does not divide a row
+LONGEST_PATTERN, MOST_PATTERNS = 300, 20_000  # characters of a name or pattern of modules, and their number
 
 
 class QuantizedWeight(NamedTuple):
@@ -90,8 +97,15 @@ def method(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 class _Finder:
     """Search of the quantised weights among `tensors`, by the names of one method."""
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], found: Mapping[str, Any], dtype: str) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorInfo],
+        found: Mapping[str, Any],
+        dtype: str,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
         self.tensors, self.found, self.dtype = tensors, found, _DTYPES.get(dtype, "BF16")
+        self.shape = shape  # of the only weight, where the tensors have no data
         self.used: dict[str, str] = {}  # stored name -> weight that it belongs to
 
     def fault(self, name: str, reason: str) -> CheckpointError:
@@ -127,6 +141,10 @@ class _Finder:
         return rows // grid[0], columns // grid[1]
 
     # Formats
+
+    def every(self) -> Iterator[QuantizedWeight]:
+        ways = {"fp8": self.fp8, "mxfp4": self.mxfp4, "compressed-tensors": self.compressed}
+        return ways.get(self.found["quant_method"], self.columns)()
 
     def fp8(self) -> Iterator[QuantizedWeight]:
         for name in [one for one in self.tensors if one.endswith("_scale_inv")]:
@@ -174,7 +192,7 @@ class _Finder:
         """Return a weight whose codes are packed into words of 32 bits along its rows."""
         info, kind = self.tensors[name], self.take(weight, "scales", scale, FLOATS, name)
         stored = self.take(weight, "shape", f"{weight}_shape", {"I64", "I32"}, name)
-        shape = _numbers(stored)
+        shape = _numbers(stored) if self.shape is None else self.shape
         rows, words = info.shape
         fits = len(shape) == 2 and shape[0] == rows and 0 < shape[1] <= 32 * words
         bits = next((bits for bits in (4, 8) if fits and ceil(shape[1] * bits / 32) == words), 0)
@@ -263,9 +281,8 @@ def weights(
     if found is None:
         return {}, set()
     finder = _Finder(tensors, found, dtype)
-    ways = {"fp8": finder.fp8, "mxfp4": finder.mxfp4, "compressed-tensors": finder.compressed}
     result: dict[str, QuantizedWeight] = {}
-    for weight in ways.get(found["quant_method"], finder.columns)():
+    for weight in finder.every():
         if weight.name in result or (weight.name in tensors and weight.parts["codes"] != weight.name):
             raise finder.fault(weight.parts["codes"], f"is stored beside another {weight.name[-80:]}")
         result[weight.name] = weight
@@ -310,3 +327,261 @@ def _numbers(info: TensorInfo) -> tuple[int, ...]:
     each = 8 if info.dtype == "I64" else 4
     count = len(content) // each
     return struct.unpack(f"<{count}{'q' if each == 8 else 'i'}", content[: count * each])
+
+
+# Formats without a checkpoint
+
+
+class Header(NamedTuple):
+    """Type, as safetensors spells it, and shape of a stored tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * BITS[self.dtype] // 8
+
+
+def scheme(weights: Weights) -> dict[str, Any]:
+    """Return the quantization_config of a format that zinfer makes: int4 in groups of 128 values, or of the largest of
+    `GROUP_SIZES` that divides a row; int8 and fp8 (e4m3) with a scale a row; all symmetric."""
+    bits, kind, form, strategy = {
+        "int4": (4, "int", "pack-quantized", "group"),
+        "int8": (8, "int", "int-quantized", "channel"),
+        "fp8": (8, "float", "float-quantized", "channel"),
+    }[weights]
+    arguments: dict[str, Any] = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True}
+    if strategy == "group":
+        arguments["group_size"] = GROUP_SIZES[0]
+    group = {"targets": ["Linear"], "format": form, "weights": arguments, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*router"], "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+class Quantization:
+    """Quantisation of a model's matrices by its `config`, for weights outside them in `dtype`.
+
+    Raises ModelError, without the model's name, as `method` does, and for fields that cannot be understood.
+    """
+
+    def __init__(self, config: Mapping[str, Any], dtype: str) -> None:
+        self._found: Mapping[str, Any] = method(config) or {}
+        self._name = self._found.get("quant_method")
+        self._model_dtype, self._dtype = dtype, _DTYPES[dtype]
+        keys = ("ignore",) if self._name == "compressed-tensors" else ("modules_to_not_convert",)
+        self._kept = _Modules(self._list(self._found, keys[0]), self._name)
+        self._groups = [
+            (_Modules(self._list(group, "targets"), self._name), group)
+            for group in (self._found.get("config_groups") or {}).values()
+            if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
+        ]
+        inside = self._found.get("modules_in_block_to_quantize") or ()
+        names = [name for one in inside for name in (one if isinstance(one, list) else [one])]
+        self._only = tuple(name for name in names if isinstance(name, str))
+        dynamic = self._found.get("dynamic") if self._name == "gptq" else None
+        self._dynamic: list[tuple[_Modules, Any]] = []  # modules, and fields of their own; None: they stay in 16 bits
+        for pattern, other in dynamic.items() if isinstance(dynamic, Mapping) else ():
+            modules = _Modules([f"re:{pattern.removeprefix('-:').removeprefix('+:')}"], "gptq")
+            self._dynamic.append((modules, None if pattern.startswith("-:") else other))
+
+    @staticmethod
+    def _list(found: Mapping[str, Any], key: str) -> list[str]:
+        value = found.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ModelError(f"quantization_config.{key} is no list of names")
+        return value
+
+    def headers(self, matrix: Matrix, module: str) -> dict[str, Header] | None:
+        """Return the tensors that `matrix`, whose whole name is `module`, is stored in, by name: those of one expert if
+        each has its own. None if it is not quantised."""
+        rows, columns = matrix.rows, matrix.columns
+        if not self._name or 0 in (rows, columns) or self._kept.match(module):
+            return None
+        together = bool(matrix.experts) and "*" not in matrix.name
+        if self._name == "mxfp4":
+            if not together or columns % 32:
+                return None
+            grid = (matrix.experts, rows, columns // 32)
+            return {f"{module}_blocks": Header("U8", (*grid, 16)), f"{module}_scales": Header("U8", grid)}
+        if together:
+            return None
+        if self._name == "fp8":
+            return self._fp8(f"{module}.weight", rows, columns)
+        if self._name == "compressed-tensors":
+            group = next((group for targets, group in self._groups if targets.match(module, "Linear")), None)
+            return None if group is None else self._compressed(f"{module}.weight", rows, columns, group)
+        return self._columns(module, rows, columns)
+
+    def weight(self, matrix: Matrix, module: str) -> tuple[QuantizedWeight, dict[str, Header]] | None:
+        """Return how `matrix` is stored, as `weights` finds it in a checkpoint, and the tensors by their role; None if
+        it is not quantised."""
+        found = self.headers(matrix, module)
+        if found is None:
+            return None
+        infos = {name: TensorInfo(Path("config.json"), *header, 0, header.nbytes) for name, header in found.items()}
+        finder = _Finder(infos, self._found, self._model_dtype, (matrix.rows, matrix.columns))
+        (weight,) = finder.every()
+        return weight, {role: found[name] for role, name in weight.parts.items()}
+
+    def layer_bytes(self, layer: LayerSpec, prefix: str, hidden_size: int) -> int:
+        """Return the bytes of a decoder layer as it is stored; `prefix` is its name in the model, with a dot behind.
+        Without `LayerSpec.matrices` all of its weights count as one matrix."""
+        size = DTYPE_BYTES[self._model_dtype]
+        total = layer.parameters * size
+        for matrix in layer.matrices or (Matrix("", layer.parameters // hidden_size, hidden_size),):
+            found = self.headers(matrix, prefix + matrix.name.replace("*", "0"))
+            if found is not None:
+                times = matrix.experts if "*" in matrix.name else 1
+                total += times * sum(header.nbytes for header in found.values()) - matrix.numel * size
+        return total
+
+    def _fp8(self, name: str, rows: int, columns: int) -> dict[str, Header]:
+        block = self._found.get("weight_block_size", [128, 128])
+        shape = (1,) if block is None else _blocks(rows, columns, block, "weight_block_size")
+        found = {name: Header("F8_E4M3", (rows, columns)), f"{name}_scale_inv": Header("F32", shape)}
+        if self._found.get("activation_scheme") == "static":
+            found[f"{name.removesuffix('weight')}activation_scale"] = Header("F32", (1,))
+        return found
+
+    def _compressed(self, name: str, rows: int, columns: int, group: Mapping[str, Any]) -> dict[str, Header] | None:
+        given, form = group["weights"], str(group.get("format") or self._found.get("format"))
+        if form == "dense":
+            return None
+        bits = _whole(given.get("num_bits", 8), "num_bits")
+        if form == "nvfp4-pack-quantized":
+            if columns % 16:
+                return None
+            return {f"{name}_packed": Header("U8", (rows, columns // 2)),
+                    f"{name}_scale": Header("F8_E4M3", (rows, columns // 16)),
+                    f"{name}_global_scale": Header("F32", (1,))}  # fmt: skip
+        if form == "mxfp4-pack-quantized":
+            if columns % 32:
+                return None
+            return {
+                f"{name}_packed": Header("U8", (rows, columns // 2)),
+                f"{name}_scale": Header("U8", (rows, columns // 32)),
+            }
+        strategy, grid = given.get("strategy"), (rows, 1)
+        if strategy == "tensor":
+            grid = (1, 1)
+        elif strategy == "group":
+            size = _group_size(columns, _whole(given.get("group_size"), "group_size"))
+            if not size:
+                return None
+            grid = (rows, columns // size)
+        elif strategy == "block":
+            grid = _blocks(rows, columns, given.get("block_structure"), "block_structure")
+        scale = Header(self._dtype, (1,) if strategy == "tensor" else grid)
+        zeros = not given.get("symmetric", True)
+        if form == "pack-quantized":
+            if bits not in (4, 8):
+                raise ModelError(f"its weights have {bits} bits by compressed-tensors: zinfer reads 4 and 8")
+            found = {f"{name}_packed": Header("I32", (rows, ceil(columns * bits / 32))), f"{name}_scale": scale,
+                     f"{name}_shape": Header("I64", (2,))}  # fmt: skip
+            if zeros:
+                found[f"{name}_zero_point"] = Header("I32", (ceil(rows * bits / 32), grid[1]))
+            if given.get("actorder") == "group":
+                found[f"{name}_g_idx"] = Header("I32", (columns,))
+            return found
+        kind = "F8_E4M3" if form == "float-quantized" or given.get("type") == "float" else "I8"
+        found = {name: Header(kind, (rows, columns)), f"{name}_scale": scale}
+        if zeros:
+            found[f"{name}_zero_point"] = Header(kind, scale.shape)
+        return found
+
+    def _columns(self, module: str, rows: int, columns: int) -> dict[str, Header] | None:
+        found = dict(self._found)
+        if self._only and not module.endswith(self._only):
+            return None
+        for modules, other in self._dynamic:
+            if modules.match(module):
+                if not isinstance(other, Mapping):
+                    return None
+                found |= other
+        bits, size = _whole(found.get("bits"), "bits"), found.get("group_size", 128)
+        if bits not in (4, 8):
+            raise ModelError(f"its weights have {bits} bits by {self._name}: zinfer reads 4 and 8")
+        each, groups = 32 // bits, 1 if size == -1 else ceil(columns / _whole(size, "group_size"))
+        gptq = self._name == "gptq"
+        if (columns if gptq else rows) % each:
+            return None
+        codes = (columns // each, rows) if gptq else (columns, rows // each)
+        result = {
+            f"{module}.qweight": Header("I32", codes),
+            f"{module}.qzeros": Header("I32", (groups, ceil(rows / each))),
+            f"{module}.scales": Header("F16", (groups, rows)),
+        }
+        return result | ({f"{module}.g_idx": Header("I32", (columns,))} if gptq else {})
+
+
+def ratio(layers: tuple[LayerSpec, ...], stack: str, hidden_size: int, config: Mapping[str, Any], dtype: str) -> float:
+    """Return the bytes of decoder layers as a checkpoint of `config` stores them, over those in `dtype`: 1 if they are
+    not quantised, and 1 at most. Raises ModelError as `Quantization` does."""
+    if method(config) is None:
+        return 1.0
+    rules = Quantization(config, dtype)
+    prefix = f"{stack}." if stack else ""
+    size = sum(rules.layer_bytes(layer, f"{prefix}{index}.", hidden_size) for index, layer in enumerate(layers))
+    return min(1.0, size / (sum(layer.parameters for layer in layers) * DTYPE_BYTES[dtype]))
+
+
+def _group_size(columns: int, wanted: int) -> int:
+    """Return how many values of a row share a scale: `wanted`, or the largest of `GROUP_SIZES` that divides the row; 0
+    if none does."""
+    return next((size for size in (wanted, *GROUP_SIZES) if size <= wanted and columns % size == 0), 0)
+
+
+def _blocks(rows: int, columns: int, block: Any, field: str) -> tuple[int, int]:
+    """Return the number of blocks along rows and columns, the last ones cut. Raises ModelError."""
+    if not isinstance(block, list) or len(block) != 2:
+        raise ModelError(f"quantization_config.{field} is no pair of numbers")
+    return ceil(rows / _whole(block[0], field)), ceil(columns / _whole(block[1], field))
+
+
+def _whole(value: Any, field: str) -> int:
+    if type(value) is not int or not 0 < value <= 1 << 31:
+        raise ModelError(f"quantization_config.{field}: {str(value)[:40]!r} is no whole number from 1 on")
+    return value
+
+
+class _Modules:
+    """Names and patterns of modules, as the library of `quant_method` matches them."""
+
+    def __init__(self, names: list[str], quant_method: object) -> None:
+        if len(names) > MOST_PATTERNS:
+            raise ModelError(f"quantization_config names more than {MOST_PATTERNS:,} modules")
+        self._regular = quant_method in ("compressed-tensors", "gptq")
+        self._parts = quant_method == "awq"
+        self._names = frozenset(name for name in names if not (self._regular and name.startswith("re:")))
+        self._patterns: list[re.Pattern[str]] = []
+        for name in names:
+            if self._regular and name.startswith("re:"):
+                self._patterns.append(_pattern(name[3:]))
+            elif not self._regular and not self._parts and not re.fullmatch(r"[\w.]+", name):
+                self._patterns.append(_pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))"))
+        # transformers: a name from the start up to the end of a module's, or the end of a name
+        self._plain = () if self._regular else tuple(self._names)
+
+    def match(self, module: str, kind: str = "") -> bool:
+        """Tell whether `module`, of class `kind`, is among them."""
+        if module in self._names or kind in self._names:
+            return True
+        if any(pattern.match(module) for pattern in self._patterns):
+            return True
+        if self._parts:
+            return any(name in module for name in self._plain)
+        return any(module.endswith(name) or module.startswith(f"{name}.") for name in self._plain)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Compile a pattern of modules. Raises ModelError for one that is none, or that might take long to match."""
+    repeated = len(re.findall(r"[*+{]", text))
+    if len(text) > LONGEST_PATTERN or repeated > 6 or re.search(r"\)[*+{]", text):
+        raise ModelError(f"quantization_config: the pattern {text[:60]!r} of modules is too complex")
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError):
+        raise ModelError(f"quantization_config: {text[:60]!r} is no pattern of modules") from None

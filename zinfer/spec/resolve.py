@@ -22,7 +22,7 @@ from typing import Any, cast, get_args
 from zinfer.spec import atomic, formula, hub, quantization
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config
 from zinfer.spec.errors import did_you_mean
-from zinfer.spec.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, text_config
+from zinfer.spec.model import LAYER_INDEX, Dtype, LayerSpec, Matrix, ModelError, ModelSpec, Shape, Weights, text_config
 
 # Families that tie the head to the embedding by default; their checkpoints may hold both even so.
 _TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2"})
@@ -32,8 +32,11 @@ _BUFFER = re.compile(r"(?:^|\.)(?:attention|attn)\.(?:masked_)?bias$|rotary_emb\
 _TENSOR_DTYPES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = None) -> ModelSpec:
+def resolve(
+    reference: str, dtype: Dtype | None = None, layers: int | None = None, weights: Weights = "as-released"
+) -> ModelSpec:
     """Return the model of a reference: a catalogue name, a checkpoint folder, a config.json, or a Hugging Face hub id.
+    Its decoder layers have `weights` as their format.
 
     Raises ModelError, in one line, for anything else.
     """
@@ -57,7 +60,24 @@ def resolve(reference: str, dtype: Dtype | None = None, layers: int | None = Non
         raise ModelError(f"no model {reference[:200]!r}: not in the catalogue, not a folder, not a hub id{hint}")
     if dtype is not None:
         spec = spec.with_dtype(dtype)
-    return spec if layers is None else spec.slice(layers)
+    spec = spec if layers is None else spec.slice(layers)
+    return with_weights(spec, weights)
+
+
+def with_weights(spec: ModelSpec, weights: Weights) -> ModelSpec:
+    """Return the same model with the decoder layers' weights in another format, which its `config` describes then.
+
+    Raises ModelError for weights that are released quantised, and for a model without a matrix that could be.
+    """
+    if weights == "as-released":
+        return spec
+    if quantization.method(spec.config) is not None or spec.stored_ratio < 1:
+        raise ModelError(f"{spec.name} is released quantised: --weights {weights} is for models in 16 or 32 bits")
+    config = spec.config | {"quantization_config": quantization.scheme(weights)}
+    ratio = quantization.ratio(spec.layers, spec.stack, spec.hidden_size, config, spec.dtype)
+    if ratio == 1:
+        raise ModelError(f"{spec.name} has no matrix that --weights {weights} makes smaller: leave the option out")
+    return spec.model_copy(update={"config": config, "stored_ratio": ratio, "weights": weights})
 
 
 def catalogue_names() -> tuple[str, ...]:
@@ -74,6 +94,7 @@ def from_catalogue(name: str) -> ModelSpec:
         expert_parameters=entry.get("expert_parameters", 0),
         kv_width=2 * shape["num_kv_heads"] * shape["head_dim"],
         attention=shape["num_heads"] * shape["head_dim"],
+        matrices=tuple(Matrix(*matrix) for matrix in entry["matrices"]),
     )
     return ModelSpec(
         name=name,
@@ -129,7 +150,11 @@ def from_directory(path: Path) -> ModelSpec:
         raise ModelError(f"{path}: no weights of decoder layer {missing[0]} of {spec.num_layers}")
     spec = spec.with_dtype(_supported(str(path), dtype))
     if stored.keys() != checkpoint.tensors.keys():
-        size = sum(one.end - one.start for name, one in checkpoint.tensors.items() if LAYER_INDEX.search(name))
+        size = sum(
+            one.end - one.start
+            for name, one in checkpoint.tensors.items()
+            if (match := LAYER_INDEX.search(name)) and int(match[1]) < spec.num_layers
+        )
         spec = spec.model_copy(update={"stored_ratio": min(1.0, size / spec.streamed_bytes)})
     return spec
 
@@ -149,14 +174,22 @@ def from_hub(hub_id: str) -> ModelSpec:
 def from_config(
     name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None, **others: Any
 ) -> ModelSpec:
-    """Return the spec of the model that `config` describes; see `shape_of` for `counted` and the errors."""
-    shape = shape_of(name, config, counted)
+    """Return the spec of the model that `config` describes; see `shape_of` for `counted` and the errors. Without
+    `counted` weights, its bytes are those of the format that `config` names."""
+    shape, ratio = shape_of(name, config, counted), 1.0
+    try:
+        if counted is None:
+            dtype = others.get("dtype", "bfloat16")
+            ratio = quantization.ratio(shape.layers, shape.stack, shape.hidden_size, config, dtype)
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
     return ModelSpec(
         name=name,
         architecture=config.get("model_type", ""),
         total_layers=shape.num_layers,
         **dict(shape),
         config=deepcopy(dict(config)),
+        stored_ratio=ratio,
         **others,
     )
 

@@ -1,0 +1,108 @@
+"""Formats of weights from a configuration alone: which matrices are stored quantised, and in how many bytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zinfer.spec import quantization, resolve
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.model import Matrix, ModelError, Weights
+from zinfer.spec.quantization import Quantization, scheme
+
+UP = Matrix("mlp.up_proj", 512, 256)
+
+
+def stored(config: dict[str, Any], module: str = "model.layers.3.mlp.up_proj", matrix: Matrix = UP) -> int:
+    """Return the bytes that a matrix is stored in; 0 if it is not quantised."""
+    found = Quantization({"quantization_config": config}, "bfloat16").headers(matrix, module)
+    return sum(header.nbytes for header in (found or {}).values())
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+INT4 = scheme("int4")
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+CODES = 512 * 256
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (FP8, CODES + 4 * 2 * 4),
+        (FP8 | {"modules_to_not_convert": ["mlp.up"]}, CODES + 4 * 2 * 4),  # not up to the end of a name
+        (FP8 | {"modules_to_not_convert": ["mlp.up_proj"]}, 0),
+        (FP8 | {"modules_to_not_convert": ["model.layers.3"]}, 0),
+        (FP8 | {"modules_to_not_convert": ["model.layers.*.mlp"]}, 0),
+        (FP8 | {"modules_to_not_convert": ["model.layers.33", "lm_head"]}, CODES + 4 * 2 * 4),
+        (INT4, CODES // 2 + 512 * 2 * 2 + 16),
+        (INT4 | {"ignore": ["model.layers.3.mlp.up_proj"]}, 0),
+        (INT4 | {"ignore": ["re:.*up_proj$"]}, 0),
+        (INT4 | {"ignore": ["up_proj"]}, CODES // 2 + 512 * 2 * 2 + 16),  # a whole name, or a pattern
+        (scheme("int8"), CODES + 512 * 2),
+        (scheme("fp8"), CODES + 512 * 2),
+        (AWQ, CODES // 2 + 2 * 512 // 2 + 2 * 512 * 2),
+        (AWQ | {"modules_to_not_convert": ["up"]}, 0),  # a part of a name
+        (GPTQ, CODES // 2 + 2 * 512 // 2 + 2 * 512 * 2 + 256 * 4),
+        (GPTQ | {"group_size": -1}, CODES // 2 + 512 // 2 + 512 * 2 + 256 * 4),
+        (GPTQ | {"dynamic": {r"-:.*\.3\.mlp": {}}}, 0),
+        (GPTQ | {"dynamic": {r"+:.*\.3\.mlp": {"bits": 8}}}, CODES + 2 * 512 + 2 * 512 * 2 + 256 * 4),
+        (GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"]]}, 0),
+        ({"quant_method": "mxfp4"}, 0),  # experts alone
+    ],
+)
+def test_modules_that_stay_in_16_bits_are_those_of_the_library(config: dict[str, Any], size: int) -> None:
+    assert stored(config) == size
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (FP8 | {"modules_to_not_convert": "lm_head"}, "no list of names"),
+        (FP8 | {"modules_to_not_convert": ["(a+)+$"]}, "too complex"),
+        (INT4 | {"ignore": ["re:((a*)*)*$"]}, "too complex"),
+        (INT4 | {"ignore": ["re:["]}, "no pattern"),
+        (INT4 | {"ignore": ["re:" + "a" * 400]}, "too complex"),
+        (INT4 | {"ignore": ["a"] * 30_000}, "more than"),
+        (FP8 | {"weight_block_size": [0, 128]}, "weight_block_size"),
+        (FP8 | {"weight_block_size": 128}, "weight_block_size"),
+        (GPTQ | {"group_size": "128"}, "group_size"),
+        (GPTQ | {"dynamic": {r"+:.*": {"bits": 3}}}, "3 bits"),
+    ],
+)
+def test_fields_that_cannot_be_understood_are_refused_in_a_line(
+    config: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=says) as fault:
+        stored(config)
+    assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "bits"), [("int4", 4 + 16 / 128), ("int8", 8 + 16 / 14336), ("fp8", 8 + 16 / 14336)]
+)
+def test_formats_of_zinfer_count_codes_and_scales(weights: Weights, bits: float) -> None:
+    plain, found = resolve.resolve("bloom-176b"), resolve.resolve("bloom-176b", weights=weights)
+    assert found.stored_ratio == pytest.approx(bits / 16, rel=2e-3)
+    assert (found.parameters, found.dtype, found.weights) == (plain.parameters, plain.dtype, weights)
+    assert quantization.method(found.config) is not None
+    assert found.slice(2).stored_ratio == found.stored_ratio
+
+
+def test_bloom_in_int4_is_99_gb() -> None:
+    spec = resolve.resolve("bloom-176b", weights="int4")
+    assert (spec.stored_ratio * spec.streamed_bytes + spec.other_bytes) / 1e9 == pytest.approx(96.3, abs=0.1)
+
+
+def test_a_row_that_no_group_divides_stays_in_16_bits() -> None:
+    assert stored(INT4, matrix=Matrix("m", 64, 100)) == 0
+    assert stored(INT4, matrix=Matrix("m", 64, 96)) == 64 * 48 + 64 * 3 * 2 + 16
+
+
+def test_other_formats_are_refused_for_models_that_have_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(resolve.resolve("llama-3.1-8b").config | {"quantization_config": FP8}))
+    with pytest.raises((ModelError, CheckpointError), match="released quantised: --weights int4"):
+        resolve.resolve(str(path), weights="int4")
+    assert 0.5 < resolve.resolve(str(path)).stored_ratio < 0.51

@@ -51,7 +51,7 @@ OPTIONS = {
               "-O", "--dtype", "-m", "--engine", "--requests", "--request-lengths", "--num-requests", "--in-flight",
               "--request-rate", "--seed", "--sla", "--rounds"],
     "plan": ["--batch-size", "--input-len", "--output-len", "--layers", "--gpus", "--set", "--gpu-weights",
-             "--weight-bits", "--machine", "-m", "--engine", "--offload", "--calibrate", "--figure"],
+             "--weights", "--machine", "-m", "--engine", "--offload", "--calibrate", "--figure"],
     "best": ["--sla", "--demand", "--deadline", "--gpu-hour-usd", "--power-usd-kwh", "--utilisation", "--spare",
              "--gpus-per-server", "--host-hour-usd", "--model", "--machine", "--objective"],
     "compare": ["--metric", "--fail-on-regression", "--across"],

@@ -73,7 +73,16 @@ def test_json_has_stable_keys(results: Path) -> None:
     ]
     assert (first["layers"], first["total_layers"], first["load_format"]) == (14, 70, "dummy")
     assert list(first["best"]) == [
-        *("engine", "offload", "options", "batch_size", "output_tok_s", "output_tok_s_half_width", "decode_tok_s"),
+        *(
+            "engine",
+            "offload",
+            "weights",
+            "options",
+            "batch_size",
+            "output_tok_s",
+            "output_tok_s_half_width",
+            "decode_tok_s",
+        ),
         "prefill_tok_s",
         *("ttft_ms", "tpot_ms", "h2d_bandwidth", "link_share", "gpu_peak_bytes", "host_peak_bytes", "command"),
         "batch_command",

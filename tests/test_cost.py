@@ -15,7 +15,6 @@ from zinfer.plan.cost import (
     Placement,
     Times,
     contended_rates,
-    layers_stored,
     piece_bytes,
     prefill,
     step,
@@ -29,11 +28,12 @@ from zinfer.spec.case import Case, Workload
 from zinfer.spec.machine import FIGURES, Machine
 
 BLOOM = resolve.resolve("bloom-176b", None, None)
+INT4 = resolve.resolve("bloom-176b", None, None, "int4")
 # Without sources and a name no peaks are known, so that limits are those of the figures below.
 H100 = machine.load("h100-80gb").model_copy(
     update={"host_bytes": 1 << 40, "sources": {}, "peaks": {}, "gpu_name": "test"}
 )
-RAW = (("weight_codec", "none"),)
+RAW, CODED = (("weight_codec", "none"),), (("weight_codec", "auto"),)
 PHYSICS = Efficiency(link_share=1.0)
 FULL_RING = 2e-3  # share of the bytes of a run's steps that a full ring may save it
 NAMES = ("bloom-176b", "opt-30b", "llama-3.1-70b", "mixtral-8x22b")
@@ -72,9 +72,10 @@ def test_a_step_at_full_offload_takes_all_weights_over_the_link(bandwidth: float
 def test_golden_sizes_of_bloom() -> None:
     assert BLOOM.weight_bytes / 1e9 == pytest.approx(352.5, abs=0.1)
     assert BLOOM.kv_bytes(1, 544) / 1e9 == pytest.approx(2.18, abs=0.01)
-    four_bits = placement_of(asked(offload="none", options=(("weight_bits", 4),)), BLOOM, H100)
-    gpu, _, _ = tiers(four_bits, BLOOM, H100, 1, 512, 32)
-    assert gpu.weights / 1e9 == pytest.approx(99.1, abs=0.1)
+    coded = placement_of(asked(weights="int4", options=CODED), INT4, H100)
+    _, host, _ = tiers(coded, INT4, H100, 1, 512, 32)
+    assert host.weights / 1e9 == pytest.approx(89.1, abs=0.1)
+    assert wire_bytes(coded, INT4) == host.weights
 
 
 @pytest.mark.parametrize(("name", "batch"), [("h100-80gb", 9800), ("gh200-96gb", 1400)])
@@ -86,13 +87,13 @@ def test_decode_is_link_bound_until_compute_catches_up(name: str, batch: int) ->
     assert (few, many) == ("link", "compute")
 
 
-def test_int4_fits_one_h200_and_then_the_answer_is_not_to_stream() -> None:
+def test_int4_fits_one_h200_and_then_nothing_crosses_the_link() -> None:
     h200 = machine.load("h200")
-    plans = [
-        best_batch(asked(offload=offload, options=(("weight_bits", 4),)), BLOOM, h200) for offload in ("none", "cpu")
-    ]
-    assert plans[0].fits
-    assert mentions(advice(plans), "Do not stream:", "stream none")
+    kept = make_plan(asked(weights="int4", gpu_weights="auto", options=CODED, batch_size=8), INT4, h200)
+    assert kept.holds
+    assert kept.streamed_bytes == 0
+    assert kept.gpu.weights / 1e9 == pytest.approx(96.3, abs=0.1)
+    assert kept.resident_bytes == INT4.streamed_bytes
     raw = [best_batch(asked(offload=offload), BLOOM, h200) for offload in ("none", "cpu")]
     assert mentions(advice(raw), "Stream:", "stream cpu")
     small = resolve.resolve("bloom-560m", None, None)
@@ -443,8 +444,7 @@ SETUPS = st.builds(
     tier=st.sampled_from(["gpu", "host"]),
     gpus=st.integers(1, 8),
     resident_bytes=st.integers(0, 100 << 30),
-    weight_ratio=st.sampled_from([1.0, 0.53, 0.28]),
-    wire_ratio=st.sampled_from([1.0, 0.67]),
+    wire_ratio=st.sampled_from([1.0, 0.67, 0.26]),
     kv_host_share=st.floats(0, 1),
     overlapped=st.booleans(),
 )
@@ -467,9 +467,9 @@ def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
     spec = resolve.resolve(name, None, None)
     small, large = (tiers(setup, spec, H100, size, 256, 32) for size in (batch, batch + more))
     assert all(one.total <= other.total for one, other in zip(small, large, strict=True))
-    stored = layers_stored(setup, spec)
+    stored = spec.streamed_bytes
     gpu, host, nvme = small
-    others = round(spec.other_bytes * setup.weight_ratio)
+    others = spec.other_bytes
     kept = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
     assert gpu.weights == (kept + others) // setup.gpus
     assert host.weights + nvme.weights == (0 if setup.tier == "gpu" else stored)

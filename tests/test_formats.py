@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+from zinfer.analysis import rates, reproduce
+from zinfer.job.recipe import RecipeError, make_sweep
+from zinfer.record.measurement import Measurement
 from zinfer.spec import quantization, resolve
+from zinfer.spec.case import Case, Workload
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.model import Matrix, ModelError, Weights
 from zinfer.spec.quantization import Quantization, scheme
@@ -106,3 +110,53 @@ def test_other_formats_are_refused_for_models_that_have_one(tmp_path: Path) -> N
     with pytest.raises((ModelError, CheckpointError), match="released quantised: --weights int4"):
         resolve.resolve(str(path), weights="int4")
     assert 0.5 < resolve.resolve(str(path)).stored_ratio < 0.51
+
+
+# The axis of a sweep
+
+
+LOAD = Workload(batch_size=2, input_len=8, output_len=4)
+
+
+def case(**fields: Any) -> Case:
+    known: dict[str, Any] = {"model": "m", "engine": "stream", "offload": "cpu", "workload": LOAD}
+    return Case(**known | fields)
+
+
+def test_a_sweep_has_formats_as_an_axis() -> None:
+    wanted = make_sweep({"model": "m", "offload": "cpu", "weights": ["as-released", "int4", "int4"]}, "here")
+    assert [load.weights for load in wanted.loads()] == ["as-released", "int4"]
+    assert [load.case("dummy", "bfloat16", 8, 4).weights for load in wanted.loads()] == ["as-released", "int4"]
+    with pytest.raises(RecipeError, match="weights"):
+        make_sweep({"model": "m", "weights": "int3"}, "here")
+    other = make_sweep({"model": "m", "engine": "deepspeed", "offload": "cpu", "weights": "int4"}, "here")
+    (load,) = other.loads()
+    assert load.conflict is not None
+    assert load.conflict.startswith("--weights int4 is for stream: engine deepspeed has no packed weights")
+
+
+def test_weight_bits_of_earlier_recipes_and_cases_is_read() -> None:
+    wanted = make_sweep({"model": "m", "options": {"weight_bits": [16, 8, 4], "gpus": 2}}, "here")
+    assert (wanted.weights, dict(wanted.options)) == (("as-released", "int8", "int4"), {"gpus": (2,)})
+    with pytest.raises(RecipeError, match="as-released, int4, int8 or fp8"):
+        make_sweep({"model": "m", "options": {"weight_bits": 3}}, "here")
+    before = json.loads(case().model_dump_json()) | {"options": [["kv_offload", "auto"], ["weight_bits", 4]]}
+    assert Case.model_validate(before) == case(weights="int4", options=(("kv_offload", "auto"),))
+
+
+def test_records_without_a_format_are_written_as_before() -> None:
+    assert "weights" not in json.loads(case().model_dump_json())
+    assert Case.model_validate_json(case(weights="int4").model_dump_json()).weights == "int4"
+
+
+def test_formats_that_were_not_released_rank_apart() -> None:
+    plain, coded = (
+        Measurement(case=case(weights=form), status="ok", machine="x", ttft_ms=(9.0,), step_ms=((time,) * 3,))
+        for form, time in (("as-released", 9.0), ("int4", 3.0))
+    )
+    assert (plain.case.lossy, coded.case.lossy) == (False, True)
+    assert rates.winner([plain, coded]) == plain
+    assert rates.lossy([plain, coded]) == (coded,)
+    assert "weights=int4" in coded.case.label()
+    assert "weights" not in plain.case.label()
+    assert "--weights int4" in reproduce.sweep_command(coded.case)

@@ -42,7 +42,6 @@ def case(engine: str = "stream", offload: Offload = "cpu", **options: Any) -> Ca
         ("stream", {"kv_threads": 0}, "kv_threads=0: choose from auto, a whole number from 1 on"),
         ("stream", {"kv_threads": True}, "kv_threads=true: choose from auto, a whole number from 1 on"),
         ("stream", {"pin_memory": True}, "engine stream has no option 'pin_memory'; its options: weight_codec, packed"),
-        ("stream", {"weight_bits": 4}, "engine stream has no option 'weight_bits'"),
         ("stream", {"ring_depth": 3}, "engine stream has no option 'ring_depth'"),
         ("deepspeed", {"tuned": "no"}, "tuned=no: choose from true, false"),
         (
@@ -128,10 +127,10 @@ def test_records_with_options_that_are_gone_can_be_read_and_planned() -> None:
 
 def test_any_engine_may_be_planned_with_what_only_a_planner_knows() -> None:
     fields: dict[str, Any] = {"model": ("m",), "engine": ("deepspeed",), "offload": ("cpu",)}
-    wanted = Sweep(**fields, options={"weight_bits": (16, 4), "gpus": (2,), "kv_offload": ("auto",)})
-    assert [dict(load.options)["weight_bits"] for load in wanted.loads(planning=True)] == [16, 4]
-    with pytest.raises(OptionError, match="weight_bits=5: choose from 16, 8, 4"):
-        settle("stream", {"weight_bits": 5}, planning=True)
+    wanted = Sweep(**fields, options={"gpus": (1, 2), "kv_offload": ("auto",)})
+    assert [dict(load.options)["gpus"] for load in wanted.loads(planning=True)] == [1, 2]
+    with pytest.raises(OptionError, match="gpus=0: choose from"):
+        settle("stream", {"gpus": 0}, planning=True)
 
 
 @pytest.mark.parametrize("verb", ["sweep", "run", "batch", "accuracy", "reuse"])

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from tests import mentions
 from zinfer.cli import cli
+from zinfer.spec.engine import OptionError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = str(ROOT / "sweeps" / "results")
@@ -131,8 +132,25 @@ def test_what_no_engine_runs_is_not_listed_or_said_to_be_so() -> None:
     refused = CliRunner().invoke(cli, ["plan", *words, "--offload", "nvme"])
     assert refused.exit_code == 2
     assert mentions(refused.stderr, "stream", "nvme", "accelerate")
-    told = CliRunner().invoke(cli, ["plan", *words, "--weight-bits", "4", "--offload", "cpu"])
-    assert mentions(told.stderr, "weight_bits=4", "what-if")
+    told = CliRunner().invoke(cli, ["plan", *words, "--gpus", "2", "--offload", "cpu"])
+    assert mentions(told.stderr, "gpus=2", "what-if")
+
+
+def test_formats_are_planned_for_engines_that_have_them() -> None:
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", "--weights", "as-released,int4,fp8")
+    found = {row["case"].get("weights"): row for row in rows(*words)}
+    assert found.keys() == {None, "int4", "fp8"}
+    sizes = {form: row["streamed_bytes"] / found[None]["streamed_bytes"] for form, row in found.items()}
+    assert sizes["int4"] == pytest.approx(4.125 / 16, rel=0.01)
+    assert sizes["fp8"] == pytest.approx(0.5, rel=0.01)
+    some = CliRunner().invoke(cli, ["plan", *words, "--engine", "stream,deepspeed,accelerate"])
+    assert some.exit_code == 0
+    assert mentions(some.stderr, "left out: --weights int4 is for stream", "deepspeed", "ZeRO")
+    for engine in ("deepspeed", "accelerate", "tensorrt"):
+        with pytest.raises(OptionError, match=f"engine {engine} has no packed weights"):
+            CliRunner().invoke(
+                cli, ["plan", *words[:6], "--engine", engine, "--weights", "int4"], catch_exceptions=False
+            )
 
 
 def test_unknown_memory_is_an_assumption_that_is_told() -> None:

@@ -157,7 +157,7 @@ def _seen(points: Points, machines: Mapping[str, Machine]) -> list[_Seen]:
         if point.status != "ok" or point.machine not in machines or not machines[point.machine].gpu_count:
             continue
         try:
-            model = resolve(point.case.model, point.case.dtype, point.case.layers)
+            model = resolve(point.case.model, point.case.dtype, point.case.layers, point.case.weights)
         except ModelError:
             continue
         place = machines[point.machine]

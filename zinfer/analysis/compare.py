@@ -223,7 +223,7 @@ def _by_key(points: Iterable[Measurement], across: Sequence[str]) -> dict[tuple[
 
 
 def _order(point: Measurement) -> tuple[str | int, ...]:
-    return *order(point.case), point.case.gpu_weights or "", point.case.workload.batch_size
+    return *order(point.case), point.case.gpu_weights or "", point.case.weights, point.case.workload.batch_size
 
 
 def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) -> tuple[Difference, ...]:

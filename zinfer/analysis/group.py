@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from zinfer.record.measurement import Measurement, latest
 from zinfer.spec.case import Case, LoadFormat, Offload
-from zinfer.spec.model import Dtype
+from zinfer.spec.model import Dtype, Weights
 from zinfer.spec.value import Frozen
 
 Points = Sequence[Measurement]
@@ -118,7 +118,7 @@ def order(case: Case) -> tuple[str | int, ...]:
     """Return the sort key of loads: what must be equal to be compared first, then engine, offload, and options."""
     load, offload = case.workload, get_args(Offload).index(case.offload)
     shared = (case.model, case.layers or 0, load.input_len, load.output_len, case.dtype, case.load_format)
-    return *shared, case.engine, offload, len(case.options), str(case.options)
+    return *shared, case.engine, offload, get_args(Weights).index(case.weights), len(case.options), str(case.options)
 
 
 def _order(point: Measurement) -> tuple[str | int, ...]:

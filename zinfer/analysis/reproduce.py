@@ -43,6 +43,7 @@ def _load(case: Case) -> list[str]:
 
 def _settings(case: Case) -> list[str]:
     words = [] if case.gpu_weights is None else ["--gpu-weights", case.gpu_weights]
+    words += [] if case.weights == "as-released" else ["--weights", case.weights]
     for key, value in case.options:
         words += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
     return words

@@ -73,13 +73,14 @@ def command(
 
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
-    choice = {key: how[key] for key in ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan")}
+    names = ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
+    choice = {key: how[key] for key in names}
     loads = options.one_load("batch", model, layers=layers, **choice)
     content = read_bytes(prompts, MAX_BYTES)
     lines = read_requests(content)
     if not lines:
         raise click.UsageError(f"{prompts} holds no request")
-    source = options.weights_of(model, dtype, layers, load_format)
+    source = options.weights_of(model, dtype, layers, load_format, how["weights"])
     if source.spec.directory is not None:
         require(Path(source.spec.directory))
     identity = {

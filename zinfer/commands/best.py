@@ -207,6 +207,7 @@ def _point(point: "Measurement | None") -> dict[str, Any] | None:
     return {
         "engine": point.case.engine,
         "offload": point.case.offload,
+        "weights": point.case.weights,
         "options": dict(point.case.options),
         "batch_size": point.case.workload.batch_size,
         "output_tok_s": point.output_tok_s,

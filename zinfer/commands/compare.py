@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zinfer.record.measurement import Measurement
 
 METRICS = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes")
-AXES = ("engine", "offload", "gpu_weights", "options", "dtype", "load_format")
+AXES = ("engine", "offload", "gpu_weights", "weights", "options", "dtype", "load_format")
 
 
 class Share(click.ParamType[float]):

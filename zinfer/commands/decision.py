@@ -176,6 +176,7 @@ def _brief(point: Measurement, prices: Prices) -> dict[str, Any]:
     return {
         "engine": point.case.engine,
         "offload": point.case.offload,
+        "weights": point.case.weights,
         "options": dict(point.case.options),
         "batch_size": point.case.workload.batch_size,
         "output_tok_s": point.output_tok_s,

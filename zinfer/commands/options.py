@@ -21,6 +21,7 @@ OFFLOADS = ("none", "cpu", "nvme")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DTYPE = "|".join(SHORT_DTYPES)  # as help texts show it; the long names are taken as well
 
+WEIGHTS = ("as-released", "int4", "int8", "fp8")
 MODEL_HELP = "Catalogue name (see `zinfer models`), Hugging Face hub id, checkpoint folder, or config.json."
 ENGINE_HELP = "Engine (accelerate, deepspeed, stream, tensorrt), or a recipe in the folder engines/."
 ENGINES_HELP = "Engines (accelerate, deepspeed, stream, tensorrt), or recipes in engines/.  [default: stream]"
@@ -169,6 +170,11 @@ def _shorthands(function: Command) -> Command:
     return cast("Command", merged)
 
 
+weights = click.option(
+    "--weights", type=Words(WEIGHTS), default=None,
+    help="Format of the weights in decoder layers; all but as-released round them (int4: groups of 128 values with a "
+    "16-bit scale; int8, fp8: a scale a row), so results are lossy.  [default: as-released]",
+)  # fmt: skip
 allow_nan = click.option(
     "--allow-nan", is_flag=True, default=None, help="Load weights with NaN or infinity, too; else they are refused."
 )
@@ -192,6 +198,7 @@ def load_options(function: Command) -> Command:
             "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default=None,
             help="Real weights (safetensors), random ones (dummy), or real ones if there are any (auto).",
         ),
+        weights,
         allow_nan,
         click.option(
             "--dtype", type=Dtype(), metavar=DTYPE, default=None, help="Weight type.  [default: the model's own]"
@@ -288,16 +295,23 @@ def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
     return machine.model_copy(update={"nvme_bytes": shutil.disk_usage(nvme_path).free})
 
 
-def weights_of(model: str, dtype: Any, layers: int | None, load_format: "LoadFormat | str | None") -> "Source":
-    """Return the model with real weights, fetched if need be; with random ones only if ``--load-format dummy`` asks for
-    them.
+def weights_of(
+    model: str,
+    dtype: Any,
+    layers: int | None,
+    load_format: "LoadFormat | str | None",
+    weights: tuple[Any, ...] | None = None,
+) -> "Source":
+    """Return the model with real weights in the one format `weights`, fetched if need be; with random ones only if
+    ``--load-format dummy`` asks for them.
 
     Raises ModelError for a model without weights.
     """
     from zinfer.spec.model import ModelError
     from zinfer.spec.source import find
 
-    source = find(model, dtype, layers, cast("Any", load_format or "auto"), fetch=True)
+    (form,) = weights or ("as-released",)
+    source = find(model, dtype, layers, cast("Any", load_format or "auto"), fetch=True, weights=form)
     if source.load_format == "dummy" and load_format != "dummy":
         raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
     return source
@@ -323,6 +337,7 @@ def one_load(
     settings: dict[str, tuple[Any, ...]],
     nvme_path: str | None,
     allow_nan: bool | None = None,
+    weights: tuple[str, ...] | None = None,
 ) -> "dict[SweepLoad, str]":
     """Return the load that the flags of a verb stand for, for each offload that may serve, with its engine's target.
 
@@ -332,12 +347,13 @@ def one_load(
     from zinfer.job.recipe import make_sweep
 
     check_nvme([offload], nvme_path)
-    if any(len(values) > 1 for values in [*settings.values(), gpu_weights or ()]):
+    if any(len(values) > 1 for values in [*settings.values(), gpu_weights or (), weights or ()]):
         raise click.UsageError(f"{verb} takes one value for each option; axes belong to `zinfer sweep`")
     offloads = offload_choices(offload, gpu_weights)
     fields = {
         "model": (model,), "engine": (engine,), "offload": offloads, "layers": (layers,),
         "gpu_weights": gpu_weights or (None,), "options": settings, "allow_nan": bool(allow_nan),
+        "weights": weights or ("as-released",),
     }  # fmt: skip
     wanted = make_sweep(fields, "the command line")
     loads = located(wanted)

@@ -11,7 +11,7 @@ import click
 
 from zinfer.commands import options
 from zinfer.commands.prices import price_options
-from zinfer.spec.engine import ENGINES, PlanOptions, values
+from zinfer.spec.engine import ENGINES, OptionError, conflict
 
 if TYPE_CHECKING:
     from zinfer.analysis.best import Objective
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become axes of `Case.options`, with the value that changes nothing
-SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "kv_cache_dtype": "auto", "gpus": 1}
+SCENARIOS = {"weight_codec": "auto", "kv_offload": "none", "kv_cache_dtype": "auto", "gpus": 1}
 
 
 @click.command("plan")
@@ -57,10 +57,7 @@ SCENARIOS = {"weight_codec": "auto", "weight_bits": 16, "kv_offload": "none", "k
     help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).",
 )  # fmt: skip
 @options.shorthand("weight_codec")
-@click.option(
-    "--weight-bits", type=options.Words(tuple(values(PlanOptions.model_fields["weight_bits"]))),
-    help="Bits of a weight (16, 8 or 4), with 16-bit scales.  [default: 16]",
-)  # fmt: skip
+@options.weights
 @options.shorthand("kv_offload")
 @options.shorthand("kv_cache_dtype")
 @click.option("--gpus", type=options.Numbers(), help="GPUs, each with its own link.  [default: 1]")
@@ -111,7 +108,7 @@ def command(
 
     \b
     zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu --calibrate sweeps/results
-    zinfer plan --model bloom-176b --machine h200 --weight-bits 16,4
+    zinfer plan --model bloom-176b --machine h200 --gpu-weights auto --weights as-released,int4
     zinfer plan --model opt-30b --machine h100-80gb --sla 'ttft:mean:<=:2s' --gpu-hour-usd 2.50
     zinfer plan bloom-176b-machines --calibrate sweeps/results
     """
@@ -299,6 +296,13 @@ def _plans(
     from zinfer.spec.resolve import resolve
 
     runnable = [load for load in wanted.loads(planning=True) if load.offload in ENGINES[load.engine].offloads]
+    packed = {load: conflict(load.engine, (), load.offload, load.weights) for load in runnable}
+    refusals = list(dict.fromkeys(reason for reason in packed.values() if reason is not None))
+    if refusals and None not in packed.values():
+        raise OptionError(refusals[0])
+    for reason in refusals:
+        click.echo(f"left out: {reason}", err=True)
+    runnable = [load for load, reason in packed.items() if reason is None]
     if not runnable:
         able = [name for name, kind in ENGINES.items() if kind.offloads & set(wanted.offload)]
         lacking = f"engine {', '.join(wanted.engine)} has no offload {', '.join(wanted.offload)}"
@@ -310,7 +314,8 @@ def _plans(
     yielded = False
     for place, (input_len, output_len), name, layers in product(places, wanted.lengths(), wanted.model, wanted.layers):
         own, cases = [], set()
-        spec = resolve(name, wanted.dtype, layers)
+        specs = {form: resolve(name, wanted.dtype, layers, form) for form in {load.weights for load in runnable}}
+        spec = next(iter(specs.values()))
         try:
             check_positions(spec, input_len, output_len)
         except ModelError as error:
@@ -324,7 +329,7 @@ def _plans(
                 continue
             cases.add(case)
             told = factors.get(load.engine, Efficiency()) if factors else None
-            own += _batches(wanted, case, spec, place, told, criteria)
+            own += _batches(wanted, case, specs[load.weights], place, told, criteria)
         part = "" if layers is None else f", {layers} layers"
         positions = f" ({spec.max_position:,} positions)" if spec.max_position else ""
         machine = f"{place.name}{'*' * bool(place.overridden)}"

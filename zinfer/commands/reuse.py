@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -116,12 +116,14 @@ def command(
     options.check_nvme(offload, nvme_path)
     if context[0] <= how["new_tokens"]:
         raise click.UsageError(f"--context {context[0]} has to exceed --new-tokens {how['new_tokens']}")
-    source = find(model, dtype, layers, load_format or "auto")
+    if len(weights := how["weights"] or ("as-released",)) > 1:
+        raise click.UsageError("reuse takes one value for --weights")
+    source = find(model, dtype, layers, load_format or "auto", weights=cast("Any", weights[0]))
     machine = options.with_nvme(local.this_machine(), nvme_path)
     fields = {
         "model": (model,), "engine": engine, "offload": offload, "input_len": context, "output_len": (1,),
         "layers": (layers,), "gpu_weights": gpu_weights or (None,), "options": settings,
-        "allow_nan": bool(how["allow_nan"]),
+        "allow_nan": bool(how["allow_nan"]), "weights": weights,
     }  # fmt: skip
     wanted = recipe.make_sweep(fields, "the command line")
     jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path, positions=False)

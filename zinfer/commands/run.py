@@ -86,6 +86,7 @@ def command(
     load_format: Any,
     layers: int | None,
     allow_nan: bool | None,
+    weights: tuple[str, ...] | None,
     nvme_path: str | None,
     gpu_weights: tuple[str, ...] | None,
     settings: dict[str, tuple[Any, ...]],
@@ -125,8 +126,10 @@ def command(
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(seed))
     output_len = output_len or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
-    loads = options.one_load("run", model, engine, offload, layers, gpu_weights, settings, nvme_path, allow_nan)
-    source = options.weights_of(model, dtype, layers, load_format)
+    loads = options.one_load(
+        "run", model, engine, offload, layers, gpu_weights, settings, nvme_path, allow_nan, weights
+    )
+    source = options.weights_of(model, dtype, layers, load_format, weights)
     if source.spec.directory is not None:
         require(Path(source.spec.directory))
     longest = _longest(source.spec.directory, texts)

@@ -104,9 +104,10 @@ def command(
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise click.UsageError("the API key must be of printable ASCII characters, without a space at an end")
-    choice = {key: how[key] for key in ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan")}
+    names = ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
+    choice = {key: how[key] for key in names}
     loads = options.one_load("serve", model, layers=layers, **choice)
-    source = options.weights_of(model, dtype, layers, load_format)
+    source = options.weights_of(model, dtype, layers, load_format, how["weights"])
     if source.spec.directory is not None:
         require(Path(source.spec.directory))
     machine = options.with_nvme(local.this_machine(), how["nvme_path"])

@@ -166,7 +166,7 @@ def command(
     jobs = sweep.prepare(
         plan,
         machine,
-        lambda load: find(load.model, load.dtype, load.layers, plan.load_format),
+        lambda load: find(load.model, load.dtype, load.layers, plan.load_format, weights=load.weights),
         options.locate,
         nvme_path,
         requests=served,

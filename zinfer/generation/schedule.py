@@ -244,7 +244,7 @@ class PassTimes:
         self._row_s = step.limits["compute"]
         if machine.hbm_bandwidth is not None:  # a forward pass reads the weights, and attention keys and values
             size = model.kv_bytes(1, length) * setup.kv_ratio * (1 - setup.kv_host_share) / length
-            self._read_s = model.weight_bytes * setup.weight_ratio / machine.hbm_bandwidth
+            self._read_s = model.weight_bytes / machine.hbm_bandwidth
             self._position_s = 2 * size / machine.hbm_bandwidth  # kernels for short rows reach half of the bandwidth
             self._launch_s = PASS_S + LAUNCH_S * model.num_layers
             self._joined_s = JOINED_S * model.num_layers

@@ -15,10 +15,10 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 
 from zinfer.plan.published import Published
 from zinfer.spec import documents
-from zinfer.spec.case import MOST, Case, LoadFormat, Workload, resident_bytes
+from zinfer.spec.case import BITS_BEFORE, MOST, Case, LoadFormat, Workload, resident_bytes
 from zinfer.spec.engine import ENGINES, Offload, Option, Options, conflict, settle
 from zinfer.spec.errors import ZinferError, did_you_mean
-from zinfer.spec.model import Dtype
+from zinfer.spec.model import Dtype, Weights
 from zinfer.spec.printable import printable
 from zinfer.spec.requests import MOST_REQUESTS, InFlight, LengthDistribution, RequestRate
 from zinfer.spec.value import Frozen
@@ -74,11 +74,13 @@ class SweepLoad(Frozen):
     gpu_weights: str | None
     options: Options
     allow_nan: bool = False
+    weights: Weights = "as-released"
 
     @property
     def conflict(self) -> str | None:
-        """Reason why the options contradict each other or the offload; None if they do not."""
-        return conflict(self.engine, self.options, self.offload)
+        """Reason why the options contradict each other, the offload, or the format of the weights; None if they do
+        not."""
+        return conflict(self.engine, self.options, self.offload, self.weights)
 
     def case(self, load_format: LoadFormat, dtype: Dtype, input_len: int, output_len: int) -> Case:
         """Return the load's case at batch size 1."""
@@ -93,6 +95,7 @@ class SweepLoad(Frozen):
             gpu_weights=self.gpu_weights,
             options=self.options,
             allow_nan=self.allow_nan,
+            weights=self.weights,
         )
 
 
@@ -127,12 +130,27 @@ class Sweep(Frozen):
     layers: Annotated[tuple[Whole | None, ...], _SOME] = (None,)
     gpu_weights: Annotated[tuple[Name | None, ...], _SOME] = (None,)  # of offloaded weights: else all are on the GPU
     options: dict[Name, Annotated[tuple[Setting, ...], _SOME]] = Field(default_factory=dict, max_length=100)
+    weights: Annotated[tuple[Weights, ...], _SOME] = ("as-released",)  # formats that the layers' weights are given
     allow_nan: bool = False  # load weights with NaN or infinity, too
     machine: tuple[Name, ...] = Field(default=(), max_length=100)  # to plan for; a sweep runs on this machine
     published: tuple[Published, ...] = Field(default=(), max_length=100)
     repeats: int = Field(default=3, ge=1, le=MOST)
     tolerance: float = Field(default=0.02, gt=0, le=100)  # repeats stop at this 95% half-width, as a share of the mean
     timeout_s: float = Field(default=1800, gt=0, le=1e12)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bits_before(cls, fields: Any) -> Any:
+        """Read the option `weight_bits` of earlier versions, which only planned with it, as formats."""
+        options = fields.get("options") if isinstance(fields, dict) else None
+        if not isinstance(options, dict) or "weight_bits" not in options or "weights" in fields:
+            return fields
+        options = dict(options)
+        bits = options.pop("weight_bits")
+        bits = bits if isinstance(bits, list | tuple) else (bits,)
+        if not all(type(one) is int and one in BITS_BEFORE for one in bits):
+            raise ValueError("weight_bits: write weights instead, and as-released, int4, int8 or fp8")
+        return fields | {"options": options, "weights": tuple(BITS_BEFORE[one] for one in bits)}
 
     @model_validator(mode="before")
     @classmethod
@@ -153,8 +171,8 @@ class Sweep(Frozen):
         return fields
 
     @field_validator(
-        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "machine", "request_lengths",
-        "in_flight", "request_rate", "sla", mode="before",
+        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "weights", "machine",
+        "request_lengths", "in_flight", "request_rate", "sla", mode="before",
     )  # fmt: skip
     @classmethod
     def _axis(cls, value: Any) -> Any:
@@ -185,8 +203,8 @@ class Sweep(Frozen):
         return tuple(LengthDistribution.parse(text).describe() for text in value)
 
     @field_validator(
-        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "machine", "request_lengths",
-        "in_flight", "request_rate", "sla",
+        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "weights", "machine",
+        "request_lengths", "in_flight", "request_rate", "sla",
     )  # fmt: skip
     @classmethod
     def _once(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -204,7 +222,7 @@ class Sweep(Frozen):
     def _bounded(self) -> Self:
         """Refuse a product of axes that nobody could measure, before it is multiplied out."""
         budgets = sum(1 if offload == "none" else len(self.gpu_weights) for offload in self.offload)
-        loads = len(self.model) * len(self.layers) * len(self.engine) * budgets
+        loads = len(self.model) * len(self.layers) * len(self.engine) * len(self.weights) * budgets
         loads *= math.prod(map(len, self.options.values()))
         loads *= self.rounds
         sizes = 1 if isinstance(self.batch_size, str) else len(self.batch_size)
@@ -237,7 +255,7 @@ class Sweep(Frozen):
         recipes = [engine_recipe(name) for name in self.engine]
         for model in self.model:
             for layers in self.layers:
-                for recipe in recipes:
+                for recipe, weights in product(recipes, self.weights):
                     for offload in self.offload:
                         budgets = (None,) if offload == "none" else self.gpu_weights
                         for budget, options in product(budgets, _product(recipe.options, self.options)):
@@ -250,6 +268,7 @@ class Sweep(Frozen):
                                 gpu_weights=budget,
                                 options=settle(recipe.engine, options, planning),
                                 allow_nan=self.allow_nan,
+                                weights=weights,
                             )
 
     def lengths(self) -> Iterator[tuple[int, int]]:

@@ -72,9 +72,8 @@ class Placement(Frozen):
     resident_bytes: int = 0  # bytes of layers that stay, on all GPUs together, besides the weights outside the layers
     resident_layers: tuple[int, ...] = ()  # numbers of whole layers that stay; spread so that the link never idles
     codec: Literal["none", "lossless"] = "none"  # code of streamed weights on the wire
-    kept_ratio: float = 1.0  # bytes of a streamed weight at rest over those it is stored in; below 1 where it is coded
-    weight_ratio: float = 1.0  # bytes a weight is stored in over those of the model's dtype: int4 with scales 0.28
-    wire_ratio: float = 1.0  # bytes that cross the link over the stored ones: a lossless codec 0.67
+    kept_ratio: float = 1.0  # bytes of a streamed weight at rest over those of the model's dtype: 1 unless coded
+    wire_ratio: float = 1.0  # bytes that cross the link over those of the model's dtype: lossless 0.67, int4 0.26
     slots: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
     kv_host_share: float = 0.0  # share of the sequences with their KV cache in host memory, read at every step
     kv_on_cpu: bool = False  # the CPU attends to that cache, so that it never crosses the link
@@ -133,16 +132,11 @@ class Times(Frozen):
     limits: dict[Bound, float] = Field(default_factory=dict)
 
 
-def layers_stored(setup: Placement, model: ModelSpec) -> int:
-    """Return the bytes that all decoder layers take where they are stored."""
-    return round(model.streamed_bytes * setup.weight_ratio)
-
-
 def wire_bytes(setup: Placement, model: ModelSpec) -> int:
     """Return the weight bytes that one pass moves over the links."""
     if setup.tier == "gpu":
         return 0
-    left = max(0, layers_stored(setup, model) - setup.resident_bytes)
+    left = max(0, model.streamed_bytes - setup.resident_bytes)
     return round((left + setup.also_streamed) * setup.wire_ratio)
 
 
@@ -164,7 +158,7 @@ def step(
     the bytes that need not cross the link, since the ring holds them when the step begins."""
     factors = factors or Efficiency()
     kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
-    active = model.parameters_read(batch_size) * model.dtype_bytes * setup.weight_ratio
+    active = model.parameters_read(batch_size) * model.dtype_bytes
     flops = model.decode_flops(batch_size, context)
     return _pass(setup, model, machine, factors, kv, active, flops, ready=ready)
 
@@ -184,10 +178,9 @@ def prefill(
     rows = setup.prefill_rows(batch_size, input_len)
     passes = 1 if setup.blocks else ceil(batch_size / rows)
     flops = model.prefill_flops(batch_size, input_len) // passes
-    stored = model.weight_bytes * setup.weight_ratio
     written = round(model.kv_bytes(batch_size, input_len) * setup.kv_ratio * setup.kv_host_share) // passes
     passed = _passed_bytes(model, batch_size, input_len) // passes
-    one = _pass(setup, model, machine, factors, 0, stored, flops, written, passed, ready // passes)
+    one = _pass(setup, model, machine, factors, 0, model.weight_bytes, flops, written, passed, ready // passes)
     if one.seconds is None:
         return one
     scaled = {bound: seconds * passes for bound, seconds in one.limits.items()}
@@ -317,11 +310,11 @@ def tiers(
     """Count bytes on one GPU, on the host and on NVMe. Without a GPU the host carries the device's bytes as well; they
     are listed apart all the same."""
     factors = factors or Efficiency()
-    stored, others = layers_stored(setup, model), round(model.other_bytes * setup.weight_ratio)
+    stored, others = model.streamed_bytes, model.other_bytes
     kv = round(model.kv_bytes(batch_size, input_len + output_len) * setup.kv_ratio)
     offloaded = stored if setup.tier != "gpu" else 0
     resident = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
-    slots = round(setup.slots * model.layer_bytes * setup.weight_ratio) if offloaded > resident else 0
+    slots = round(setup.slots * model.layer_bytes) if offloaded > resident else 0
     hosted = round(kv * setup.kv_host_share)
     if hosted and not setup.kv_on_cpu:
         slots += _kv_buffers(setup, model, batch_size, input_len, input_len + output_len)

@@ -217,17 +217,13 @@ def _last(fits: Callable[[int], bool], limit: int) -> int:
 def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic: int, depth: int) -> Placement:
     """Place a case as `placement_of` does, with the KV cache on the GPU."""
     options, transport = plan_options(case.engine, case.options), transport_of(case)
-    bits = options.weight_bits
-    ratio = 1.0 if bits >= 16 else (bits + 32 / 64) / (8 * model.dtype_bytes)
     coded = is_lossless(case, model, machine)
     wire = model.stored_ratio if model.stored_ratio < 1 else LOSSLESS_RATIO if case.dtype == "bfloat16" else 1.0
-    shrinks = coded and ratio == 1.0  # weights of other types cross uncoded
     common = Placement(
         tier=TIERS[case.offload],
         gpus=options.gpus,
         codec="lossless" if coded and case.offload != "none" else "none",
-        weight_ratio=ratio,
-        wire_ratio=wire if shrinks else 1.0,
+        wire_ratio=wire if coded else 1.0,
         layer_pieces=-(-model.layer_bytes // cost.PIECE_BYTES),
         kv_threads=None if options.kv_threads == "auto" else options.kv_threads,
         kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
@@ -236,8 +232,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         pass_tokens=cost.block_tokens(model) if transport.blocks else cost.PREFILL_TOKENS,
         pinned=options.pin_memory,
     )
-    streamable = cost.layers_stored(common, model)
-    update: dict[str, object] = {"resident_bytes": resident_bytes(case.gpu_weights, streamable, automatic)}
+    update: dict[str, object] = {"resident_bytes": resident_bytes(case.gpu_weights, model.streamed_bytes, automatic)}
     if transport.coded_at_rest:
         update["kept_ratio"] = common.wire_ratio
     if transport.fetched == "pieces":
@@ -285,11 +280,11 @@ def split_free_memory(
     if setup.ring_depth:
         free -= more * buffer
     kept = 0
-    for size in (parameters * model.dtype_bytes * setup.weight_ratio for parameters in model.layer_parameters):
+    for size in (parameters * model.dtype_bytes for parameters in model.layer_parameters):
         free -= max(1, round(size * setup.kept_ratio))
         if free < 0:
             break
-        kept += round(size)
+        kept += size
     return depth + more, kept
 
 
@@ -306,7 +301,7 @@ def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[in
     to the nearest, evenly spread over the depth."""
     if setup.tier == "gpu" or not setup.resident_bytes:
         return ()
-    sizes = [parameters * model.dtype_bytes * setup.weight_ratio for parameters in model.layer_parameters]
+    sizes = [parameters * model.dtype_bytes for parameters in model.layer_parameters]
     layers, total = len(sizes), sum(sizes)
     if case.gpu_weights is not None and case.gpu_weights.endswith("%"):
         return _spread(round(setup.resident_bytes / total * layers), layers)
@@ -332,7 +327,7 @@ def make_plan(
     setup, cautious = place(case, model, machine, factors), _cautious(case, factors)
     gpu, host, nvme = _tiers(setup, case, model, machine, factors)
     prefill, step = _times(setup, case, model, machine, factors)
-    why_not = conflict(case.engine, case.options, case.offload)
+    why_not = conflict(case.engine, case.options, case.offload, case.weights)
     if why_not is None and (shortages := _shortages(case, model, machine, factors)):
         why_not = _why_not(case, model, machine, shortages)
     return Plan(
@@ -348,7 +343,7 @@ def make_plan(
         bound_by=step.bound_by,
         max_batch_size=largest_batch(case, model, machine, factors) if largest is None else largest,
         streamed_bytes=cost.wire_bytes(setup, model),
-        resident_bytes=min(setup.resident_bytes, cost.layers_stored(setup, model)),
+        resident_bytes=min(setup.resident_bytes, model.streamed_bytes),
         error=factors.error if factors else None,
         factors=factors,
         nvme_path=nvme_path,

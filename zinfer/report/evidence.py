@@ -25,7 +25,7 @@ _UNUSUAL = {"seed": 0, "rounds": 1}  # keys that are left out at these values
 # a recipe's keys in the order of `zinfer sweep --help`; its tolerance and timeout have no part in what is measured
 _AXES = (
     "model", "engine", "offload", "batch_size", "input_len", "output_len", "dtype", "load_format", "layers",
-    "gpu_weights", "repeats", "requests", "num_requests", "in_flight", "request_rate", "seed", "rounds",
+    "gpu_weights", "weights", "repeats", "requests", "num_requests", "in_flight", "request_rate", "seed", "rounds",
 )  # fmt: skip
 
 

@@ -102,6 +102,6 @@ def shape(case: Case, whole: bool = False) -> ModelSpec | None:
     if case.model not in catalogue_names() and not isdir(expanduser(case.model)):  # no name makes these raise
         return None
     try:
-        return resolve(case.model, case.dtype, None if whole else case.layers)
+        return resolve(case.model, case.dtype, None if whole else case.layers, case.weights)
     except ModelError:
         return None

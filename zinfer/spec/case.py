@@ -2,17 +2,25 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from zinfer.spec.engine import Offload as Offload
 from zinfer.spec.engine import Option as Option
 from zinfer.spec.engine import Options, plan_options, without_defaults
-from zinfer.spec.model import Dtype
+from zinfer.spec.model import Dtype, Weights
 from zinfer.spec.units import parse_bytes
 from zinfer.spec.value import Frozen
 
 LoadFormat = Literal["safetensors", "dummy"]
 MOST = 10**9  # largest count of sequences, tokens or layers
+BITS_BEFORE: dict[int, Weights] = {16: "as-released", 8: "int8", 4: "int4"}  # values of the option `weight_bits`
 
 
 class Workload(Frozen):
@@ -41,6 +49,21 @@ class Case(Frozen):
     gpu_weights: str | None = None  # share of the streamed weights that stays on the GPU: auto, 25%, 40GiB
     options: Options = ()  # settings that differ from the engine's defaults, sorted
     allow_nan: bool = False  # weights with NaN or infinity are loaded, too
+    weights: Weights = "as-released"  # format that the layers' weights are given while they load
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bits_before(cls, fields: Any) -> Any:
+        """Read the option `weight_bits` of earlier versions, which only planned with it, as a format."""
+        options = fields.get("options") if isinstance(fields, dict) else None
+        if not isinstance(options, list | tuple) or "weights" in fields:
+            return fields
+        pairs = [tuple(one) for one in options if isinstance(one, list | tuple)]
+        found = [bits for bits in BITS_BEFORE if ("weight_bits", bits) in pairs]
+        if not found:
+            return fields
+        others = [one for one in options if tuple(one) != ("weight_bits", found[0])]
+        return fields | {"options": others, "weights": BITS_BEFORE[found[0]]}
 
     @field_validator("options")
     @classmethod
@@ -50,10 +73,13 @@ class Case(Frozen):
 
     @model_serializer(mode="wrap")
     def _as_before(self, fields: SerializerFunctionWrapHandler) -> Any:
-        """Leave out `allow_nan` where it is off, so that a case reads as in records of earlier versions."""
+        """Leave out `allow_nan` and `weights` at their defaults, so that a case reads as in records of earlier
+        versions."""
         written = fields(self)
-        if isinstance(written, dict) and not written.get("allow_nan"):
-            written.pop("allow_nan", None)
+        if isinstance(written, dict):
+            for name in ("allow_nan", "weights"):
+                if written.get(name) == type(self).model_fields[name].default:
+                    del written[name]
         return written
 
     @property
@@ -67,14 +93,16 @@ class Case(Frozen):
 
     @property
     def lossy(self) -> bool:
-        """True for settings that change the values which the model computes with, such as an 8-bit KV cache."""
-        return plan_options(self.engine, self.options).lossy
+        """True for settings that change the values which the model computes with: weights that were not released so, or
+        an 8-bit KV cache. `zinfer accuracy` tells how far the text differs."""
+        return self.weights != "as-released" or plan_options(self.engine, self.options).kv_in_8_bits
 
     def label(self) -> str:
         """Return engine and offload in a few characters, for legends and progress lines."""
         resident = "" if self.gpu_weights is None else f" gpu-weights={self.gpu_weights}"
         options = "".join(f" {key}={value}" for key, value in self.options)
-        return f"{self.engine} {self.offload}{resident}{options}{' allow-nan' if self.allow_nan else ''}"
+        weights = "" if self.weights == "as-released" else f" weights={self.weights}"
+        return f"{self.engine} {self.offload}{resident}{weights}{options}{' allow-nan' if self.allow_nan else ''}"
 
 
 def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0) -> int:

@@ -20,6 +20,7 @@ from pydantic import Field, StrictBool, ValidationError
 from pydantic.fields import FieldInfo
 
 from zinfer.spec.errors import ZinferError, did_you_mean
+from zinfer.spec.model import Weights
 from zinfer.spec.value import Frozen
 
 Offload = Literal["none", "cpu", "nvme"]
@@ -141,7 +142,6 @@ class PlanOptions(Frozen):
     """All options that change a plan. Any engine may be planned with them, even if it cannot run so."""
 
     weight_codec: Codec = Field("none", description="How weights cross the link.")
-    weight_bits: Literal[16, 8, 4] = Field(16, description="Bits of a weight, with 16-bit scales and zero points.")
     gpus: Count = Field(1, description="GPUs, each with its own link.")
     pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
     kv_offload: KVOffload = Field("none", description="Sequences with their KV cache in host memory.")
@@ -153,12 +153,6 @@ class PlanOptions(Frozen):
     def kv_in_8_bits(self) -> bool:
         return self.kv_cache_dtype in EIGHT_BITS
 
-    @property
-    def lossy(self) -> bool:
-        """True if the model computes with other numbers than it was released with: `zinfer accuracy` tells how far the
-        text differs."""
-        return self.kv_in_8_bits or self.weight_bits < 16
-
 
 @dataclass(frozen=True)
 class EngineKind:
@@ -169,6 +163,7 @@ class EngineKind:
     requires: tuple[str, ...]  # import names, checked before anything is loaded; "a|b" is either
     options: type[EngineOptions] = EngineOptions
     gpu_weights: bool = False  # part of the offloaded weights can stay on the GPU
+    only_as_released: str | None = None  # reason why it takes no other format of weights; None if it does
     extra: str = "engines"  # pip extra that installs `requires`
     builds: Mapping[Offload, str] = field(default_factory=dict)  # system packages that an offload is built with
 
@@ -193,6 +188,7 @@ ENGINES: dict[str, EngineKind] = {
         offloads=frozenset({"none", "cpu", "nvme"}),
         requires=(*_TRANSFORMERS, "deepspeed"),
         options=DeepSpeedOptions,
+        only_as_released="ZeRO gathers each parameter in the type that it computes in, 16 bits",
         builds={"nvme": "libaio-dev"},
     ),
     "accelerate": EngineKind(
@@ -200,6 +196,7 @@ ENGINES: dict[str, EngineKind] = {
         offloads=frozenset({"none", "cpu", "nvme"}),
         requires=_TRANSFORMERS,
         options=AccelerateOptions,
+        only_as_released="its hooks copy each matrix in the type that it computes in, 16 bits",
     ),
     "tensorrt": EngineKind(
         "zinfer.engine.tensorrt:TensorRT",
@@ -207,6 +204,7 @@ ENGINES: dict[str, EngineKind] = {
         requires=(*_TRANSFORMERS, "tensorrt|tensorrt_rtx"),
         options=TensorRTOptions,
         gpu_weights=True,
+        only_as_released="its plan files hold weights in the type that they compute in, 16 bits",
         extra="engines,tensorrt",
     ),
 }
@@ -299,8 +297,13 @@ def plan_options(engine: str, options: Options) -> PlanOptions:
     return _lenient(PlanOptions, own | dict(options))
 
 
-def conflict(engine: str, options: Options, offload: Offload) -> str | None:
-    """Return the reason why the options of a case contradict each other, or its offload; None if they do not."""
+def conflict(engine: str, options: Options, offload: Offload, weights: Weights = "as-released") -> str | None:
+    """Return the reason why the options of a case contradict each other, its offload, or the format of its weights;
+    None if they do not."""
+    reason = ENGINES[engine].only_as_released if engine in ENGINES else None
+    if weights != "as-released" and reason is not None:
+        able = ", ".join(name for name, kind in ENGINES.items() if kind.only_as_released is None)
+        return f"--weights {weights} is for {able}: engine {engine} has no packed weights ({reason})"
     return read_options(engine, options).conflict(offload)
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from zinfer.spec.case import LoadFormat
 from zinfer.spec.checkpoint import Checkpoint
-from zinfer.spec.model import Dtype, ModelError, ModelSpec, config_text
+from zinfer.spec.model import Dtype, ModelError, ModelSpec, Weights, config_text
 from zinfer.spec.resolve import resolve
 
 Asked = Literal["auto", "safetensors", "dummy"]
@@ -26,13 +26,20 @@ class Source:
     revision: str
 
 
-def find(reference: str, dtype: Dtype | None, layers: int | None, load_format: Asked, fetch: bool = False) -> Source:
-    """Find the model of `reference` and its weights. With ``auto`` the weights are real if they are on this machine,
-    and dummy otherwise, unless `fetch` allows a download.
+def find(
+    reference: str,
+    dtype: Dtype | None,
+    layers: int | None,
+    load_format: Asked,
+    fetch: bool = False,
+    weights: Weights = "as-released",
+) -> Source:
+    """Find the model of `reference` and its weights, which load in the format `weights`. With ``auto`` they are real if
+    they are on this machine, and dummy otherwise, unless `fetch` allows a download.
 
     Raises ModelError or CheckpointError, in one line.
     """
-    spec = resolve(reference, dtype, layers)
+    spec = resolve(reference, dtype, layers, weights)
     if load_format != "dummy" and spec.directory is None and spec.hub_id is not None:
         directory = _from_hub(spec.hub_id, fetch or load_format == "safetensors")
         spec = spec.model_copy(update={"directory": None if directory is None else str(directory)})
@@ -44,11 +51,14 @@ def find(reference: str, dtype: Dtype | None, layers: int | None, load_format: A
 
 
 def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:
-    """Return the fingerprint that tells two models of one name apart: the checkpoint's; for dummy weights the
-    configuration's."""
+    """Return the fingerprint that tells two models of one name apart: the checkpoint's, with the format that its
+    weights are given; for dummy weights the configuration's."""
     if load_format == "dummy":
         return "dummy-" + hashlib.sha256(config_text(spec).encode()).hexdigest()[:10]
-    return Checkpoint.open(Path(spec.directory)).revision if spec.directory else ""
+    if not spec.directory:
+        return ""
+    made = "" if spec.weights == "as-released" else f"-{spec.weights}"
+    return Checkpoint.open(Path(spec.directory)).revision + made
 
 
 def _from_hub(hub_id: str, fetch: bool) -> Path | None:

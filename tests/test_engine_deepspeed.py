@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from tests.running import decode, prefill
-from tests.test_parity import BATCHES, greedy, load, prompts, reference
+from tests.test_parity import BATCHES, MACHINE, greedy, load, prompts, reference
 from zinfer.engine import EngineError
+from zinfer.engine.deepspeed import DeepSpeed
+from zinfer.plan.plan import make_plan
+from zinfer.spec.case import Case, Offload, Workload
+from zinfer.spec.engine import conflict
+from zinfer.spec.model import Weights
+from zinfer.spec.resolve import from_directory, with_weights
 
 
 @pytest.fixture
@@ -46,6 +53,58 @@ def test_a_layer_is_one_fetch_and_embeddings_none(bloom: Any, monkeypatch: pytes
     matrices = {name for name, parameter in bloom._parameters.items() if ".h." in name and len(parameter.ds_shape) > 1}
     assert sorted(name for group in layers for name in group) == sorted(matrices)  # each once, vectors stay
     assert bloom.effective().gpu_weight_bytes > bloom.plan.model.other_bytes
+
+
+def _quantised(directory: Path, weights: Weights, offload: Offload, path: Path) -> Any:
+    case = Case(
+        model=str(directory), engine="deepspeed", offload=offload, weights=weights, dtype="bfloat16",
+        workload=Workload(batch_size=2, input_len=9, output_len=4), load_format="safetensors",
+    )  # fmt: skip
+    spec = with_weights(from_directory(directory).with_dtype("bfloat16"), weights)
+    return DeepSpeed(make_plan(case, spec, MACHINE, str(path)))
+
+
+@pytest.mark.parametrize(("weights", "offload"), [("int4", "cpu"), ("int8", "none")])
+def test_its_own_formats_compute_with_the_weights_that_they_hold(
+    weights: Weights, offload: Offload, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Logits are those of transformers with DeepSpeed's codes, scales and minima in place of the weights."""
+    from deepspeed.inference.quantization.utils import DeQuantizer, Quantizer
+
+    directory = checkpoint("bloom")
+    loaded = _quantised(directory, weights, offload, tmp_path)
+    plan = loaded.plan
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    config = {"num_bits": 4 if weights == "int4" else 8, "group_size": 64, "group_dim": 1, "symmetric": False}
+    for module in model.transformer.h.modules():
+        if isinstance(module, torch.nn.Linear):
+            exact, codes = module.weight.detach(), Quantizer(config).quantize(module.weight.detach())
+            module.weight.data = DeQuantizer(config, torch.bfloat16).dequantize(*codes)
+            assert not torch.equal(exact, module.weight)
+    token_ids, mask = prompts((9, 9))
+    found = prefill(loaded, token_ids, mask, reserve=4)
+    with torch.no_grad():
+        expected = model(token_ids).logits[:, -1]
+    assert torch.equal(found, expected)
+    nxt = torch.tensor([5, 6])
+    with torch.no_grad():
+        expected = model(torch.cat([token_ids, nxt[:, None]], 1)).logits[:, -1]
+    assert torch.allclose(decode(loaded, nxt), expected, atol=0.05)
+    effective = loaded.effective()
+    if offload == "cpu":
+        share = effective.host_weight_bytes / plan.model.streamed_bytes
+        assert share == pytest.approx(plan.placement.wire_ratio, rel=0.06)
+        assert effective.streamed_bytes_per_step == pytest.approx(plan.streamed_bytes, rel=0.06)
+    loaded.close()
+
+
+def test_formats_that_it_does_not_have_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"groups of 64: model.layers.0.mlp.down_proj.weight has 96 inputs"):
+        _quantised(checkpoint("llama"), "int4", "cpu", tmp_path)
+    found = conflict("deepspeed", (), "cpu", "fp8")
+    assert found == "--weights fp8 is for stream: engine deepspeed takes int4, int8"
+    assert conflict("accelerate", (), "cpu", "int4") is not None
+    assert conflict("deepspeed", (), "cpu", "int4") is None
 
 
 @pytest.mark.slow

@@ -129,10 +129,10 @@ def test_a_sweep_has_formats_as_an_axis() -> None:
     assert [load.case("dummy", "bfloat16", 8, 4).weights for load in wanted.loads()] == ["as-released", "int4"]
     with pytest.raises(RecipeError, match="weights"):
         make_sweep({"model": "m", "weights": "int3"}, "here")
-    other = make_sweep({"model": "m", "engine": "deepspeed", "offload": "cpu", "weights": "int4"}, "here")
+    other = make_sweep({"model": "m", "engine": "deepspeed", "offload": "cpu", "weights": "fp8"}, "here")
     (load,) = other.loads()
     assert load.conflict is not None
-    assert load.conflict.startswith("--weights int4 is for stream: engine deepspeed has no packed weights")
+    assert load.conflict.startswith("--weights fp8 is for stream: engine deepspeed takes int4, int8")
 
 
 def test_weight_bits_of_earlier_recipes_and_cases_is_read() -> None:

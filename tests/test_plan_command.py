@@ -145,8 +145,9 @@ def test_formats_are_planned_for_engines_that_have_them() -> None:
     assert sizes["fp8"] == pytest.approx(0.5, rel=0.01)
     some = CliRunner().invoke(cli, ["plan", *words, "--engine", "stream,deepspeed,accelerate"])
     assert some.exit_code == 0
-    assert mentions(some.stderr, "left out: --weights int4 is for stream", "deepspeed", "ZeRO")
-    for engine in ("deepspeed", "accelerate", "tensorrt"):
+    assert mentions(some.stderr, "left out: --weights fp8 is for stream", "deepspeed takes int4")
+    assert mentions(some.stderr, "left out: --weights int4 is for stream, deepspeed", "accelerate", "hooks")
+    for engine in ("accelerate", "tensorrt"):
         with pytest.raises(OptionError, match=f"engine {engine} has no packed weights"):
             CliRunner().invoke(
                 cli, ["plan", *words[:6], "--engine", engine, "--weights", "int4"], catch_exceptions=False

@@ -219,11 +219,12 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     options, transport = plan_options(case.engine, case.options), transport_of(case)
     coded = is_lossless(case, model, machine)
     wire = model.stored_ratio if model.stored_ratio < 1 else LOSSLESS_RATIO if case.dtype == "bfloat16" else 1.0
+    own = ENGINES[case.engine].own_formats.get(case.weights) if case.engine in ENGINES else None
     common = Placement(
         tier=TIERS[case.offload],
         gpus=options.gpus,
         codec="lossless" if coded and case.offload != "none" else "none",
-        wire_ratio=wire if coded else 1.0,
+        wire_ratio=own or (wire if coded else 1.0),
         layer_pieces=-(-model.layer_bytes // cost.PIECE_BYTES),
         kv_threads=None if options.kv_threads == "auto" else options.kv_threads,
         kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
@@ -233,7 +234,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         pinned=options.pin_memory,
     )
     update: dict[str, object] = {"resident_bytes": resident_bytes(case.gpu_weights, model.streamed_bytes, automatic)}
-    if transport.coded_at_rest:
+    if transport.coded_at_rest or own:
         update["kept_ratio"] = common.wire_ratio
     if transport.fetched == "pieces":
         buffers = depth * cost.piece_bytes(common, model) if machine.gpu_count else 0

@@ -164,6 +164,7 @@ class EngineKind:
     options: type[EngineOptions] = EngineOptions
     gpu_weights: bool = False  # part of the offloaded weights can stay on the GPU
     only_as_released: str | None = None  # reason why it takes no other format of weights; None if it does
+    own_formats: Mapping[Weights, float] = field(default_factory=dict)  # own ones instead: bytes over those of 16 bits
     extra: str = "engines"  # pip extra that installs `requires`
     builds: Mapping[Offload, str] = field(default_factory=dict)  # system packages that an offload is built with
 
@@ -173,6 +174,7 @@ class EngineKind:
         return self.options().model_dump()
 
 
+_GROUPS_OF_64 = 2 / 64  # a scale and a minimum of 16 bits for 64 weights
 _TRANSFORMERS = ("torch", "transformers", "accelerate", "safetensors")
 
 ENGINES: dict[str, EngineKind] = {
@@ -188,7 +190,7 @@ ENGINES: dict[str, EngineKind] = {
         offloads=frozenset({"none", "cpu", "nvme"}),
         requires=(*_TRANSFORMERS, "deepspeed"),
         options=DeepSpeedOptions,
-        only_as_released="ZeRO gathers each parameter in the type that it computes in, 16 bits",
+        own_formats={"int4": _GROUPS_OF_64 + 4 / 16, "int8": _GROUPS_OF_64 + 8 / 16},
         builds={"nvme": "libaio-dev"},
     ),
     "accelerate": EngineKind(
@@ -300,10 +302,14 @@ def plan_options(engine: str, options: Options) -> PlanOptions:
 def conflict(engine: str, options: Options, offload: Offload, weights: Weights = "as-released") -> str | None:
     """Return the reason why the options of a case contradict each other, its offload, or the format of its weights;
     None if they do not."""
-    reason = ENGINES[engine].only_as_released if engine in ENGINES else None
-    if weights != "as-released" and reason is not None:
-        able = ", ".join(name for name, kind in ENGINES.items() if kind.only_as_released is None)
-        return f"--weights {weights} is for {able}: engine {engine} has no packed weights ({reason})"
+    kind = ENGINES.get(engine)
+    if weights != "as-released" and kind is not None and weights not in kind.own_formats:
+        takers = [name for name, one in ENGINES.items() if one.only_as_released is None]
+        able = ", ".join(name for name in takers if weights in (ENGINES[name].own_formats or [weights]))
+        if kind.only_as_released is not None:
+            return f"--weights {weights} is for {able}: engine {engine} has no packed weights ({kind.only_as_released})"
+        if kind.own_formats:
+            return f"--weights {weights} is for {able}: engine {engine} takes {', '.join(kind.own_formats)}"
     return read_options(engine, options).conflict(offload)
 
 

@@ -80,6 +80,14 @@ def with_weights(spec: ModelSpec, weights: Weights) -> ModelSpec:
     return spec.model_copy(update={"config": config, "stored_ratio": ratio, "weights": weights})
 
 
+def as_released(spec: ModelSpec) -> ModelSpec:
+    """Return the model that `with_weights` was given: for an engine that makes a format of its own."""
+    if spec.weights == "as-released":
+        return spec
+    config = {key: value for key, value in spec.config.items() if key != "quantization_config"}
+    return spec.model_copy(update={"config": config, "stored_ratio": 1.0, "weights": "as-released"})
+
+
 def catalogue_names() -> tuple[str, ...]:
     """Return the names that `--model` takes without a download, in the catalogue's order."""
     return tuple(_catalogue())

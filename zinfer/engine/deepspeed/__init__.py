@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,12 +29,14 @@ from torch import Tensor, nn
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work, is_step
 from zinfer.engine.decoder import Decoder, DecoderBatch, scratch
+from zinfer.engine.deepspeed.quantized import GROUP, check_dequantizer, quantise, quantised_linear
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io, check_dtype, modules_under_way
 from zinfer.engine.pinned import empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
 from zinfer.spec.engine import DeepSpeedOptions
 from zinfer.spec.lease import OwnFolder
+from zinfer.spec.resolve import as_released
 
 
 class DeepSpeed(Decoder):
@@ -64,7 +67,7 @@ class DeepSpeed(Decoder):
 
         case = self.plan.case
         check_dtype(self.plan.model.dtype)
-        state = ModelState(self.plan.model, case.load_format, allow_nan=case.allow_nan)
+        state = ModelState(as_released(self.plan.model), case.load_format, allow_nan=case.allow_nan)
         self.model, layers = state.model, state.layers
         self._offloaded = {
             name
@@ -77,15 +80,23 @@ class DeepSpeed(Decoder):
         config = self._config(layers)
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
         partition = {True: Partition(config), False: Partition(config | {"zero_optimization": zero})}
+        bits = {"int4": 4, "int8": 8}.get(case.weights)
+        quantised = self._linears(layers) if bits is not None else {}
+        if bits is not None:
+            check_dequantizer(self.plan.model.dtype, self.device)
         held: dict[str, Tensor] = {}
         for name, tensor in state.load(self.device, self.progress):
             if state.entries[name].is_parameter:
                 held[name] = self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+                if name in quantised:
+                    quantise(self._parameters[name], bits or 16)
                 partition[name in self._offloaded](self._parameters[name])
             else:
                 held[name] = tensor.to(self.device, copy=True)
         for name, tensor in held.items():
             state.entries[name].put(tensor)
+        for module in quantised.values():
+            module.forward = MethodType(quantised_linear, module)
         self._count_fetches()
         if self.options.tuned:
             deepspeed.utils.set_z3_leaf_modules(self.model, list({type(layer) for layer in layers}))
@@ -99,6 +110,20 @@ class DeepSpeed(Decoder):
             self.model.get_submodule(owner)._buffers[leaf] = buffer
         self._settings = _settings(config)
         self._ready()
+
+    def _linears(self, layers: nn.ModuleList) -> dict[str, nn.Linear]:
+        """Return the linear modules of the layers by the names of their weights. Raises EngineError if their inputs do
+        not divide into groups."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        found = {f"{names[id(module)]}.weight": module for module in layers.modules() if type(module) is nn.Linear}
+        for name, module in found.items():
+            if module.in_features % GROUP:
+                raise EngineError(
+                    f"DeepSpeed's quantised weights are groups of {GROUP}: {name} has {module.in_features} inputs"
+                )
+        if not found:
+            raise EngineError(f"DeepSpeed quantises linear modules, and the layers of {self.plan.model.name} have none")
+        return found
 
     def _config(self, layers: nn.ModuleList) -> dict[str, Any]:
         """Return DeepSpeed's configuration. Sizes are in elements; the untuned ones follow the formulas of the

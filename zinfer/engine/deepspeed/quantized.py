@@ -1,0 +1,47 @@
+"""DeepSpeed's own weights in 4 or 8 bits (ZeRO-Inference): asymmetric, in groups of 64 along the input.
+
+Its configuration's `post_init_quant` takes a whole model in float16 and keeps its layers twice for a while; here each
+weight is quantised as it is loaded, by the functions that DeepSpeed does it with, and each linear module dequantises
+its weight before it computes, as DeepSpeed's `QuantizedLinear` does. float16 on a GPU is dequantised by an extension
+that is compiled at first use, other types by torch.
+
+Source: DeepSpeed 0.19, `inference/quantization/{layers,utils}.py`, and its example's `--quant_bits 4`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zinfer.engine import EngineError
+
+GROUP = 64  # weights that share a scale and a minimum, as in DeepSpeed's example
+
+
+def check_dequantizer(dtype: str, device: torch.device) -> None:
+    """Raise EngineError if weights of `dtype` cannot be dequantised on `device`."""
+    if dtype != "float16" or device.type != "cuda":
+        return
+    from deepspeed.ops.op_builder import QuantizerBuilder
+
+    if not QuantizerBuilder().is_compatible(verbose=False):
+        raise EngineError(
+            "DeepSpeed dequantises float16 by an extension that nvcc compiles, and there is none: --dtype bfloat16"
+        )
+
+
+def quantise(parameter: nn.Parameter, bits: int) -> None:
+    """Replace the values of a matrix ``[out, in]`` by its codes, scales and minima, in one tensor ``[n]`` of the same
+    type."""
+    from deepspeed.inference.quantization import utils
+
+    config = {"num_bits": bits, "group_size": GROUP, "group_dim": 1, "symmetric": False}
+    utils._quantize_param(parameter, config)
+
+
+def quantised_linear(module: Any, inputs: Tensor) -> Tensor:
+    """Compute a linear module whose weight `quantise` has changed."""
+    weight = module.weight
+    codes, scale, minimum = weight.deconcat(weight)
+    matrix = weight.dequantizer.dequantize(codes.view(torch.uint8), scale, minimum)
+    return nn.functional.linear(inputs, matrix, module.bias)

@@ -96,7 +96,7 @@ class DeepSpeed(Decoder):
         for name, tensor in held.items():
             state.entries[name].put(tensor)
         for module in quantised.values():
-            module.forward = MethodType(quantised_linear, module)
+            module.forward = MethodType(quantised_linear, module)  # type: ignore[method-assign]
         self._count_fetches()
         if self.options.tuned:
             deepspeed.utils.set_z3_leaf_modules(self.model, list({type(layer) for layer in layers}))

@@ -47,7 +47,7 @@ def case(engine: str = "stream", offload: Offload = "cpu", **options: Any) -> Ca
         (
             "deepspeed",
             {"prefetch_layers": 2},
-            "engine deepspeed has no option 'prefetch_layers'; .* pin_memory, tuned$",
+            "engine deepspeed has no option 'prefetch_layers'; .* pin_memory, tuned, prefill_tokens$",
         ),
         ("tensorrt", {"library": "trt"}, "library=trt: choose from auto, tensorrt, tensorrt-rtx"),
     ],

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,22 +16,24 @@ from tests import PATIENCE_S
 from tests.inline import FakeWorker, run_inline
 from zinfer.job.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
 from zinfer.job.signals import Interrupted
-from zinfer.job.sweep import Batches, Try, exit_code, listed, to_the_edge
+from zinfer.job.sweep import Answer, Batches, Try, exit_code, listed, to_the_best, to_the_edge
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.store import Store, read
 
 
-def drive(batches: Batches, edge: int, failure: Status = "oom_gpu") -> list[Try]:
-    """Return the batches that are tried on a machine where `edge` is the largest that runs."""
+def drive(batches: Batches, edge: int, failure: Status = "oom_gpu", rate: Callable[[int], float] = float) -> list[Try]:
+    """Return the batches that are tried on a machine where `edge` is the largest that runs, at `rate` tokens a
+    second."""
     tried: list[Try] = []
-    status: Status | None = None
+    answer: Answer | None = None
     while True:
         try:
-            attempt = next(batches) if status is None else batches.send(status)
+            attempt = next(batches) if answer is None else batches.send(answer)
         except StopIteration:
             return tried
         tried.append(attempt)
-        status = "ok" if attempt.batch_size <= edge else failure
+        fine = attempt.batch_size <= edge
+        answer = Answer("ok" if fine else failure, rate(attempt.batch_size) if fine and attempt.timed else None)
 
 
 @given(
@@ -57,15 +60,28 @@ def test_a_good_guess_of_the_edge_saves_attempts() -> None:
 
 def test_an_edge_that_only_one_run_reaches_is_not_the_edge() -> None:
     batches, tried = to_the_edge(100, 2, (1,), 10), list[Try]()
-    status: Status | None = None
+    answer: Answer | None = None
     while True:
         try:
-            attempt = next(batches) if status is None else batches.send(status)
+            attempt = next(batches) if answer is None else batches.send(answer)
         except StopIteration:
             break
         tried.append(attempt)
-        status = "ok" if attempt.batch_size <= (8 if attempt.timed else 10) else "oom_gpu"
+        answer = Answer("ok" if attempt.batch_size <= (8 if attempt.timed else 10) else "oom_gpu")
     assert [attempt.batch_size for attempt in tried if attempt.timed] == [1, 10, 9, 8]
+
+
+@pytest.mark.parametrize("fastest", [1, 40, 132, 144, 200])
+def test_best_finds_the_fastest_batch_which_need_not_be_the_largest(fastest: int) -> None:
+    """Rates rise to the fastest batch and fall behind it; 144 is the largest that runs."""
+
+    def rate(batch: int) -> float:
+        return 1000.0 - abs(batch - fastest)
+
+    tried = drive(to_the_best(1 << 20, (1, 8, 32), 140), 144, rate=rate)
+    timed = [attempt.batch_size for attempt in tried if attempt.timed and attempt.batch_size <= 144]
+    assert abs(max(timed, key=rate) - min(fastest, 144)) <= 144 // 32
+    assert len(timed) == len(set(timed)) <= 20
 
 
 def test_listed_stops_at_out_of_memory_and_only_there() -> None:
@@ -82,6 +98,8 @@ def test_listed_stops_at_out_of_memory_and_only_there() -> None:
         ("8-32+8", (8, 16, 24, 32)),
         ("3,1-5*3", (1, 3)),
         ("1,8,auto", "1,8,auto"),
+        ("best", "best"),
+        ("1,8,best", "1,8,best"),
     ],
 )
 def test_batch_ranges(text: str, batches: tuple[int, ...] | str) -> None:
@@ -89,7 +107,24 @@ def test_batch_ranges(text: str, batches: tuple[int, ...] | str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "autos", "auto*1", "0", "a", "1-8", "1-8*1", "1-8+0", "0-8*2", "-1", "1;2", "auto,1", "1,auto*4"]
+    "text",
+    [
+        "",
+        "autos",
+        "auto*1",
+        "0",
+        "a",
+        "1-8",
+        "1-8*1",
+        "1-8+0",
+        "0-8*2",
+        "-1",
+        "1;2",
+        "auto,1",
+        "1,auto*4",
+        "best,1",
+        "best*2",
+    ],
 )
 def test_bad_batch_ranges_are_refused(text: str) -> None:
     with pytest.raises(RecipeError, match="--batch-size"):

@@ -81,9 +81,9 @@ class Size(click.ParamType[Any]):
 
 
 class Batches(click.ParamType[Any]):
-    """``auto``, ``auto*4``, ``1,2,4``, ``1,8,auto``, ``1-64*2`` or ``8-64+8``."""
+    """``auto``, ``auto*4``, ``best``, ``1,2,4``, ``1,8,auto``, ``1-64*2`` or ``8-64+8``."""
 
-    name = "auto|n,n,..|n-n*n"
+    name = "auto|best|n,n,..|n-n*n"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):

@@ -94,6 +94,7 @@ def _batches(sweep: Sweep, plan: Plan, case: Case) -> list[int]:
     if not isinstance(sweep.batch_size, str):
         return list(sweep.batch_size)
     factor, first = automatic(sweep.batch_size)
+    factor = factor or 2
     largest = max(1, plan.at(case.workload).max_batch_size)
     rising = first or takewhile(lambda size: size <= largest, (factor**power for power in count()))
     return sorted({size for size in rising if size <= largest} | {largest})

@@ -103,7 +103,8 @@ class Sweep(Frozen):
     """Axes of a sweep: every tuple is an axis, and the sweep is their product.
 
     `batch_size` lists the batches to measure, or is "auto": double until memory runs out, then bisect to the largest
-    batch that runs ("auto*4" quadruples; "1,8,32,auto" measures these and the largest).
+    batch that runs ("auto*4" quadruples; "1,8,32,auto" measures these and the largest). "best", or "1,8,best", then
+    searches for the fastest batch, which need not be the largest.
 
     A sweep with `requests`, a file, or `request_lengths`, distributions, measures these in closed loops (`in_flight`)
     and open loops (`request_rate`), and equal batches only if it names a `batch_size`. All points are measured `rounds`
@@ -286,21 +287,21 @@ def _product(fixed: dict[str, Option], axes: dict[str, tuple[Option, ...]]) -> l
 
 
 def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
-    """Return the factor of ``auto`` (2) or ``auto*N``, and the batches that are listed before it in ``1,8,auto``.
-    Raises RecipeError for anything else."""
+    """Return the factor of ``auto`` (2) or ``auto*N``, 0 for ``best``, and the batches that are listed before it in
+    ``1,8,auto``. Raises RecipeError for anything else."""
     *listed, last = batch_size.split(",")
-    match = re.fullmatch(r"auto(?:\*([2-9]|\d\d+))?", last)
+    match = re.fullmatch(r"auto(?:\*([2-9]|\d\d+))?|best", last)
     if match is None or (listed and match[1]):
-        raise RecipeError(f"--batch-size {batch_size!r}: write auto, auto*4 to quadruple, or 1,8,auto")
+        raise RecipeError(f"--batch-size {batch_size!r}: write auto, auto*4 to quadruple, best, or 1,8,auto")
     batches = parse_batches(",".join(listed)) if listed else ()
     assert not isinstance(batches, str)
-    return int(match[1] or 2), batches
+    return 0 if last == "best" else int(match[1] or 2), batches
 
 
 def parse_batches(text: str) -> tuple[int, ...] | str:
     """Return the batch sizes of ``1,2,4``; ``1-64*2`` (1, 2, 4, .. 64); ``8-32+8`` (8, 16, 24, 32); mixed with commas.
-    ``auto``, ``auto*4`` and ``1,2,auto`` stay text. Raises RecipeError."""
-    if text.split(",")[-1].startswith("auto"):
+    ``auto``, ``auto*4``, ``1,2,auto`` and ``best`` stay text. Raises RecipeError."""
+    if text.split(",")[-1].startswith(("auto", "best")):
         automatic(text)
         return text
     found: list[int] = []
@@ -308,7 +309,7 @@ def parse_batches(text: str) -> tuple[int, ...] | str:
         match = re.fullmatch(r"\s*([0-9]{1,12})(?:-([0-9]{1,12})([*+])([0-9]{1,12}))?\s*", part)
         if match is None:
             told = text if len(text) <= 80 else f"{text[:80]}…"
-            raise RecipeError(f"--batch-size {told!r}: write auto, 1,2,4, a range 1-64*2 (doubling), or 8-64+8 (steps)")
+            raise RecipeError(f"--batch-size {told!r}: write auto, best, 1,2,4, 1-64*2 (doubling), or 8-64+8 (steps)")
         value, end = int(match[1]), int(match[2] or match[1])
         step = int(match[4] or 1)
         if value < 1 or step < (2 if match[3] == "*" else 1):

@@ -40,7 +40,15 @@ class Try:
     timed: bool = True
 
 
-Batches = Generator[Try, Status, None]
+class Answer(NamedTuple):
+    """Outcome of a try: its status, and the output tokens a second if they were measured."""
+
+    status: Status
+    tok_s: float | None = None
+
+
+Batches = Generator[Try, Answer, None]
+NEAR = 32  # the best batch is searched for in steps down to this part of the largest
 P = TypeVar("P", bound=Recorded)
 
 
@@ -84,12 +92,12 @@ def to_the_edge(limit: int, factor: int = 2, first: Iterable[int] = (), guess: i
     untimed tries, and the largest batch that runs, timed, last.
 
     The untimed tries begin at `guess` and proceed in growing strides, and by bisection between what ran and what did
-    not. A status is sent in for every batch yielded; anything but ``ok`` counts as not running.
+    not. An answer is sent in for every batch yielded; any status but ``ok`` counts as not running.
     """
     good, bad = 0, limit + 1
     rising = iter(sorted(first)) if first else takewhile(lambda batch: batch <= limit, _powers(factor))
     for batch in rising:
-        if batch > limit or (yield Try(batch)) != "ok":
+        if batch > limit or (yield Try(batch)).status != "ok":
             bad = min(bad, batch)
             break
         good = batch
@@ -98,13 +106,40 @@ def to_the_edge(limit: int, factor: int = 2, first: Iterable[int] = (), guess: i
     while good and bad - good > 1:
         if not good < batch < bad:
             batch = (good + bad) // 2
-        if (yield Try(batch, timed=False)) == "ok":
+        if (yield Try(batch, timed=False)).status == "ok":
             good, batch = batch, batch + stride
         else:
             bad, batch = batch, batch - stride
         stride *= 2
-    while good > largest_timed and (yield Try(good)) != "ok":  # a timed batch may need a little more memory than a try
+    while good > largest_timed and (yield Try(good)).status != "ok":  # timed, it may need a little more memory
         good -= 1
+
+
+def to_the_best(limit: int, first: Iterable[int] = (), guess: int = 0) -> Batches:
+    """Search for the batch with the most output tokens a second: first the largest, as `to_the_edge` does, which need
+    not be the best; then around the best of those measured, in steps of an eighth of the largest batch, halved as long
+    as both neighbours are slower."""
+    rates: dict[int, float] = {}
+    edge = to_the_edge(limit, 2, first, guess)
+    attempt = next(edge)
+    while True:
+        answer = yield attempt
+        if attempt.timed and answer.status == "ok" and answer.tok_s is not None:
+            rates[attempt.batch_size] = answer.tok_s
+        try:
+            attempt = edge.send(answer)
+        except StopIteration:
+            break
+    largest = max(rates, default=0)
+    step = largest // 8
+    while step >= max(1, largest // NEAR):
+        best = max(rates, key=lambda batch: rates[batch])
+        for batch in (best - step, best + step):
+            if 0 < batch <= largest and batch not in rates:
+                answer = yield Try(batch)
+                rates[batch] = answer.tok_s or 0.0 if answer.status == "ok" else 0.0
+        if max(rates, key=lambda batch: rates[batch]) == best:
+            step //= 2
 
 
 def _powers(factor: int) -> Iterator[int]:
@@ -114,7 +149,7 @@ def _powers(factor: int) -> Iterator[int]:
 def listed(batches: Iterable[int]) -> Batches:
     """Yield the given batches in rising order, up to the first that runs out of memory."""
     for batch in sorted(batches):
-        if (yield Try(batch)) in OUT_OF_MEMORY:
+        if (yield Try(batch)).status in OUT_OF_MEMORY:
             return
 
 
@@ -125,7 +160,8 @@ def batches_of(sweep: Sweep, plan: Plan) -> Batches:
         return listed(sweep.batch_size)
     limit = LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size)
     factor, first = automatic(sweep.batch_size)
-    return to_the_edge(limit, factor, first, guess=min(plan.max_batch_size, limit))
+    guess = min(plan.max_batch_size, limit)
+    return to_the_edge(limit, factor, first, guess) if factor else to_the_best(limit, first, guess)
 
 
 def prepare(
@@ -251,13 +287,13 @@ class _Runner:
         try:
             for case in self._job.cases:
                 batches = batches_of(self._sweep, self._job.plan.at(case.workload))
-                status: Status | None = None
-                while (attempt := _advance(batches, status)) is not None:
+                answer: Answer | None = None
+                while (attempt := _advance(batches, answer)) is not None:
                     repeats = self._sweep.repeats if attempt.timed else 0
                     tried, began = case.with_batch(attempt.batch_size), monotonic()
                     self._events.trying(tried)
                     point, resumed = self._point(tried, repeats)
-                    status = point.status
+                    answer = Answer(point.status, point.output_tok_s)
                     outcome.points.append(point)
                     self._events.point(point, resumed)
                     self._finished(tried, monotonic() - began, resumed)
@@ -384,9 +420,9 @@ class _Runner:
             worker.close()
 
 
-def _advance(batches: Batches, status: Status | None) -> Try | None:
+def _advance(batches: Batches, answer: Answer | None) -> Try | None:
     try:
-        return next(batches) if status is None else batches.send(status)
+        return next(batches) if answer is None else batches.send(answer)
     except StopIteration:
         return None
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from zinfer.spec.engine import PREFILL_TOKENS
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import counted
@@ -26,10 +27,6 @@ Bound = Literal["link", "hbm", "compute", "host memory", "cpu attention", "nvme"
 
 CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as the driver reports them
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
-# Prompt tokens in one forward pass. A pass streams every weight (2 bytes a parameter) and computes 2 FLOPs a parameter
-# and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
-# model. More tokens at once only take memory, of which the KV cache of a larger batch makes better use.
-PREFILL_TOKENS = 8192
 # If prompts pass a layer in blocks, the weights cross once anyway, and a pass only has to be long enough for the matrix
 # products: as many tokens as have this many hidden values (2,048 of BLOOM-176B), and at least this many tokens.
 BLOCK_VALUES, BLOCK_TOKENS = 2048 * 14336, 2048

@@ -230,7 +230,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
         overlapped=transport.overlapped,
         blocks=transport.blocks,
-        pass_tokens=cost.block_tokens(model) if transport.blocks else cost.PREFILL_TOKENS,
+        pass_tokens=cost.block_tokens(model) if transport.blocks else transport.pass_tokens,
         pinned=options.pin_memory,
     )
     update: dict[str, object] = {"resident_bytes": resident_bytes(case.gpu_weights, model.streamed_bytes, automatic)}
@@ -246,8 +246,8 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         matrix = model.hidden_size * max(model.ffn_size, model.hidden_size) * model.dtype_bytes
         update["slots"] = matrix / model.layer_bytes
     if transport.pinned_tensors:
-        layers = (parameters * model.dtype_bytes for parameters in model.layer_parameters)
-        rounded = sum(pinned_block(size // 3) * 3 for size in layers) - model.streamed_bytes
+        layers = [round(parameters * model.dtype_bytes * (own or 1)) for parameters in model.layer_parameters]
+        rounded = sum(pinned_block(size // 3) * 3 for size in layers) - sum(layers)
         update["host_rounding"] = max(rounded, 0)
     if trips := transport.outside_trips:
         slots = max(1.0, model.other_bytes / model.layer_bytes)

@@ -103,8 +103,8 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     from zinfer.spec.model import check_positions
     from zinfer.worker.process import Worker, WorkerError, now, versions
 
-    if not how["settings"] and not how["weights"]:
-        raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8,fp8 or --weights int4")
+    if not how["settings"]:
+        raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8,fp8")
     if how["layers"] is not None:
         raise click.UsageError("--layers: a part of a model's layers generates no text; leave it out")
     if any(len(values) > 1 for values in how["reference"].values()):
@@ -155,7 +155,6 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
     from zinfer.plan.plan import make_plan
     from zinfer.spec import local
     from zinfer.spec.engine import OptionError, conflict
-    from zinfer.spec.resolve import with_weights
 
     offload, gpu_weights, nvme_path = how["offload"], how["gpu_weights"], how["nvme_path"]
     options.check_nvme([offload], nvme_path)
@@ -164,11 +163,10 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
     choices = options.offload_choices(offload, gpu_weights)
     machine = options.with_nvme(local.this_machine(), nvme_path)
 
-    def plans(choice: Any, axes: dict[str, Any], weights: tuple[str, ...]) -> "list[tuple[Plan, str]]":
+    def plans(choice: Any, axes: dict[str, Any]) -> "list[tuple[Plan, str]]":
         fields = {
             "model": (how["model"],), "engine": (how["engine"],), "offload": (choice,),
             "gpu_weights": gpu_weights or (None,), "options": axes, "allow_nan": bool(how["allow_nan"]),
-            "weights": weights,
         }  # fmt: skip
         wanted = recipe.make_sweep(fields, "the command line")
         found = []
@@ -177,20 +175,18 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
             if target is None:
                 raise click.UsageError(f"engine {how['engine']} has no offload {choice}")
             case = load.case(source.load_format, source.spec.dtype, how["input_len"], how["output_len"])
-            spec = with_weights(source.spec, load.weights)
-            plan = make_plan(case.with_batch(how["batch_size"]), spec, machine, nvme_path)
+            plan = make_plan(case.with_batch(how["batch_size"]), source.spec, machine, nvme_path)
             found.append((plan, target))
         return found
 
     for choice in choices:
-        ((reference, target),) = plans(choice, how["reference"], ("as-released",))
-        settings = plans(choice, how["settings"], how["weights"] or ("as-released",))
+        ((reference, target),), settings = plans(choice, how["reference"]), plans(choice, how["settings"])
         every = [reference, *(plan for plan, _ in settings)]
         refused = next((plan for plan in every if not plan.fits), None)
         if refused is None:
             return reference, every[1:], target
     assert refused is not None
-    if contradiction := conflict(refused.case.engine, refused.case.options, refused.case.offload, refused.case.weights):
+    if contradiction := conflict(refused.case.engine, refused.case.options, refused.case.offload):
         raise OptionError(contradiction)
     raise Failure(str(refused.why_not), ENVIRONMENT)
 

@@ -198,7 +198,6 @@ def load_options(function: Command) -> Command:
             "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default=None,
             help="Real weights (safetensors), random ones (dummy), or real ones if there are any (auto).",
         ),
-        weights,
         allow_nan,
         click.option(
             "--dtype", type=Dtype(), metavar=DTYPE, default=None, help="Weight type.  [default: the model's own]"
@@ -221,6 +220,7 @@ def job_options(function: Command) -> Command:
             help="Limit for a load or a pass, in seconds.",
         ),
         load_options,
+        weights,
         click.option(
             "--output-len", type=click.IntRange(min=1), default=256, show_default=True,
             help="Most tokens of an answer, for requests without max_tokens.",

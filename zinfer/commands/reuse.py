@@ -66,6 +66,7 @@ class Contexts(click.ParamType[Any]):
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Samples a context length.")
 @click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Also reload from a file in this folder.")
 @options.load_options
+@options.weights
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=3600, show_default=True,
     help="Limit for a load or a context, in seconds.",

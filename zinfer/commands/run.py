@@ -58,6 +58,7 @@ INTERRUPTED = 130  # exit code
 @click.option("--ignore-eos", is_flag=True, help="Generate --output-len tokens, past the end of a text.")
 @chat_options
 @options.load_options
+@options.weights
 @click.option(
     "--timeout",
     "timeout_s",

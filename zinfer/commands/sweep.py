@@ -89,6 +89,7 @@ class Rates(click.ParamType[Any]):
     "--rounds", type=click.IntRange(min=1), help="Measure all points so often, the model loaded anew.  [default: 1]"
 )
 @options.load_options
+@options.weights
 @click.option("--repeats", type=click.IntRange(min=1), help="Most runs of a point.  [default: 3]")
 @click.option(
     "--timeout",

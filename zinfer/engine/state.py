@@ -38,6 +38,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
+from zinfer.engine.coded import CodedMatrix, coded_entries, random_entry, rounded_entry
 from zinfer.engine.dequantize import Codes, canonical, dequantize
 from zinfer.engine.read import (
     DTYPES,
@@ -101,6 +102,9 @@ class ModelState:
     their place. Raises ModelError where transformers cannot build the model, and CheckpointError, in one line and
     before weights are read, where the checkpoint does not account for all of its state.
 
+    Entries that the configuration of `spec` describes as quantised have random codes if the weights are dummy ones, and
+    are rounded where `spec.weights` asks for another format than that of the checkpoint.
+
     Weights with NaN or infinity are refused while they are read, unless `allow_nan`. `visits` get all bytes that are
     read, as in `groups_read`.
     """
@@ -122,6 +126,9 @@ class ModelState:
             if spec.directory is None:
                 raise CheckpointError(f"{spec.name} has no local checkpoint; use --load-format dummy or give a folder")
             self._checkpoint = _Stored(Checkpoint.open(Path(spec.directory)), self, allow_nan, visits)
+        self._coded: dict[str, tuple[CodedMatrix, ...]] = {}
+        if quantization.method(spec.config) and (load_format == "dummy" or spec.weights != "as-released"):
+            self._coded = coded_entries(self.model, self.stack, self.layers, spec)
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -181,9 +188,11 @@ class ModelState:
         done = 0
         source: Generator[tuple[str, Loaded]]
         if self._checkpoint is None:
-            source = self._dummy(device, layers)
+            source = self._dummy(device, layers, stored)
         else:
             source = self._checkpoint.read(mapped, layers, stored)
+            if self._coded:
+                source = self._rounded(source, device, stored)
         with closing(source) as tensors:
             for name, tensor in tensors:
                 if name not in missing:
@@ -195,11 +204,24 @@ class ModelState:
         if missing:
             raise CheckpointError(f"{self.spec.directory}: {_some(missing)} did not come")
 
-    def _dummy(self, device: torch.device, layers: bool) -> Generator[tuple[str, Tensor]]:
+    def _rounded(
+        self, source: Generator[tuple[str, Loaded]], device: torch.device, stored: bool
+    ) -> Generator[tuple[str, Loaded]]:
+        """Yield the entries of `source`, those of a format of zinfer's own rounded to it."""
+        with closing(source) as tensors:
+            for name, tensor in tensors:
+                matrices = self._coded.get(name)
+                if matrices is None or not isinstance(tensor, Tensor):
+                    yield name, tensor
+                else:
+                    yield name, rounded_entry(name, tensor.to(device), matrices, self.spec.weights, stored)
+
+    def _dummy(self, device: torch.device, layers: bool, stored: bool) -> Generator[tuple[str, Loaded]]:
         """Yield random parameters, normally distributed at the scale of a fresh initialisation, made on `device`.
 
         The standard deviation is the configuration's `initializer_range`; the mean is zero, for norm scales one.
-        Buffers keep their initial values. The seed is the name: every engine and every run gets the same model.
+        Quantised entries get codes and scales that make such weights, in the type that they are stored in. Buffers keep
+        their initial values. The seed is the name: every engine and every run gets the same model.
         Constants would compress, and multiply, unlike real weights.
         """
         std = getattr(self.model.config.get_text_config(), "initializer_range", None) or 0.02
@@ -211,6 +233,9 @@ class ModelState:
                 return
             if not entry.is_parameter:
                 yield name, entry.tensor.to(device, copy=True)
+                continue
+            if (matrices := self._coded.get(name)) is not None:
+                yield name, random_entry(entry.tensor, matrices, std, stored, generator)
                 continue
             generator.manual_seed(zlib.crc32(name.encode()))
             tensor = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=device)

@@ -150,7 +150,6 @@ class AccuracyRecord(Study):
         """Return the settings in which `case` differs from the reference, as text."""
         batch_size = case.workload.batch_size
         found = [f"{key}={value}" for key, value in case.options if (key, value) not in self.reference.options]
-        found += [f"weights={case.weights}"] * (case.weights != self.reference.weights)
         found += [f"batch {batch_size}"] * (batch_size != self.reference.workload.batch_size)
         return " ".join(found) or "none"
 

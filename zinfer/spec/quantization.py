@@ -16,12 +16,15 @@ import struct
 from collections.abc import Iterator, Mapping
 from math import ceil, prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from zinfer.spec.checkpoint import BITS, CheckpointError, TensorInfo
-from zinfer.spec.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError, Weights, text_config
+from zinfer.spec.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError, text_config
 
 Format = Literal["fp8", "int", "fp8 or int8", "nvfp4", "mxfp4", "mxfp4 experts", "gptq", "awq"]
+
+Scheme = Literal["int4", "int8", "fp8"]  # ways in which zinfer itself quantises
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
 KEYS = ("quantization_config", "compression_config")  # fields of a configuration
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
@@ -343,7 +346,7 @@ class Header(NamedTuple):
         return prod(self.shape) * BITS[self.dtype] // 8
 
 
-def scheme(weights: Weights) -> dict[str, Any]:
+def scheme(weights: Scheme) -> dict[str, Any]:
     """Return the quantization_config of a format that zinfer makes: int4 in groups of 128 values, or of the largest of
     `GROUP_SIZES` that divides a row; int8 and fp8 (e4m3) with a scale a row; all symmetric."""
     bits, kind, form, strategy = {

@@ -1,0 +1,191 @@
+"""Weights that a load itself stores quantised: random codes of dummy models, and weights that are rounded."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.test_parity import MACHINE, OUTPUT_LEN, greedy
+from zinfer import engine
+from zinfer.engine import base
+from zinfer.engine import quantize as own
+from zinfer.engine.base import Engine
+from zinfer.engine.dequantize import expand
+from zinfer.engine.state import ModelState
+from zinfer.plan.plan import make_plan
+from zinfer.spec.case import Case, LoadFormat, Workload
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.model import ModelSpec, Weights
+from zinfer.spec.quantization import GROUP_SIZES, SCHEMES, scheme
+from zinfer.spec.resolve import from_directory, resolve
+from zinfer.spec.source import revision_of
+
+CPU = torch.device("cpu")
+STD = 0.05
+SHAPE = {
+    "vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 192, "head_dim": 32, "initializer_range": STD, "torch_dtype": "bfloat16",
+}  # fmt: skip
+EXPERTS = SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": groups}
+
+
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8": ("llama", FP8),
+    "fp8 of experts": ("mixtral", FP8),
+    "int4": ("llama", scheme("int4")),
+    "int4 of experts": ("mixtral", scheme("int4")),
+    "int8": ("llama", scheme("int8")),
+    "fp8 of channels": ("llama", scheme("fp8")),
+    "int4 asymmetric": ("llama", compressed("pack-quantized", **(PACKED | {"symmetric": False}))),
+    "int4 in order": ("llama", compressed("pack-quantized", **PACKED, actorder="group")),
+    "nvfp4": ("llama", compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16)),
+    "mxfp4": ("llama", compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)),
+    "gptq": ("llama", {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "gptq of 8 bits": ("llama", {"quant_method": "gptq", "bits": 8, "group_size": 32}),
+    "awq": ("llama", {"quant_method": "awq", "bits": 4, "group_size": 32}),
+    "mxfp4 of experts": ("gpt_oss", {"quant_method": "mxfp4"}),
+}  # fmt: skip
+
+
+def bare(folder: Path, architecture: str, quantised: dict[str, Any], **others: Any) -> ModelSpec:
+    shape = (SHAPE if architecture == "llama" else EXPERTS) | {"model_type": architecture, **others}
+    path = folder / "config.json"
+    path.write_text(json.dumps(shape | {"quantization_config": quantised}))
+    return from_directory(path)
+
+
+def both(spec: ModelSpec, load_format: LoadFormat = "dummy") -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
+    """Return the entries of a model as they are loaded, those that cross the link as codes expanded, and the names of
+    these."""
+    state = ModelState(spec, load_format)
+    plain = {name: tensor.clone() for name, tensor in state.load(CPU)}
+    found, coded = dict[str, Tensor](), set[str]()
+    for name, one in state.load_stored(CPU):
+        if isinstance(one, Tensor):
+            found[name] = one.clone()
+        else:
+            coded.add(name)
+            entry = state.entries[name].tensor
+            found[name] = torch.cat([expand(codes, entry.dtype) for codes in one]).view(entry.shape)
+    assert plain.keys() == found.keys() == state.entries.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in plain.items())
+    return plain, found, coded
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dummy_weights_of_a_format_are_spread_like_others(name: str, tmp_path: Path) -> None:
+    """Codes and scales are random; the weights that they stand for have the mean and deviation of dummy weights."""
+    spec = bare(tmp_path, *FORMATS[name])
+    plain, _, coded = both(spec)
+    inside = {entry for entry in plain if entry.endswith(("_proj.weight", "gate_up_proj", "down_proj"))}
+    # Columns in an order of their own, and transposed experts, cross the link dequantised.
+    assert coded == (set() if name in ("int4 in order", "mxfp4 of experts") else inside)
+    for entry in inside:
+        values = plain[entry].float()
+        assert float(values.std()) == pytest.approx(STD, rel=0.05), entry
+        assert abs(float(values.mean())) < 4 * STD / values.numel() ** 0.5, entry
+        assert float((values.abs() < STD).float().mean()) == pytest.approx(0.68, abs=0.12), entry  # not uniform
+    first, second = (plain[f"model.layers.{number}.self_attn.q_proj.weight"] for number in (0, 1))
+    assert not torch.equal(first, second)
+    assert all(torch.equal(tensor, plain[entry]) for entry, tensor in ModelState(spec, "dummy").load(CPU))
+
+
+def load(spec: ModelSpec, load_format: LoadFormat, codec: str, **fields: Any) -> Engine:
+    case = Case(
+        model=spec.name, engine="stream", offload="cpu", dtype=spec.dtype, load_format=load_format,
+        workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN), weights=spec.weights,
+        options=(("weight_codec", codec),), **fields,
+    )  # fmt: skip
+    return base.load(engine.kind("stream").target)(make_plan(case, spec, MACHINE))
+
+
+@pytest.mark.parametrize("weights", ["int4", "fp8"])
+def test_dummy_weights_stream_as_they_are_stored(weights: Weights, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPE | {"model_type": "llama", "initializer_range": 0.4}))
+    spec, found = resolve(str(path), weights=weights), []
+    for codec in ("none", "lossless"):
+        loaded = load(spec, "dummy", codec)
+        found.append(greedy(loaded, (5, 9, 3)))
+        effective = loaded.effective()
+        loaded.close()
+    assert torch.equal(*found)
+    assert effective.wire_bytes_per_step == pytest.approx(spec.stored_ratio * spec.streamed_bytes, rel=0.06)
+    assert effective.host_weight_bytes < 1.06 * spec.stored_ratio * spec.streamed_bytes
+    assert revision_of(spec, "dummy") != revision_of(resolve(str(path)), "dummy")
+
+
+@pytest.mark.parametrize("weights", SCHEMES)
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_weights_in_16_bits_are_rounded_while_they_load(
+    architecture: str, weights: Weights, checkpoint: Callable[..., Path]
+) -> None:
+    """Each matrix is that of `zinfer.engine.quantize`; the others stay."""
+    folder = checkpoint(architecture, hidden_size=128)
+    before = dict(both(resolve(str(folder), "bfloat16"), "safetensors")[0])
+    spec = resolve(str(folder), "bfloat16", weights=weights)
+    after, _, coded = both(spec, "safetensors")
+    assert coded == {name for name in before if name.endswith(("_proj.weight", "gate_up_proj", "down_proj"))}
+    for name, tensor in after.items():
+        if name not in coded:
+            assert torch.equal(tensor, before[name]), name
+            continue
+        rows = before[name].flatten(0, -2)
+        size = own.group_size(rows.shape[1], weights)  # type: ignore[arg-type]
+        half = {"int4": 7.5, "int8": 127.5}.get(weights, 14)
+        steps = rows.float().unflatten(-1, (-1, size)).abs().amax(-1, keepdim=True) / half
+        error = (tensor.flatten(0, -2).float() - rows.float()).unflatten(-1, (-1, size)).abs()
+        assert bool((error <= 0.52 * steps + 0.005 * rows.abs().max()).all()), name
+        assert not torch.equal(tensor, before[name])
+    assert revision_of(spec, "safetensors").endswith(f"-{weights}")
+
+
+def test_rounded_weights_give_the_tokens_of_a_folder_with_these_weights(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = checkpoint("llama", hidden_size=128)
+    spec = resolve(str(folder), "bfloat16", weights="int4")
+    first = load(spec, "safetensors", "lossless")
+    expected = greedy(first, (5, 9, 3))
+    first.close()
+    for file in folder.iterdir():
+        if not file.name.startswith("model"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file({name: tensor.clone() for name, tensor in both(spec, "safetensors")[0].items()},
+              tmp_path / "model.safetensors")  # fmt: skip
+    second = load(resolve(str(tmp_path), "bfloat16"), "safetensors", "none")
+    assert torch.equal(greedy(second, (5, 9, 3)), expected)
+    second.close()
+
+
+def test_what_cannot_be_rounded_is_refused_in_a_line(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ZinferError, match="released quantised"):
+        resolve(bare(tmp_path, "llama", FP8).name, weights="int4")
+    for file in checkpoint("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    part = next(tmp_path.glob("model-*1-of*.safetensors"))
+    tensors = load_file(part)
+    name = next(name for name in tensors if name.endswith("_proj.weight"))
+    tensors[name][3, 3] = float("nan")
+    save_file(tensors, part, metadata={"format": "pt"})
+    state = ModelState(resolve(str(tmp_path), "bfloat16", weights="int4"), "safetensors", allow_nan=True)
+    with pytest.raises(CheckpointError, match="cannot be rounded to int4"):
+        list(state.load_stored(CPU))
+
+
+def test_sizes_of_groups_have_one_meaning() -> None:
+    assert own.GROUP_SIZES == GROUP_SIZES
+    assert own.SCHEMES == SCHEMES

@@ -1,13 +1,35 @@
 """Own quantisation: codes and scales equal those of compressed-tensors, and are read as any released checkpoint."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from tests import quantized
+from tests.checkpoints import save_checkpoint, save_config
+from tests.running import prefill
+from tests.test_parity import MACHINE, load, prompts
+from tests.test_quantized import EXPERTS, entries
+from zinfer.cli import cli
 from zinfer.engine import quantize as own
-from zinfer.engine.quantize import SCHEMES, Scheme, quantize
+from zinfer.engine import quantized_checkpoint
+from zinfer.engine.quantize import quantize
+from zinfer.record.accuracy import AccuracyRecord
+from zinfer.spec.errors import ZinferError
+from zinfer.spec.model import ModelError
+from zinfer.spec.quantization import SCHEMES, Scheme
+from zinfer.spec.resolve import from_directory
+from zinfer.worker.inline import InlineWorker
 
 STRATEGIES = {"int4": "group", "int8": "channel", "fp8": "channel"}
+LENGTHS = (9, 9)  # equal: rows with padding are rounded elsewhere
 FORMATS = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
 
 
@@ -78,3 +100,187 @@ def test_other_schemes_and_other_tensors_are_refused() -> None:
     for weight in (torch.ones(16), torch.ones(2, 2, 16), torch.ones(2, 16, dtype=torch.int32)):
         with pytest.raises(ValueError, match="no matrix"):
             quantize(weight, "int8")
+
+
+# Quantised copies of checkpoints
+
+
+def tiny(directory: Path, architecture: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Save a checkpoint in 16 bits."""
+    save_checkpoint(architecture, directory)
+    for file in directory.glob("*.safetensors"):
+        save_file({name: one.to(dtype) for name, one in load_file(file).items()}, file, {"format": "pt"})
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": str(dtype)[6:]}))
+    return directory
+
+
+def pack(*words: object) -> Result:
+    return CliRunner().invoke(cli, ["pack", *map(str, words)])
+
+
+def said(result: Result) -> str:
+    """Return the message of a command that refuses."""
+    assert result.exit_code != 0
+    assert isinstance(result.exception, ZinferError | SystemExit)
+    message = f"{result.output} {result.exception}"
+    assert "Traceback" not in message
+    return message
+
+
+def logits(model: Any) -> Tensor:
+    token_ids, mask = prompts(LENGTHS)
+    with torch.inference_mode():
+        found: Tensor = model.eval()(token_ids, attention_mask=mask).logits[:, -1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme"), [("llama", "int4"), ("llama", "int8"), ("llama", "fp8"), ("mixtral", "int4"),
+                                 ("opt", "int4")]
+)  # fmt: skip
+def test_a_packed_folder_is_read_by_zinfer_and_by_transformers(
+    architecture: str, scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    monkeypatch.setattr(quantized_checkpoint, "SHARD_BYTES", 60_000)
+    source, folder = tiny(tmp_path / "m", architecture), tmp_path / "copy"
+    done = pack("-m", source, "--weights", scheme, "-o", folder)
+    assert done.exit_code == 0, done.output
+    spec, plain = from_directory(folder), from_directory(source)
+    assert spec.stored_ratio < 0.62
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    dequantised = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **dequantised)
+    expected = whole.state_dict()
+    for name, tensor in entries(folder).items():
+        assert torch.equal(tensor, expected[name]), name
+    if architecture != "mixtral":  # its experts are one tensor in transformers, which dequantises them if it is told to
+        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    engine = load("stream", folder, "cpu", tmp_path, dtype="bfloat16")
+    token_ids, mask = prompts(LENGTHS)
+    found = prefill(engine, token_ids, mask, reserve=1)
+    engine.close()
+    assert torch.equal(found, logits(whole))
+    before = logits(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)).float()
+    error = (found.float() - before).norm() / before.norm()
+    assert 0 < error < ({"int4": 0.6, "int8": 0.05, "fp8": 0.3}[scheme] if architecture == "llama" else 1)
+    assert spec.model_copy(update={"name": "", "stored_ratio": 1, "directory": None, "config": {}}) == plain.model_copy(
+        update={"name": "", "directory": None, "config": {}}
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_interrupted_copy_is_no_checkpoint_and_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder = tiny(tmp_path / "m"), tmp_path / "copy"
+    monkeypatch.setattr(quantized_checkpoint, "SHARD_BYTES", 60_000)
+    assert pack("-m", source, "--weights", "int4", "-o", folder).exit_code == 0
+    first = contents(folder)
+    assert set(first) > {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"}
+    assert pack("-m", source, "--weights", "int4", "-o", folder).exit_code == 0
+    assert contents(folder) == first
+    left = list[dict[str, bytes]]()
+    calls = iter(range(40))  # 21 for the shapes, then the weights
+
+    def interrupted(*given: Any) -> dict[str, Tensor]:
+        if next(calls, None) is None:
+            left.append(contents(folder))  # as a kill would leave it
+            raise OSError(28, "No space left on device")
+        return quantize(*given)
+
+    monkeypatch.setattr(quantized_checkpoint, "quantize", interrupted)
+    failed = pack("-m", source, "--weights", "int8", "-o", folder)
+    assert (failed.exit_code, "No space left" in failed.output) == (5, True)
+    assert not contents(folder)
+    monkeypatch.undo()
+    for name, content in left[0].items():
+        (folder / name).write_bytes(content)
+    assert any(name.startswith("model-00001") for name in left[0])
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        from_directory(folder)
+    assert pack("-m", source, "--weights", "int4", "-o", folder).exit_code == 0
+    own = {name for name in contents(folder) if not name.endswith(".part")}  # those a lease of a real kill names
+    assert own == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+                                     "generation_config.json", "zinfer-pack"}  # fmt: skip
+    assert from_directory(folder).stored_ratio < 0.4
+
+
+def gpt2(folder: Path) -> Path:
+    return save_config(folder, "gpt2", n_layer=2, n_head=2, n_embd=32, num_hidden_layers=2, hidden_size=32)
+
+
+def fused(folder: Path) -> Path:
+    return save_config(folder, "gpt_oss", **EXPERTS)
+
+
+def with_nan(folder: Path) -> Path:
+    tiny(folder)
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("proj.weight"))
+    tensors[name][1, 1] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (gpt2, "Conv1D, stored transposed"),
+        (fused, "stores the experts of a layer as one tensor"),
+        (lambda folder: quantized.fp8(save_checkpoint("llama", folder)), "is stored quantised already"),
+        (with_nan, "holds NaN or infinity"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused_in_a_line(make: Any, says: str, tmp_path: Path) -> None:
+    assert says in said(pack("-m", make(tmp_path / "m"), "--weights", "int8", "-o", tmp_path / "copy"))
+    assert not (tmp_path / "copy").exists() or not contents(tmp_path / "copy")
+
+
+def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, other = tiny(tmp_path / "m"), tmp_path / "other"
+    before = contents(source)
+    other.mkdir()
+    (other / "thesis.txt").write_text("my own")
+    for folder in (source, other):
+        assert "holds other files" in said(pack("-m", source, "--weights", "int8", "-o", folder))
+    assert contents(source) == before
+    assert contents(other) == {"thesis.txt": b"my own"}
+    for option, says in ((("--layers", 2), "has all layers"), (("--allow-nan",), "have no codes")):
+        refused = pack("-m", source, "--weights", "int8", *option)
+        assert (refused.exit_code, says in refused.output) == (2, True)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert "free, and" in said(pack("-m", source, "--weights", "int8", "-o", tmp_path / "copy"))
+
+
+def test_accuracy_compares_copies_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One command makes the copies and measures their loss."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
+    monkeypatch.setattr("zinfer.worker.probe.measure_link", lambda device: 5e9)
+    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: MACHINE)
+    tiny(Path("m"))
+    made = pack("-m", "m", "--weights", "int4")
+    folder = Path(made.stdout.strip())
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert pack("-m", "m", "--weights", "fp8", "-o", "mine").exit_code == 0
+    Path("text").write_text("One line follows another, and none is like the one before it. " * 4)
+    done = CliRunner().invoke(cli, [
+        "accuracy", "-m", "m", "--prompt-file", "text", "--weights", "int4", "--weights", "int8", "--weights", "mine",
+        "--offload", "cpu", "--input-len", "9", "--output-len", "4", "--samples", "2", "--json", "-o", "out.jsonl",
+    ])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    found = AccuracyRecord.model_validate_json(done.stdout)
+    errors = {found.label(one.case): one.error for one in found.deviations if one.along == "text"}
+    copies = [f"weights=m-bfloat16-{found.revision}-{scheme}" for scheme in ("int4", "int8")]
+    assert list(errors) == ["batch 2", *copies, "weights=mine"]
+    noise, int4, int8, fp8 = errors.values()
+    assert noise < int8 < fp8 < int4 < 1
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    save_checkpoint("opt", Path("other"))
+    assert "another model than m" in said(CliRunner().invoke(cli, ["accuracy", "-m", "m", "--weights", "other"]))

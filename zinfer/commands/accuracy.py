@@ -11,8 +11,10 @@ from zinfer.spec.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
     from zinfer.commands.out import Table
+    from zinfer.commands.watch import Watch
     from zinfer.plan.plan import Plan
     from zinfer.record.accuracy import AccuracyRecord
+    from zinfer.spec.source import Source
 
 
 @click.command("accuracy", cls=options.LoadCommand)
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
 @click.option(
     "--reference", multiple=True, callback=options.engine_options, metavar="KEY=VALUE",
     help="Setting of the reference, as key=value; the engine's defaults otherwise. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--weights", "copies", multiple=True, metavar="FOLDER|int4|int8|fp8",
+    help="Compare a quantised copy, as `zinfer pack --weights` writes it: its folder, or int4, int8 or fp8 for the "
+    "copy in the default folder, which is written if it is missing. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--prompt-file", metavar="FILE", default="default", help="UTF-8 text file.  [default: Python's own manual]"
@@ -59,8 +66,9 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
 @click.pass_obj
 def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> None:
-    """Compare each setting (a comma list is an axis) with the engine's defaults: the error of its logits, how often its
-    most likely token differs, the text's perplexity, and the first token at which greedy texts differ.
+    """Compare each setting (a comma list is an axis), or the model's weights in fewer bits, with the engine's defaults:
+    the error of its logits, how often its most likely token differs, the text's perplexity, and the first token at
+    which greedy texts differ.
 
     Each of --samples pieces of the text makes two rows: one continues the piece's first --input-len tokens with the
     reference's own greedy tokens, the other with the text's. Every setting is fed the same --output-len tokens a row
@@ -69,6 +77,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
 
     \b
     zinfer accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8,fp8
+    zinfer accuracy --model ./my-checkpoint --weights int4 --weights int8 --weights fp8
     zinfer accuracy --model ./my-checkpoint --dtype fp32 --kv-cache-dtype int8 --prompt-file book.txt --samples 64
     """
     from zinfer.commands.out import console, study_file
@@ -103,8 +112,8 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     from zinfer.spec.model import check_positions
     from zinfer.worker.process import Worker, WorkerError, now, versions
 
-    if not how["settings"]:
-        raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8,fp8")
+    if not how["settings"] and not how["copies"]:
+        raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8,fp8 or --weights int4")
     if how["layers"] is not None:
         raise click.UsageError("--layers: a part of a model's layers generates no text; leave it out")
     if any(len(values) > 1 for values in how["reference"].values()):
@@ -112,8 +121,10 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     source = options.weights_of(how["model"], how["dtype"], None, how["load_format"])
     spec = source.spec
     check_positions(spec, how["input_len"], how["output_len"])
-    started, (reference, settings, target) = now(), _plans(how, source)
     name, text = text_of(how["prompt_file"])
+    with Watch() as watch:
+        copies = [_copy(source, wanted, watch) for wanted in dict.fromkeys(how["copies"])]
+    started, (reference, settings, target) = now(), _plans(how, source, copies)
     with Watch() as watch, Signals() as signals:
         study = AccuracyStudy(
             reference=reference,
@@ -149,8 +160,36 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
     )
 
 
-def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
-    """Return the reference's plan, those of the settings, and the engine's class as module:Class."""
+def _copy(source: "Source", wanted: str, watch: "Watch") -> "Source":
+    """Return a quantised copy of the model: the one in the folder `wanted`, or the default one of a scheme, written if
+    it is missing. Raises Failure for a folder with another kind of model."""
+    from zinfer.commands import pack
+    from zinfer.spec.quantization import SCHEMES
+    from zinfer.spec.source import find
+
+    folder = Path(wanted)
+    if wanted in SCHEMES:
+        if source.load_format == "dummy":
+            raise click.UsageError("--weights: random weights have no copies; give a checkpoint")
+        folder = pack.quantised_folder(source, wanted)
+        if not (folder / "config.json").exists():
+            pack.quantised(source, wanted, None, watch)
+    copy = find(str(folder), source.spec.dtype, None, "safetensors")
+    one, other = ({**dict(spec), **_NOT_COMPARED} for spec in (source.spec, copy.spec))
+    if one != other:
+        raise Failure(
+            f"--weights {wanted}: it is another model than {source.spec.name}: its shape differs", ENVIRONMENT
+        )
+    return copy
+
+
+# Fields in which a model and its quantised copy may differ.
+_NOT_COMPARED: dict[str, Any] = {"name": "", "config": {}, "directory": None, "hub_id": None, "stored_ratio": 1.0}
+
+
+def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tuple[Plan, list[Plan], str]":
+    """Return the reference's plan, those of the settings, and the engine's class as module:Class. Each of `copies` has
+    all settings, or the reference's own without any."""
     from zinfer.job import recipe
     from zinfer.plan.plan import make_plan
     from zinfer.spec import local
@@ -163,9 +202,9 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
     choices = options.offload_choices(offload, gpu_weights)
     machine = options.with_nvme(local.this_machine(), nvme_path)
 
-    def plans(choice: Any, axes: dict[str, Any]) -> "list[tuple[Plan, str]]":
+    def plans(choice: Any, axes: dict[str, Any], model: str, source: "Source") -> "list[tuple[Plan, str]]":
         fields = {
-            "model": (how["model"],), "engine": (how["engine"],), "offload": (choice,),
+            "model": (model,), "engine": (how["engine"],), "offload": (choice,),
             "gpu_weights": gpu_weights or (None,), "options": axes, "allow_nan": bool(how["allow_nan"]),
         }  # fmt: skip
         wanted = recipe.make_sweep(fields, "the command line")
@@ -180,7 +219,10 @@ def _plans(how: dict[str, Any], source: Any) -> "tuple[Plan, list[Plan], str]":
         return found
 
     for choice in choices:
-        ((reference, target),), settings = plans(choice, how["reference"]), plans(choice, how["settings"])
+        ((reference, target),) = plans(choice, how["reference"], how["model"], source)
+        settings = plans(choice, how["settings"], how["model"], source) if how["settings"] else []
+        for copy in copies:
+            settings += plans(choice, how["settings"] or how["reference"], copy.spec.name, copy)
         every = [reference, *(plan for plan, _ in settings)]
         refused = next((plan for plan in every if not plan.fits), None)
         if refused is None:

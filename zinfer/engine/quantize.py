@@ -7,13 +7,12 @@ twice. `zinfer.spec.quantization` and `zinfer.engine.dequantize` read the result
 Source: compressed-tensors, `calculate_qparams` and the formats pack-quantized, int-quantized and float-quantized.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Scheme = Literal["int4", "int8", "fp8"]
-SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+from zinfer.spec.quantization import SCHEMES, Scheme
 
 GROUP_SIZES = (128, 64, 32, 16)  # columns that share a scale in int4: the largest size that divides a row
 VALUES_AT_ONCE = 1 << 24  # values that are quantised at a time: float32 copies of a large matrix would fill a GPU
@@ -41,21 +40,22 @@ def group_size(columns: int, scheme: Scheme) -> int:
     return columns
 
 
-def quantize(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
-    """Return the stored tensors of `weight` ``[out, in]``, on its device, by their names within a module.
+def quantize(weight: Tensor, scheme: Scheme, size: int | None = None) -> dict[str, Tensor]:
+    """Return the stored tensors of `weight` ``[out, in]``, on its device, by their names within a module; those of a
+    weight on the meta device have shapes and types only.
 
     ``int4``: `weight_packed` (int32 ``[out, in / 8]``, the first code in the lowest bits, plus 8), `weight_scale`
-    ``[out, in / group]`` and `weight_shape` (int64 ``[2]``, on the CPU). ``int8`` and ``fp8`` (e4m3): codes `weight`
+    ``[out, in / size]`` and `weight_shape` (int64 ``[2]``, on the CPU). ``int8`` and ``fp8`` (e4m3): codes `weight`
     ``[out, in]`` and `weight_scale` ``[out, 1]``. Scales have the type of the weight. A matrix whose rows no group size
-    divides comes back as it is, as `weight`. Raises ValueError for what is no matrix of floating-point numbers, and for
-    NaN and infinity.
+    divides comes back as it is, as `weight`. `size` is that of `group_size` unless it is given; it must divide a row.
+    Raises ValueError for what is no matrix of floating-point numbers, and for NaN and infinity.
     """
     if scheme not in _KINDS:
         raise ValueError(f"no scheme {scheme!r}: there are {', '.join(SCHEMES)}")
     if weight.dim() != 2 or not weight.is_floating_point() or weight.dtype.itemsize < 2:
         raise ValueError(f"no matrix of floating-point weights: {weight.dtype} {list(weight.shape)}")
     rows, columns = weight.shape
-    size = group_size(columns, scheme)
+    size = group_size(columns, scheme) if size is None else size
     if not size or not rows:
         return {"weight": weight}
     step = max(1, VALUES_AT_ONCE // columns)
@@ -71,7 +71,7 @@ def _rows(part: Tensor, scheme: Scheme, size: int) -> tuple[Tensor, Tensor]:
     kind = _KINDS[scheme]
     groups = part.to(torch.float32).unflatten(-1, (-1, size))  # [rows, groups, size]
     scales = (groups.abs().amax(-1) / ((kind.largest - kind.least) / 2)).to(part.dtype)
-    if not bool(scales.isfinite().all()):
+    if not scales.is_meta and not bool(scales.isfinite().all()):
         raise ValueError("the weight holds NaN or infinity")
     scales = torch.where(scales == 0, torch.finfo(part.dtype).eps, scales)  # a group of zeros
     numbers = (groups / scales.to(torch.float32)[..., None]).clamp_(kind.least, kind.largest).flatten(-2)

@@ -156,6 +156,12 @@ class ModelState:
         start = len(f"{self.stack}.{index}.")
         return {entry.name[start:]: entry for entry in self.entries.values() if entry.layer == index}
 
+    def stored_rows(self) -> dict[str, tuple[str, ...]]:
+        """Return the stored tensors whose rows, one after the other, are an entry of a decoder layer, by the entry's
+        name: one tensor, or a matrix for each expert. Entries that are made in another way, and a state without a
+        checkpoint, have none."""
+        return {} if self._checkpoint is None else self._checkpoint.in_rows
+
     @property
     def outside(self) -> dict[str, Entry]:
         """Entries outside the decoder layers and those that several layers share, by name."""
@@ -372,12 +378,10 @@ class _Stored:
                 f"{self._directory} stores {_some(left)}, which a {spec.architecture} model of this configuration does "
                 "not have: config.json and the weights do not belong together"
             )
-        self._in_rows = {
+        self.in_rows = {
             target: order
             for target, stored in sources.items()
-            if wanted[target].layer is not None
-            and all(name in self._quantized for name in stored)
-            and (order := _row_order(stored, patterns, converters)) is not None
+            if wanted[target].layer is not None and (order := _row_order(stored, patterns, converters)) is not None
         }
         return sources
 
@@ -445,8 +449,10 @@ class _Stored:
         with closing((groups_mapped if mapped else groups_read)(self._checkpoint, parts, self._visits)) as contents:
             for group, found in zip(groups, contents, strict=True):
                 taken = set[str]()
-                for target, order in self._in_rows.items() if stored else ():
+                for target, order in self.in_rows.items() if stored else ():
                     entry = self._names[target]
+                    if not self._quantized.keys() >= set(order):
+                        continue
                     if order[0] in group and (codes := self._codes(order, found, entry.tensor.dtype)) is not None:
                         taken.update(order)
                         yield entry.name, codes

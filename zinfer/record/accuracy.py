@@ -10,6 +10,7 @@ The first position of a row is its prefill's, which no setting of the KV cache c
 
 from collections.abc import Sequence
 from math import exp, inf
+from pathlib import PurePath
 from statistics import fmean, median_low
 from typing import ClassVar, Literal, NamedTuple, Self
 
@@ -150,6 +151,8 @@ class AccuracyRecord(Study):
         """Return the settings in which `case` differs from the reference, as text."""
         batch_size = case.workload.batch_size
         found = [f"{key}={value}" for key, value in case.options if (key, value) not in self.reference.options]
+        if case.model != self.reference.model:
+            found.insert(0, f"weights={PurePath(case.model).name}")
         found += [f"batch {batch_size}"] * (batch_size != self.reference.workload.batch_size)
         return " ".join(found) or "none"
 

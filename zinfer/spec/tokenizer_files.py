@@ -81,6 +81,16 @@ def end_tokens(directory: Path) -> list[int] | None:
     return [found] if isinstance(found, int) else found
 
 
+def files(directory: Path) -> list[Path]:
+    """Return the files in `directory` that describe its tokenizer, and `generation_config.json`, by name."""
+    named = {CONFIG, TEMPLATE, GENERATION, *_JSON_MAPS}
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file() and (path.name in named or _is_vocabulary(path.name))
+    ]
+
+
 @contextmanager
 def cleaned(directory: Path, is_tokenizer: Callable[[str], bool]) -> Iterator[Path]:
     """Provide a temporary folder from which the tokenizer of `directory` can be loaded safely; `is_tokenizer` tells
@@ -120,7 +130,7 @@ def _read(directory: Path, is_tokenizer: Callable[[str], bool]) -> tuple[dict[st
             documents[name] = decode(read_bytes(path, MAX_TEMPLATE), path)
         elif name in _JSON_MAPS:
             documents[name] = read_object(path, MAX_CONFIG)
-        elif name.endswith(_SUFFIXES) and not name.lower().endswith(_OTHERS):
+        elif _is_vocabulary(name):
             if path.is_dir():
                 continue
             with open_regular(path) as stream:
@@ -133,6 +143,10 @@ def _read(directory: Path, is_tokenizer: Callable[[str], bool]) -> tuple[dict[st
         config = without_code(configuration.read(directory / "config.json"), directory / "config.json")
         documents["config.json"] = _class_checked(config, directory / "config.json", is_tokenizer)
     return documents, vocabularies
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name.endswith(_SUFFIXES) and not name.lower().endswith(_OTHERS)
 
 
 def _without_code(settings: Mapping[str, Any], path: Path, is_tokenizer: Callable[[str], bool]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -256,3 +257,28 @@ def test_the_command_packs_and_the_engine_finds_it(
     refused = zinfer_process(tmp_path, "pack", "-m", "bloom-176b", "--layers", "1")
     assert refused.returncode == 5
     assert len(refused.stderr.strip().splitlines()) <= 2
+
+
+def test_small_matrices_are_coded_as_one(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matrices of a 135M model have fewer weights than are worth a launch; those of a layer have more."""
+    expected = tokens(str(spec.directory))
+    monkeypatch.setattr(codec, "MIN_NUMEL", 150_000)
+    done = CliRunner().invoke(cli, ["pack", "-m", str(spec.directory), "--dtype", "bf16"])
+    folder = Path(done.stdout.strip())
+    assert (folder / packed.DATA).stat().st_size < 0.8 * spec.streamed_bytes
+    for image in json.loads((folder / packed.INDEX).read_text())["images"]:
+        assert sum(layout is not None for *_, layout in image["pieces"]) == 1
+    own = tokens(str(spec.directory), weight_codec="lossless")
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(own, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "says"), [("bf16", "unpacking fewer than 1,048,576 takes longer than it saves"),
+                        ("fp16", "weights in float16 are not coded, only those in bfloat16")],
+)  # fmt: skip
+def test_the_command_says_why_nothing_shrinks(
+    dtype: str, says: str, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "MIN_NUMEL", 1 << 20)
+    done = CliRunner().invoke(cli, ["pack", "-m", str(spec.directory), "--dtype", dtype])
+    assert re.search(r"100\.\d% of it: .*" + re.escape(says), done.stderr)

@@ -76,7 +76,8 @@ def _packed(source: "Source", output: Path | None, watch: "Watch", allow_nan: bo
         size = packed.write(source.spec, source.revision, folder, _device(), watch.progress, bool(allow_nan))
     except OSError as error:
         raise Failure(f"cannot pack into {folder}: {error.strerror or error}", ENVIRONMENT) from error
-    watch.say(f"{gb(size)}, {size / source.spec.streamed_bytes:.1%} of it")
+    share = size / source.spec.streamed_bytes
+    watch.say(f"{gb(size)}, {share:.1%} of it" + ("" if share < 0.99 else f": {packed.why_whole(source.spec)}"))
     return folder
 
 

@@ -23,6 +23,7 @@ container of the data keeps checksums: damaged data decode to wrong weights or n
 or writes outside of `data` and `out`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -94,6 +95,13 @@ class Encoded:
 def worth_coding(tensor: Tensor) -> bool:
     """Tell whether coding `tensor` can save more than its launch costs; never for norms, biases and non-bf16 types."""
     return tensor.dtype == torch.bfloat16 and tensor.numel() >= max(MIN_NUMEL, BLOCK)
+
+
+def worth_joining(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the matrices among `tensors` that are worth coding as one: bf16, a block each, and together as many values
+    as `worth_coding` asks for; none if they are fewer."""
+    found = {name: one for name, one in tensors.items() if one.dtype == torch.bfloat16 and one.numel() >= BLOCK}
+    return found if sum(one.numel() for one in found.values()) >= MIN_NUMEL else {}
 
 
 def encode(tensor: Tensor) -> Encoded | None:

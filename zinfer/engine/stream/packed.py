@@ -30,6 +30,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, check_free, lay_out
 from zinfer.engine.read import DTYPES, as_bytes, fill, groups_mapped, reading
 from zinfer.engine.state import ModelState, by_layer
+from zinfer.engine.stream import codec
 from zinfer.engine.stream.codec import Layout
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, pack
 from zinfer.engine.stream.quantized import CodesLayout
@@ -165,6 +166,16 @@ def write(
     )  # fmt: skip
     atomic.write(folder / INDEX, content.signed().model_dump_json())
     return end
+
+
+def why_whole(spec: ModelSpec) -> str:
+    """Return the reason why packing `spec` saves nothing."""
+    if spec.dtype != "bfloat16":
+        return f"weights in {spec.dtype} are not coded, only those in bfloat16"
+    largest = max(spec.layer_parameters)
+    if largest < codec.MIN_NUMEL:
+        return f"a layer has {largest:,} weights, and unpacking fewer than {codec.MIN_NUMEL:,} takes longer than it saves"
+    return "the exponents of these weights vary too much, or no matrix of a layer has a block of weights"
 
 
 def _described(image: PackedLayer, memory: memoryview) -> dict[str, Any]:

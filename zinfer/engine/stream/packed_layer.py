@@ -71,13 +71,15 @@ def pack(
 
     `coded` are quantised parameters: a tensor of their shape and type (on the meta device, perhaps), and the matrices
     whose rows, one after the other, they consist of; these stay as they are stored. Encoded tensors come first in the
-    slot; the others lie together and cross the link together.
+    slot; the others lie together and cross the link together. Matrices too small to be encoded alone are encoded as
+    one.
     """
     coded = coded or {}
     large = {name: tensor for name, tensor in tensors.items() if codec.worth_coding(tensor)}
-    small = {name: tensor for name, tensor in tensors.items() if name not in large}
+    joined = codec.worth_joining({name: tensor for name, tensor in tensors.items() if name not in large})
+    small = {name: tensor for name, tensor in tensors.items() if name not in large and name not in joined}
     shapes = [(name, tensor) for name, (tensor, _) in coded.items()]
-    blocks, slot_bytes = lay_out([*shapes, *large.items(), *small.items()])
+    blocks, slot_bytes = lay_out([*shapes, *large.items(), *joined.items(), *small.items()])
     pieces: list[Chunk] = []
     for name, (tensor, matrices) in coded.items():
         place = blocks[name].offset
@@ -85,9 +87,12 @@ def pack(
             for layout, data in quantized.pieces(matrix, tensor.dtype, PIECE):
                 pieces.append(_put(arena, data, place, layout))
                 place += layout.nbytes
-    for name, tensor in large.items():
-        place = blocks[name].offset
-        for part in tensor.detach().contiguous().view(-1).split(PIECE // tensor.itemsize):
+    whole = [(blocks[name].offset, tensor.detach().contiguous().view(-1)) for name, tensor in large.items()]
+    if joined:
+        whole.append(_join(joined, blocks))
+    for begin, values in whole:
+        place = begin
+        for part in values.split(PIECE // values.itemsize):
             found = codec.encode(part)
             data = part.view(torch.uint8) if found is None else found.data
             pieces.append(_put(arena, data, place, None if found is None else found.layout))
@@ -100,6 +105,17 @@ def pack(
             blocks[name].view(memory, -place).copy_(tensor)
         pieces += _cut(start, place, slot_bytes - place)
     return PackedLayer(tuple(pieces), blocks, slot_bytes)
+
+
+def _join(tensors: Mapping[str, Tensor], blocks: Mapping[str, TensorPlace]) -> tuple[int, Tensor]:
+    """Return the place in the slot of bf16 tensors that follow each other there, and their values in one dimension, with
+    zeros in between."""
+    place = min(blocks[name].offset for name in tensors)
+    end = max(blocks[name].offset + blocks[name].size for name in tensors)
+    memory = torch.zeros(end - place, dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    for name, tensor in tensors.items():
+        blocks[name].view(memory, -place).copy_(tensor)
+    return place, memory.view(torch.bfloat16)
 
 
 def _put(arena: PinnedArena, data: Tensor, place: int, layout: codec.Layout | quantized.CodesLayout | None) -> Chunk:

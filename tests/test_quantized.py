@@ -134,6 +134,20 @@ def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_pa
         engine.close()
 
 
+def reordered(directory: Path) -> Path:
+    """Give each column of a checkpoint of compressed-tensors a group of its own choice (``actorder``)."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        dice = torch.Generator().manual_seed(4)
+        for name in [one for one in tensors if one.endswith("weight_packed")]:
+            columns = int(tensors[name.replace("packed", "shape")][1])
+            order = torch.arange(columns, dtype=torch.int32) // 16
+            tensors[name.replace("packed", "g_idx")] = order[torch.randperm(columns, generator=dice)]
+
+    damaged(directory, change)
+    return directory
+
+
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "fp8": lambda directory: quantized.fp8(llama(directory)),
     "fp8 of tensors": lambda directory: quantized.fp8(llama(directory), None),
@@ -144,6 +158,8 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "gptq in order": lambda directory: quantized.columns(llama(directory), "gptq", ordered=True)[0],
     "gptq of 8 bits": lambda directory: quantized.columns(llama(directory), "gptq", 8)[0],
     "awq": lambda directory: quantized.columns(llama(directory), "awq")[0],
+    "mxfp4 of experts": lambda directory: quantized.mxfp4(save_config(directory, "gpt_oss", **EXPERTS)),
+    "int4 in order": lambda directory: reordered(quantized.compressed(llama(directory), "int4 asymmetric")),
 }  # fmt: skip
 
 
@@ -174,7 +190,7 @@ def matrices(directory: Path) -> Iterator[tuple[str, Tensor, tuple[Codes, ...] |
 def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[str], Path]) -> None:
     """Rows of codes, in chunks of a few rows, are unpacked to the weights, bit for bit."""
     found = list(matrices(made(name)))
-    assert bool(found) == (name != "gptq in order")  # columns in any order are dequantised when they are loaded
+    assert found
     for entry, expected, several in found:
         out, place = torch.empty_like(expected).view(-1), 0
         for codes in several or ():
@@ -188,7 +204,14 @@ def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[st
 @pytest.mark.parametrize(
     "names",
     [
-        ("fp8 of tensors", "int4 asymmetric", "nvfp4", "gptq"),  # every branch of the kernel
+        (
+            "fp8 of tensors",
+            "int4 asymmetric",
+            "nvfp4",
+            "gptq",
+            "gptq in order",
+            "mxfp4 of experts",
+        ),  # every branch of the kernel
         pytest.param(tuple(FORMATS), marks=pytest.mark.slow),
     ],
     ids=["some", "all"],
@@ -210,7 +233,7 @@ def test_the_kernel_unpacks_every_format(names: tuple[str, ...], made: Callable[
         assert torch.equal(found, expected), name
 
 
-@pytest.mark.parametrize("name", ["fp8 of experts", "int4 groups"])
+@pytest.mark.parametrize("name", ["fp8 of experts", "int4 groups", "mxfp4 of experts", "gptq in order"])
 def test_streamed_codes_give_the_tokens_of_dequantised_weights(
     name: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:

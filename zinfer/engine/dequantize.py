@@ -153,7 +153,8 @@ class Codes:
     A value is ``(table[code] - zero) * scale``, rounded to `inner` and then to the type of the entry. `numbers` are
     uint8 ``[rows, columns * bits / 8]``; of two codes of 4 bits the first one is in the low bits. `scales`, and `zeros`
     if there are some, are ``[ceil(rows / block[0]), ceil(columns / block[1])]``; scales of a type that few processors
-    multiply are bytes, codes of `scale_table`, and all are divided by `divisor`.
+    multiply are bytes, codes of `scale_table`, and all are divided by `divisor`. `order`, int32 ``[columns]``, names
+    the column of scales of each column where they do not follow each other.
     """
 
     numbers: Tensor
@@ -166,6 +167,7 @@ class Codes:
     scale_table: str = ""
     zeros: Tensor | None = None
     divisor: float = 1.0
+    order: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -185,9 +187,9 @@ class Codes:
     def to(self, device: torch.device) -> "Codes":
         """Return a copy on `device`."""
         zeros = None if self.zeros is None else self.zeros.to(device, copy=True)
-        return replace(
-            self, numbers=self.numbers.to(device, copy=True), scales=self.scales.to(device, copy=True), zeros=zeros
-        )
+        order = None if self.order is None else self.order.to(device, copy=True)
+        numbers, scales = self.numbers.to(device, copy=True), self.scales.to(device, copy=True)
+        return replace(self, numbers=numbers, scales=scales, zeros=zeros, order=order)
 
 
 @cache
@@ -210,8 +212,9 @@ def table(name: str, device: torch.device) -> Tensor:
 
 
 def canonical(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Codes | None:
-    """Return a weight as `Codes`, from its stored tensors by role; None if it cannot cross the link as it is stored:
-    its columns have no order of groups, or it is stored transposed. Raises CheckpointError as `dequantize` does."""
+    """Return a weight as `Codes`, from its stored tensors by role; None if it cannot cross the link as it is stored: a
+    row has part of a byte, or matrices in one tensor have blocks in common. Raises CheckpointError as `dequantize`
+    does."""
     codes, scales, inner = parts["codes"], parts["scales"], DTYPES[weight.dtype]
     if weight.format in ("fp8", "fp8 or int8"):
         return _eight_bits(weight, codes, scales, parts.get("zeros"), inner)
@@ -222,8 +225,10 @@ def canonical(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Codes | N
         divisor = float(parts["global"]) if weight.format == "nvfp4" else 1.0
         return Codes(codes, weight.shape[1], 4, "e2m1", scales.view(torch.uint8), weight.block, inner, kind,
                      divisor=divisor)  # fmt: skip
-    if weight.format == "mxfp4 experts" or weight.shape[1] * weight.bits % 8:
+    if weight.shape[-1] * weight.bits % 8:
         return None
+    if weight.format == "mxfp4 experts":
+        return _expert_codes(weight, codes, scales, inner)
     if weight.format == "int":
         return _int_codes(weight, codes, scales, parts, inner)
     return _column_codes(weight, codes, scales, parts, inner)
@@ -250,15 +255,29 @@ def _eight_bits(
 def _int_codes(
     weight: QuantizedWeight, words: Tensor, scales: Tensor, parts: Mapping[str, Tensor], inner: torch.dtype
 ) -> Codes | None:
-    if "order" in parts:
-        return None
     rows, columns = weight.shape
     zeros = parts.get("zeros")
     if zeros is not None:
         zeros = (_unpacked(zeros.t(), weight.bits, rows).t() - (1 << weight.bits - 1)).to(torch.int16).contiguous()
     numbers = words.contiguous().view(torch.uint8)[:, : columns * weight.bits // 8]
     grid = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(rows, -1)
-    return Codes(numbers, columns, weight.bits, f"middle{weight.bits}", grid, weight.block, inner, zeros=zeros)
+    order = _group_of(weight, parts["order"], grid.shape[1]).to(torch.int32) if "order" in parts else None
+    return Codes(numbers, columns, weight.bits, f"middle{weight.bits}", grid, weight.block, inner, zeros=zeros,
+                 order=order)  # fmt: skip
+
+
+def _expert_codes(weight: QuantizedWeight, codes: Tensor, scales: Tensor, inner: torch.dtype) -> Codes:
+    """Return experts in MXFP4, stored as ``[experts, out, in / 32, 16]``, as rows of ``[experts * in, out]``: the same
+    codes, transposed."""
+    experts, inside, out = weight.shape
+    _exponents(weight, scales)
+    numbers = torch.empty(experts, inside, out // 2, dtype=torch.uint8, device=codes.device)
+    for place, own in zip(numbers, codes.view(torch.uint8).reshape(experts, out, inside // 2), strict=True):
+        pairs = own.t().contiguous()  # [in / 2, out]: two rows each
+        for row, four in enumerate((pairs & 15, pairs >> 4)):
+            place[row::2] = four[:, 0::2] | four[:, 1::2] << 4
+    grid = scales.view(torch.uint8).transpose(1, 2).reshape(-1, out)
+    return Codes(numbers.view(-1, out // 2), out, 4, "e2m1", grid, weight.block, inner, "e8m0")
 
 
 def _column_codes(
@@ -266,13 +285,13 @@ def _column_codes(
 ) -> Codes | None:
     codes, zeros, own = _codes_of_columns(weight, words, scales, parts)
     inside = weight.shape[1]
-    if not torch.equal(own, torch.arange(inside, device=own.device) // weight.block[1]):
-        return None
+    in_turn = torch.equal(own, torch.arange(inside, device=own.device) // weight.block[1])
     numbers = codes.t().to(torch.uint8).contiguous()
     if weight.bits == 4:
         numbers = numbers[:, 0::2] | numbers[:, 1::2] << 4
     return Codes(numbers, inside, weight.bits, f"whole{weight.bits}", scales.t().contiguous(), weight.block, inner,
-                 zeros=zeros.t().to(torch.int16).contiguous())  # fmt: skip
+                 zeros=zeros.t().to(torch.int16).contiguous(),
+                 order=None if in_turn else own.to(torch.int32))  # fmt: skip
 
 
 def expand(codes: Codes, dtype: torch.dtype) -> Tensor:
@@ -281,10 +300,14 @@ def expand(codes: Codes, dtype: torch.dtype) -> Tensor:
     if codes.bits == 4:
         numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(-2)[:, : codes.columns]
     values = table(codes.table, numbers.device)[numbers.long()]
-    if codes.zeros is not None:
-        values = values - _spread(codes.zeros.to(torch.float32), values.shape, codes.block)
+    zeros, block = codes.zeros, codes.block
     scales = codes.scales
     scales = table(codes.scale_table, scales.device)[scales.long()] if codes.scale_table else scales.to(torch.float32)
     if codes.divisor != 1.0:
         scales = scales / codes.divisor
-    return _scaled(values, scales, codes.block).to(codes.inner).to(dtype)
+    if codes.order is not None:
+        block, order = (block[0], 1), codes.order.long()
+        scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]
+    if zeros is not None:
+        values = values - _spread(zeros.to(torch.float32), values.shape, block)
+    return _scaled(values, scales, block).to(codes.inner).to(dtype)

@@ -26,6 +26,7 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
         codes.numbers,
         codes.scales,
         codes.scales if zeros is None else zeros,
+        codes.scales if codes.order is None else codes.order,
         table,
         table if scale_table is None else scale_table,
         out,
@@ -37,6 +38,7 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
         ROWS=0 if whole_rows else codes.block[0],
         COLUMNS=0 if whole_columns else codes.block[1],
         ZEROS=zeros is not None,
+        ORDER=codes.order is not None,
         CODED=scale_table is not None,
         DIVIDED=codes.divisor != 1.0,
         INNER=_TYPES[codes.inner],
@@ -50,6 +52,7 @@ def _expand(
     codes,
     scales,
     zeros,
+    order,
     table,
     scale_table,
     out,
@@ -61,6 +64,7 @@ def _expand(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ZEROS: tl.constexpr,
+    ORDER: tl.constexpr,
     CODED: tl.constexpr,
     DIVIDED: tl.constexpr,
     INNER: tl.constexpr,
@@ -78,7 +82,9 @@ def _expand(
     place = tl.zeros([BLOCK], tl.int64)
     if ROWS > 0:
         place += row // ROWS * scale_columns
-    if COLUMNS > 0:
+    if ORDER:
+        place += tl.load(order + column, mask=inside, other=0)
+    elif COLUMNS > 0:
         place += column // COLUMNS
     if ZEROS:
         value -= tl.load(zeros + place, mask=inside, other=0).to(tl.float32)

@@ -174,7 +174,8 @@ def why_whole(spec: ModelSpec) -> str:
         return f"weights in {spec.dtype} are not coded, only those in bfloat16"
     largest = max(spec.layer_parameters)
     if largest < codec.MIN_NUMEL:
-        return f"a layer has {largest:,} weights, and unpacking fewer than {codec.MIN_NUMEL:,} takes longer than it saves"
+        least = f"{codec.MIN_NUMEL:,}"
+        return f"a layer has {largest:,} weights, and unpacking fewer than {least} takes longer than it saves"
     return "the exponents of these weights vary too much, or no matrix of a layer has a block of weights"
 
 

@@ -108,8 +108,8 @@ def pack(
 
 
 def _join(tensors: Mapping[str, Tensor], blocks: Mapping[str, TensorPlace]) -> tuple[int, Tensor]:
-    """Return the place in the slot of bf16 tensors that follow each other there, and their values in one dimension, with
-    zeros in between."""
+    """Return the place in the slot of bf16 tensors that follow each other there, and their values in one dimension;
+    zeros fill what lies in between."""
     place = min(blocks[name].offset for name in tensors)
     end = max(blocks[name].offset + blocks[name].size for name in tensors)
     memory = torch.zeros(end - place, dtype=torch.uint8, device=next(iter(tensors.values())).device)

@@ -1,7 +1,8 @@
 """Quantised matrices on the wire: rows of codes and their scales, as many bits as released, unpacked into the slot.
 
-A chunk holds whole rows. Its parts, each from a multiple of 16 bytes on: codes, scales, and zero points if there are
-some. On a GPU one launch unpacks it (`zinfer.engine.stream.expand`); on a CPU torch does.
+A chunk holds whole rows. Its parts, each from a multiple of 16 bytes on: codes, scales, and, if there are some, zero
+points and the order of the columns. On a GPU one launch unpacks it (`zinfer.engine.stream.expand`); on a CPU torch
+does so.
 """
 
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class CodesLayout:
     scale_dtype: torch.dtype
     scale_table: str
     zeros: bool
+    order: bool
     divisor: float
     inner: torch.dtype
     dtype: torch.dtype  # of the entry
@@ -55,19 +57,22 @@ class CodesLayout:
     @property
     def size(self) -> int:
         """Size of the data, in bytes."""
-        zeros = self.grid[0] * self.grid[1] * 2 if self.zeros else 0
-        return _up(self._codes) + _up(self._scales) + _up(zeros)
+        return _up(self._codes) + _up(self._scales) + _up(self._zeros) + (_up(4 * self.columns) if self.order else 0)
+
+    @property
+    def _zeros(self) -> int:
+        return self.grid[0] * self.grid[1] * 2 if self.zeros else 0
 
     def views(self, data: Tensor) -> Codes:
         """Return the codes in `data` (uint8, at least `size`), as views."""
         first, second = _up(self._codes), _up(self._codes) + _up(self._scales)
-        zeros = None
-        if self.zeros:
-            zeros = data[second : second + self.grid[0] * self.grid[1] * 2].view(torch.int16).view(self.grid)
+        zeros = data[second : second + self._zeros].view(torch.int16).view(self.grid) if self.zeros else None
+        third = second + _up(self._zeros)
+        order = data[third : third + 4 * self.columns].view(torch.int32) if self.order else None
         return Codes(
             data[: self._codes].view(self.rows, -1), self.columns, self.bits, self.table,
             data[first : first + self._scales].view(self.scale_dtype).view(self.grid), self.block, self.inner,
-            self.scale_table, zeros, self.divisor,
+            self.scale_table, zeros, self.divisor, order,
         )  # fmt: skip
 
 
@@ -90,7 +95,8 @@ def pieces(codes: Codes, dtype: torch.dtype, most: int) -> list[tuple[CodesLayou
         scales, zeros = codes.scales[own], None if codes.zeros is None else codes.zeros[own]
         layout = CodesLayout(
             rows.stop - rows.start, codes.columns, codes.bits, codes.table, codes.block, (len(scales), scales.shape[1]),
-            scales.dtype, codes.scale_table, zeros is not None, codes.divisor, codes.inner, dtype,
+            scales.dtype, codes.scale_table, zeros is not None, codes.order is not None, codes.divisor, codes.inner,
+            dtype,
         )  # fmt: skip
         data = torch.zeros(layout.size, dtype=torch.uint8, device=codes.numbers.device)
         place = layout.views(data)
@@ -98,6 +104,8 @@ def pieces(codes: Codes, dtype: torch.dtype, most: int) -> list[tuple[CodesLayou
         place.scales.copy_(scales)
         if zeros is not None and place.zeros is not None:
             place.zeros.copy_(zeros)
+        if codes.order is not None and place.order is not None:
+            place.order.copy_(codes.order)
         found.append((layout, data))
     return found
 

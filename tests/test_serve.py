@@ -197,6 +197,26 @@ def test_log_probabilities_of_an_echoed_prompt_are_those_of_transformers(
             len(reference.greedy(prompt, count)) for prompt in ids))  # fmt: skip
 
 
+def test_the_end_token_has_a_log_probability_though_it_has_no_text(
+    client: openai.OpenAI, reference: Reference
+) -> None:
+    """Clients that score an echoed prompt drop the last place, that of the answer's only token, whatever it is."""
+    pairs = torch.cartesian_prod(torch.arange(4, 99), torch.arange(4, 99))
+    with torch.inference_mode():
+        ends = reference.model(pairs).logits[:, -1].argmax(-1) == 2
+    prompt = pairs[ends][0].tolist()
+    kind: dict[str, Any] = {"model": NAME, "max_tokens": 1, "temperature": 0}
+    found = client.completions.create(prompt=prompt, logprobs=1, echo=True, **kind).choices[0]
+    assert (found.text, found.finish_reason) == (reference.text(prompt), "stop")
+    assert found.logprobs is not None
+    assert found.logprobs.tokens == [*map(chr, [token + 28 for token in prompt]), "</s>"]
+    table = reference.logprobs(prompt)
+    expected = [float(table[0, prompt[1]]), float(table[1, 2])]
+    assert (found.logprobs.token_logprobs or [])[1:] == pytest.approx(expected, abs=1e-4)
+    events = list(client.completions.create(prompt=prompt, logprobs=1, stream=True, **kind))
+    assert [token for event in events if (one := event.choices[0].logprobs) for token in one.tokens or ()] == ["</s>"]
+
+
 def test_a_prompt_beyond_the_models_positions_is_refused(client: openai.OpenAI) -> None:
     for prompt in ("x" * 2048, [5] * 2048):
         with pytest.raises(openai.BadRequestError, match=r"2048 tokens and 1 of the answer exceed .* 2048 positions"):

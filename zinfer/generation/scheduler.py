@@ -127,8 +127,8 @@ class Sequence:
     not part of `output_ids`.
 
     `logprobs` asks for the scores of its tokens, with that many others in each place: `scores` are those of
-    `output_ids`, and with `echo` `prompt_scores` those of the prompt from its second token on. `ContinuousScheduler`
-    alone gives them.
+    `output_ids` and of the end token, if it ended with one, and with `echo` `prompt_scores` those of the prompt from
+    its second token on. `ContinuousScheduler` alone gives them; who reads them may take them out.
     """
 
     prompt_ids: list[int]
@@ -477,9 +477,8 @@ class ContinuousScheduler:
         for sequences, ids, finites, scored_rows in chosen:
             for place, (sequence, token, fine) in enumerate(zip(sequences, ids, finites, strict=True)):
                 if sequence is not None:
-                    count = len(sequence.output_ids)
                     add_token(self._tokenizer, sequence, token, fine)
-                    if place in scored_rows and len(sequence.output_ids) > count:
+                    if place in scored_rows and fine:
                         sequence.scores.append(scored_rows[place])
                     touched.append(sequence)
         return touched

@@ -158,7 +158,7 @@ def _drop(session: Session, running: ContinuousScheduler, keys: Iterable[int]) -
 
 def _row_step(session: Session, sequence: Sequence) -> RowStep:
     tokens = sequence.output_ids[session.sent[sequence] :]
-    scores = [] if sequence.logprobs is None else sequence.scores[len(sequence.scores) - len(tokens) :]
+    scores, sequence.scores = sequence.scores, []
     piece = ""
     if session.text is not None and sequence.key in session.streams:
         piece = session.text.add(sequence)

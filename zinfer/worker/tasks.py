@@ -195,7 +195,8 @@ class EchoedPrompt(Message):
 
 class RowStep(Message):
     """New `tokens` of a row; one that ended has a `finish_reason` and its `text`, or an `error`. `piece` is new text,
-    `scores` are those of the tokens, `prompt` comes once, before the first token, if they were asked for."""
+    `scores` are those of the tokens and of the end token, `prompt` comes once, before the first token, if they were
+    asked for."""
 
     key: int
     tokens: list[int]

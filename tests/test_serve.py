@@ -63,6 +63,14 @@ class Reference:
         found = made[0, len(ids) :].tolist()
         return [token for token in found if token != 2]
 
+    @torch.inference_mode()
+    def ending(self) -> list[int]:
+        """A prompt after which the most likely token is the end token."""
+        pairs = torch.cartesian_prod(torch.arange(4, 99), torch.arange(4, 99))
+        ends = self.model(pairs).logits[:, -1].argmax(-1) == 2
+        found: list[int] = pairs[ends][0].tolist()
+        return found
+
     def text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -197,14 +205,9 @@ def test_log_probabilities_of_an_echoed_prompt_are_those_of_transformers(
             len(reference.greedy(prompt, count)) for prompt in ids))  # fmt: skip
 
 
-def test_the_end_token_has_a_log_probability_though_it_has_no_text(
-    client: openai.OpenAI, reference: Reference
-) -> None:
+def test_the_end_token_has_a_log_probability_though_it_has_no_text(client: openai.OpenAI, reference: Reference) -> None:
     """Clients that score an echoed prompt drop the last place, that of the answer's only token, whatever it is."""
-    pairs = torch.cartesian_prod(torch.arange(4, 99), torch.arange(4, 99))
-    with torch.inference_mode():
-        ends = reference.model(pairs).logits[:, -1].argmax(-1) == 2
-    prompt = pairs[ends][0].tolist()
+    prompt = reference.ending()
     kind: dict[str, Any] = {"model": NAME, "max_tokens": 1, "temperature": 0}
     found = client.completions.create(prompt=prompt, logprobs=1, echo=True, **kind).choices[0]
     assert (found.text, found.finish_reason) == (reference.text(prompt), "stop")
@@ -215,6 +218,27 @@ def test_the_end_token_has_a_log_probability_though_it_has_no_text(
     assert (found.logprobs.token_logprobs or [])[1:] == pytest.approx(expected, abs=1e-4)
     events = list(client.completions.create(prompt=prompt, logprobs=1, stream=True, **kind))
     assert [token for event in events if (one := event.choices[0].logprobs) for token in one.tokens or ()] == ["</s>"]
+
+
+def test_answers_have_exact_lengths_and_streams_count_their_tokens_for_load_generators(
+    client: openai.OpenAI, reference: Reference
+) -> None:
+    prompt = reference.ending()
+    kind: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 20, "temperature": 0}
+    assert client.completions.create(**kind).choices[0].finish_reason == "stop"
+    kind["extra_body"] = {"ignore_eos": True}
+    whole = client.completions.create(**kind)
+    assert whole.usage is not None
+    assert (whole.usage.completion_tokens, whole.choices[0].finish_reason) == (20, "length")
+    counts: Any = {"include_usage": True, "continuous_usage_stats": True}
+    events = list(client.completions.create(stream=True, stream_options=counts, **kind))
+    usages = [event.usage for event in events if event.usage is not None]
+    assert len(usages) == len(events)
+    told = [usage.completion_tokens for usage in usages]
+    assert told == sorted(told)
+    assert told[-2:] == [20, 20]
+    assert {usage.prompt_tokens for usage in usages} == {2}
+    assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
 
 
 def test_a_prompt_beyond_the_models_positions_is_refused(client: openai.OpenAI) -> None:

@@ -30,14 +30,14 @@ _IGNORED = frozenset(
 )  # fmt: skip
 _USED = frozenset({"max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed"})
 # Parameters that the server carries out, and a batch file does not.
-_SERVED = frozenset({"n", "stream", "logprobs"})
+_SERVED = frozenset({"n", "stream", "logprobs", "ignore_eos"})
 _SERVED_OF = {True: _SERVED | {"top_logprobs"}, False: _SERVED | {"echo"}}  # by whether it is a chat
 # Parameters that are accepted with these values only, which have no effect; null has none in any parameter.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],),
     "functions": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
+    "modalities": (["text"],), "ignore_eos": (False,),
 }  # fmt: skip
 
 
@@ -73,6 +73,8 @@ class Asked(NamedTuple):
     logprobs: int | None = None
     stream: bool = False
     usage: bool = False  # a stream ends with the numbers of tokens
+    usages: bool = False  # every event of a stream has those so far
+    ignore_eos: bool = False
 
 
 def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = None) -> Asked:
@@ -113,7 +115,7 @@ def _for_server(asked: Asked, given: dict[str, Any], served: ServerLimits) -> As
     if options is not None and (not isinstance(options, dict) or not stream):
         why = "must be an object" if stream else "goes with stream only"
         raise Refused("invalid_value", f"stream_options {why}", "stream_options")
-    more = (options or {}).keys() - {"include_usage", "include_obfuscation"}
+    more = (options or {}).keys() - {"include_usage", "include_obfuscation", "continuous_usage_stats"}
     if more:
         raise Refused("unsupported_parameter", f"stream_options.{min(more)} is not supported", "stream_options")
     return asked._replace(
@@ -123,6 +125,8 @@ def _for_server(asked: Asked, given: dict[str, Any], served: ServerLimits) -> As
         logprobs=_logprobs(given, asked.chat),
         stream=stream,
         usage=_flag(options or {}, "include_usage", "stream_options.include_usage"),
+        usages=_flag(options or {}, "continuous_usage_stats", "stream_options.continuous_usage_stats"),
+        ignore_eos=_flag(given, "ignore_eos"),
     )
 
 

@@ -104,7 +104,7 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
     answer_s = ANSWER_S if request.answer_s is None else request.answer_s
     sequences = [
         Sequence(
-            row.prompt_ids, row.left, row.sampling, row.stop, output_ids=list(row.output_ids), key=row.key,
+            row.prompt_ids, row.left, row.sampling, row.stop, row.ignore_eos, list(row.output_ids), row.key,
             logprobs=row.logprobs, echo=row.echo,
         )
         for row in request.rows

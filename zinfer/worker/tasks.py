@@ -171,6 +171,7 @@ class BatchRow(Message):
     left: int
     sampling: Sampling = GREEDY
     stop: tuple[Text, ...] = ()
+    ignore_eos: bool = False
     stream: bool = False
     logprobs: int | None = None
     echo: bool = False

@@ -175,11 +175,13 @@ class Exchange:
             choice.sent = choice.over
         return found
 
-    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
-        """Return one event of a stream."""
+    def chunk(self, choices: list[dict[str, Any]], usage: bool = False) -> dict[str, Any]:
+        """Return one event of a stream; `usage` asks for the numbers of tokens so far."""
         kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
         body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-        return body | ({"usage": usage} if self.asked.usage else {})
+        usage = usage or self.asked.usages
+        told = {"usage": openai.usage_object(self.tokens) if usage else None}
+        return body | (told if usage or self.asked.usage else {})
 
 
 class Desk:
@@ -267,7 +269,7 @@ class Events(Response):
             lines = [exchange.chunk([one]) for one in chunks]
             over = exchange.over or failure is not None
             if over and exchange.asked.usage and failure is None:
-                lines.append(exchange.chunk([], openai.usage_object(exchange.tokens)))
+                lines.append(exchange.chunk([], usage=True))
             text = "".join(f"data: {json.dumps(line)}\n\n" for line in lines)
             if failure is not None:
                 text += f"data: {json.dumps(_error(failure.status, failure.code, failure.message))}\n\n"

@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install $(OPTIONS)
 # Where the environment keeps Python from writing what it compiled, each of the demo's workers would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test quick lint conformance campaign readme codec accuracy plots report
+.PHONY: setup demo test quick lint conformance judges campaign readme codec accuracy plots report
 
 setup: .venv/installed .venv/installed-dev
 
@@ -44,6 +44,11 @@ quick: setup
 conformance: setup
 	$(BIN)/python -m tests.conformance
 	$(BIN)/python -m tests.readme
+
+# Let tools of others judge: lm-evaluation-harness and MLPerf LoadGen, as clients of zinfer.
+judges: setup
+	$(PIP) --no-build-isolation -e '.[judges]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_judges.py
 
 # Kill, starve and feed damaged inputs to every command, some 3,700 times; hours on two cores, minutes on 16.
 campaign: setup

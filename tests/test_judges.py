@@ -1,0 +1,340 @@
+"""Judges that others made: lm-evaluation-harness and MLPerf LoadGen, as clients of zinfer (extra `judges`)."""
+
+import array
+import json
+import queue
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests import PATIENCE_S, environment
+from tests.readme import ROOT
+from tests.smollm2 import make as make_smollm2
+from tests.test_cli import folder
+from tests.test_parity import load
+from tests.test_serve import Reference
+from tests.test_serve_command import process
+from zinfer.engine.base import Engine
+from zinfer.generation import scheduler
+from zinfer.generation.schedule import load_of
+from zinfer.generation.scheduler import ContinuousScheduler
+from zinfer.generation.tokenizer import Tokenizer
+
+assert folder  # a fixture
+pytestmark = pytest.mark.slow
+Checkpoints = Callable[..., Path]
+Docs = list[dict[str, Any]]
+has_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval[api]")
+has_gguf = pytest.mark.skipif(find_spec("gguf") is None, reason="needs gguf")
+
+
+# lm-evaluation-harness
+
+
+class Judged(NamedTuple):
+    """Findings of the harness: scores by task and metric, and the model's answers by task and document."""
+
+    scores: dict[str, dict[str, float]]
+    answers: dict[str, dict[int, list[Any]]]
+
+
+def judge(folder: Path, tasks: Sequence[str], model: str, arguments: str, *more: str) -> Judged:
+    """Run the harness over tasks of `folder` in a process of its own; `arguments` are those of its `model`."""
+    out = folder / model
+    words = ["--model", model, "--model_args", arguments, "--include_path", str(folder / "tasks"), "--tasks",
+             ",".join(tasks), "--output_path", str(out), "--log_samples", *more]  # fmt: skip
+    settings = environment(HF_HUB_OFFLINE="1", HF_HOME=str(folder / "hf"), TQDM_DISABLE="1")
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_eval", *words], cwd=folder, env=settings, capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (file,) = out.glob("*/results_*.json")
+    scores = {
+        task: {name: value for name, value in found.items() if isinstance(value, int | float) and "stderr" not in name}
+        for task, found in json.loads(file.read_text())["results"].items()
+    }
+    answers: dict[str, dict[int, list[Any]]] = {}
+    for task in tasks:
+        (file,) = out.glob(f"*/samples_{task}_*.jsonl")
+        lines = map(json.loads, file.read_text().splitlines())
+        answers[task] = {one["doc_id"]: [answer for (answer,) in one["resps"]] for one in lines}
+    return Judged(scores, answers)
+
+
+def write_tasks(folder: Path, docs: Docs, until: Sequence[str], texts: Docs | None = None) -> list[str]:
+    """Write a task of each kind over `docs`, which have a text, choices, the place of the right one and a target, and
+    over `texts`; return their names."""
+    (folder / "tasks").mkdir()
+
+    def source(name: str, docs: Docs) -> dict[str, Any]:
+        place = folder / f"{name}.json"
+        place.write_text("\n".join(map(json.dumps, docs)))
+        return {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(place)}}, "test_split": "test"}
+
+    asked = source("docs", docs) | {"doc_to_text": "{{text}}", "target_delimiter": ""}
+    read = source("texts", texts or docs) | {"doc_to_text": "", "doc_to_target": "{{text}}"}
+    target = {"doc_to_target": "{{target}}"}
+    match = {"metric": "exact_match", "ignore_case": True, "ignore_punctuation": True}
+    tasks = {
+        "choice": asked | {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "label",
+                           "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
+        "score": asked | target | {"output_type": "loglikelihood",
+                                   "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}]},
+        "write": asked | target | {"output_type": "generate_until", "metric_list": [match],
+                                   "generation_kwargs": {"until": list(until), "max_gen_toks": 24, "do_sample": False}},
+        "read": read | {"output_type": "loglikelihood_rolling",
+                        "metric_list": [{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}]},
+    }  # fmt: skip
+    for name, task in tasks.items():  # YAML, of which JSON is a part
+        text = json.dumps({"task": name} | task, ensure_ascii=False)
+        (folder / "tasks" / f"{name}.yaml").write_text(text)
+    return list(tasks)
+
+
+def judge_both(folder: Path, directory: Path, tasks: Sequence[str]) -> tuple[Judged, Judged]:
+    """Judge a checkpoint run by `transformers` and served by `zinfer serve`, in float32."""
+    hf = judge(folder, tasks, "hf", f"pretrained={directory},dtype=float32", "--device", "cpu", "--batch_size", "4")
+    with process(folder, "-m", str(directory), "--offload", "cpu") as server:
+        where = f"base_url=http://127.0.0.1:{server.port}/v1/completions"
+        arguments = f"model={directory},{where},num_concurrent=4,max_retries=1"
+        ours = judge(folder, tasks, "local-completions", arguments, "--batch_size", "8")
+    return hf, ours
+
+
+def check_equal(hf: Judged, ours: Judged) -> None:
+    """Compare scores, texts, and each log-probability with whether its tokens are the most likely ones."""
+    for task, answers in hf.answers.items():
+        assert ours.scores[task] == pytest.approx(hf.scores[task], rel=1e-4), task
+        if task == "write":
+            assert ours.answers[task] == answers
+            continue
+        numbers, expected = (
+            {number: [_numbers(one) for one in found] for number, found in judged.answers[task].items()}
+            for judged in (ours, hf)
+        )
+        assert numbers.keys() == expected.keys()
+        for number, values in expected.items():
+            for one, other in zip(numbers[number], values, strict=True):
+                assert one == pytest.approx(other, rel=1e-4, abs=1e-4), (task, number)
+
+
+def _numbers(answer: Any) -> list[float]:
+    """Return a log-probability, as the harness stores it, and 1 or 0 for what it says of the tokens, if anything."""
+    logprob, *greedy = answer if isinstance(answer, list) else [answer]
+    return [float(logprob), *(float(one == "True") for one in greedy)]
+
+
+def save_small(directory: Path) -> Reference:
+    """Save a model that often ends its text, and a tokenizer whose tokens are parts of words and of characters."""
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), ("<pad>", "<s>", "</s>"), strict=True))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=list(names.values()), initial_alphabet=alphabet, show_progress=False
+    )
+    fast.train([str(ROOT / "docs" / "architecture.md")], trainer)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(
+        "llama", num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=64,
+        intermediate_size=96, vocab_size=fast.get_vocab_size(), initializer_range=0.4, **ids,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(0.1)
+        model.lm_head.weight[2].mul_(2)  # its end token
+    model.save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=fast, padding_side="left", **names).save_pretrained(directory)
+    return Reference(directory)
+
+
+@has_harness
+def test_the_harness_gives_the_scores_and_answers_of_transformers(folder: Path) -> None:
+    """Half of the targets are what the model writes, so that some are right and the most likely; after some answers
+    the model ends; some tokens are bytes of a character."""
+    reference = save_small(folder / "model")
+    dice = random.Random(1)
+    words = ["the", "of", "weights", "streamed", "while", "café", "naïve", "東京", "🙂", "1,234", "rows", "decode\n"]
+
+    def say(most: int) -> str:
+        return " ".join(dice.choice(words) for _ in range(dice.randint(1, most)))
+
+    docs: Docs = []
+    for number in range(60):
+        text, choices, label = say(40), [f" {say(6)}" for _ in range(4)], dice.randrange(4)
+        if number % 2:
+            choices[label] = reference.text(reference.greedy(reference.ids(text), 3)) or choices[label]
+        docs.append({"text": text, "choices": choices, "label": label, "target": choices[label]})
+    ends = [
+        int(reference.logprobs(reference.ids(one["text"] + choice))[-1].argmax()) == 2
+        for one in docs
+        for choice in one["choices"]
+    ]
+    assert any(ends)
+    hf, ours = judge_both(folder, folder / "model", write_tasks(folder, docs, ["er", "\n", "🙂"]))
+    assert {"True", "False"} == {answer[1] for (answer,) in hf.answers["score"].values()}
+    assert len({answer for (answer,) in hf.answers["write"].values()}) > 20
+    check_equal(hf, ours)
+
+
+CAPITALS = {
+    "France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Egypt": "Cairo", "Spain": "Madrid", "Greece": "Athens",
+    "Russia": "Moscow", "Germany": "Berlin", "China": "Beijing", "Portugal": "Lisbon", "Austria": "Vienna",
+    "Ireland": "Dublin", "Cuba": "Havana", "Peru": "Lima", "Kenya": "Nairobi", "Iran": "Tehran", "Iraq": "Baghdad",
+    "Norway": "Oslo", "Poland": "Warsaw", "Hungary": "Budapest", "Sweden": "Stockholm", "Finland": "Helsinki",
+    "Canada": "Ottawa", "Thailand": "Bangkok",
+}  # fmt: skip
+
+
+@has_harness
+@has_gguf
+def test_the_harness_gives_the_scores_of_transformers_for_published_weights(folder: Path) -> None:
+    """SmolLM2-135M-Instruct knows most capitals."""
+    directory = make_smollm2(ROOT / ".scratch" / "smollm2")
+    cities = [f" {city}" for city in CAPITALS.values()]
+    docs: Docs = [
+        {"text": f"Question: What is the capital of {country}?\nAnswer: The capital of {country} is",
+         "choices": [cities[(number + step) % len(cities)] for step in (0, 5, 11, 17)],
+         "label": 0, "target": cities[number]}
+        for number, country in enumerate(CAPITALS)
+    ]  # fmt: skip
+    texts: Docs = [
+        {"text": part} for part in (ROOT / "docs" / "architecture.md").read_text().split("\n\n") if len(part) > 200
+    ][:8]
+    hf, ours = judge_both(folder, directory, write_tasks(folder, docs, ["\n", "."], texts))
+    assert hf.scores["choice"]["acc,none"] > 0.5
+    check_equal(hf, ours)
+
+
+# MLPerf LoadGen
+
+
+class Device:
+    """System under test: a thread that gives LoadGen's queries to a scheduler, and its tokens back."""
+
+    def __init__(self, loadgen: Any, engine: Engine, prompts: Sequence[list[int]], limits: Sequence[int]) -> None:
+        self._loadgen, self._prompts, self._limits = loadgen, prompts, limits
+        largest = load_of(engine.plan, [(len(ids), limit) for ids, limit in zip(prompts, limits, strict=True)])
+        self._running = ContinuousScheduler(engine, Tokenizer(engine.plan.model), largest)
+        self._issued: queue.SimpleQueue[list[tuple[int, int]] | None] = queue.SimpleQueue()
+        self.samples: dict[int, int] = {}  # place of its prompt, by the id of each query
+        self.answered: list[int] = []
+        self.tokens = 0
+        self.fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def issue(self, samples: Any) -> None:
+        self._issued.put([(one.id, one.index) for one in samples])
+
+    def end(self) -> None:
+        self._issued.put(None)
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        if self.fault is not None:
+            raise self.fault
+
+    def _serve(self) -> None:
+        try:
+            while self._add():
+                ended = [one for one in self._running.step() if one.ended]
+                if ended:
+                    self._answer(ended)
+            self._running.release()
+        except BaseException as fault:
+            self.fault = fault
+        finally:
+            self._running.end()
+
+    def _add(self) -> bool:
+        """Take all queries that have come, and wait for some where nothing runs; return False at the end."""
+        while not self._running.running or not self._issued.empty():
+            new = self._issued.get(timeout=PATIENCE_S)
+            if new is None:
+                return False
+            self.samples |= dict(new)
+            self._running.add(
+                scheduler.Sequence(self._prompts[place], self._limits[place], key=key) for key, place in new
+            )
+        return True
+
+    def _answer(self, ended: Sequence[scheduler.Sequence]) -> None:
+        buffers = [array.array("i", one.output_ids) for one in ended]
+        places = [buffer.buffer_info() for buffer in buffers]
+        self._loadgen.QuerySamplesComplete(
+            [
+                self._loadgen.QuerySampleResponse(one.key, address, length * buffer.itemsize, length)
+                for one, buffer, (address, length) in zip(ended, buffers, places, strict=True)
+            ]
+        )
+        self.answered += [one.key for one in ended]
+        self.tokens += sum(len(one.output_ids) for one in ended)
+
+
+def run_loadgen(folder: Path, loadgen: Any, device: Device, count: int, mode: str, rate: float) -> dict[str, str]:
+    """Run LoadGen's Offline scenario over `count` prompts for 1 s at `rate` queries a second; return its summary."""
+    settings, logs = loadgen.TestSettings(), loadgen.LogSettings()
+    settings.scenario, settings.mode = loadgen.TestScenario.Offline, getattr(loadgen.TestMode, mode)
+    settings.offline_expected_qps, settings.min_duration_ms = rate, 1000
+    settings.use_token_latencies = True
+    logs.log_output.outdir, logs.log_output.copy_summary_to_stdout, logs.enable_trace = str(folder), False, False
+    under_test = loadgen.ConstructSUT(device.issue, lambda: None)
+    library = loadgen.ConstructQSL(count, count, lambda _: None, lambda _: None)
+    try:
+        loadgen.StartTestWithLogSettings(under_test, library, settings, logs)
+    finally:
+        loadgen.DestroyQSL(library)
+        loadgen.DestroySUT(under_test)
+        device.end()
+    return dict(re.findall(r"^ *(.+?) *: (.+)$", (folder / "mlperf_log_summary.txt").read_text(), flags=re.MULTILINE))
+
+
+def test_loadgen_finds_its_offline_runs_valid(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Every query is answered once, with the tokens that `generate` of transformers gives for its prompt alone."""
+    loadgen = pytest.importorskip("mlperf_loadgen")
+    directory, dice = checkpoint("llama"), random.Random(3)
+    prompts = [[dice.randint(4, 98) for _ in range(dice.randint(1, 40))] for _ in range(64)]
+    limits = [dice.randint(2, 32) for _ in prompts]
+    reference = Reference(directory)
+    expected = [reference.greedy(ids, limit) for ids, limit in zip(prompts, limits, strict=True)]
+    engine = load("stream", directory, "cpu", tmp_path)
+
+    def device() -> Device:
+        return Device(loadgen, engine, prompts, limits)
+
+    first, began = device(), time.monotonic()
+    (tmp_path / "accuracy").mkdir()
+    run_loadgen(tmp_path / "accuracy", loadgen, first, len(prompts), "AccuracyOnly", 1.0)
+    rate = len(prompts) / (time.monotonic() - began)
+    found = json.loads((tmp_path / "accuracy" / "mlperf_log_accuracy.json").read_text())
+    assert sorted(one["qsl_idx"] for one in found) == list(range(len(prompts)))
+    for one in found:
+        assert array.array("i", bytes.fromhex(one["data"])).tolist() == expected[one["qsl_idx"]]
+
+    second = device()
+    (tmp_path / "performance").mkdir()
+    summary = run_loadgen(tmp_path / "performance", loadgen, second, len(prompts), "PerformanceOnly", 8 * rate)
+    assert summary["Result is"] == "VALID", summary
+    assert (summary["Min duration satisfied"], summary["Min queries satisfied"]) == ("Yes", "Yes")
+    for run in (first, second):
+        assert sorted(run.answered) == sorted(run.samples)
+        assert len(run.answered) == len(set(run.answered))
+    assert second.tokens == sum(len(expected[place]) for place in second.samples.values())
+    seconds = int(summary["Max latency (ns)"]) / 1e9
+    assert float(summary["Tokens per second"]) == pytest.approx(second.tokens / seconds, rel=0.01)
+    engine.close()

@@ -30,6 +30,7 @@ def test_a_request_is_understood() -> None:
     body = {
         "model": "gpt-4o", "prompt": "Once", "max_tokens": 9, "temperature": 0, "top_p": 0.5, "seed": 3, "stop": "\n",
         "n": 1, "stream": False, "logprobs": None, "user": "me", "logit_bias": {}, "presence_penalty": 0.0,
+        "repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "skip_special_tokens": True,
     }  # fmt: skip
     found = one(line(body))
     assert isinstance(found, BatchRequest)
@@ -72,6 +73,8 @@ def test_a_chat_is_understood() -> None:
         (line({"prompt": "x", "logprobs": 0}), "unsupported_parameter", "logprobs=0"),
         (line({"prompt": "x", "stream": True}), "unsupported_parameter", "stream=true"),
         (line({"prompt": "x", "echo": True}), "unsupported_parameter", "echo=true"),
+        (line({"prompt": "x", "top_k": 1}), "unsupported_parameter", "top_k=1"),
+        (line({"prompt": "x", "repetition_penalty": 1.1}), "unsupported_parameter", "repetition_penalty=1.1"),
         (line({"prompt": "x", "tools": [{}]}), "unsupported_parameter", "tools is not"),
         (line({"prompt": "x", "frobnicate": 1}), "unsupported_parameter", "frobnicate=1"),
         (line({"prompt": "x", "max_tokens": 0}), "invalid_value", "max_tokens must be a whole number from 1"),

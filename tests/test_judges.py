@@ -254,10 +254,13 @@ class Device:
             while self._add():
                 ended = [one for one in self._running.step() if one.ended]
                 if ended:
-                    self._answer(ended)
+                    self._complete([(one.key, one.output_ids) for one in ended])
+                    self.answered += [one.key for one in ended]
+                    self.tokens += sum(len(one.output_ids) for one in ended)
             self._running.release()
         except BaseException as fault:
             self.fault = fault
+            self._complete([(key, []) for key in self.samples.keys() - set(self.answered)])  # LoadGen waits for all
         finally:
             self._running.end()
 
@@ -273,17 +276,16 @@ class Device:
             )
         return True
 
-    def _answer(self, ended: Sequence[scheduler.Sequence]) -> None:
-        buffers = [array.array("i", one.output_ids) for one in ended]
+    def _complete(self, found: Sequence[tuple[int, list[int]]]) -> None:
+        """Give LoadGen the tokens of queries, by their ids."""
+        buffers = [array.array("i", ids) for _, ids in found]
         places = [buffer.buffer_info() for buffer in buffers]
         self._loadgen.QuerySamplesComplete(
             [
-                self._loadgen.QuerySampleResponse(one.key, address, length * buffer.itemsize, length)
-                for one, buffer, (address, length) in zip(ended, buffers, places, strict=True)
+                self._loadgen.QuerySampleResponse(key, address, length * array.array("i").itemsize, length)
+                for (key, _), (address, length) in zip(found, places, strict=True)
             ]
         )
-        self.answered += [one.key for one in ended]
-        self.tokens += sum(len(one.output_ids) for one in ended)
 
 
 def run_loadgen(folder: Path, loadgen: Any, device: Device, count: int, mode: str, rate: float) -> dict[str, str]:

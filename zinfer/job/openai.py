@@ -37,7 +37,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],),
     "functions": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "ignore_eos": (False,),
+    "modalities": (["text"],), "ignore_eos": (False,), "repetition_penalty": (1,), "top_k": (-1, 0), "min_p": (0,),
+    "min_tokens": (0,), "skip_special_tokens": (True,),
 }  # fmt: skip
 
 

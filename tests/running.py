@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zinfer.engine.base import Engine, MicroBatch, Work, check_works
-from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.generation import passes
 
 
@@ -36,7 +36,7 @@ class StepEngine(Engine):
     def step(self, name: str, rows: int) -> Tensor:
         raise NotImplementedError
 
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[KVSnapshot] = ()) -> MicroBatch:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> MicroBatch:
         rows, length = attention_mask.shape
         self.batches.append(batch := MicroBatch(rows, length, capacity))
         return batch

@@ -210,6 +210,7 @@ def test_longrope_stays_on_one_side_of_its_switch(tmp_path: Path) -> None:
     for lengths in ((13, 5, 9), (40, 24), (24,)):
         with pytest.raises(EngineError, match=r"position 24 .*longrope"):
             greedy(engine, lengths)
+    assert "longrope" in str(engine.cannot_snapshot())  # which a conversation that grows beyond it would reuse
     engine.close()
 
 

@@ -238,3 +238,165 @@ def test_stops_and_dropped_sequences_free_their_rows(
     assert not gone.ended
     running.end()
     engine.close()
+
+
+# Kept prefixes
+
+
+def turns(seed: int, count: int = 6) -> list[list[scheduler.Sequence]]:
+    """Prompts that come in three rounds: new ones, some with a common beginning; then some that go on from those, or
+    part from them; then some that are there whole."""
+    dice = random.Random(seed)
+
+    def some(least: int, most: int) -> list[int]:
+        return [dice.randint(4, 90) for _ in range(dice.randint(least, most))]
+
+    system = some(9, 9)
+    first = [system + some(1, 12) if number % 2 else some(1, 20) for number in range(count)]
+    second = [ids + some(1, 9) for ids in first] + [ids[: len(ids) // 2 + 1] + some(2, 5) for ids in first[:3]]
+    third = [*second[:3], system, some(2, 15)]
+    rounds, key = [], 0
+    for prompts in (first, second, third):
+        dice.shuffle(prompts)
+        rounds.append([scheduler.Sequence(ids, dice.randint(1, 9), key=key + at) for at, ids in enumerate(prompts)])
+        key += len(prompts)
+    return rounds
+
+
+def keeping(engine: Engine, patch: Patch, size: int = 1 << 20, **settings: Any) -> ContinuousScheduler:
+    patch.setattr(scheduler, "LEAST_KEPT", 2)
+    patch.setattr(scheduler, "PIECE", 5)
+    patch.setattr(schedule, "SLACK", 3)
+    return ContinuousScheduler(engine, Words(), LOAD, arrivals=True, cache_size=size, **settings)  # type: ignore[arg-type]
+
+
+def finish(running: ContinuousScheduler, rows: list[scheduler.Sequence]) -> int:
+    """Run sequences that come at once to their ends; return the number of positions of prompts computed for them."""
+    before = running.schedule.tally.prompts
+    run(running, [rows])
+    return running.schedule.tally.prompts - before
+
+
+@pytest.mark.parametrize(
+    ("name", "offload", "architecture"),
+    [("stream", "cpu", "llama"), ("stream", "none", "bloom"), ("accelerate", "cpu", "llama")],
+)
+def test_kept_prefixes_are_reused_and_change_no_token(
+    name: Any, offload: Any, architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small(monkeypatch)
+    engine = load(name, checkpoint(architecture), offload, tmp_path)
+    running = keeping(engine, monkeypatch)
+    assert running.cannot_reuse is None
+    assert running.prefixes is not None
+    running.schedule.step = 8
+    for number, rows in enumerate(turns(7)):
+        limits = [one.left for one in rows]
+        computed = finish(running, rows)
+        check(engine, rows, limits)
+        whole, cached = sum(len(one.prompt_ids) for one in rows), sum(one.cached for one in rows)
+        assert all(one.cached < len(one.prompt_ids) for one in rows)
+        assert computed >= whole - cached
+        if number:  # accelerate begins rows of all lengths together, and so with as few tokens as one of them has
+            assert cached > (0.2 if name == "accelerate" else 0.4) * whole
+            assert name == "accelerate" or computed < 0.6 * whole
+    assert running.schedule.tally.again == 0
+    running.end()
+    assert running.prefixes.held == 0
+    engine.close()
+
+
+def test_rows_that_wait_in_host_memory_had_a_kept_beginning(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small(monkeypatch, 60)
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    running = keeping(engine, monkeypatch)
+    running.schedule.step = 4
+    rows = alike(8, 8, 24)
+    finish(running, [scheduler.Sequence(one.prompt_ids[:6], 2, key=100 + one.key) for one in rows])
+    running.schedule.limits = running.schedule.limits._replace(positions=90)
+    running.schedule.ending = 0.5
+    limits = [one.left for one in rows]
+    finish(running, rows)
+    tally = running.schedule.tally
+    assert tally.suspended > 0
+    assert tally.again == 0
+    assert sum(one.cached for one in rows) > 20
+    running.end()
+    check(engine, rows, limits)
+    engine.close()
+
+
+def test_scores_of_a_prompt_need_all_of_it(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    """They come beside rows with the same prompt that reuse it, and are themselves not kept."""
+    small(monkeypatch, 60)
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    running = keeping(engine, monkeypatch)
+    assert running.prefixes is not None
+    ids = [5, 9, 13, 17, 21, 25, 29, 33, 37]
+
+    def pair(key: int) -> list[scheduler.Sequence]:
+        return [
+            scheduler.Sequence(list(ids), 2, key=key, logprobs=1, echo=True),
+            scheduler.Sequence(list(ids), 2, key=key + 1),
+        ]
+
+    (alone,) = pair(0)[:1]
+    finish(running, [alone])
+    assert running.prefixes.held == 0
+    finish(running, pair(2)[1:])
+    scored, free = pair(4)
+    finish(running, [scored, free])
+    assert (scored.cached, free.cached) == (0, 8)
+    assert [score.logprob for score in scored.prompt_scores] == pytest.approx(
+        [score.logprob for score in alone.prompt_scores], abs=1e-4
+    )
+    assert len(scored.prompt_scores) == 8
+    assert scored.output_ids == free.output_ids == alone.output_ids
+    running.end()
+    engine.close()
+
+
+def test_what_is_kept_has_a_budget_and_gives_way(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    """In memory for 40 positions the least recently used ones go; where the host has none, rows go on without."""
+    small(monkeypatch)
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    size = engine.plan.model.kv_bytes(1, 40)
+    running = keeping(engine, monkeypatch, size)
+    assert running.prefixes is not None
+    for rows in turns(3, 12):
+        limits = [one.left for one in rows]
+        finish(running, rows)
+        check(engine, rows, limits)
+        assert size / 2 < running.prefixes.held <= size
+    last = [scheduler.Sequence([4] * 30, 4, key=100)]
+    finish(running, last)
+    again = [scheduler.Sequence([*last[0].prompt_ids, *last[0].output_ids, 7], 4, key=101)]
+    snapshot = engine.snapshot
+    monkeypatch.setattr(engine, "snapshot", lambda *_: (_ for _ in ()).throw(MemoryError("no host memory")))
+    finish(running, again)
+    assert again[0].cached == 33
+    monkeypatch.setattr(engine, "snapshot", snapshot)
+    check(engine, again, [4])
+    running.end()
+    engine.close()
+
+
+def test_an_engine_that_cannot_reuse_says_why(
+    kind: kinds.Kinds, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small(monkeypatch)
+    for directory, options, why in (
+        (kind("gemma2"), {}, "sliding window"),
+        (checkpoint("llama"), {"kv_offload": "cpu"}, "kv_offload=cpu"),
+    ):
+        engine = load("stream", directory, "cpu", tmp_path, **options)
+        running = keeping(engine, monkeypatch)
+        assert why in str(running.cannot_reuse)
+        for key in range(2):
+            (row,) = [scheduler.Sequence([5, 6, 7, 8, 9], 2, key=key)]
+            assert finish(running, [row]) == 5
+            assert row.cached == 0
+        running.end()
+        engine.close()

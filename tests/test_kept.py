@@ -16,7 +16,7 @@ from tests.test_parity import OUTPUT_LEN, load, prompts
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.kv_file import read, read_label, write
-from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
 from zinfer.spec.checkpoint import CheckpointError
 
 Checkpoints = Callable[..., Path]
@@ -90,6 +90,37 @@ def test_padded_rows_go_on_together_and_in_blocks(
     assert torch.equal(go_on(engine, token_ids, mask, (kept,)), expected)
     with pytest.raises(EngineError, match="other rows"):
         prefill(engine, token_ids[:2], mask[:2], past=(kept,))
+    engine.close()
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+def test_rows_with_beginnings_of_their_own_begin_together(
+    architecture: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    """Each row's first tokens come from snapshots of that row alone, made in other company, in one part or two."""
+    engine = load("stream", checkpoint(architecture), "cpu", tmp_path)
+    token_ids, mask = prompts((9, 5, 7))
+    expected = go_on(engine, token_ids, mask)
+    prefill(engine, token_ids, mask)
+    batch = engine.batches[-1]
+    rows = [[engine.snapshot(batch, 0, 4, 0), engine.snapshot(batch, 4, 9, 0)], [], [engine.snapshot(batch, 0, 7, 2)]]
+    assert [part.cut(1, part.length).first for part in rows[0]] == [1, 5]
+    rows[0][0] = rows[0][0].cut(0, 4)
+    with pytest.raises(EngineError, match="positions 0 to 6 have not been computed"):
+        engine.snapshot(batch, 0, 6, 1)
+    past = RowsPast(rows, (0, 4, 2), 4)  # the second row begins there
+    computed = prefill(engine, token_ids, mask)
+    assert torch.allclose(prefill(engine, token_ids, mask, past=(past,)), computed, atol=1e-4)
+    tokens = [computed.argmax(-1)]
+    while len(tokens) < OUTPUT_LEN:
+        if len(tokens) == 1:
+            prefill(engine, token_ids, mask, OUTPUT_LEN, (past,))
+        tokens.append(decode(engine, tokens[-1]).argmax(-1))
+    assert torch.equal(torch.stack(tokens, dim=1), expected)
+    others = [(rows, (0, 4, 2), 5), (rows[:2], (0, 4), 4), ([rows[0][1:], [], []], (0, 4, 4), 4)]
+    for wrong in (RowsPast(*one) for one in others):
+        with pytest.raises(EngineError, match="other rows"):
+            prefill(engine, token_ids, mask, past=(wrong,))
     engine.close()
 
 

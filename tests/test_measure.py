@@ -9,7 +9,7 @@ import torch
 from tests.inline import MACHINE, SPEC
 from tests.running import StepEngine
 from zinfer.engine.base import MicroBatch, Work
-from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.engine.kv_snapshot import Past
 from zinfer.plan.plan import make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.spec.case import Case, Workload
@@ -44,7 +44,7 @@ class Metronome(StepEngine):
     def step(self, name: str, rows: int) -> torch.Tensor:
         return self._logits(name, PREFILL_S if name == "prefill" else STEP_S, rows)
 
-    def admit(self, attention_mask: torch.Tensor, capacity: int, past: Sequence[KVSnapshot] = ()) -> MicroBatch:
+    def admit(self, attention_mask: torch.Tensor, capacity: int, past: Sequence[Past] = ()) -> MicroBatch:
         assert (attention_mask.shape, capacity, self.batches) == ((3, 5), 9, [])
         return super().admit(attention_mask, capacity, past)
 

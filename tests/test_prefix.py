@@ -30,6 +30,33 @@ def test_the_longest_known_prefix_is_found() -> None:
     assert tree.match(known[0]) == []
 
 
+def test_nodes_that_are_split_share_beginnings_and_keep_their_names() -> None:
+    dice = random.Random(5)
+    tree, known = RadixTree("model"), list[tuple[int, ...]]()
+    for _ in range(200):
+        tokens = tuple(dice.randrange(3) for _ in range(dice.randrange(1, 12)))
+        found = tree.match(tokens)
+        length = sum(count for _, count in found)
+        assert length == max((common(one, tokens) for one in known), default=0)
+        parent = found[-1][0] if found else tree.root
+        if found and found[-1][1] < len(parent.tokens):
+            parent = tree.split(*found[-1])
+        if length < len(tokens):
+            tree.add(parent, tokens[length:])
+        known.append(tokens)
+        for node in tree:
+            assert node.parent is not None
+            assert node.first == node.parent.last
+            assert node.digest == digest(node.parent.digest, node.tokens)
+            assert tree.get(node.digest) is node
+    assert sum(len(node.tokens) for node in tree) == len({one[:end] for one in known for end in range(1, len(one) + 1)})
+    for children in list(tree.root.children.values()):
+        assert len(children) == 1
+        tree.remove(children[0])
+    assert not list(tree)
+    assert tree.match(known[0]) == []
+
+
 def test_a_digest_tells_sequences_and_models_apart() -> None:
     names = {digest("a"), digest("b"), digest("a", (1, 2)), digest("a", (12,)), digest("a", (1,)), digest("a", (2, 1))}
     assert len(names) == 6

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zinfer.engine import EngineError
-from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.case import Workload
@@ -74,7 +74,7 @@ class Engine(ABC):
         return None
 
     @abstractmethod
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[KVSnapshot] = ()) -> MicroBatch:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> MicroBatch:
         """Reserve the KV cache of a new micro-batch; compute nothing.
 
         `attention_mask` ``[B, S]`` belongs to its left-padded prompts (1 token, 0 padding); `capacity` counts the
@@ -146,8 +146,9 @@ class Engine(ABC):
         it can."""
         return f"engine {self.plan.case.engine} keeps no keys and values"
 
-    def snapshot(self, batch: MicroBatch, first: int, last: int) -> KVSnapshot:
-        """Copy to host memory the keys and values of positions `first` up to `last` (excluded), which are computed.
+    def snapshot(self, batch: MicroBatch, first: int, last: int, row: int | None = None) -> KVSnapshot:
+        """Copy to host memory the keys and values of positions `first` up to `last` (excluded), which are computed: of
+        all rows, padding counted, or of one `row` alone, whose first token then is position 0.
 
         Raises EngineError where `cannot_snapshot` gives a reason, MemoryError where there is no room.
         """

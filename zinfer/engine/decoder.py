@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_works
 from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, Source, make_cache
-from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.plan.plan import Plan
 from zinfer.spec import lease
 from zinfer.spec.lease import OwnFolder
@@ -177,7 +177,7 @@ class Decoder(Engine):
         return logits
 
     @torch.inference_mode()
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[KVSnapshot] = ()) -> DecoderBatch:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> DecoderBatch:
         mask = attention_mask.to(self.device)
         known = self._check_past(past, *mask.shape)
         self._check_positions(mask, capacity)
@@ -220,7 +220,7 @@ class Decoder(Engine):
         if "attention_mask" not in self._accepted and least < mask.shape[1]:
             raise EngineError(f"{self.plan.model.name} knows no padding: its prompts must be of one length in a batch")
 
-    def _check_past(self, past: Sequence[KVSnapshot], batch_size: int, length: int) -> int:
+    def _check_past(self, past: Sequence[Past], batch_size: int, length: int) -> int:
         """Return the number of positions that `past` holds. Raises EngineError if the batch cannot continue from it."""
         if not past:
             return 0
@@ -307,18 +307,27 @@ class Decoder(Engine):
         windows = {layer.slots.window for layer in layers} - {None}
         if windows:
             return f"layers of {self.plan.model.name} hold the last {min(windows)} positions only (sliding window)"
+        if self._rope_switch is not None:
+            return f"{self.plan.model.name} turns the keys of long rows by other angles (longrope)"
         return None
 
     @torch.inference_mode()
-    def snapshot(self, batch: MicroBatch, first: int, last: int) -> KVSnapshot:
+    def snapshot(self, batch: MicroBatch, first: int, last: int, row: int | None = None) -> KVSnapshot:
         if (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
         cache = batch.cache if isinstance(batch, DecoderBatch) else None
-        if cache is None or not 0 <= first < last <= batch.length:
+        pad = 0
+        if row is not None and isinstance(batch, DecoderBatch) and batch.mask is not None:
+            real = batch.mask[row, : batch.length].bool()
+            pad = batch.length - int(real.sum())
+            if not bool(real[pad:].all()):
+                raise EngineError(f"positions of row {row} were forgotten between others")
+        if cache is None or not 0 <= first < last <= batch.length - pad:
             raise EngineError(f"positions {first} to {last} have not been computed")
         if not all(layer.is_initialized for layer in cache.layers):
             raise EngineError(f"some layers of {self.plan.model.name} hold no keys and values of their own")
-        return KVSnapshot.of(cache.layers, first, last, pin=self.device.type == "cuda")
+        rows = slice(None) if row is None else slice(row, row + 1)
+        return KVSnapshot.of(cache.layers, first, last, self.device.type == "cuda", rows, pad)
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work]) -> list[Tensor]:

@@ -1,15 +1,16 @@
 """Prefix cache: keys and values of conversations, kept for their next turn in host memory and optionally on disk.
 
 A turn reuses the longest prefix that it shares with any kept conversation, so that edited turns, and conversations with
-the same system prompt, are served too. A turn that continues a kept conversation adds only its new tokens. Memory and
-disk have a budget each; the least recently used nodes are dropped first, ends before beginnings.
+the same system prompt, are served too. A turn that continues a kept conversation adds only its new tokens; one that
+parts from it shares its beginning, if that is in memory alone. Memory and disk have a budget each; the least recently
+used nodes are dropped first, ends before beginnings.
 """
 
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from zinfer.spec.value import Frozen
 
 FORMAT = 1
 OURS = re.compile(r"[0-9a-f]{32}\.safetensors")
+MOST_SNAPSHOTS = 8192  # in memory, each of which is a mapping: a process may have some 65,000
 ABANDONED_S = 3600  # age at which an unfinished file is taken to have no writer any more
 
 
@@ -44,6 +46,7 @@ class PrefixCache:
     """Cache of up to `size` bytes in memory and `folder_size` bytes in `folder`, for the one model that `identity`
     describes.
 
+    What is kept at a time is divided into nodes of at most `piece` tokens, so that the end of it may be dropped alone.
     `say` gets a line of text for everything that cannot be kept or read; no error is raised for it.
     """
 
@@ -55,10 +58,13 @@ class PrefixCache:
         folder_size: int = 0,
         say: Callable[[str], object] = str,
         pin: bool = False,
+        piece: int = 1 << 30,
     ) -> None:
         self.held = 0  # bytes in memory
+        self.version = 0  # changes with what `matched` returns
         self._identity, self._size, self._folder, self._folder_size = dict(identity), size, folder, folder_size
-        self._say, self._pin = say, pin
+        self._say, self._pin, self._piece = say, pin, piece
+        self._memory: dict[Node, None] = {}  # nodes in memory, the least recently used first
         self._tree = RadixTree(f"{FORMAT} {sorted(self._identity.items())}")
         self._clock = count(1)
         if folder is not None:
@@ -69,6 +75,10 @@ class PrefixCache:
                 self._folder = None
                 self._say(f"conversations are neither read from disk nor written to it: {error}")
 
+    def matched(self, tokens: Sequence[int]) -> int:
+        """Return the number of tokens of the longest kept prefix of `tokens`, without the last one."""
+        return sum(length for _, length in self._tree.match(tokens[:-1]))
+
     def find(self, tokens: Sequence[int]) -> list[KVSnapshot]:
         """Return the snapshots of the longest kept prefix of `tokens`, in order, loaded into memory.
 
@@ -77,59 +87,102 @@ class PrefixCache:
         """
         path = self._tree.match(tokens[:-1])
         spare = {node for node, _ in path}
-        self._touch(node for node, _ in path)
         parts: list[KVSnapshot] = []
         for node, length in path:
             if node.kept is None and not self._load(node, spare):
                 break
             parts.append(node.kept if length == len(node.tokens) else node.kept.head(length))
+        self._touch(node for node, _ in path)
         return parts
 
-    def keep(self, tokens: Sequence[int], engine: Engine, batch: MicroBatch) -> None:
-        """Keep the keys and values of `tokens` that are not kept yet; `tokens` are the first ones of `batch`, a
-        micro-batch of one row on `engine`."""
+    def keep(self, tokens: Sequence[int], engine: Engine, batch: MicroBatch, row: int = 0) -> None:
+        """Keep the keys and values of `tokens` that are not kept yet; `tokens` are the first ones of `row` in `batch`,
+        a micro-batch on `engine`."""
         path = self._tree.match(tokens)
         whole = [node for node, length in path if length == len(node.tokens)]
-        self._touch(whole)
         if sum(length for _, length in path) == len(tokens):
+            self._touch(whole)
             return
-        parent = whole[-1] if whole else self._tree.root
-        size = engine.plan.model.kv_bytes(1, len(tokens) - parent.last)
-        if not self._room(size, set(whole)):
-            self._say(f"{gb(size)} more of the conversation are not kept: memory for it is limited to {gb(self._size)}")
-            return
-        try:
-            kept = engine.snapshot(batch, parent.last, len(tokens))
-        except (MemoryError, EngineError, torch.OutOfMemoryError) as error:  # the GPU needs memory for the copy, too
-            self._say(f"{gb(size)} of the conversation are not kept: {error}")
-            return
-        node = self._tree.add(parent, tuple(tokens[parent.last :]))
-        node.kept, node.size = kept, kept.nbytes
-        self.held += node.size
-        self._touch([*whole, node])
-        if self._folder is not None:
-            self._write([*whole, node], self._folder)
+        if len(whole) < len(path) and (head := self._split(*path[-1])) is not None:
+            whole.append(head)
+        begin = whole[-1].last if whole else 0
+        for first in range(begin, len(tokens), self._piece):
+            parent = whole[-1] if whole else self._tree.root
+            part = tuple(tokens[first : first + self._piece])
+            if (node := self._add(parent, part, set(whole), engine, batch, row)) is None:
+                break
+            whole.append(node)
+        self._touch(whole)
+        if self._folder is not None and whole and whole[-1].last == len(tokens):
+            self._write(whole, self._folder)
 
     def close(self) -> None:
-        """Free the memory; files stay."""
-        for node in list(self._tree):
-            self._free(node)
+        """Free the memory, and forget everything; files stay."""
+        for children in list(self._tree.root.children.values()):
+            for node in list(children):
+                self._forget(node)
+
+    def _add(
+        self, parent: Node, tokens: tuple[int, ...], spare: set[Node], engine: Engine, batch: MicroBatch, row: int
+    ) -> Node | None:
+        """Add a node with `tokens` after `parent`, without dropping `spare`; None if it cannot be kept."""
+        first, last = parent.last, parent.last + len(tokens)
+        size = engine.plan.model.kv_bytes(1, len(tokens))
+        if not self._room(size, spare):
+            self._say(f"{gb(size)} more of the conversation are not kept: memory for it is limited to {gb(self._size)}")
+            return None
+        try:
+            kept = engine.snapshot(batch, first, last, row)
+        except (MemoryError, EngineError, torch.OutOfMemoryError) as error:  # the GPU needs memory for the copy, too
+            self._say(f"{gb(size)} of the conversation are not kept: {error}")
+            return None
+        node = self._tree.add(parent, tokens)
+        self._hold(node, kept)
+        self.version += 1
+        return node
+
+    def _split(self, node: Node, count: int) -> Node | None:
+        """Split a node after its first `count` tokens, so that another can share them; return the node of these, or
+        None if it stays whole: one that is on disk, or that there is no memory to copy."""
+        if self._folder is not None or node.path is not None or node.kept is None:
+            return None
+        with ExitStack() as stack:
+            try:
+                first = node.kept.cut(0, count)
+                stack.callback(first.close)
+                rest = node.kept.cut(count, len(node.tokens))
+            except MemoryError as error:
+                self._say(f"a beginning that two conversations share is kept twice: {error}")
+                return None
+            stack.pop_all()
+        node.kept.close()
+        self.held -= node.size
+        head = self._tree.split(node, count)
+        self._hold(node, rest)  # which is used no more recently than before
+        self._hold(head, first)
+        return head
+
+    def _hold(self, node: Node, kept: KVSnapshot) -> None:
+        node.kept, node.size = kept, kept.nbytes
+        self.held += node.size
+        self._memory.setdefault(node)
 
     def _touch(self, path: Iterable[Node]) -> None:
         """Mark the nodes of `path` as used now, ends before beginnings, so that an end is dropped first."""
         for node in reversed(list(path)):
             node.used = next(self._clock)
+            if node in self._memory:
+                self._memory[node] = self._memory.pop(node)  # the last one now
             if node.path is not None:
                 with suppress(OSError):
                     os.utime(node.path, ns=(time.time_ns(),) * 2)  # finer than the time that the kernel sets
 
     def _room(self, size: int, spare: set[Node]) -> bool:
         """Make room for `size` bytes in memory without dropping `spare`; return True if there is room."""
-        while self.held + size > self._size:
-            held = [node for node in self._tree if node.kept is not None and node not in spare]
-            if not held:
+        while self.held + size > self._size or len(self._memory) >= MOST_SNAPSHOTS:
+            oldest = next((node for node in self._memory if node not in spare), None)
+            if oldest is None:
                 return False
-            oldest = min(held, key=lambda node: node.used)
             self._free(oldest)
             if oldest.path is None:
                 self._forget(oldest)
@@ -140,9 +193,11 @@ class PrefixCache:
             node.kept.close()
             node.kept = None
             self.held -= node.size
+            del self._memory[node]
 
     def _forget(self, node: Node) -> None:
         """Remove `node`, which is neither in memory nor on disk, and the nodes below it, which are useless now."""
+        self.version += 1
         for one in self._tree.remove(node):
             self._free(one)
 
@@ -154,6 +209,7 @@ class PrefixCache:
         try:
             node.kept = kv_file.read(node.path, node.first, self._pin)
             self.held += node.size
+            self._memory[node] = None
             if (node.kept.length, node.kept.nbytes) != (len(node.tokens), node.size):
                 raise CheckpointError(f"{node.path} is damaged")
         except MemoryError as error:

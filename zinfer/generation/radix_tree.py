@@ -1,7 +1,8 @@
 """Radix tree of token sequences: finds the longest prefix of a sequence that the tree holds.
 
-A node is a run of tokens that follows its parent's. Conversations with a common prefix share its nodes. A node's digest
-identifies all tokens from the first one to the node's last one, and is its file's name on disk.
+A node is a run of tokens that follows its parent's. Conversations with a common prefix share its nodes; a node within
+which they part can be split. A node's digest identifies all tokens from the first one to the node's last one, and is
+its file's name on disk.
 """
 
 import json
@@ -26,7 +27,7 @@ class Node:
     digest: str
     size: int = 0  # bytes
     parent: "Node | None" = None
-    children: list["Node"] = field(default_factory=list)
+    children: dict[int, list["Node"]] = field(default_factory=dict)  # by their first token
     kept: Any = None  # its snapshot in memory
     path: Path | None = None  # its file
     used: int = 0  # time of the last use, by the user's own count
@@ -56,13 +57,11 @@ class RadixTree:
         tokens. Only the last node may match in part."""
         found: list[tuple[Node, int]] = []
         node, position = self.root, 0
-        while node.children:
+        while position < len(tokens) and (children := node.children.get(tokens[position])):
             count, _, node = max(
-                ((common(child.tokens, tokens, position), child.used, child) for child in node.children),
+                ((common(child.tokens, tokens, position), child.used, child) for child in children),
                 key=lambda one: one[:2],
             )
-            if not count:
-                break
             found.append((node, count))
             position += count
             if count < len(node.tokens):
@@ -74,16 +73,43 @@ class RadixTree:
         name = digest(parent.digest, tokens)
         if name not in self._nodes:
             self._nodes[name] = node = Node(tokens, parent.last, name, parent=parent)
-            parent.children.append(node)
+            self._hang(node, parent)
         return self._nodes[name]
+
+    def split(self, node: Node, count: int) -> Node:
+        """Split `node` after its first `count` tokens, some of them; return a new node with these, whose child `node`
+        keeps the others. The digests of `node` and of all below it change."""
+        parent, below = node.parent, self._take_off(node)
+        assert parent is not None
+        head = self.add(parent, node.tokens[:count])
+        head.used = node.used
+        node.tokens, node.first = node.tokens[count:], node.first + count
+        self._hang(node, head)
+        for one in below:  # parents come before their children
+            assert one.parent is not None
+            one.digest = digest(one.parent.digest, one.tokens)
+            self._nodes[one.digest] = one
+        return head
 
     def remove(self, node: Node) -> list[Node]:
         """Remove `node` and all nodes below it; return them."""
+        return self._take_off(node)
+
+    def _hang(self, node: Node, parent: Node) -> None:
+        node.parent = parent
+        parent.children.setdefault(node.tokens[0], []).append(node)
+
+    def _take_off(self, node: Node) -> list[Node]:
+        """Take `node` off its parent; return it and all nodes below it, whose names are forgotten."""
         if node.parent is not None:
-            node.parent.children.remove(node)
+            beside = node.parent.children[node.tokens[0]]
+            beside.remove(node)
+            if not beside:
+                del node.parent.children[node.tokens[0]]
         gone = [node]
         for one in gone:
-            gone += one.children
+            for children in one.children.values():
+                gone += children
             self._nodes.pop(one.digest, None)
         return gone
 

@@ -34,6 +34,7 @@ LEAST_TOKENS = 256  # prompt tokens that a pass takes at least, if any wait: few
 FRONT = 64  # waiting rows among which one of like length is looked for
 NEW_GROUPS = 3  # groups begun in one pass at most
 ALIKE = 0.8  # shortest prompt of a group, as a share of its longest
+SLACK = 64  # prompt tokens by which rows that reuse kept ones may differ beyond that
 WASTE = 0.08  # share of a group's positions that may be padding before it is compacted
 SHARE = 0.05  # share of all positions that may be padding before the worst group is compacted
 MERGED_SHARE = 0.04  # share of all positions that may be padding after a merge
@@ -133,8 +134,9 @@ MoveKind = Literal["admit", "regroup", "split", "retire", "suspend", "resume", "
 
 class Move(NamedTuple):
     """A change of micro-batches before a pass. `admit`, `resume`, `regroup` and `split` make `group`, the latter two of
-    rows at places of other groups, `sources`: of all that have not ended, or, `split`, of some. `suspend` moves a
-    group's KV cache to host memory, `retire` and `recompute` free it."""
+    rows at places of other groups, `sources`: of all that have not ended, or, `split`, of some. The first `length`
+    positions of an admitted group are not computed, but taken from what is kept. `suspend` moves a group's KV cache to
+    host memory, `retire` and `recompute` free it."""
 
     kind: MoveKind
     group: Group
@@ -354,7 +356,8 @@ class Schedule:
     """The rows that wait and run, and the plan of each pass.
 
     Call `plan`, carry it out, then `done` with its works, seconds and the rows that got a token and ended. `ending` is
-    the chance that a row ends at a token before its limit.
+    the chance that a row ends at a token before its limit. `reusable` tells of a waiting row how many of its first
+    positions are kept in host memory, and need not be computed; not all of them.
     """
 
     times: PassTimes
@@ -363,6 +366,7 @@ class Schedule:
     order: Callable[[Row], tuple[int, int, int]] = like_order
     step: int = STEP
     ending: float = 0.0
+    reusable: Callable[[Row], int] = lambda _row: 0
     groups: list[Group] = field(default_factory=list)
     waiting: list[Row] = field(default_factory=list)
     suspended: list[Group] = field(default_factory=list)
@@ -718,15 +722,20 @@ class Schedule:
             return None
         first = self.waiting[0]
         places = self.limits.rows - sum(len(group.alive) for group in self.groups)
-        least = min(LEAST_TOKENS, first.length) if self.able.chunks else min(first.length, self.times.tokens)
+        fresh = first.length - self.reusable(first)
+        least = min(LEAST_TOKENS, fresh) if self.able.chunks else min(fresh, self.times.tokens)
         if places < 1 or (budget < least and not alone):
             return None
         empty = not self.groups
         taken, width, end = list[Row](), 0, 0
+        new = list[int]()  # positions of each that are computed; the group begins where the row with most of them does
         alike, front = (ALIKE, FRONT) if self.able.one_trip else (0.0, 1 << 20)
         for row in self.waiting[:front]:
             longest, shortest = max(width, row.length), min([row.length, *(one.length for one in taken)])
-            if taken and (shortest < alike * longest or (len(taken) + 1) * longest > budget):
+            fresh = row.length - self.reusable(row)
+            most, fewest = max([fresh, *new]), min([fresh, *new])
+            unlike = shortest < alike * longest or fewest + SLACK < alike * most
+            if taken and (unlike or (len(taken) + 1) * most > budget):
                 if self.order is like_order:
                     break
                 continue
@@ -737,6 +746,7 @@ class Schedule:
             if not room and not (empty and not taken):
                 break
             taken.append(row)
+            new.append(fresh)
             width, end = longest, max(end, row.left)
             for index, more in enumerate(need):
                 usage[index] += more
@@ -746,13 +756,13 @@ class Schedule:
             return None
         keys = {id(row) for row in taken}
         self.waiting = [row for row in self.waiting if id(row) not in keys]
-        group = Group(taken, [row.length for row in taken], width, self._capacity(width, end))
+        count = max(new)
+        group = Group(taken, [row.length for row in taken], width, self._capacity(width, end), width - count)
         self.groups.append(group)
         moves.append(Move("admit", group))
-        self.tally.prompt_padding += len(taken) * width - sum(row.length for row in taken)
-        count = width
-        if self.able.chunks and len(taken) * width > budget:
-            count = min(width, max(LEAST_TOKENS, budget) // len(taken))
+        self.tally.prompt_padding += len(taken) * count - sum(new)
+        if self.able.chunks and len(taken) * count > budget:
+            count = min(count, max(LEAST_TOKENS, budget) // len(taken))
         return GroupWork(group, max(1, count))
 
 

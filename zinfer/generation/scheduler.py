@@ -18,7 +18,9 @@ from torch import Tensor
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
+from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.generation import passes
+from zinfer.generation.prefix_cache import PrefixCache
 from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, scores
 from zinfer.generation.schedule import (
     EXPANDED_SHARE,
@@ -124,7 +126,7 @@ class Sequence:
 
     `left` is the number of tokens that it may still get. Once it has ended, `finish_reason` is ``stop`` (an end token,
     or one of the texts `stop`) or ``length`` and `text` its output; or `error` says why it has none. The end token is
-    not part of `output_ids`.
+    not part of `output_ids`. `cached` counts the tokens of the prompt whose keys and values were kept and not computed.
 
     `logprobs` asks for the scores of its tokens, with that many others in each place: `scores` are those of
     `output_ids` and of the end token, if it ended with one, and with `echo` `prompt_scores` those of the prompt from
@@ -143,6 +145,7 @@ class Sequence:
     text: str = ""
     logprobs: int | None = None
     echo: bool = False
+    cached: int = 0
     scores: list[Score] = field(default_factory=list)
     prompt_scores: list[Score] = field(default_factory=list)
 
@@ -243,10 +246,20 @@ class ContinuousScheduler:
 
     `load` is the largest load to reckon with, all rows together (`zinfer.generation.schedule.load_of`); at most `rows`
     run at a time. With `arrivals` rows begin in the order in which they came, otherwise like rows together.
+
+    Keys and values of complete prompts and of rows that end are kept in up to `cache_size` bytes of host memory, in
+    `prefixes`; a later row reuses its longest prefix that is there. `cannot_reuse` is the reason why the engine does
+    not, if it cannot.
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, load: Workload, rows: int | None = None, arrivals: bool = False
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        load: Workload,
+        rows: int | None = None,
+        arrivals: bool = False,
+        cache_size: int = 0,
     ) -> None:
         self.engine, self._tokenizer = engine, tokenizer
         self.sequences: dict[int, Sequence] = {}  # those that have not ended, by key
@@ -257,7 +270,14 @@ class ContinuousScheduler:
         positions = self._positions(load)
         limits = Limits(positions, rows or 1 << 20, group_positions(engine.plan))
         order = arrival_order if arrivals else like_order
-        self.schedule = Schedule(times, limits, abilities(engine, setup.kv_host_share > 0), order)
+        able = abilities(engine, setup.kv_host_share > 0)
+        self.schedule = Schedule(times, limits, able, order, reusable=self._reusable)
+        self.cannot_reuse = engine.cannot_snapshot() or engine.cannot_chunk()
+        self.prefixes: PrefixCache | None = None
+        self._matched: dict[int, tuple[int, int]] = {}  # by key: version of `prefixes`, tokens found there
+        if cache_size and self.cannot_reuse is None:
+            identity, pin = {"model": engine.plan.model.name}, engine.device.type == "cuda"
+            self.prefixes = PrefixCache(identity, cache_size, pin=pin, piece=PIECE)
         self._batches: dict[int, MicroBatch] = {}  # by the id of their group
         self._kept: dict[int, KVSnapshot] = {}  # of suspended groups, by the id of their group
 
@@ -284,6 +304,8 @@ class ContinuousScheduler:
     def drop(self, keys: Iterable[int]) -> None:
         """Forget sequences, however far they are."""
         gone = [key for key in keys if self.sequences.pop(key, None) is not None]
+        for key in gone:
+            self._matched.pop(key, None)
         self.schedule.drop(gone)
 
     @property
@@ -312,6 +334,9 @@ class ContinuousScheduler:
                         raise
             else:
                 planned = PassPlan([], [])
+            seconds = time.monotonic() - began
+            if touched is not None:
+                self._keep(planned.works)
         except BaseException:
             self.end()
             raise
@@ -319,7 +344,7 @@ class ContinuousScheduler:
             self._lose([work.group for work in planned.works])  # not within the handler, which holds what failed
             return []
         ended = [one.key for one in touched if one.ended]
-        self.schedule.done(planned.works, time.monotonic() - began, ended)
+        self.schedule.done(planned.works, seconds, ended)
         for key in ended:
             del self.sequences[key]
         return touched
@@ -330,10 +355,12 @@ class ContinuousScheduler:
 
     def end(self) -> None:
         """Forget all sequences, and free their memory. Safe to call twice."""
+        with suppress(Exception):
+            self._forget_prefixes()
         for kept in self._kept.values():
             with suppress(Exception):
                 kept.close()
-        self._kept, self._batches, self.sequences = {}, {}, {}
+        self._kept, self._batches, self.sequences, self._matched = {}, {}, {}, {}
         self.schedule.groups, self.schedule.waiting, self.schedule.suspended = [], [], []
         with suppress(Exception):
             self.engine.clear()
@@ -345,7 +372,9 @@ class ContinuousScheduler:
             try:
                 self._move(move)
                 continue
-            except (torch.OutOfMemoryError, MemoryError):
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                if isinstance(error, MemoryError):  # host memory is needed for what runs
+                    self._forget_prefixes()
                 if len(self.schedule.running) <= 1:
                     raise
             self._undo(moves[place:])
@@ -356,7 +385,7 @@ class ContinuousScheduler:
         group, engine = move.group, self.engine
         if move.kind == "admit":
             mask = torch.tensor([[0] * (group.width - count) + [1] * count for count in self._lengths(group)])
-            self._hold(group, engine.admit(mask, group.capacity))
+            self._hold(group, engine.admit(mask, group.capacity, self._past(group)))
         elif move.kind == "regroup":
             sources = [(self._batches[id(source)], places) for source, places in move.sources]
             self._hold(group, engine.regroup(sources, group.capacity))
@@ -384,6 +413,58 @@ class ContinuousScheduler:
     def _hold(self, group: Group, batch: MicroBatch) -> None:
         self._batches[id(group)] = batch
         group.hosted = batch.hosted > 0
+
+    # Kept prefixes
+
+    def _reusable(self, row: Row) -> int:
+        """Return how many of a row's first positions are kept and may be reused."""
+        if self.prefixes is None:
+            return 0
+        version, count = self._matched.get(row.key, (-1, 0))
+        if version != self.prefixes.version:
+            sequence = self.sequences[row.key]
+            # Scores of a prompt need the logits of all its positions.
+            count = 0 if sequence.scores_prompt else self.prefixes.matched(sequence.prompt_ids + sequence.output_ids)
+            count = count if count >= LEAST_KEPT else 0
+            self._matched[row.key] = self.prefixes.version, count
+        return count
+
+    def _past(self, group: Group) -> tuple[RowsPast, ...]:
+        """Return the kept keys and values that a group begins with; its length becomes what is there."""
+        rows = [row for row in group.rows if row is not None]  # all of them: the group is new
+        for row in rows:
+            self._matched.pop(row.key, None)
+        if not group.length or self.prefixes is None:
+            return ()
+        sequences = [self.sequences[row.key] for row in rows]
+        found = [self.prefixes.find(one.prompt_ids + one.output_ids) for one in sequences]
+        pads = [group.width - row.length for row in rows]
+        kept = [pad + sum(part.length for part in parts) for pad, parts in zip(pads, found, strict=True)]
+        group.length = min(group.length, *kept)
+        for sequence, pad in zip(sequences, pads, strict=True):
+            if not sequence.output_ids:
+                sequence.cached = max(0, group.length - pad)
+        return (RowsPast(found, pads, group.length),) if group.length else ()
+
+    def _keep(self, works: Several[GroupWork]) -> None:
+        """Keep the keys and values of prompts that a pass has completed, and of rows that have ended with it."""
+        if self.prefixes is None:
+            return
+        for group, count in works:
+            if group.length + count < group.width:
+                continue
+            for place, row in enumerate(group.rows):
+                sequence = None if row is None else self.sequences.get(row.key)
+                if row is None or sequence is None or sequence.error is not None:
+                    continue
+                scored = sequence.echo and sequence.logprobs is not None  # as those that are like it will be
+                if row.length >= LEAST_KEPT and not scored and (sequence.ended or not group.running):
+                    known = (sequence.prompt_ids + sequence.output_ids)[: row.length]
+                    self.prefixes.keep(known, self.engine, self._batches[id(group)], place)
+
+    def _forget_prefixes(self) -> None:
+        if self.prefixes is not None:
+            self.prefixes.close()
 
     def _drop(self, group: Group) -> None:
         batch, kept = self._batches.pop(id(group), None), self._kept.pop(id(group), None)
@@ -514,6 +595,8 @@ def _scores(sequences: Several[Sequence | None], logits: Tensor, tokens: Tensor)
     }
 
 
+LEAST_KEPT = 16  # tokens of a prefix that is worth keeping and reusing
+PIECE = 512  # tokens whose keys and values are kept, and dropped, together at most
 SCORED_LOGITS = 1 << 27  # logits of one group that a pass keeps for the scores of prompts
 WORKING_SHARE = 0.08  # share of a GPU's memory that the KV cache leaves to the work of a pass
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_works
-from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.engine.kv_snapshot import Past
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.build import plan_key
 from zinfer.engine.tensorrt.cache import Cache, make_cache
@@ -82,7 +82,7 @@ class TensorRT(Engine):
         return Executor(self._library, self.file, case.gpu_weights, case.offload != "none", self.progress)
 
     @torch.inference_mode()
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[KVSnapshot] = ()) -> TensorRTBatch:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> TensorRTBatch:
         if past:
             raise EngineError(self.cannot_snapshot() or "")
         mask = attention_mask.to(self.device)

@@ -10,9 +10,7 @@ from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.generation import passes
 
 
-def prefill(
-    engine: Engine, token_ids: Tensor, mask: Tensor, reserve: int = 0, past: Sequence[KVSnapshot] = ()
-) -> Tensor:
+def prefill(engine: Engine, token_ids: Tensor, mask: Tensor, reserve: int = 0, past: Sequence[Past] = ()) -> Tensor:
     """Retire all that is running, and compute these prompts: the next logits, ``[B, V]``."""
     engine.clear()
     return passes.prefill(engine, token_ids, mask, reserve, past)[1]

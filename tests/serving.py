@@ -80,15 +80,16 @@ def serving(
     *,
     ready: bool = True,
     buffer: int | None = None,
+    say: Callable[[str], None] = lambda _text: None,
     **settings: Any,
 ) -> Iterator[Server]:
     """Serve a plan's model until the end of the context; wait until it is `ready`. The kernel holds `buffer`
-    bytes of an answer."""
+    bytes of an answer; `say` gets the server's lines."""
     made = Settings(NAME, drain_s=20.0)._replace(**settings)
     with listen("127.0.0.1", 0) as bound:
         if buffer is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        server = Server(HttpServer(plan, make_worker, load, made, bound))
+        server = Server(HttpServer(plan, make_worker, load, made, bound, say=say))
         server.start()
         try:
             if ready:

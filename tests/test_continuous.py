@@ -387,10 +387,11 @@ def test_an_engine_that_cannot_reuse_says_why(
     kind: kinds.Kinds, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     small(monkeypatch)
-    for directory, options, why in (
+    cases: list[tuple[Path, dict[str, Any], str]] = [
         (kind("gemma2"), {}, "sliding window"),
         (checkpoint("llama"), {"kv_offload": "cpu"}, "kv_offload=cpu"),
-    ):
+    ]
+    for directory, options, why in cases:
         engine = load("stream", directory, "cpu", tmp_path, **options)
         running = keeping(engine, monkeypatch)
         assert why in str(running.cannot_reuse)

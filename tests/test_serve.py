@@ -94,7 +94,7 @@ def worker() -> InlineWorker:
 
 @pytest.fixture(scope="module")
 def server(directory: Path, worker: InlineWorker) -> Iterator[Server]:
-    with serving(plan_of(directory), lambda: worker) as found:
+    with serving(plan_of(directory), lambda: worker, cache_size=1 << 22) as found:
         yield found
 
 
@@ -109,6 +109,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make decisions that are made for thousands of tokens with few."""
     monkeypatch.setattr("zinfer.generation.schedule.LEAST_TOKENS", 6)
     monkeypatch.setattr(PassTimes, "room", lambda *_: 11)
+    monkeypatch.setattr(scheduler, "LEAST_KEPT", 2)
 
 
 def free(server: Server, worker: InlineWorker) -> None:
@@ -239,6 +240,45 @@ def test_answers_have_exact_lengths_and_streams_count_their_tokens_for_load_gene
     assert told[-2:] == [20, 20]
     assert {usage.prompt_tokens for usage in usages} == {2}
     assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
+
+
+@pytest.mark.usefixtures("small")
+def test_a_conversation_reuses_its_earlier_turns(
+    client: openai.OpenAI, reference: Reference, server: Server, worker: InlineWorker
+) -> None:
+    """Each turn computes its own tokens; a stream says so, too. Scores of a whole prompt need all of it."""
+    assert server.ask("/health")[:2] == (200, {"status": "ok", "prefix_reuse": "on"})
+    kind: dict[str, Any] = {"model": NAME, "max_tokens": 9, "temperature": 0}
+    before, whole, cached = server.metric("zinfer_prompt_tokens_cached_total"), 0, 0
+    messages: list[Any] = [{"role": "system", "content": "a long system prompt"}]
+    for turn in ("hello", "and then?", "go on"):
+        messages.append({"role": "user", "content": turn})
+        text = "".join(f"[{one['role']}]{one['content']}" for one in messages) + "[assistant]"
+        ids = reference.tokenizer(text, add_special_tokens=False).input_ids
+        expected = reference.text(reference.greedy(ids, 9))
+        found = client.chat.completions.create(messages=messages, **kind)
+        assert found.choices[0].message.content == expected
+        assert found.usage is not None
+        assert found.usage.prompt_tokens_details is not None
+        count = found.usage.prompt_tokens_details.cached_tokens or 0
+        assert whole <= count < len(ids) == found.usage.prompt_tokens
+        whole, cached = len(ids), cached + count
+        messages.append({"role": "assistant", "content": expected})
+    assert cached > whole
+    server.wait(lambda: server.metric("zinfer_prompt_tokens_cached_total") == before + cached)
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    *events, last = client.chat.completions.create(messages=messages[:-1], n=2, **options, **kind)
+    for index in range(2):
+        parts = [one.choices[0].delta.content or "" for one in events if one.choices[0].index == index]
+        assert "".join(parts) == expected
+    assert last.usage.prompt_tokens_details.cached_tokens == whole - 1
+    scored = client.completions.create(prompt=ids, logprobs=1, echo=True, **kind)
+    assert scored.usage is not None
+    assert scored.usage.prompt_tokens_details is not None
+    assert scored.usage.prompt_tokens_details.cached_tokens == 0
+    assert scored.choices[0].text == reference.text(ids + reference.greedy(ids, 9))
+    assert server.metric("zinfer_kv_cache_kept_bytes") > 0
+    free(server, worker)
 
 
 def test_a_prompt_beyond_the_models_positions_is_refused(client: openai.OpenAI) -> None:

@@ -22,7 +22,7 @@ from zinfer.job.serve import app, dispatcher
 from zinfer.plan.plan import make_plan
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchStep, BatchStepped, Tokenize, Tokenized
+from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, Tokenize, Tokenized
 
 PLAN = make_plan(CASE, SPEC, MACHINE)
 KEY = {"authorization": "Bearer secret"}
@@ -217,6 +217,22 @@ def test_a_server_that_loads_says_so_and_one_that_cannot_ends() -> None:
         gate.set()
         server.wait(lambda: server.fault is not None)
     assert server.fault == "loading failed (oom_gpu): no"
+
+
+def test_an_engine_that_reuses_no_prefixes_says_so() -> None:
+    class Whole(ServedRows):
+        def _start(self, session: Session, request: BatchStart) -> BatchStarted:
+            assert request.cache_size == 5000
+            return super()._start(session, request).model_copy(update={"cannot_reuse": "it has states"})
+
+    told: list[str] = []
+    with serving(PLAN, Whole, cache_size=5000, say=told.append) as server:
+        assert server.ask("/health")[:2] == (200, {"status": "ok", "prefix_reuse": "off: it has states"})
+        status, answer, _ = server.ask(TEXTS, ALL)
+        assert (status, answer["usage"]["prompt_tokens_details"]) == (200, {"cached_tokens": 0})
+    assert told == ["every prompt is computed whole: it has states"]
+    with serving(PLAN, ServedRows) as server:
+        assert "memory" in server.ask("/health")[1]["prefix_reuse"]
 
 
 def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:

@@ -92,6 +92,46 @@ def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning(eng
     own.close()
 
 
+def test_a_beginning_that_two_share_is_there_once_and_the_end_may_go_alone(engine: Engine, told: list[str]) -> None:
+    """A second conversation parts from the first within a node; ends of both go before the common beginning."""
+    own = shelf(engine, told, positions=50, piece=8)
+    check(engine, own, TOKENS[:20], 0)
+    other = [*TOKENS[:13], *TOKENS[29:13:-1]]
+    check(engine, own, other, 13)
+    assert own.held == engine.plan.model.kv_bytes(1, 20 + len(other) - 13)
+    check(engine, own, TOKENS[:20], 19)
+    check(engine, own, other, len(other) - 1)
+    assert own.matched([*TOKENS[:20], 5]) == 20
+    check(engine, own, [*other, *TOKENS[:20]], len(other))  # 50 positions: the end of the first one goes
+    assert own.matched([*TOKENS[:20], 5]) == 13
+    assert own.held <= engine.plan.model.kv_bytes(1, 50)
+    check(engine, own, TOKENS[:20], 13)
+    assert own.matched([*other, 5]) == len(other)
+    own.close()
+    assert (own.held, own.matched(TOKENS)) == (0, 0)
+
+
+def test_host_memory_that_others_need_is_given_back(
+    engine: Engine, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 0
+    each = engine.plan.model.kv_bytes(1, 1)
+    own = shelf(engine, told, piece=8, spare=100)
+    monkeypatch.setattr("zinfer.generation.prefix_cache.available_bytes", lambda: free - own.held)
+    run(engine, TOKENS[:10], own)
+    assert own.held == 0, "no memory but what is to stay free"
+    free = 100 + 20 * each
+    run(engine, TOKENS[:20], own)
+    assert own.held == 20 * each
+    own.give_way(0)
+    assert own.held == 20 * each
+    own.give_way(5 * each)
+    assert own.matched(TOKENS) == 8, "the last 12 positions are in two nodes"
+    own.give_way(1 << 40)
+    assert own.held == 0
+    own.close()
+
+
 def test_the_disk_gives_it_back_after_a_restart(engine: Engine, told: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     own = shelf(engine, told, folder=folder)

@@ -55,6 +55,14 @@ LOOPBACK = ("127.", "localhost", "::1")
     help="Largest body of a request; a larger one is refused with status 413.",
 )
 @click.option(
+    "--kv-cache-size",
+    type=options.Size(),
+    default="8GiB",
+    show_default=True,
+    help="Most host memory for KV caches of earlier requests, which later ones with the same beginning reuse; 0 keeps "
+    "none.",
+)
+@click.option(
     "--drain",
     "drain_s",
     type=click.FloatRange(min=0),
@@ -77,6 +85,7 @@ def command(
     output_len: int,
     max_queue: int,
     max_body: int,
+    kv_cache_size: int,
     drain_s: float,
     **how: Any,
 ) -> None:
@@ -114,7 +123,8 @@ def command(
     cases = [load.case(source.load_format, source.spec.dtype, 1, 1) for load in loads]
     plan, load = _plan(cases, source.spec, machine, how["nvme_path"], how["batch_size"], max_queue)
     target = next(iter(loads.values()))
-    settings = Settings(plan.case.model, api_key, how["batch_size"], max_queue, max_body, output_len, drain_s)
+    limits = how["batch_size"], max_queue, max_body, output_len, drain_s, kv_cache_size
+    settings = Settings(plan.case.model, api_key, *limits)
     try:
         bound = listen(host, port)
     except OSError as error:

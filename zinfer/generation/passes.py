@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zinfer.engine.base import Engine, MicroBatch, Work
-from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.engine.kv_snapshot import Past
 
 
 def prefill(
-    engine: Engine, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[KVSnapshot] = ()
+    engine: Engine, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[Past] = ()
 ) -> tuple[MicroBatch, Tensor]:
     """Admit a micro-batch of left-padded prompts ``[B, S]`` (int64) with their mask (1 token, 0 padding) and compute
     them; return the micro-batch, with room for `reserve` further tokens, and the last position's logits ``[B, V]``.

@@ -22,6 +22,7 @@ from zinfer.engine.base import Engine, MicroBatch
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.generation.radix_tree import Node, RadixTree, digest
 from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.host import available_bytes
 from zinfer.spec.units import gb
 from zinfer.spec.value import Frozen
 
@@ -47,6 +48,7 @@ class PrefixCache:
     describes.
 
     What is kept at a time is divided into nodes of at most `piece` tokens, so that the end of it may be dropped alone.
+    With `spare` that many bytes of host memory stay free, whatever the size is.
     `say` gets a line of text for everything that cannot be kept or read; no error is raised for it.
     """
 
@@ -59,11 +61,12 @@ class PrefixCache:
         say: Callable[[str], object] = str,
         pin: bool = False,
         piece: int = 1 << 30,
+        spare: int = 0,
     ) -> None:
         self.held = 0  # bytes in memory
         self.version = 0  # changes with what `matched` returns
         self._identity, self._size, self._folder, self._folder_size = dict(identity), size, folder, folder_size
-        self._say, self._pin, self._piece = say, pin, piece
+        self._say, self._pin, self._piece, self._spare = say, pin, piece, spare
         self._memory: dict[Node, None] = {}  # nodes in memory, the least recently used first
         self._tree = RadixTree(f"{FORMAT} {sorted(self._identity.items())}")
         self._clock = count(1)
@@ -115,6 +118,11 @@ class PrefixCache:
         self._touch(whole)
         if self._folder is not None and whole and whole[-1].last == len(tokens):
             self._write(whole, self._folder)
+
+    def give_way(self, size: int) -> None:
+        """Drop what was least recently used until `size` bytes of host memory are free, or nothing is left."""
+        while self._memory and available_bytes() < size + self._spare:
+            self._drop_oldest(set())
 
     def close(self) -> None:
         """Free the memory, and forget everything; files stay."""
@@ -179,13 +187,24 @@ class PrefixCache:
 
     def _room(self, size: int, spare: set[Node]) -> bool:
         """Make room for `size` bytes in memory without dropping `spare`; return True if there is room."""
-        while self.held + size > self._size or len(self._memory) >= MOST_SNAPSHOTS:
-            oldest = next((node for node in self._memory if node not in spare), None)
-            if oldest is None:
+
+        def lacks() -> bool:
+            full = self.held + size > self._size or len(self._memory) >= MOST_SNAPSHOTS
+            return full or (self._spare > 0 and available_bytes() < size + self._spare)
+
+        while lacks():
+            if not self._drop_oldest(spare):
                 return False
-            self._free(oldest)
-            if oldest.path is None:
-                self._forget(oldest)
+        return True
+
+    def _drop_oldest(self, spare: set[Node]) -> bool:
+        """Drop from memory what was least recently used, but `spare`; return True if there was anything."""
+        oldest = next((node for node in self._memory if node not in spare), None)
+        if oldest is None:
+            return False
+        self._free(oldest)
+        if oldest.path is None:
+            self._forget(oldest)
         return True
 
     def _free(self, node: Node) -> None:

@@ -41,6 +41,7 @@ from zinfer.generation.schedule import (
 from zinfer.generation.tokenizer import NO_TOKENS, Tokenizer
 from zinfer.record.measurement import Span
 from zinfer.spec.case import Workload
+from zinfer.spec.host import host_bytes
 from zinfer.spec.model import ModelError, ModelSpec, check_positions
 
 if TYPE_CHECKING:
@@ -277,7 +278,8 @@ class ContinuousScheduler:
         self._matched: dict[int, tuple[int, int]] = {}  # by key: version of `prefixes`, tokens found there
         if cache_size and self.cannot_reuse is None:
             identity, pin = {"model": engine.plan.model.name}, engine.device.type == "cuda"
-            self.prefixes = PrefixCache(identity, cache_size, pin=pin, piece=PIECE)
+            spare = int(SPARE * host_bytes())
+            self.prefixes = PrefixCache(identity, cache_size, pin=pin, piece=PIECE, spare=spare)
         self._batches: dict[int, MicroBatch] = {}  # by the id of their group
         self._kept: dict[int, KVSnapshot] = {}  # of suspended groups, by the id of their group
 
@@ -383,6 +385,8 @@ class ContinuousScheduler:
 
     def _move(self, move: Move) -> None:
         group, engine = move.group, self.engine
+        if self.prefixes is not None and (move.kind == "suspend" or engine.device.type != "cuda"):
+            self.prefixes.give_way(engine.plan.model.kv_bytes(len(group.rows), group.capacity))  # rows go first
         if move.kind == "admit":
             mask = torch.tensor([[0] * (group.width - count) + [1] * count for count in self._lengths(group)])
             self._hold(group, engine.admit(mask, group.capacity, self._past(group)))
@@ -596,6 +600,7 @@ def _scores(sequences: Several[Sequence | None], logits: Tensor, tokens: Tensor)
 
 
 LEAST_KEPT = 16  # tokens of a prefix that is worth keeping and reusing
+SPARE = 0.02  # share of the host's memory that kept KV caches leave free
 PIECE = 512  # tokens whose keys and values are kept, and dropped, together at most
 SCORED_LOGITS = 1 << 27  # logits of one group that a pass keeps for the scores of prompts
 WORKING_SHARE = 0.08  # share of a GPU's memory that the KV cache leaves to the work of a pass

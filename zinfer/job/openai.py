@@ -267,21 +267,31 @@ def _message(message: Any) -> dict[str, str]:
 
 
 def completion_object(
-    identity: str, created: int, model: str, chat: bool, choices: list[dict[str, Any]], tokens: tuple[int, int]
+    identity: str,
+    created: int,
+    model: str,
+    chat: bool,
+    choices: list[dict[str, Any]],
+    tokens: tuple[int, int],
+    cached: int | None = None,
 ) -> dict[str, Any]:
-    """Return the body of an answer; `tokens` counts those of the prompts and of the answers."""
+    """Return the body of an answer; `tokens` counts those of the prompts and of the answers, `cached` those of the
+    prompts that were reused, if anything may be."""
     return {
         "id": identity,
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": model,
         "choices": choices,
-        "usage": usage_object(tokens),
+        "usage": usage_object(tokens, cached),
     }
 
 
-def usage_object(tokens: tuple[int, int]) -> dict[str, int]:
-    return {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
+def usage_object(tokens: tuple[int, int], cached: int | None = None) -> dict[str, Any]:
+    """Return the numbers of tokens of the prompts, of the answers and of both; and of those of the prompts that were
+    reused."""
+    found = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
+    return found | ({} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}})
 
 
 def choice_object(

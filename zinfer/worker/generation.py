@@ -86,10 +86,12 @@ def batch_start(session: Session, request: BatchStart) -> BatchStarted:
         session.scheduler.end()
     session.sent, session.text, session.streams = {}, TextPieces(session.tokenizer()), set()
     session.scheduler = ContinuousScheduler(
-        session.engine, session.tokenizer(), request.load, request.rows, request.arrivals
+        session.engine, session.tokenizer(), request.load, request.rows, request.arrivals, request.cache_size
     )
     return BatchStarted(
-        positions=session.scheduler.schedule.limits.positions, cannot_score=session.engine.cannot_score()
+        positions=session.scheduler.schedule.limits.positions,
+        cannot_score=session.engine.cannot_score(),
+        cannot_reuse=session.scheduler.cannot_reuse,
     )
 
 
@@ -142,6 +144,7 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
         read=tally.read - before.read,
         padded=tally.padded - before.padded,
         again=tally.again - before.again,
+        kept_bytes=0 if running.prefixes is None else running.prefixes.held,
     )
 
 
@@ -173,7 +176,7 @@ def _row_step(session: Session, sequence: Sequence) -> RowStep:
         sequence.prompt_scores = []
     return RowStep(
         key=sequence.key, tokens=tokens, finish_reason=sequence.finish_reason, text=sequence.text,
-        error=sequence.error, piece=piece, prompt=prompt, scores=_token_scores(session, scores),
+        error=sequence.error, piece=piece, prompt=prompt, scores=_token_scores(session, scores), cached=sequence.cached,
     )  # fmt: skip
 
 

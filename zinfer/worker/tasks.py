@@ -197,7 +197,7 @@ class EchoedPrompt(Message):
 class RowStep(Message):
     """New `tokens` of a row; one that ended has a `finish_reason` and its `text`, or an `error`. `piece` is new text,
     `scores` are those of the tokens and of the end token, `prompt` comes once, before the first token, if they were
-    asked for."""
+    asked for. `cached` counts the tokens of the prompt that were reused and not computed."""
 
     key: int
     tokens: list[int]
@@ -207,27 +207,33 @@ class RowStep(Message):
     piece: str = ""
     scores: list[TokenScore] = Field(default_factory=list)
     prompt: EchoedPrompt | None = None
+    cached: int = 0
 
 
 class BatchStarted(Message):
-    """Positions of KV cache that the rows may take together, and the reason why prompts cannot be scored."""
+    """Positions of KV cache that the rows may take together, and the reasons why prompts cannot be scored, and kept
+    ones not reused."""
 
     positions: int
     cannot_score: str | None = None
+    cannot_reuse: str | None = None
 
 
 class BatchStart(Request[BatchStarted]):
     """Begin a batch to which rows come and from which they go, in place of one that runs. `load` is the largest load to
-    reckon with; at most `rows` run at a time, those that came first before others if `arrivals`."""
+    reckon with; at most `rows` run at a time, those that came first before others if `arrivals`. KV caches of earlier
+    rows may take `cache_size` bytes of host memory."""
 
     load: Workload
     rows: int | None = None
     arrivals: bool = False
+    cache_size: int = 0
 
 
 class BatchStepped(Message):
     """Passes of a batch: their number and seconds, the rows that went on, the numbers of rows that run and wait now,
-    the positions of KV cache that were read, those of them that were padding, and positions computed again."""
+    the positions of KV cache that were read, those of them that were padding, positions computed again, and the bytes
+    of host memory that kept KV caches take now."""
 
     passes: int
     seconds: float
@@ -237,6 +243,7 @@ class BatchStepped(Message):
     read: int = 0
     padded: int = 0
     again: int = 0
+    kept_bytes: int = 0
 
 
 class BatchStep(Request[BatchStepped]):

@@ -77,6 +77,7 @@ class Choice:
     prompt: EchoedPrompt | None = None
     tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     finish_reason: str | None = None
     failure: Failure | None = None
     length: int = 0  # characters of tokens with log-probabilities that were sent
@@ -94,6 +95,7 @@ class Choice:
         self.prompt = news.prompt or self.prompt
         self.tokens += news.tokens
         self.prompt_tokens = news.prompt_tokens or self.prompt_tokens
+        self.cached_tokens = news.cached_tokens or self.cached_tokens
         self.finish_reason, self.failure = news.finish_reason, news.failure
 
 
@@ -128,6 +130,11 @@ class Exchange:
         choices = list(self.choices.values())
         return sum(one.prompt_tokens for one in choices[:: self.asked.n]), sum(one.tokens for one in choices)
 
+    @property
+    def cached(self) -> int:
+        """Number of tokens of the prompts, each counted once, that were reused."""
+        return sum(one.cached_tokens for one in list(self.choices.values())[:: self.asked.n])
+
     def body(self) -> dict[str, Any]:
         """Return the whole answer."""
         choices = [
@@ -137,7 +144,8 @@ class Exchange:
             )
             for index, (row, choice) in enumerate(self.choices.items())
         ]  # fmt: skip
-        return openai.completion_object(self.id, self.created, self.model, self.asked.chat, choices, self.tokens)
+        about = self.id, self.created, self.model, self.asked.chat
+        return openai.completion_object(*about, choices, self.tokens, self.cached)
 
     def _echo(self, row: Row, choice: Choice) -> str:
         """Return the text of the prompt if it belongs to the answer."""
@@ -180,7 +188,7 @@ class Exchange:
         kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
         body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
         usage = usage or self.asked.usages
-        told = {"usage": openai.usage_object(self.tokens) if usage else None}
+        told = {"usage": openai.usage_object(self.tokens, self.cached) if usage else None}
         return body | (told if usage or self.asked.usage else {})
 
 
@@ -382,8 +390,10 @@ def make_app(
 
     @app.get("/health")
     async def health() -> Response:
-        state = desk.dispatcher.state
-        return _json({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
+        state, why_not = desk.dispatcher.state, desk.dispatcher.cannot_reuse
+        if state != "ready":
+            return _json({"status": state}, 503)
+        return _json({"status": "ok", "prefix_reuse": "on" if why_not is None else f"off: {why_not}"})
 
     @app.get("/metrics")
     async def prometheus() -> Response:

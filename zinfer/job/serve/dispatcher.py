@@ -68,6 +68,7 @@ class RowNews(NamedTuple):
     scores: Sequence[TokenScore] = ()
     prompt: EchoedPrompt | None = None
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     finish_reason: Literal["stop", "length"] | None = None
     failure: Failure | None = None
 
@@ -86,6 +87,7 @@ class Row:
     output_ids: list[int] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     echoed: EchoedPrompt | None = None
+    cached: int = 0  # tokens of the prompt whose KV cache was reused
     tries: int = 0  # failures of the worker with it
     told: bool = False  # True once some of its text was handed out
     came: float = 0.0  # time of arrival
@@ -123,7 +125,8 @@ class Dispatcher:
     """Queue of rows, and the thread that has a worker answer them.
 
     `load` is the largest load to reckon with; at most `at_most` rows run at a time, and `most_waiting` wait for their
-    first token. `post` receives the news of rows, from the thread.
+    first token. KV caches of earlier rows may take `cache_size` bytes of host memory, and are reused. `post` receives
+    the news of rows, from the thread.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class Dispatcher:
         at_most: int | None = None,
         most_waiting: int = 1024,
         output_len: int = 256,
+        cache_size: int = 0,
         say: Callable[[str], None] = lambda _text: None,
         loading: Callable[[], None] = lambda: None,
         ready: Callable[[], None] = lambda: None,
@@ -146,7 +150,8 @@ class Dispatcher:
         self.state: State = "loading"
         self.fault: str | None = None  # reason why it has ended by itself
         self._make_worker, self._load, self._meter, self._post = make_worker, load, meter, post
-        self._at_most, self._output_len = at_most, output_len
+        self._at_most, self._output_len, self._cache_size = at_most, output_len, cache_size
+        self.cannot_reuse: str | None = None if cache_size else "KV caches have no memory of the host"
         self._say, self._loading, self._on_ready, self._on_end = say, loading, ready, ended
         self._changed = threading.Condition()  # guards the next six
         self._inbox: list[Row] = []
@@ -164,6 +169,7 @@ class Dispatcher:
         self._reading: list[Row] = []  # rows whose prompts the worker turns into token ids now
         self._one_by_one = False  # True after it died while it did so
         self._positions = 0
+        self.kept_bytes = 0  # host memory of kept KV caches
         self._cannot_score: str | None = None
         self.running = 0  # rows that run in the worker
         self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
@@ -328,7 +334,7 @@ class Dispatcher:
 
     def _take(self, answer: BatchStepped) -> None:
         """Process the worker's answer: tokens go to their rows, news to the server."""
-        self.running = answer.running
+        self.running, self.kept_bytes = answer.running, answer.kept_bytes
         self._meter.stepped(answer)
         news: list[tuple[Row, RowNews]] = []
         now, ended = time.monotonic(), 0
@@ -358,6 +364,7 @@ class Dispatcher:
         """Add new tokens to a row; return what is to be told about it: of a stream the new part, else the whole."""
         asked, stream = row.asked, row.asked.stream
         row.output_ids += step.tokens
+        row.cached = row.cached or step.cached
         row.echoed = step.prompt or row.echoed
         if step.error is not None:
             return RowNews(failure=Failure(500, "nan_output", step.error))
@@ -369,8 +376,8 @@ class Dispatcher:
         if asked.output_len == 0:
             count, text, scores = 0, "", []
         row.told = row.told or (stream and bool(text))
-        reason: Literal["stop", "length"] | None = step.finish_reason
-        return RowNews(text, count, scores, prompt, len(row.prompt_ids), "length" if asked.output_len == 0 else reason)
+        reason: Literal["stop", "length"] | None = "length" if asked.output_len == 0 else step.finish_reason
+        return RowNews(text, count, scores, prompt, len(row.prompt_ids), row.cached, reason)
 
     def _tell(self, news: list[tuple[Row, RowNews]]) -> None:
         """Hand out news; rows that ended or failed are over."""
@@ -449,8 +456,12 @@ class Dispatcher:
         raise _EndedError
 
     def _begin(self) -> None:
-        started = self._ask(BatchStart(load=self._load, rows=self._at_most, arrivals=True))
+        size = self._cache_size
+        started = self._ask(BatchStart(load=self._load, rows=self._at_most, arrivals=True, cache_size=size))
         self._positions, self._cannot_score = started.positions, started.cannot_score
+        if size and started.cannot_reuse != self.cannot_reuse:
+            self.cannot_reuse = started.cannot_reuse
+            self._say(f"every prompt is computed whole: {self.cannot_reuse}")
         self.fault = None
 
     def _ask(self, request: Request[Answer]) -> Answer:

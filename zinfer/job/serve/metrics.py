@@ -23,6 +23,8 @@ class Metrics:
         own = self.registry = CollectorRegistry()
         self._requests = Counter("zinfer_requests", "HTTP requests.", ["path", "status"], registry=own)
         self._prompt_tokens = Counter("zinfer_prompt_tokens", "Tokens of prompts of ended rows.", registry=own)
+        help_text = "Those of them whose KV cache was reused."
+        self._cached_tokens = Counter("zinfer_prompt_tokens_cached", help_text, registry=own)
         self._tokens = Counter("zinfer_generated_tokens", "Tokens generated.", registry=own)
         self._passes = Counter("zinfer_passes", "Passes of the model's weights.", registry=own)
         self._seconds = Counter("zinfer_pass_seconds", "Seconds of all passes.", registry=own)
@@ -32,13 +34,15 @@ class Metrics:
         self._ttft = Histogram("zinfer_ttft_seconds", "Time to first token.", buckets=SECONDS, registry=own)
         self._tpot = Histogram("zinfer_tpot_seconds", "Time per output token after it.", buckets=SECONDS, registry=own)
         self._e2e = Histogram("zinfer_e2e_seconds", "Time to the end of a row.", buckets=SECONDS, registry=own)
+        self._kept = Gauge("zinfer_kv_cache_kept_bytes", "Host memory of kept KV caches.", registry=own)
         self._running = Gauge("zinfer_rows_running", "Rows that run.", registry=own)
         self._waiting = Gauge("zinfer_rows_waiting", "Rows without a token.", registry=own)
 
     def watch(self, dispatcher: "Dispatcher") -> None:
-        """Read the numbers of rows from a dispatcher."""
+        """Read the numbers of rows, and the bytes kept of them, from a dispatcher."""
         self._running.set_function(lambda: dispatcher.running)
         self._waiting.set_function(lambda: dispatcher.waiting)
+        self._kept.set_function(lambda: dispatcher.kept_bytes)
 
     def request(self, path: str, status: int) -> None:
         """Count an HTTP request by its path and its status."""
@@ -52,6 +56,7 @@ class Metrics:
         """Take the time of a row that has ended, and that since its first token."""
         self._e2e.observe(seconds)
         self._prompt_tokens.inc(len(row.prompt_ids))
+        self._cached_tokens.inc(row.cached)
         if len(row.output_ids) > 1:
             self._tpot.observe(since_first / (len(row.output_ids) - 1))
 

@@ -26,7 +26,8 @@ LAST_S = 5  # seconds in which clients must have read the answers that were read
 
 class Settings(NamedTuple):
     """Settings of a server: the model's name, its key, and its limits. `output_len` is the limit of an answer to a
-    request that names none; `drain_s` are the seconds that running requests have at the end."""
+    request that names none; `drain_s` are the seconds that running requests have at the end; KV caches of earlier
+    requests may take `cache_size` bytes of host memory."""
 
     model: str
     key: str | None = None
@@ -35,6 +36,7 @@ class Settings(NamedTuple):
     most_bytes: int = 16 << 20
     output_len: int = 256
     drain_s: float = 30.0
+    cache_size: int = 0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -78,7 +80,8 @@ class HttpServer:
         self.metrics, self.desk = Metrics(), Desk()
         self.dispatcher = self.desk.dispatcher = Dispatcher(
             plan, make_worker, load, self.metrics, self._post, at_most=settings.rows,
-            most_waiting=settings.most_waiting, output_len=settings.output_len, say=say, loading=loading, ready=ready,
+            most_waiting=settings.most_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
+            say=say, loading=loading, ready=ready,
             ended=lambda: self._from_outside(self._end),
         )  # fmt: skip
         self.metrics.watch(self.dispatcher)

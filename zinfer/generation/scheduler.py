@@ -276,6 +276,7 @@ class ContinuousScheduler:
         self.cannot_reuse = engine.cannot_snapshot() or engine.cannot_chunk()
         self.prefixes: PrefixCache | None = None
         self._matched: dict[int, tuple[int, int]] = {}  # by key: version of `prefixes`, tokens found there
+        self._to_keep: list[tuple[list[int], MicroBatch, int]] = []  # tokens that are computed, and their row
         if cache_size and self.cannot_reuse is None:
             identity, pin = {"model": engine.plan.model.name}, engine.device.type == "cuda"
             spare = int(SPARE * host_bytes())
@@ -323,6 +324,11 @@ class ContinuousScheduler:
         nothing runs any more.
         """
         self.schedule.times.joins = self.engine.joins  # a first pass may find out that it cannot
+        try:
+            self._keep()
+        except BaseException:
+            self.end()
+            raise
         planned = self.schedule.plan()
         planned = planned._replace(works=[self._bounded(work) for work in planned.works])
         began = time.monotonic()
@@ -336,9 +342,6 @@ class ContinuousScheduler:
                         raise
             else:
                 planned = PassPlan([], [])
-            seconds = time.monotonic() - began
-            if touched is not None:
-                self._keep(planned.works)
         except BaseException:
             self.end()
             raise
@@ -346,13 +349,15 @@ class ContinuousScheduler:
             self._lose([work.group for work in planned.works])  # not within the handler, which holds what failed
             return []
         ended = [one.key for one in touched if one.ended]
-        self.schedule.done(planned.works, seconds, ended)
+        self._note_computed(planned.works)
+        self.schedule.done(planned.works, time.monotonic() - began, ended)
         for key in ended:
             del self.sequences[key]
         return touched
 
     def release(self) -> None:
         """Free the memory of sequences that have ended."""
+        self._keep()
         self._carry_out([move for move in self.schedule.plan().moves if move.kind == "retire"])
 
     def end(self) -> None:
@@ -362,7 +367,7 @@ class ContinuousScheduler:
         for kept in self._kept.values():
             with suppress(Exception):
                 kept.close()
-        self._kept, self._batches, self.sequences, self._matched = {}, {}, {}, {}
+        self._kept, self._batches, self.sequences, self._matched, self._to_keep = {}, {}, {}, {}, []
         self.schedule.groups, self.schedule.waiting, self.schedule.suspended = [], [], []
         with suppress(Exception):
             self.engine.clear()
@@ -385,7 +390,8 @@ class ContinuousScheduler:
 
     def _move(self, move: Move) -> None:
         group, engine = move.group, self.engine
-        if self.prefixes is not None and (move.kind == "suspend" or engine.device.type != "cuda"):
+        on_host = move.kind == "suspend" or engine.device.type != "cuda"
+        if self.prefixes is not None and on_host and move.kind not in ("retire", "recompute"):
             self.prefixes.give_way(engine.plan.model.kv_bytes(len(group.rows), group.capacity))  # rows go first
         if move.kind == "admit":
             mask = torch.tensor([[0] * (group.width - count) + [1] * count for count in self._lengths(group)])
@@ -450,8 +456,9 @@ class ContinuousScheduler:
                 sequence.cached = max(0, group.length - pad)
         return (RowsPast(found, pads, group.length),) if group.length else ()
 
-    def _keep(self, works: Several[GroupWork]) -> None:
-        """Keep the keys and values of prompts that a pass has completed, and of rows that have ended with it."""
+    def _note_computed(self, works: Several[GroupWork]) -> None:
+        """Note which prompts a pass has completed, and which rows have ended with it: they are kept before the next
+        one, so that no first token waits for that."""
         if self.prefixes is None:
             return
         for group, count in works:
@@ -464,7 +471,14 @@ class ContinuousScheduler:
                 scored = sequence.echo and sequence.logprobs is not None  # as those that are like it will be
                 if row.length >= LEAST_KEPT and not scored and (sequence.ended or not group.running):
                     known = (sequence.prompt_ids + sequence.output_ids)[: row.length]
-                    self.prefixes.keep(known, self.engine, self._batches[id(group)], place)
+                    self._to_keep.append((known, self._batches[id(group)], place))
+
+    def _keep(self) -> None:
+        """Keep the keys and values of rows that were noted."""
+        noted, self._to_keep = self._to_keep, []
+        for known, batch, place in noted:
+            if self.prefixes is not None:
+                self.prefixes.keep(known, self.engine, batch, place)
 
     def _forget_prefixes(self) -> None:
         if self.prefixes is not None:

@@ -50,6 +50,7 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     found: list[tuple[int, Any]] = []
+    health: list[tuple[int, Any]] = []
 
     def client() -> None:
         def ready() -> bool:
@@ -60,6 +61,7 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
 
         try:
             wait(ready)
+            health.append(ask(port, "/health"))
             found.append(ask(port, "/v1/completions", BODY))
             found.append(ask(port, "/v1/completions", BODY, authorization="Bearer secret"))
         finally:
@@ -68,12 +70,14 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
     thread = threading.Thread(target=client)
     thread.start()
     words = ["serve", "-m", str(checkpoint("llama")), "--offload", "cpu", "--port", str(port), "--batch-size", "2"]
+    words += ["--kv-cache-size", "1MiB"]
     result = zinfer(folder, *words, ZINFER_API_KEY="secret")
     thread.join()
     assert result.returncode == 143, result.stderr
     assert mentions(result.stderr, "listening at", f"http://127.0.0.1:{port}")
     assert mentions(result.stderr, "serving", str(checkpoint("llama")), "/v1")
     assert mentions(result.stderr, "has ended")
+    assert health == [(200, {"status": "ok", "prefix_reuse": "on"})]
     assert found[0][0] == 401
     status, answer = found[1]
     assert status == 200, answer

@@ -458,7 +458,7 @@ class Dispatcher:
     def _begin(self) -> None:
         size = self._cache_size
         started = self._ask(BatchStart(load=self._load, rows=self._at_most, arrivals=True, cache_size=size))
-        self._positions, self._cannot_score = started.positions, started.cannot_score
+        self._positions, self._cannot_score, self.kept_bytes = started.positions, started.cannot_score, 0
         if size and started.cannot_reuse != self.cannot_reuse:
             self.cannot_reuse = started.cannot_reuse
             self._say(f"every prompt is computed whole: {self.cannot_reuse}")

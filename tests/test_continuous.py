@@ -313,7 +313,7 @@ def test_rows_that_wait_in_host_memory_had_a_kept_beginning(
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     running = keeping(engine, monkeypatch)
     running.schedule.step = 4
-    rows = alike(8, 8, 24)
+    rows = alike(8, 8, 16)
     finish(running, [scheduler.Sequence(one.prompt_ids[:6], 2, key=100 + one.key) for one in rows])
     running.schedule.limits = running.schedule.limits._replace(positions=90)
     running.schedule.ending = 0.5
@@ -365,7 +365,7 @@ def test_what_is_kept_has_a_budget_and_gives_way(checkpoint: Checkpoints, tmp_pa
     size = engine.plan.model.kv_bytes(1, 40)
     running = keeping(engine, monkeypatch, size)
     assert running.prefixes is not None
-    for rows in turns(3, 12):
+    for rows in turns(3, 8):
         limits = [one.left for one in rows]
         finish(running, rows)
         check(engine, rows, limits)

@@ -153,3 +153,46 @@ def mxfp4(directory: Path) -> Path:
         return {f"{name}_blocks": blocks, f"{name}_scales": scales}
 
     return rewrite(directory, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, change)
+
+
+def modelopt(directory: Path, kind: str, beside: bool = False) -> tuple[Path, Tensors]:
+    """A checkpoint as ModelOpt exports it, with scales of activations and of the KV cache, and the weights in the
+    arithmetic of `FP8QTensor.dequantize` and `NVFP4QTensor.dequantize`. With `beside`, config.json does not know."""
+    expected = Tensors()
+
+    def change(name: str, tensor: Tensor) -> Tensors:
+        base, (rows, columns) = name.removesuffix("weight"), tensor.shape
+        more = {f"{base}input_scale": torch.tensor(0.3)}
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            more[f"{base}{base[-7]}_scale"] = torch.tensor(0.5)
+        if kind == "NVFP4":
+            groups = tensor.float().unflatten(1, (-1, 16))
+            whole = tensor.abs().max().float() / (6 * 448)
+            scales = (groups.abs().amax(-1) / (6 * whole)).to(torch.float8_e4m3fn)
+            numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+            exact = scales.float() * whole
+            codes = ((groups / exact[..., None])[..., None] - numbers).abs().argmin(-1)
+            expected[name] = (numbers[codes] * exact[..., None]).reshape(tensor.shape).to(torch.bfloat16)
+            codes = codes.reshape(tensor.shape).to(torch.uint8)
+            return {name: codes[:, 0::2] | codes[:, 1::2] << 4, f"{name}_scale": scales,
+                    f"{name}_scale_2": whole.reshape(()), **more}  # fmt: skip
+        block = {"FP8": (rows, columns), "FP8_PER_CHANNEL_PER_TOKEN": (1, columns), "FP8_PB_WO": (16, 32)}[kind]
+        parts = tensor.unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1]))
+        scales = parts.abs().amax(dim=(1, 3), keepdim=True).float() / 448
+        codes = (parts / scales).to(torch.float8_e4m3fn)
+        product = codes.to(torch.bfloat16) * scales.to(torch.bfloat16)
+        expected[name] = product.reshape(tensor.shape)
+        shape = {"FP8": (), "FP8_PER_CHANNEL_PER_TOKEN": (rows,)}.get(kind, scales.shape)
+        return {name: codes.reshape(tensor.shape), f"{name}_scale": scales.reshape(shape), **more}
+
+    found = {"quant_algo": kind, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    rewrite(directory, {"quant_method": "modelopt", **found}, change)
+    if beside:
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        del config["quantization_config"]
+        path.write_text(json.dumps(config))
+        (directory / "hf_quant_config.json").write_text(
+            json.dumps({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": found})
+        )
+    return directory, expected

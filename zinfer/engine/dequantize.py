@@ -32,10 +32,14 @@ def dequantize(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Tensor:
         if (zeros := parts.get("zeros")) is not None:
             numbers = numbers - _spread(zeros.to(scales.dtype), numbers.shape, weight.block)
         return _scaled(numbers, scales, weight.block)
+    if weight.format == "modelopt fp8":
+        return _scaled(codes.to(dtype), _matrix(scales).to(dtype), weight.block)
     if weight.format == "int":
         return _int(weight, codes, scales, parts)
-    if weight.format == "nvfp4":
-        scales = scales.to(torch.float32) / parts["global"].reshape(())
+    if weight.format in ("nvfp4", "modelopt nvfp4"):
+        whole = parts["global"].reshape(())
+        scales = scales.to(torch.float32)
+        scales = scales / whole if weight.format == "nvfp4" else scales * whole
         return _scaled(_fp4(codes, torch.float32), scales, weight.block).to(dtype)
     if weight.format == "mxfp4":
         return _scaled(_fp4(codes, torch.float32), _powers(weight, scales).to(torch.float32), weight.block).to(dtype)
@@ -55,6 +59,11 @@ def _spread(scales: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor
     if scales.shape[-2] > 1:
         scales = scales.repeat_interleave(block[0], dim=-2)[..., :rows, :]
     return scales.repeat_interleave(block[1], dim=-1)[..., :columns] if scales.shape[-1] > 1 else scales
+
+
+def _matrix(scales: Tensor) -> Tensor:
+    """Return scales of blocks that are stored as ``[rows, 1, columns, 1]`` without the dimensions of 1."""
+    return scales.reshape(scales.shape[0], scales.shape[2]) if scales.dim() == 4 else scales
 
 
 def _scaled(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
@@ -153,8 +162,8 @@ class Codes:
     A value is ``(table[code] - zero) * scale``, rounded to `inner` and then to the type of the entry. `numbers` are
     uint8 ``[rows, columns * bits / 8]``; of two codes of 4 bits the first one is in the low bits. `scales`, and `zeros`
     if there are some, are ``[ceil(rows / block[0]), ceil(columns / block[1])]``; scales of a type that few processors
-    multiply are bytes, codes of `scale_table`, and all are divided by `divisor`. `order`, int32 ``[columns]``, names
-    the column of scales of each column where they do not follow each other.
+    multiply are bytes, codes of `scale_table`, and all are divided by `divisor` and multiplied by `factor`. `order`,
+    int32 ``[columns]``, names the column of scales of each column where they do not follow each other.
     """
 
     numbers: Tensor
@@ -167,6 +176,7 @@ class Codes:
     scale_table: str = ""
     zeros: Tensor | None = None
     divisor: float = 1.0
+    factor: float = 1.0
     order: Tensor | None = None
 
     @property
@@ -182,7 +192,9 @@ class Codes:
         if self.zeros is not None:
             largest += float(self.zeros.abs().max())
         bound = min(torch.finfo(self.inner).max, torch.finfo(dtype).max)
-        return self.divisor != 0 and float(scales.abs().max()) * largest / abs(self.divisor) <= bound
+        return self.divisor != 0 and (
+            float(scales.abs().max()) * largest * abs(self.factor) / abs(self.divisor) <= bound
+        )
 
     def to(self, device: torch.device) -> "Codes":
         """Return a copy on `device`."""
@@ -218,13 +230,16 @@ def canonical(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Codes | N
     codes, scales, inner = parts["codes"], parts["scales"], DTYPES[weight.dtype]
     if weight.format in ("fp8", "fp8 or int8"):
         return _eight_bits(weight, codes, scales, parts.get("zeros"), inner)
-    if weight.format in ("nvfp4", "mxfp4"):
-        kind = "e4m3" if weight.format == "nvfp4" else "e8m0"
+    if weight.format == "modelopt fp8":
+        return _eight_bits(weight, codes, _matrix(scales).to(inner), None, inner)
+    if weight.format in ("nvfp4", "mxfp4", "modelopt nvfp4"):
+        kind = "e8m0" if weight.format == "mxfp4" else "e4m3"
         if kind == "e8m0":
             _exponents(weight, scales)
         divisor = float(parts["global"]) if weight.format == "nvfp4" else 1.0
+        factor = float(parts["global"]) if weight.format == "modelopt nvfp4" else 1.0
         return Codes(codes, weight.shape[1], 4, "e2m1", scales.view(torch.uint8), weight.block, inner, kind,
-                     divisor=divisor)  # fmt: skip
+                     divisor=divisor, factor=factor)  # fmt: skip
     if weight.shape[-1] * weight.bits % 8:
         return None
     if weight.format == "mxfp4 experts":
@@ -273,9 +288,9 @@ def _expert_codes(weight: QuantizedWeight, codes: Tensor, scales: Tensor, inner:
     _exponents(weight, scales)
     numbers = torch.empty(experts, inside, out // 2, dtype=torch.uint8, device=codes.device)
     for place, own in zip(numbers, codes.view(torch.uint8).reshape(experts, out, inside // 2), strict=True):
-        pairs = own.t().contiguous()  # [in / 2, out]: two rows each
-        for row, four in enumerate((pairs & 15, pairs >> 4)):
-            place[row::2] = four[:, 0::2] | four[:, 1::2] << 4
+        one, other = own[0::2], own[1::2]
+        place[0::2] = (one & 0x0F | other << 4).t()
+        place[1::2] = (one >> 4 | other & 0xF0).t()
     grid = scales.view(torch.uint8).transpose(1, 2).reshape(-1, out)
     return Codes(numbers.view(-1, out // 2), out, 4, "e2m1", grid, weight.block, inner, "e8m0")
 
@@ -305,6 +320,8 @@ def expand(codes: Codes, dtype: torch.dtype) -> Tensor:
     scales = table(codes.scale_table, scales.device)[scales.long()] if codes.scale_table else scales.to(torch.float32)
     if codes.divisor != 1.0:
         scales = scales / codes.divisor
+    if codes.factor != 1.0:
+        scales = scales * codes.factor
     if codes.order is not None:
         block, order = (block[0], 1), codes.order.long()
         scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]

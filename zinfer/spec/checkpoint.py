@@ -22,6 +22,8 @@ from zinfer.spec.documents import DocumentError, once, open_regular, read_object
 from zinfer.spec.errors import ZinferError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MODELOPT = "hf_quant_config.json"
+QUANTIZATION = ("quantization_config", "compression_config")  # fields of a configuration
 MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 MAX_RANK = 32  # dimensions of a tensor
@@ -136,8 +138,17 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def _config(path: Path, why: str) -> dict[str, Any]:
+    """Return the configuration in the file `path`, with the quantisation that ModelOpt writes into a file beside it."""
     try:
-        return configuration.read(path)
+        config = configuration.read(path)
+        beside = path.with_name(MODELOPT)
+        if not any(config.get(key) for key in QUANTIZATION) and os.path.lexists(beside):
+            inner = read_object(beside).get("quantization")
+            if not isinstance(inner, dict):
+                raise DocumentError(f"{beside} has no object 'quantization'")
+            if inner.get("quant_algo") is not None:  # else only the KV cache is quantised
+                config["quantization_config"] = {**inner, "quant_method": "modelopt"}
+        return config
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing" + (f": {why}" if why else "")) from None
     except DocumentError as error:

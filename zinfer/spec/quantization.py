@@ -7,7 +7,8 @@ in the shapes that follow from each other. `zinfer.engine.dequantize` does the a
 Without a checkpoint, `Quantization` tells from the same `quantization_config` which matrices of a model are stored
 quantised, and in which tensors. `scheme` describes the formats that zinfer itself makes.
 
-Sources: the quantisers of transformers (fp8, mxfp4, gptq, awq), and the formats of the library compressed-tensors.
+Sources: the quantisers of transformers (fp8, mxfp4, gptq, awq), the formats of the library compressed-tensors, and the
+checkpoints that NVIDIA's ModelOpt exports.
 """
 
 import os
@@ -18,23 +19,29 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from zinfer.spec.checkpoint import BITS, CheckpointError, TensorInfo
+from zinfer.spec.checkpoint import BITS, QUANTIZATION, CheckpointError, TensorInfo
 from zinfer.spec.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError, text_config
 
-Format = Literal["fp8", "int", "fp8 or int8", "nvfp4", "mxfp4", "mxfp4 experts", "gptq", "awq"]
+Format = Literal[
+    "fp8", "int", "fp8 or int8", "nvfp4", "mxfp4", "mxfp4 experts", "gptq", "awq", "modelopt fp8", "modelopt nvfp4"
+]  # fmt: skip
 
 Scheme = Literal["int4", "int8", "fp8"]  # ways in which zinfer itself quantises
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
-KEYS = ("quantization_config", "compression_config")  # fields of a configuration
-METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
+KEYS = QUANTIZATION
+METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq", "modelopt")
+# Algorithms of ModelOpt whose weights are found by their tensors.
+MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
 # Formats of compressed-tensors whose weights are found by their tensors.
 COMPRESSED = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "dense", "mixed-precision",
 )  # fmt: skip
-# Ends of names whose tensors belong to quantised activations, which are computed in the model's type here.
-ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point")
+# Ends of names whose tensors belong to quantised activations and KV caches; here these are of the model's type.
+ACTIVATIONS = (
+    ".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale",
+)  # fmt: skip
 EIGHT_BITS = {"F8_E4M3", "F8_E5M2", "I8"}
 FLOATS = {"F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -90,6 +97,9 @@ def method(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         sparse = found.get("sparsity_config")
         if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
             raise ModelError(f"its weights are sparse ({str(sparse['format'])[:60]!r}), which zinfer does not read")
+    if name == "modelopt" and str(found.get("quant_algo")).upper() not in MODELOPT:
+        algorithm = str(found.get("quant_algo"))[:60]
+        raise ModelError(f"its weights are quantised by {algorithm!r} of ModelOpt; zinfer reads {', '.join(MODELOPT)}")
     if name in ("gptq", "awq") and found.get("bits") not in (4, 8):
         raise ModelError(f"its weights have {str(found.get('bits'))[:20]!r} bits by {name}: zinfer reads 4 and 8")
     if name == "awq" and found.get("version", "gemm") != "gemm":
@@ -130,6 +140,8 @@ class _Finder:
         """Return the values along the last two dimensions of a weight of `shape` that share a value of `scale`. Raises
         CheckpointError where they do not fit each other; the last blocks may be cut if `block` gives their size."""
         size = self.tensors[scale].shape
+        if len(size) == 4 and len(shape) == 2 and size[1] == size[3] == 1:  # blocks of ModelOpt
+            size = (size[0], size[2])
         rows, columns = shape[-2:]
         if prod(size) == 1:
             return rows, columns
@@ -146,7 +158,8 @@ class _Finder:
     # Formats
 
     def every(self) -> Iterator[QuantizedWeight]:
-        ways = {"fp8": self.fp8, "mxfp4": self.mxfp4, "compressed-tensors": self.compressed}
+        ways = {"fp8": self.fp8, "mxfp4": self.mxfp4, "compressed-tensors": self.compressed,
+                "modelopt": self.modelopt}  # fmt: skip
         return ways.get(self.found["quant_method"], self.columns)()
 
     def fp8(self) -> Iterator[QuantizedWeight]:
@@ -230,6 +243,27 @@ class _Finder:
             if self.take(name, "zero points", parts["zeros"], EIGHT_BITS, name).shape != kind.shape:
                 raise self.fault(parts["zeros"], f"does not fit scales of {list(kind.shape)[:4]}")
         return QuantizedWeight(name, "fp8 or int8", info.shape, kind.dtype, parts, block)
+
+    def modelopt(self) -> Iterator[QuantizedWeight]:
+        for scale in [one for one in self.tensors if one.endswith(".weight_scale")]:
+            name = scale.removesuffix("_scale")
+            info = self.take(name, "codes", name, {"F8_E4M3", "U8"}, scale)
+            if len(info.shape) != 2:
+                raise self.fault(name, "is no matrix")
+            parts = {"codes": name, "scales": scale}
+            if info.dtype == "F8_E4M3":
+                kind = self.take(name, "scales", scale, {*FLOATS, "U8", "F8_E8M0"}, name).dtype
+                block = self.grid(scale, info.shape, [128, 128])
+                form: Format = "modelopt fp8" if kind in FLOATS else "fp8"
+                yield QuantizedWeight(name, form, info.shape, self.dtype, parts, block)
+                continue
+            shape, parts["global"] = (info.shape[0], 2 * info.shape[1]), f"{scale}_2"
+            size = self.take(name, "scales", scale, {"F8_E4M3"}, name).shape
+            if prod(self.take(name, "global scale", parts["global"], {"F32"}, name).shape) != 1:
+                raise self.fault(parts["global"], "is not one number")
+            if len(size) != 2 or (block := self.grid(scale, shape)) != (1, 16):
+                raise self.fault(scale, "is not a scale for every 16 values")
+            yield QuantizedWeight(name, "modelopt nvfp4", shape, self.dtype, parts, block, 4)
 
     def mxfp4(self) -> Iterator[QuantizedWeight]:
         for name in [one for one in self.tensors if one.endswith("_blocks")]:
@@ -374,8 +408,15 @@ class Quantization:
         self._found: Mapping[str, Any] = method(config) or {}
         self._name = self._found.get("quant_method")
         self._model_dtype, self._dtype = dtype, _DTYPES[dtype]
-        keys = ("ignore",) if self._name == "compressed-tensors" else ("modules_to_not_convert",)
-        self._kept = _Modules(self._list(self._found, keys[0]), self._name)
+        keys = {"compressed-tensors": ("ignore",), "modelopt": ("exclude_modules", "ignore")}
+        kept = [
+            name
+            for key in keys.get(str(self._name), ("modules_to_not_convert",))
+            for name in self._list(self._found, key)
+        ]
+        if self._name == "modelopt":  # names of modules that may have *, and hold others
+            kept = [f"re:{re.escape(name).replace('\\*', '.*')}(?:\\.|$)" for name in kept]
+        self._kept = _Modules(kept, self._name)
         self._groups = [
             (_Modules(self._list(group, "targets"), self._name), group)
             for group in (self._found.get("config_groups") or {}).values()
@@ -411,6 +452,8 @@ class Quantization:
             return {f"{module}_blocks": Header("U8", (*grid, 16)), f"{module}_scales": Header("U8", grid)}
         if together:
             return None
+        if self._name == "modelopt":
+            return self._modelopt(module, rows, columns)
         if self._name == "fp8":
             return self._fp8(f"{module}.weight", rows, columns)
         if self._name == "compressed-tensors":
@@ -495,6 +538,26 @@ class Quantization:
             found[f"{name}_zero_point"] = Header(kind, scale.shape)
         return found
 
+    def _modelopt(self, module: str, rows: int, columns: int) -> dict[str, Header] | None:
+        algorithm, layers = self._found.get("quant_algo"), self._found.get("quantized_layers")
+        if str(algorithm).upper() == "MIXED_PRECISION":
+            own = layers.get(module) if isinstance(layers, Mapping) else None
+            if not isinstance(own, Mapping):
+                return None
+            algorithm = own.get("quant_algo")
+        name, kind = f"{module}.weight", str(algorithm).upper()
+        if kind in ("NVFP4", "W4A16_NVFP4"):
+            if columns % 16:
+                return None
+            return {name: Header("U8", (rows, columns // 2)), f"{name}_scale": Header("F8_E4M3", (rows, columns // 16)),
+                    f"{name}_scale_2": Header("F32", ())}  # fmt: skip
+        grids = {"FP8": (), "FP8_PER_CHANNEL_PER_TOKEN": (rows,), "MXFP8": (rows, columns // 32),
+                 "FP8_PB_WO": (ceil(rows / 128), 1, ceil(columns / 128), 1)}  # fmt: skip
+        if kind not in grids or (kind == "MXFP8" and columns % 32):
+            return None
+        scale = Header("U8" if kind == "MXFP8" else "F32", grids[kind])
+        return {name: Header("F8_E4M3", (rows, columns)), f"{name}_scale": scale}
+
     def _columns(self, module: str, rows: int, columns: int) -> dict[str, Header] | None:
         found = dict(self._found)
         if self._only and not module.endswith(self._only):
@@ -556,7 +619,7 @@ class _Modules:
     def __init__(self, names: list[str], quant_method: object) -> None:
         if len(names) > MOST_PATTERNS:
             raise ModelError(f"quantization_config names more than {MOST_PATTERNS:,} modules")
-        self._regular = quant_method in ("compressed-tensors", "gptq")
+        self._regular = quant_method in ("compressed-tensors", "gptq", "modelopt")
         self._parts = quant_method == "awq"
         self._names = frozenset(name for name in names if not (self._regular and name.startswith("re:")))
         self._patterns: list[re.Pattern[str]] = []

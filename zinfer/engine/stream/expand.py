@@ -31,6 +31,7 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
         table if scale_table is None else scale_table,
         out,
         codes.divisor,
+        codes.factor,
         columns,
         codes.numbers.stride(0),
         codes.scales.shape[1],
@@ -41,13 +42,14 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
         ORDER=codes.order is not None,
         CODED=scale_table is not None,
         DIVIDED=codes.divisor != 1.0,
+        MULTIPLIED=codes.factor != 1.0,
         INNER=_TYPES[codes.inner],
         BLOCK=block,
         num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["divisor"])
+@triton.jit(do_not_specialize=["divisor", "factor"])
 def _expand(
     codes,
     scales,
@@ -57,6 +59,7 @@ def _expand(
     scale_table,
     out,
     divisor,
+    factor,
     columns,
     stride,
     scale_columns,
@@ -67,6 +70,7 @@ def _expand(
     ORDER: tl.constexpr,
     CODED: tl.constexpr,
     DIVIDED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -94,6 +98,8 @@ def _expand(
         scale = tl.load(scales + place, mask=inside, other=0).to(tl.float32)
     if DIVIDED:
         scale = tl.div_rn(scale, tl.zeros([BLOCK], tl.float32) + divisor)
+    if MULTIPLIED:
+        scale = scale * factor
     value = _rounded(_rounded(value * scale, INNER).to(tl.float32), out.dtype.element_ty)
     tl.store(out + row * columns + column, value, mask=inside)
 

@@ -34,6 +34,7 @@ class CodesLayout:
     zeros: bool
     order: bool
     divisor: float
+    factor: float
     inner: torch.dtype
     dtype: torch.dtype  # of the entry
 
@@ -72,7 +73,7 @@ class CodesLayout:
         return Codes(
             data[: self._codes].view(self.rows, -1), self.columns, self.bits, self.table,
             data[first : first + self._scales].view(self.scale_dtype).view(self.grid), self.block, self.inner,
-            self.scale_table, zeros, self.divisor, order,
+            self.scale_table, zeros, self.divisor, self.factor, order,
         )  # fmt: skip
 
 
@@ -95,8 +96,8 @@ def pieces(codes: Codes, dtype: torch.dtype, most: int) -> list[tuple[CodesLayou
         scales, zeros = codes.scales[own], None if codes.zeros is None else codes.zeros[own]
         layout = CodesLayout(
             rows.stop - rows.start, codes.columns, codes.bits, codes.table, codes.block, (len(scales), scales.shape[1]),
-            scales.dtype, codes.scale_table, zeros is not None, codes.order is not None, codes.divisor, codes.inner,
-            dtype,
+            scales.dtype, codes.scale_table, zeros is not None, codes.order is not None, codes.divisor, codes.factor,
+            codes.inner, dtype,
         )  # fmt: skip
         data = torch.zeros(layout.size, dtype=torch.uint8, device=codes.numbers.device)
         place = layout.views(data)

@@ -159,6 +159,10 @@ def reordered(directory: Path) -> Path:
             tensors[name.replace("packed", "g_idx")] = order[torch.randperm(columns, generator=dice)]
 
     damaged(directory, change)
+    config = json.loads((directory / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["weights"]["actorder"] = "group"
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
@@ -270,7 +274,8 @@ def test_streamed_codes_give_the_tokens_of_dequantised_weights(
 
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4 of experts"])
 def test_a_bare_config_counts_the_bytes_of_the_headers(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
-    """Formats are known from config.json alone; the plan is that of the checkpoint, to the byte."""
+    """Formats are known from config.json alone; the plan is that of the checkpoint, to the byte, but for scales of
+    activations that ModelOpt stores, and for blocks whose size it does not."""
     if name == "mxfp4 of experts":
         directory = quantized.mxfp4(save_config(tmp_path / "m", "gpt_oss", **EXPERTS))
     else:
@@ -278,14 +283,17 @@ def test_a_bare_config_counts_the_bytes_of_the_headers(name: str, made: Callable
     bare = tmp_path / "config.json"
     bare.write_bytes((directory / "config.json").read_bytes())
     found, expected = from_directory(bare), from_directory(directory)
-    assert found.stored_ratio == expected.stored_ratio < 0.9
+    exact = not name.startswith("modelopt")
+    assert found.stored_ratio == pytest.approx(expected.stored_ratio, rel=0.0 if exact else 0.02)
+    assert found.stored_ratio < 0.9
     asked = Case(
         model="m", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=8, output_len=4),
         options=(("weight_codec", "lossless"),),
     )  # fmt: skip
     plans = [make_plan(asked, spec, MACHINE) for spec in (found, expected)]
-    assert plans[0].host == plans[1].host
-    assert plans[0].streamed_bytes == plans[1].streamed_bytes < 0.9 * found.streamed_bytes
+    assert plans[0].host.total == pytest.approx(plans[1].host.total, rel=0.0 if exact else 0.02)
+    assert plans[0].streamed_bytes == pytest.approx(plans[1].streamed_bytes, rel=0.0 if exact else 0.02)
+    assert plans[0].streamed_bytes < 0.9 * found.streamed_bytes
 
 
 def damaged(directory: Path, change: Callable[[dict[str, Tensor]], None], config: dict[str, Any] | None = None) -> None:

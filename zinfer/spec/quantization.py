@@ -415,7 +415,7 @@ class Quantization:
             for name in self._list(self._found, key)
         ]
         if self._name == "modelopt":  # names of modules that may have *, and hold others
-            kept = [f"re:{re.escape(name).replace('\\*', '.*')}(?:\\.|$)" for name in kept]
+            kept = ["re:" + re.escape(name).replace(r"\*", ".*") + r"(?:\.|$)" for name in kept]
         self._kept = _Modules(kept, self._name)
         self._groups = [
             (_Modules(self._list(group, "targets"), self._name), group)

@@ -10,11 +10,12 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, CompressedTensorsConfig
 
 from tests import quantized
 from tests.checkpoints import save_checkpoint, save_config
 from tests.running import prefill
+from tests.test_architecture import GEMMA, VISION
 from tests.test_parity import MACHINE, load, prompts
 from tests.test_quantized import EXPERTS, entries
 from zinfer.cli import cli
@@ -150,6 +151,7 @@ def test_a_packed_folder_is_read_by_zinfer_and_by_transformers(
     spec, plain = from_directory(folder), from_directory(source)
     assert spec.stored_ratio < 0.62
     assert len(list(folder.glob("*.safetensors"))) > 1
+    assert ("stay as they are" in done.stderr) == (architecture == "mixtral")  # its routers
     dequantised = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **dequantised)
     expected = whole.state_dict()
@@ -218,6 +220,12 @@ def fused(folder: Path) -> Path:
     return save_config(folder, "gpt_oss", **EXPERTS)
 
 
+def multimodal(folder: Path) -> Path:
+    config = AutoConfig.for_model("gemma3", text_config=GEMMA, vision_config=VISION)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return folder
+
+
 def with_nan(folder: Path) -> Path:
     tiny(folder)
     file = sorted(folder.glob("*.safetensors"))[-1]
@@ -234,6 +242,7 @@ def with_nan(folder: Path) -> Path:
         (gpt2, "Conv1D, stored transposed"),
         (fused, "stores the experts of a layer as one tensor"),
         (lambda folder: quantized.fp8(save_checkpoint("llama", folder)), "is stored quantised already"),
+        (multimodal, "is a multimodal checkpoint"),
         (with_nan, "holds NaN or infinity"),
     ],
 )

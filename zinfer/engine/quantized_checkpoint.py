@@ -156,9 +156,9 @@ def write(
     checkpoint = Checkpoint.open(source)
     if quantization.method(checkpoint.config) is not None:
         raise EngineError(f"{spec.name} is stored quantised already: it is used as it is")
-    state = ModelState(spec, "safetensors")
     if "text_config" in checkpoint.config:
         raise EngineError(f"{spec.name} is a multimodal checkpoint: zinfer quantises those of text models")
+    state = ModelState(spec, "safetensors")
     choice = choose(state, checkpoint, scheme)
     shards = list(_shards(checkpoint, spec, choice))
     tokenizer = tokenizer_files.files(source)

@@ -137,9 +137,14 @@ def logits(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "scheme"), [("llama", "int4"), ("llama", "int8"), ("llama", "fp8"), ("mixtral", "int4"),
-                                 ("opt", "int4")]
-)  # fmt: skip
+    ("architecture", "scheme"),
+    [
+        ("llama", "int4"),
+        ("llama", "fp8"),
+        ("mixtral", "int4"),
+        *(pytest.param(name, scheme, marks=pytest.mark.slow) for name, scheme in (("llama", "int8"), ("opt", "int4"))),
+    ],
+)
 def test_a_packed_folder_is_read_by_zinfer_and_by_transformers(
     architecture: str, scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

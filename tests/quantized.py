@@ -162,7 +162,7 @@ def modelopt(directory: Path, kind: str, beside: bool = False) -> tuple[Path, Te
 
     def change(name: str, tensor: Tensor) -> Tensors:
         base, (rows, columns) = name.removesuffix("weight"), tensor.shape
-        more = {f"{base}input_scale": torch.tensor(0.3)}
+        more = {f"{base}input_scale": torch.tensor(0.3)} if kind in ("FP8", "NVFP4") else {}
         if name.endswith(("k_proj.weight", "v_proj.weight")):
             more[f"{base}{base[-7]}_scale"] = torch.tensor(0.5)
         if kind == "NVFP4":

@@ -19,7 +19,7 @@ from tests import environment, quantized
 from tests.checkpoints import save_checkpoint, save_config
 from tests.test_parity import MACHINE, greedy
 from tests.test_parity import load as load_engine
-from zinfer.engine.dequantize import Codes, table
+from zinfer.engine.dequantize import Codes, expand, table
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.quantized import pieces, unpack
 from zinfer.plan.plan import make_plan
@@ -121,6 +121,10 @@ def test_checkpoints_of_modelopt(kind: str, beside: bool, tmp_path: Path) -> Non
     assert len(expected) == 21
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
+    for name, plain, several in matrices(directory):
+        assert several is not None
+        assert torch.equal(torch.cat([expand(codes, plain.dtype) for codes in several]), expected.pop(name)), name
+    assert not expected
     assert from_directory(directory).stored_ratio < 0.62
 
 
@@ -159,10 +163,10 @@ def reordered(directory: Path) -> Path:
             tensors[name.replace("packed", "g_idx")] = order[torch.randperm(columns, generator=dice)]
 
     damaged(directory, change)
-    config = json.loads((directory / "config.json").read_text())
-    for group in config["quantization_config"]["config_groups"].values():
-        group["weights"]["actorder"] = "group"
-    (directory / "config.json").write_text(json.dumps(config))
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    path.write_text(json.dumps(config))
     return directory
 
 
@@ -177,7 +181,7 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "gptq of 8 bits": lambda directory: quantized.columns(llama(directory), "gptq", 8)[0],
     "awq": lambda directory: quantized.columns(llama(directory), "awq")[0],
     **{f"modelopt {kind}": partial(lambda kind, directory: quantized.modelopt(llama(directory), kind)[0], kind)
-       for kind in ("FP8", "FP8_PB_WO", "NVFP4")},
+       for kind in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")},
     "mxfp4 of experts": lambda directory: quantized.mxfp4(save_config(directory, "gpt_oss", **EXPERTS)),
     "int4 in order": lambda directory: reordered(quantized.compressed(llama(directory), "int4 asymmetric")),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from zinfer.spec.model import ModelSpec
 from zinfer.spec.quantization import Header, Quantization, QuantizedWeight
 
 POOL = 1 << 22  # random codes that matrices are made of, in blocks of BLOCK bytes in random order
-BLOCK = 256
+BLOCK = 1024
 SPREAD, MANY = 0.1, 64  # so many scales of a matrix, or more, differ by so much, up and down, as in real weights
 # Largest code of a table over the standard deviation of the weights that it stands for, as rounding real weights in
 # groups of about a hundred values, or whole rows, makes it.
@@ -174,8 +174,8 @@ def _largest(name: str) -> float:
 
 @cache
 def _pool(name: str, scale: float, device: torch.device) -> tuple[Tensor, float]:
-    """Return codes, uint8 ``[blocks, BLOCK]``, of normally distributed numbers (standard deviation 1) over `scale`, and
-    the standard deviation of the numbers that they stand for."""
+    """Return codes, int64 ``[blocks, BLOCK / 8]``, of normally distributed numbers (standard deviation 1) over `scale`,
+    and the standard deviation of the numbers that they stand for."""
     numbers = table(name, device)
     order = numbers.nan_to_num(float("inf"), float("inf"), float("inf")).argsort(stable=True)
     known = numbers[order][: int(numbers.isfinite().sum())]
@@ -186,14 +186,14 @@ def _pool(name: str, scale: float, device: torch.device) -> tuple[Tensor, float]
     std = float(known[nearest].std())
     if len(numbers) == 16:
         codes = codes[0::2] | codes[1::2] << 4
-    return codes.view(-1, BLOCK), std
+    return codes.view(torch.int64).view(-1, BLOCK // 8), std
 
 
 def _filled(pool: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Return `size` bytes: blocks of the pool in random order."""
     device = generator.device
     order = torch.randint(len(pool), (ceil(size / BLOCK),), generator=generator, device=device)
-    return pool[order].view(-1)[:size]
+    return pool.index_select(0, order).view(-1).view(torch.uint8)[:size]
 
 
 def _scales(

@@ -35,7 +35,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "sweeps" / "results"
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
 SHIPPED = ("nvidia-h100-80gb-hbm3", "nvidia-h200")  # as in the Makefile: other folders are of whoever runs this
-DEMO = ROOT / "docs" / "demo.jsonl"  # record of a `zinfer demo`, outside sweeps/results, where a demo would resume it
+# Record of a `zinfer demo`. Its name does not end as a results file's does, so that no demo resumes it, and no answer
+# from the folder has it; a renewed one is a copy of sweeps/results/MACHINE/demo.jsonl.
+DEMO = RESULTS / "demo.record"
 ENGINE_LINES = {
     "stream": "zinfer's own: losslessly coded weights in page-locked host memory; copies run ahead of compute across "
     "layers and steps; one layer at a time on the GPU",

@@ -71,6 +71,13 @@ def folder(tmp_path: Path) -> Path:
         (["run", "-m", "./nope", "-p", "x"], 2, "no such folder: ./nope"),
         (["run", "-m", "../no/pe", "-p", "x"], 2, "no such folder: ../no/pe"),
         (["run", "-m", "bloom-tiny", "--revision", "v1", "-p", "x"], 2, "--revision is for a hub model"),
+        (["plan", "-m", "bloom-tiny", "--revision", "v1", "--machine", "h200"], 2, "--revision is for a hub model"),
+        (["pack", "-m", "bloom-tiny", "--revision", "v1"], 2, "--revision is for a hub model"),
+        (
+            ["build", "-m", "bloom-tiny", "--revision", "v1", "--max-batch-size", "1", "--max-seq-len", "9"],
+            2,
+            "--revision is for a hub model",
+        ),
     ],
 )
 def test_mistakes_get_one_message_and_a_code(

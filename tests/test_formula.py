@@ -10,6 +10,7 @@ import pytest
 
 from tests.test_architecture import GQA, MLA, ROUTED
 from zinfer.spec.architecture import measure
+from zinfer.spec.errors import ENVIRONMENT
 from zinfer.spec.formula import shape
 from zinfer.spec.model import ModelError, Shape
 from zinfer.spec.quantization import ratio, scheme
@@ -87,8 +88,11 @@ def test_what_is_cached_follows_from_heads_where_weights_are_counted(kind: str) 
     ],
 )
 def test_without_a_closed_form_it_says_what_is_needed(config: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=r"^it: .*needs torch and transformers: pip install 'zinfer\[engines\]'"):
+    with pytest.raises(
+        ModelError, match=r"^it: .*needs torch and transformers: pip install 'zinfer\[engines\]'"
+    ) as error:
         shape("it", config)
+    assert error.value.exit_code == ENVIRONMENT
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama", "opt", "mixtral"])

@@ -27,6 +27,7 @@ from zinfer.engine.tensorrt.network import make_network
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.spec.architecture import empty_model
 from zinfer.spec.case import Case, Workload
+from zinfer.spec.errors import ENVIRONMENT
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.resolve import resolve
 from zinfer.spec.units import gb
@@ -306,8 +307,9 @@ def test_a_missing_library_is_one_message_with_the_line_that_installs_it(monkeyp
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(EngineError, match=r"pip install 'zinfer\[tensorrt\]' or pip install 'zinfer\[tensorrt-rtx\]'"):
         find_library()
-    with pytest.raises(EngineError, match=r"^engine tensorrt needs tensorrt-rtx: pip install '[^']*'$"):
+    with pytest.raises(EngineError, match=r"^engine tensorrt needs tensorrt-rtx: pip install '[^']*'$") as missing:
         find_library("tensorrt-rtx")
+    assert missing.value.exit_code == ENVIRONMENT
     with pytest.raises(EngineError, match="no TensorRT library 'trt'"):
         find_library("trt")
 

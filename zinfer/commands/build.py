@@ -39,6 +39,7 @@ from zinfer.spec.errors import ENVIRONMENT
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Folder, or .plan file.  [default: engines/plans]"
 )
+@options.revision
 @options.allow_nan
 @click.option("--force", is_flag=True, help="Replace a plan that exists.")
 def command(

@@ -158,8 +158,6 @@ def _shorthands(function: Command) -> Command:
 
     @functools.wraps(function)
     def merged(*args: Any, settings: dict[str, tuple[Any, ...]], **given: Any) -> Any:
-        if (revision := given.pop("revision")) is not None:
-            given["model"] = at_revision(given.get("model"), revision)
         short = {key: values for key in SHORTHANDS if (values := given.pop(key)) is not None}
         for key in sorted(short.keys() & settings.keys()):
             raise click.UsageError(f"--{key.replace('_', '-')} and -O {key} say the same: leave out one")
@@ -178,6 +176,19 @@ weights = click.option(
 allow_nan = click.option(
     "--allow-nan", is_flag=True, default=None, help="Load weights with NaN or infinity, too; else they are refused."
 )
+
+
+def revision(function: Command) -> Command:
+    """Add the option ``--revision``, which becomes a part of the models' names."""
+
+    @functools.wraps(function)
+    def named(*args: Any, revision: str | None, **given: Any) -> Any:
+        if revision is not None:
+            given["model"] = at_revision(given.get("model"), revision)
+        return function(*args, **given)
+
+    told = "Branch, tag or commit of a hub model; as --model owner/name@REVISION."
+    return cast("Command", click.option("--revision", metavar="REVISION", help=told)(named))
 
 
 def load_options(function: Command) -> Command:
@@ -202,10 +213,7 @@ def load_options(function: Command) -> Command:
         click.option(
             "--dtype", type=Dtype(), metavar=DTYPE, default=None, help="Weight type.  [default: the model's own]"
         ),
-        click.option(
-            "--revision", metavar="REVISION",
-            help="Branch, tag or commit of a hub model; as --model owner/name@REVISION.",
-        ),
+        revision,
     ):  # fmt: skip
         function = option(function)
     return function

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @click.option(
     "-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder.  [default: in engines/packed]"
 )
+@options.revision
 @options.allow_nan
 def command(
     model: str, dtype: Any, weights: Any, layers: int | None, output: Path | None, allow_nan: bool | None

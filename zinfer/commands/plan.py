@@ -51,6 +51,7 @@ SCENARIOS = {"weight_codec": "auto", "kv_offload": "none", "kv_cache_dtype": "au
 @click.option("--input-len", type=options.Numbers(), help="Prompt tokens; 512,2048 plans both.  [default: 512]")
 @click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
 @click.option("--dtype", type=options.Dtype(), metavar=options.DTYPE, help="Weight type.  [default: the model's own]")
+@options.revision
 @click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
 @click.option(
     "--gpu-weights", type=options.GpuWeights(),

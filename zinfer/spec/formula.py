@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
+from zinfer.spec.errors import not_here
 from zinfer.spec.model import CONFIG_KEYS, LAYER_INDEX, LayerSpec, ModelError, Shape, text_config
 
 _NEEDS = "needs torch and transformers: pip install 'zinfer[engines]'"
@@ -80,7 +81,7 @@ def shape(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int,
     text = text_config(config)
     kind = text.get("model_type", "")
     if kind not in _FAMILIES and not (kind in _PLAIN and counted):
-        raise ModelError(f"{name}: a {kind!r} model {_NEEDS}")
+        raise not_here(ModelError(f"{name}: a {kind!r} model {_NEEDS}"))
     try:
         found = fields(text)
         if kind in _PLAIN:
@@ -92,7 +93,8 @@ def shape(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int,
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
     except (KeyError, TypeError) as error:
-        raise ModelError(f"{name}: a {kind!r} model with such a configuration ({error}) {_NEEDS}") from None
+        needs = f"{name}: a {kind!r} model with such a configuration ({error}) {_NEEDS}"
+        raise not_here(ModelError(needs)) from None
     if counted and text is config:
         layers, other = _counted(layers, counted)
     return Shape(**found, layers=tuple(layers), other_parameters=other)

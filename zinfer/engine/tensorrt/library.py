@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from zinfer.engine import EngineError
+from zinfer.spec.errors import not_here
 
 Name = Literal["tensorrt", "tensorrt-rtx"]
 LIBRARIES: dict[Name, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # distribution -> import name
@@ -79,10 +80,10 @@ def find_library(name: str = "auto") -> Library:
             try:
                 module = import_module(LIBRARIES[known])
             except (ImportError, OSError) as error:
-                raise EngineError(f"{known} is installed but does not load: {error}") from None
+                raise not_here(EngineError(f"{known} is installed but does not load: {error}")) from None
             return Library(module, known, module.__version__)
     lines = " or ".join(f"pip install 'zinfer[{known}]'" for known in wanted)
-    raise EngineError(f"engine tensorrt needs {' or '.join(wanted)}: {lines}")
+    raise not_here(EngineError(f"engine tensorrt needs {' or '.join(wanted)}: {lines}"))
 
 
 class Messages:

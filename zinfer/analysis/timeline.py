@@ -103,5 +103,13 @@ def _total(intervals: Iterable[Interval]) -> float:
 
 def _overlap(first: Iterable[Interval], second: Sequence[Interval]) -> float:
     """Return the total time in ms in which an interval of `first` and one of `second` overlap; each sequence is
-    disjoint."""
-    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
+    disjoint and in order."""
+    total, begin = 0.0, 0
+    for start, stop in first:
+        while begin < len(second) and second[begin][1] <= start:
+            begin += 1
+        for other in second[begin:]:
+            if other[0] >= stop:
+                break
+            total += max(0.0, min(stop, other[1]) - max(start, other[0]))
+    return total

@@ -380,10 +380,13 @@ def largest_batch(case: Case, model: ModelSpec, machine: Machine, factors: Effic
     factors (and the host, where it has part of the cache), 0 if none. A host whose memory is not known gets none of the
     cache."""
     room = machine.device_bytes * (1.0 if factors and factors.memory >= CAUTIOUS.memory else DEVICE_SHARE)
+    moves = plan_options(case.engine, case.options).kv_offload != "none"  # the placement depends on the batch
+    setup = placement_of(case, model, machine, factors=factors)
 
     def fits(batch_size: int) -> bool:
         one = case.with_batch(batch_size)
-        gpu, host, _ = _tiers(placement_of(one, model, machine, factors=factors), one, model, machine, factors)
+        own = placement_of(one, model, machine, factors=factors) if moves else setup
+        gpu, host, _ = _tiers(own, one, model, machine, factors)
         if host.kv_cache and host.total > HOST_SHARE * (machine.host_bytes or 0):
             return False
         return gpu.total + (0 if machine.gpu_count else host.total) <= room

@@ -98,6 +98,27 @@ def _kinds(same: _Same) -> tuple[tuple[LayerSpec, int], ...]:
     return tuple(Counter(same.layers).items())
 
 
+class _Sums(NamedTuple):
+    """Parameters of a stack of layers: of all, of the largest one, of all routed experts, and of one layer's."""
+
+    total: int
+    largest: int
+    routed: int
+    experts: int
+
+
+@lru_cache(maxsize=256)
+def _sums(same: _Same) -> _Sums:
+    """Return the parameters of a stack of layers, cached as `_kinds` are."""
+    kinds = _kinds(same)
+    return _Sums(
+        total=sum(times * layer.parameters for layer, times in kinds),
+        largest=max(layer.parameters for layer, _ in kinds),
+        routed=sum(times * layer.expert_parameters for layer, times in kinds),
+        experts=max(layer.expert_parameters for layer, _ in kinds),
+    )
+
+
 class Shape(Frozen):
     """Shape of a model: its counts and widths, without a name, a dtype or weights.
 
@@ -141,12 +162,12 @@ class ModelSpec(Shape):
 
     @property
     def _in_layers(self) -> int:
-        return sum(times * layer.parameters for layer, times in _kinds(_Same(self.layers)))
+        return _sums(_Same(self.layers)).total
 
     @property
     def expert_parameters(self) -> int:
         """Parameters of the routed experts of one layer, the layer with most."""
-        return max(layer.expert_parameters for layer, _ in _kinds(_Same(self.layers)))
+        return _sums(_Same(self.layers)).experts
 
     @property
     def parameters(self) -> int:
@@ -165,7 +186,7 @@ class ModelSpec(Shape):
 
     @property
     def _routed(self) -> int:
-        return sum(times * layer.expert_parameters for layer, times in _kinds(_Same(self.layers)))
+        return _sums(_Same(self.layers)).routed
 
     @property
     def ffn_matrices(self) -> int:
@@ -189,7 +210,7 @@ class ModelSpec(Shape):
     @property
     def layer_bytes(self) -> int:
         """Bytes of the largest decoder layer: the size of one slot of a ring."""
-        return max(layer.parameters for layer, _ in _kinds(_Same(self.layers))) * self.dtype_bytes
+        return _sums(_Same(self.layers)).largest * self.dtype_bytes
 
     @property
     def streamed_bytes(self) -> int:

@@ -27,7 +27,9 @@ BLOCK = 1024
 SPREAD, MANY = 0.1, 64  # so many scales of a matrix, or more, differ by so much, up and down, as in real weights
 # Largest code of a table over the standard deviation of the weights that it stands for, as rounding real weights in
 # groups of about a hundred values, or whole rows, makes it.
-REACH = {"middle4": 2.6, "e2m1": 2.6, "int8": 4.5, "middle8": 4.5, "e4m3": 4.5}
+REACH = {"middle4": 2.6, "e2m1": 2.6, "int8": 4.5, "middle8": 4.5, "e4m3": 4.5, "e5m2": 4.5}
+POWERS = (torch.uint8, torch.float8_e8m0fnu)  # types of scales that are exponents of two
+MIDDLE = 16.0  # scales that are stored in 8 bits beside a factor for all of them
 
 
 class CodedMatrix(NamedTuple):
@@ -138,7 +140,7 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
     generator.manual_seed(zlib.crc32(matrix.name.encode()))
     device, name = generator.device, _table_of(weight, headers)
     wanted = std * REACH[name] / _largest(name)
-    powers = weight.format in ("mxfp4", "mxfp4 experts")
+    powers = DTYPES[headers["scales"].dtype] in POWERS
     if powers:
         wanted = 2.0 ** ceil(log2(wanted))
     pool, own_std = _pool(name, round(wanted / std, 4), device)
@@ -149,9 +151,11 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
         if role == "codes":
             found[role] = _filled(pool, header.nbytes, generator).view(dtype).view(shape)
         elif role == "scales":
-            found[role] = _scales(weight, dtype, shape, scale, generator)
-        elif role == "global":  # scales are stored as multiples of this, near the middle of their type's range
-            found[role] = torch.full(shape, 16 / scale, dtype=dtype, device=device)
+            found[role] = _scales(dtype, shape, MIDDLE if "global" in headers else scale, generator)
+        elif role == "global":  # scales in 8 bits are divided by it; ModelOpt's are multiplied
+            factor = MIDDLE / scale
+            value = 1 / factor if weight.format.startswith("modelopt") else factor
+            found[role] = torch.full(shape, value, dtype=dtype, device=device)
         elif role == "order":
             found[role] = torch.arange(prod(shape), dtype=dtype, device=device) // weight.block[1]
         else:
@@ -160,12 +164,10 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
 
 
 def _table_of(weight: QuantizedWeight, headers: Mapping[str, Header]) -> str:
-    """Return the name of the table of numbers that a weight's codes stand for; see `zinfer.engine.dequantize.table`."""
-    if weight.format in ("nvfp4", "mxfp4", "mxfp4 experts"):
-        return "e2m1"
-    if weight.format in ("fp8", "fp8 or int8"):
-        return "int8" if headers["codes"].dtype == "I8" else "e4m3"
-    return f"middle{weight.bits}"  # whole numbers less a zero point in the middle
+    """Return the name of the table of numbers that a weight's codes stand for; see `zinfer.engine.dequantize.table`.
+    Words hold whole numbers less a zero point in the middle."""
+    known = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8", "U8": "e2m1", "I32": f"middle{weight.bits}"}
+    return known[headers["codes"].dtype]
 
 
 def _largest(name: str) -> float:
@@ -196,16 +198,14 @@ def _filled(pool: Tensor, size: int, generator: torch.Generator) -> Tensor:
     return pool.index_select(0, order).view(-1).view(torch.uint8)[:size]
 
 
-def _scales(
-    weight: QuantizedWeight, dtype: torch.dtype, shape: tuple[int, ...], scale: float, generator: torch.Generator
-) -> Tensor:
+def _scales(dtype: torch.dtype, shape: tuple[int, ...], scale: float, generator: torch.Generator) -> Tensor:
     device = generator.device
-    if weight.format in ("mxfp4", "mxfp4 experts") or dtype == torch.float8_e8m0fnu:
+    if dtype in POWERS:
         exponent = torch.full(shape, 127 + round(log2(scale)), dtype=torch.uint8, device=device)
         return exponent if dtype == torch.uint8 else exponent.view(dtype)
     part = SPREAD if prod(shape) >= MANY else 0.0
     spread = torch.empty(shape, device=device).uniform_(1 - part, 1 + part, generator=generator)
-    return (spread * (16 if weight.format == "nvfp4" else scale)).to(dtype)
+    return (spread * scale).to(dtype)
 
 
 def _zeros(weight: QuantizedWeight, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -487,10 +487,15 @@ def test_requests_have_a_table_of_their_own_in_the_report(recorded: Path, tmp_pa
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "page.md").read_text()
     assert text.count("### Loads of requests") == 1
-    head, *lines = [line for line in text.splitlines() if "in flight |" in line or "tok/s while" in line]
-    for title in ("output tok/s", "prompt tok/s", "padding", "retries", "range"):
-        assert title in head
-    assert [sum(f"{loop} in flight" in line for line in lines) for loop in ("2", "auto")] == [2, 2], "rates and times"
+    section = text[text.index("### Loads of requests") :].splitlines()
+    heads = [line for line in section if line.startswith("| configuration | ")][:3]
+    for head, titles in zip(
+        heads, (["output tok/s", "range"], ["prompt tok/s", "padding", "retries"], ["mean", "p99"]), strict=True
+    ):
+        assert all(title in head for title in titles)
+    lines = [line for line in section if "in flight |" in line]
+    assert [sum(f"{loop} in flight" in line for line in lines) for loop in ("2", "auto")] == [6, 6], "1, 1 and 4 rows"
+    assert sum("| TTFT |" in line for line in lines) == 2
     assert "ttft p99 &lt;= 1 ms" in text
     assert (tmp_path / "page.html").read_text().count("auto in flight") >= 2
 

@@ -10,11 +10,14 @@ from zinfer.report.document import Block, Heading, Items, Row, Table, Text
 from zinfer.spec.units import duration, figures
 
 RATES = (
-    "configuration", "requests", "arrival", "#tokens in / out", "#loads", "#output tok/s", "#range", "#prompt tok/s",
-    "#requests/s", "#tok/s while others waited", "#padding", "#link busy", "#passes", "#computed again", "#retries",
-    "outcome",
+    "configuration", "requests", "arrival", "#tokens in / out", "#loads", "#output tok/s", "#range",
+    "#tok/s while others waited", "outcome",
 )  # fmt: skip
-TIMES = ("configuration", "arrival", "#TTFT", "#TPOT", "#ITL", "#E2E", "#goodput", "#within SLA")
+PASSES = (
+    "configuration", "arrival", "#prompt tok/s", "#requests/s", "#goodput", "#within SLA", "#padding", "#link busy",
+    "#passes", "#computed again", "#retries",
+)  # fmt: skip
+TIMES = ("configuration", "arrival", "time", "#mean", "#p50", "#p90", "#p99")
 WORDS = (
     "Requests of different lengths that come and end at any time, unlike the equal sequences of other tables, with "
     "which they are not compared. Output tok/s are the tokens of answers over the time of the whole load, its end "
@@ -43,7 +46,7 @@ def tables(points: Iterable[RequestPoint]) -> list[tuple[Table | Items, ...]]:
         last = [one for records in loads_of(own).values() if (one := _last(records)) is not None]
         told = tuple(f"{_named(one)}: {level.describe()}." for one in last for level in check(one))
         blocks: list[Table | Items] = [_rates(name, own)]
-        blocks += [_times(name, last)] if last else []
+        blocks += [_passes(name, last), _times(name, last)] if last else []
         blocks += [Items(told)] if told else []
         found.append(tuple(blocks))
     return found
@@ -65,43 +68,51 @@ def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
         last, good = records[-1], [one for one in records if one.usable]
         measured = [one.output_tok_s or 0.0 for one in good]
         shown = good[-1] if good else last
-        lengths = shown.mean_lengths
+        lengths, waiting = shown.mean_lengths, shown.waiting_tok_s
+        outcome = shown.status if shown.usable else f"{shown.status}: {shown.error or ''}".rstrip(": ")[:120]
         cells = (
-            key.case.label(), f"{key.requests.requests:,} of {key.requests.source}", key.requests.loop,
-            "" if lengths is None else " / ".join(f"{one:.0f}" for one in lengths),
+            key.case.label(), f"{key.requests.requests:,} of {key.requests.source.replace(',', ', ')}",
+            key.requests.loop, "" if lengths is None else " / ".join(f"{one:.0f}" for one in lengths),
             str(len(good)) if good else "", figures(mean(measured), 4) if good else "",
             f"{figures(min(measured), 4)} to {figures(max(measured), 4)}" if len(good) > 1 else "",
+            "" if waiting is None else figures(waiting, 4), outcome,
         )  # fmt: skip
-        rows.append(Row((*cells, *_facts(shown)), "" if shown.status == "ok" else "failed"))
-    caption = f"{name}: loads of requests, the mean over all loads of the model, facts of the last."
-    return Table(caption, RATES, tuple(rows))
+        rows.append(Row(cells, "" if shown.status == "ok" else "failed"))
+    return Table(f"{name}: loads of requests, the mean over all loads of the model.", RATES, tuple(rows))
 
 
-def _facts(point: RequestPoint) -> tuple[str, ...]:
-    if not point.usable:
-        return (*[""] * 8, f"{point.status}: {point.error or ''}".rstrip(": ")[:120])
-    return (
-        figures(point.input_tok_s or 0.0, 4),
-        figures(point.request_s or 0.0),
-        "" if point.waiting_tok_s is None else figures(point.waiting_tok_s, 4),
-        "" if point.padding is None else f"{point.padding:.1%}",
-        "" if point.link_busy is None else f"{point.link_busy:.0%}",
-        f"{len(point.pass_ms):,}", f"{point.counts.again:,}", f"{point.counts.retries:,}", point.status,
-    )  # fmt: skip
-
-
-def _times(name: str, points: Iterable[RequestPoint]) -> Table:
-    """Return a row for each of `points`: mean, p50, p90 and p99 of each time."""
+def _passes(name: str, points: Iterable[RequestPoint]) -> Table:
+    """Return a row for each of `points`: its rates, and what its passes carried."""
     rows = []
     for point in points:
         per_second, share = goodput(point), share_within(point)
         cells = (
-            point.case.label(), point.requests.loop, *(_summary(point.summary(metric)) for metric in METRICS),
-            "" if per_second is None else f"{figures(per_second)} requests/s", "" if share is None else f"{share:.0%}",
+            point.case.label(), point.requests.loop, figures(point.input_tok_s or 0.0, 4),
+            figures(point.request_s or 0.0), "" if per_second is None else f"{figures(per_second)} requests/s",
+            "" if share is None else f"{share:.0%}", "" if point.padding is None else f"{point.padding:.1%}",
+            "" if point.link_busy is None else f"{point.link_busy:.0%}", f"{len(point.pass_ms):,}",
+            f"{point.counts.again:,}", f"{point.counts.retries:,}",
         )  # fmt: skip
         rows.append(Row(cells))
-    return Table(f"{name}: times of requests, as mean · p50 · p90 · p99 of the last load.", TIMES, tuple(rows))
+    return Table(f"{name}: passes of the last load.", PASSES, tuple(rows))
 
 
-def _summary(found: Summary | None) -> str:
-    return "" if found is None else " · ".join(duration(value / 1e3) for value in found)
+def _times(name: str, points: Iterable[RequestPoint]) -> Table:
+    """Return a row for each time of each of `points`: mean, p50, p90 and p99."""
+    rows = [
+        Row(
+            (
+                point.case.label(),
+                point.requests.loop,
+                metric.removesuffix("_ms").upper(),
+                *_summary(point.summary(metric)),
+            )
+        )
+        for point in points
+        for metric in METRICS
+    ]
+    return Table(f"{name}: times of requests in the last load.", TIMES, tuple(rows))
+
+
+def _summary(found: Summary | None) -> tuple[str, ...]:
+    return ("",) * 4 if found is None else tuple(duration(value / 1e3) for value in found)

@@ -127,14 +127,28 @@ def near_tie(model: Path, prompt: str, one: str, other: str) -> tuple[float, flo
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    first, second = ([tokenizer.vocab[word] for word in re.findall(r"<\d+>|.", text)] for text in (one, other))
-    end = tokenizer.eos_token_id
+    coarse, end = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16), tokenizer.eos_token_id
+    asked, unseen = tokenizer(prompt).input_ids, {*tokenizer.all_special_ids} - {end}
+
+    def ids_of(text: str) -> list[int]:
+        """Return the tokens of an answer; those that have no text are the most likely ones where they were."""
+        found: list[int] = []
+        for token in [tokenizer.vocab[word] for word in re.findall(r"<\d+>|.", text)]:
+            while len(found) < 30:
+                with torch.no_grad():
+                    top = int(coarse(torch.tensor([asked + found])).logits[0, -1].argmax())
+                if top == token or top not in unseen:
+                    break
+                found.append(top)
+            found.append(token)
+        return found
+
+    first, second = ids_of(one), ids_of(other)
     place = next(
         (i for i, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1), min(len(first), len(second))
     )
     tokens = [(ids[place] if place < len(ids) else end) for ids in (first, second)]
-    known = torch.tensor([tokenizer(prompt).input_ids + first[:place]])
-    coarse = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    known = torch.tensor([asked + first[:place]])
     with torch.no_grad():
         rounded = coarse(known).logits[0, -1].float()
         exact = coarse.float()(known).logits[0, -1]

@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.test_parity import MACHINE, OUTPUT_LEN, greedy
 from zinfer import engine
 from zinfer.engine import base
-from zinfer.engine import quantize as own
 from zinfer.engine.base import Engine
-from zinfer.engine.dequantize import expand
+from zinfer.engine.quantization import quantize as own
+from zinfer.engine.quantization.dequantize import expand
 from zinfer.engine.state import ModelState
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Case, LoadFormat, Workload
@@ -132,7 +132,7 @@ def test_dummy_weights_stream_as_they_are_stored(weights: Weights, tmp_path: Pat
 def test_weights_in_16_bits_are_rounded_while_they_load(
     architecture: str, weights: Weights, checkpoint: Callable[..., Path]
 ) -> None:
-    """Each matrix is that of `zinfer.engine.quantize`; the others stay."""
+    """Each matrix is that of `zinfer.engine.quantization.quantize`; the others stay."""
     folder = checkpoint(architecture, hidden_size=128)
     before = dict(both(resolve(str(folder), "bfloat16"), "safetensors")[0])
     spec = resolve(str(folder), "bfloat16", weights=weights)

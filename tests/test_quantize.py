@@ -19,9 +19,9 @@ from tests.test_architecture import GEMMA, VISION
 from tests.test_parity import MACHINE, load, prompts
 from tests.test_quantized import EXPERTS, entries
 from zinfer.cli import cli
-from zinfer.engine import quantize as own
-from zinfer.engine import quantized_checkpoint
-from zinfer.engine.quantize import quantize
+from zinfer.engine.quantization import checkpoint as copies
+from zinfer.engine.quantization import quantize as own
+from zinfer.engine.quantization.quantize import quantize
 from zinfer.record.accuracy import AccuracyRecord
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.model import ModelError
@@ -149,7 +149,7 @@ def test_a_packed_folder_is_read_by_zinfer_and_by_transformers(
     architecture: str, scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("compressed_tensors")
-    monkeypatch.setattr(quantized_checkpoint, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(copies, "SHARD_BYTES", 60_000)
     source, folder = tiny(tmp_path / "m", architecture), tmp_path / "copy"
     done = pack("-m", source, "--weights", scheme, "-o", folder)
     assert done.exit_code == 0, done.output
@@ -185,7 +185,7 @@ def test_an_interrupted_copy_is_no_checkpoint_and_is_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, folder = tiny(tmp_path / "m"), tmp_path / "copy"
-    monkeypatch.setattr(quantized_checkpoint, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(copies, "SHARD_BYTES", 60_000)
     assert pack("-m", source, "--weights", "int4", "-o", folder).exit_code == 0
     first = contents(folder)
     assert set(first) > {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"}
@@ -200,7 +200,7 @@ def test_an_interrupted_copy_is_no_checkpoint_and_is_written_anew(
             raise OSError(28, "No space left on device")
         return quantize(*given)
 
-    monkeypatch.setattr(quantized_checkpoint, "quantize", interrupted)
+    monkeypatch.setattr(copies, "quantize", interrupted)
     failed = pack("-m", source, "--weights", "int8", "-o", folder)
     assert (failed.exit_code, "No space left" in failed.output) == (5, True)
     assert not contents(folder)

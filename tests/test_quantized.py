@@ -19,7 +19,7 @@ from tests import environment, quantized
 from tests.checkpoints import save_checkpoint, save_config
 from tests.test_parity import MACHINE, greedy
 from tests.test_parity import load as load_engine
-from zinfer.engine.dequantize import Codes, expand, table
+from zinfer.engine.quantization.dequantize import Codes, expand, table
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.quantized import pieces, unpack
 from zinfer.plan.plan import make_plan

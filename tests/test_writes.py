@@ -37,7 +37,7 @@ ALLOWED = {
     "engine.deepspeed.compiling:watch": "removes an abandoned lock",
     "engine.tensorrt.build:_weights": "an unnamed temporary file",
     "engine.stream.packed:write": "removes the old index first; the data go through an atomic write",
-    "engine.quantized_checkpoint:write": "removes an earlier copy of its own; the data go through atomic writes",
+    "engine.quantization.checkpoint:write": "removes an earlier copy of its own; the data go through atomic writes",
     "report.plot.style:render": "into memory",
     "record.export:to_parquet": "into memory",
     "generation.prefix_cache:PrefixCache._list": "removes unfinished files of an earlier version",

@@ -91,13 +91,13 @@ def quantised_folder(source: "Source", weights: str) -> Path:
 
 def quantised(source: "Source", weights: Any, output: Path | None, watch: "Watch") -> Path:
     """Write a quantised copy of a checkpoint; return its folder. Raises Failure where it cannot be written."""
-    from zinfer.engine import quantized_checkpoint
+    from zinfer.engine.quantization import checkpoint
     from zinfer.spec.units import gb
 
     folder = output or quantised_folder(source, weights)
     watch.say(f"writing {source.spec.name} with layers in {weights} into {folder}")
     try:
-        done = quantized_checkpoint.write(source.spec, source.revision, folder, weights, _device(), watch.progress)
+        done = checkpoint.write(source.spec, source.revision, folder, weights, _device(), watch.progress)
     except OSError as error:
         raise Failure(f"cannot write {folder}: {error.strerror or error}", ENVIRONMENT) from error
     share = f"{done.after / done.before:.1%} of {gb(done.before)}"

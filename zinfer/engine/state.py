@@ -38,8 +38,8 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from zinfer.engine.coded import CodedMatrix, coded_entries, random_entry, rounded_entry
-from zinfer.engine.dequantize import Codes, canonical, dequantize
+from zinfer.engine.quantization.dequantize import Codes, canonical, dequantize
+from zinfer.engine.quantization.loading import CodedMatrix, coded_entries, random_entry, rounded_entry
 from zinfer.engine.read import (
     DTYPES,
     Group,

@@ -2,7 +2,7 @@
 
 A quantised weight is stored as codes of 4 or 8 bits and scales, under names of their own. `weights` finds them by these
 names, in the formats of a checkpoint's `quantization_config`; every tensor with codes must have all that belongs to it,
-in the shapes that follow from each other. `zinfer.engine.dequantize` does the arithmetic.
+in the shapes that follow from each other. `zinfer.engine.quantization.dequantize` does the arithmetic.
 
 Without a checkpoint, `Quantization` tells from the same `quantization_config` which matrices of a model are stored
 quantised, and in which tensors. `scheme` describes the formats that zinfer itself makes.

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zinfer.engine.dequantize import Codes
+from zinfer.engine.quantization.dequantize import Codes
 
 BLOCK = 2048  # values of a program
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

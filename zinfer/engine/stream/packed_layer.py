@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zinfer.engine.dequantize import Codes
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, lay_out
+from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.stream import codec, quantized
 from zinfer.plan.cost import PIECE_BYTES
 

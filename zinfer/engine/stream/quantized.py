@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zinfer.engine.dequantize import Codes, expand, table
+from zinfer.engine.quantization.dequantize import Codes, expand, table
 
 UNIT = 16  # bytes
 
@@ -21,7 +21,8 @@ def _up(size: int) -> int:
 
 @dataclass(frozen=True)
 class CodesLayout:
-    """Parts of a chunk of quantised rows, and the arithmetic of its values; see `zinfer.engine.dequantize.Codes`."""
+    """Parts of a chunk of quantised rows (`zinfer.engine.quantization.dequantize.Codes`), and the arithmetic of its
+    values."""
 
     rows: int
     columns: int

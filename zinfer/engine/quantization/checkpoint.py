@@ -1,8 +1,8 @@
 """Quantised copy of a checkpoint: a folder in the format of compressed-tensors, which every command takes as a model.
 
-The matrices of the decoder layers are quantised (`zinfer.engine.quantize`); embeddings, norms, biases, the head and
-routers stay as they are stored. Tensors keep their stored names. They are read, quantised
-and written one at a time, into files of bounded size whose headers are known before.
+The matrices of the decoder layers are quantised (`zinfer.engine.quantization.quantize`); embeddings, norms, biases, the
+head and routers stay as they are stored. Tensors keep their stored names. They are read, quantised and written one at a
+time, into files of bounded size whose headers are known before.
 
 `config.json` is removed before anything else is written, and written last: what a kill leaves is no checkpoint.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.engine import EngineError
-from zinfer.engine.quantize import group_size, quantize
+from zinfer.engine.quantization.quantize import group_size, quantize
 from zinfer.engine.read import DTYPES, as_bytes, check_finite, groups_read
 from zinfer.engine.state import ModelState
 from zinfer.spec import atomic, quantization, tokenizer_files

@@ -1,7 +1,7 @@
 """Weights that a load itself stores quantised: random codes of dummy models, and weights in 16 bits that are rounded.
 
 The stored tensors are those of `zinfer.spec.quantization`, one matrix at a time, so that formats mean the same as in a
-checkpoint: `zinfer.engine.dequantize` makes weights of them, or takes them as they are over the link.
+checkpoint: `zinfer.engine.quantization.dequantize` makes weights of them, or takes them as they are over the link.
 """
 
 import zlib
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from zinfer.engine.dequantize import Codes, canonical, dequantize, table
-from zinfer.engine.quantize import quantize
+from zinfer.engine.quantization.dequantize import Codes, canonical, dequantize, table
+from zinfer.engine.quantization.quantize import quantize
 from zinfer.engine.read import DTYPES
 from zinfer.spec.architecture import MatrixFinder
 from zinfer.spec.checkpoint import CheckpointError
@@ -164,7 +164,7 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
 
 
 def _table_of(weight: QuantizedWeight, headers: Mapping[str, Header]) -> str:
-    """Return the name of the table of numbers that a weight's codes stand for; see `zinfer.engine.dequantize.table`.
+    """Return the name of the table (`zinfer.engine.quantization.dequantize.table`) that a weight's codes stand for.
     Words hold whole numbers less a zero point in the middle."""
     known = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8", "U8": "e2m1", "I32": f"middle{weight.bits}"}
     return known[headers["codes"].dtype]

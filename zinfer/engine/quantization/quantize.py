@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zinfer.spec.quantization import SCHEMES, Scheme
+from zinfer.spec.quantization import GROUP_SIZES, SCHEMES, Scheme
 
-GROUP_SIZES = (128, 64, 32, 16)  # columns that share a scale in int4: the largest size that divides a row
 VALUES_AT_ONCE = 1 << 24  # values that are quantised at a time: float32 copies of a large matrix would fill a GPU
 
 

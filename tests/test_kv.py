@@ -14,9 +14,10 @@ from tests.running import decode, prefill
 from tests.test_continuous import Words
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from tests.test_passes import keep_here
+from zinfer.engine.base import Work
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.engine.stream import cpu_kernel
-from zinfer.engine.stream.cpu_attention import Hosted, host
+from zinfer.engine.stream.cpu_attention import Hosted, HostedRows, host
 from zinfer.engine.stream.kv import CpuCache, HostPool
 from zinfer.generation import passes
 from zinfer.generation.schedule import PassTimes
@@ -263,6 +264,54 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     assert arena.size == pytest.approx(kept * (1 + 4 / alone.plan.model.head_dim) / 4, abs=4096)
     alone.close()
     split.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "storage", "compiler"),
+    covering(["bloom", "gpt_neox", "opt"], ["auto", "int8"], [True, False]),
+)
+def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
+    architecture: str, storage: str, compiler: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Micro-batches of other lengths, padded and not, beside rows on the device; no key is copied for it."""
+    if not compiler:
+        monkeypatch.setattr("zinfer.engine.stream.cpu_kernel.library", lambda: None)
+    keep_here(monkeypatch, 4)
+    options = {"kv_offload": "auto", "kv_attention": "cpu", "kv_cache_dtype": storage}
+    engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
+    calls: list[int] = []
+    model_call = type(engine.model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(kwargs["input_ids"]))
+        return model_call(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(engine.model), "forward", forward)
+    monkeypatch.setattr(HostedRows, "copied", lambda _: pytest.fail("keys are copied"))
+    loads = [prompts(lengths) for lengths in ((9, 5, 7, 4, 6), (11, 11), (3,))]
+    tokens = torch.arange(4, 28).view(8, 3)
+    expected = []
+    for (token_ids, mask), rows in zip(loads, (tokens[:5], tokens[5:7], tokens[7:]), strict=True):
+        steps = [prefill(engine, token_ids, mask, reserve=8)]
+        steps += [decode(engine, rows[:, step]) for step in range(3)]
+        engine.clear()
+        expected.append(steps)
+    batches = []
+    for (token_ids, mask), steps in zip(loads, expected, strict=True):
+        batch, logits = passes.prefill(engine, token_ids, mask, 8)
+        assert torch.allclose(logits, steps[0], atol=2e-4)
+        batches.append(batch)
+    assert [batch.hosted for batch in batches] == [1, 2, 1]
+    for step in range(3):
+        calls.clear()
+        works = [
+            Work(batch, rows[:, step : step + 1]) for batch, rows in zip(batches, tokens.split([5, 2, 1]), strict=True)
+        ]
+        found = engine.forward(works)
+        assert sorted(calls) == [4, 4], "those on the device, and those in host memory"
+        for logits, steps in zip(found, expected, strict=True):
+            assert torch.allclose(logits[:, -1], steps[1 + step], atol=2e-4 if storage == "auto" else 3e-2)
+    engine.close()
 
 
 def test_a_quantised_cache_in_host_memory_needs_attention_on_the_cpu(checkpoint: Checkpoints, tmp_path: Path) -> None:

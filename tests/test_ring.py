@@ -7,7 +7,7 @@ whether a device, which runs them at any time, would have been held to the same 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -48,14 +48,14 @@ class FakeEvent:
 
 
 class FakeQueues:
-    """A compute queue and a copy queue. `forget_waits` drops the waits of the queue of that name: a broken ring."""
+    """Two compute queues and a copy queue. `forget_waits` drops the waits of the queue of that name: a broken ring."""
 
     def __init__(self, forget_waits: str = "") -> None:
-        self._clocks: dict[str, Clock] = {"compute": {}, "copy": {}}
+        self._clocks: dict[str, Clock] = {"compute": {}, "copy": {}, "beside": {}}
         self._current = "compute"
         self._forget_waits = forget_waits
         self.writes: dict[int, tuple[str, int]] = {}  # a buffer's last write: queue and time
-        self.reads: dict[int, tuple[str, int]] = {}
+        self.reads: dict[int, Clock] = {}  # a buffer's last read in each queue
 
     @property
     def clock(self) -> Clock:
@@ -70,9 +70,19 @@ class FakeQueues:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        self._current = "copy"
+        before, self._current = self._current, "copy"
+        yield
+        self._current = before
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self._current = "beside"
         yield
         self._current = "compute"
+
+    def read_behind(self) -> None:
+        """Raise Race unless all that the second queue was given comes before what the first one is given next."""
+        self._after(("beside", self._clocks["beside"].get("beside", 0)), "the second queue is not waited for")
 
     def finish(self) -> None:
         known = {queue: clock.get(queue, 0) for queue, clock in self._clocks.items()}
@@ -89,13 +99,15 @@ class FakeQueues:
             raise Race(message)
 
     def write(self, buffer: Tensor) -> None:
-        self._after(self.reads.get(buffer.data_ptr()), "a buffer is overwritten before it was read")
+        for read in self.reads.get(buffer.data_ptr(), {}).items():
+            self._after(read, "a buffer is overwritten before it was read")
         self._after(self.writes.get(buffer.data_ptr()), "a buffer is written twice at once")
         self.writes[buffer.data_ptr()] = self._now()
 
     def read(self, buffer: Tensor) -> None:
         self._after(self.writes[buffer.data_ptr()], "a buffer is read before its content has arrived")
-        self.reads[buffer.data_ptr()] = self._now()
+        queue, now = self._now()
+        self.reads.setdefault(buffer.data_ptr(), {})[queue] = now
 
 
 class Layer(nn.Module):
@@ -154,6 +166,7 @@ class Bench:
         def unpack(piece: packed_layer.Chunk, content: Tensor, slot: Tensor) -> None:
             if any(content.data_ptr() == buffer.data_ptr() for buffer in self.ring._buffers):
                 queues.read(content)
+            queues.write(slot)
             real_unpack(piece, content, slot)
 
         monkeypatch.setattr(PrefetchRing, "_copy", copy)
@@ -171,13 +184,17 @@ class Bench:
         self.queues.read(content)
         self.borrowed.append(content[:4].tolist())
 
-    def trip(self, calls: int = 1, fetches: Sequence[Answer] = ()) -> None:
-        """One trip in which every layer is called so often; the last call borrows all fetches."""
-        with self.ring.trip(calls, fetches=fetches):
+    def trip(self, calls: int = 1, fetches: Sequence[Answer] = (), beside: int = 0) -> None:
+        """One trip in which every layer is called so often, and `beside` times in the second queue; the last call in
+        the first queue borrows all fetches."""
+        with self.ring.trip(calls + beside, fetches=fetches):
             for layer, weight in zip(self.layers, self.weights, strict=True):
-                for call in range(calls):
+                for call in range(calls + beside):
                     layer.due = len(fetches) if call == calls - 1 else 0
-                    assert torch.equal(layer(), weight)
+                    with self.ring.beside() if call >= calls else nullcontext():
+                        assert torch.equal(layer(), weight)
+                        self.queues.read(self.ring._slot)
+        self.queues.read_behind()
 
     def close(self) -> None:
         self.ring.close()
@@ -193,19 +210,19 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(
     sizes=st.lists(st.sampled_from([40, 512, 1300, 2600]), min_size=1, max_size=5),
     depth=st.integers(2, 7),
-    trips=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=6),
+    trips=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=6),
 )
 def test_no_buffer_is_read_early_or_overwritten_late(
-    sizes: list[int], depth: int, trips: list[tuple[int, int]]
+    sizes: list[int], depth: int, trips: list[tuple[int, int, int]]
 ) -> None:
     """Trips of any mixture: calls of a layer that share its weights, and what is fetched besides, guessed or not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_layer, "PIECE", 512)
         bench = Bench(sizes, depth, FakeQueues(), patch)
-        for number, (calls, count) in enumerate(trips):
+        for number, (calls, count, beside) in enumerate(trips):
             fetches = [Answer(one, number) for one in range(count)]
             bench.borrowed.clear()
-            bench.trip(calls, fetches)
+            bench.trip(calls, fetches, beside)
             assert bench.borrowed == [[one, layer, number, 7] for layer in range(len(sizes)) for one in range(count)]
         bench.close()
 
@@ -215,6 +232,23 @@ def test_the_clocks_see_a_wait_that_is_missing(forget: str, message: str, monkey
     bench = Bench([2600, 2600, 2600], 3, FakeQueues(forget_waits=forget), monkeypatch)
     with pytest.raises(Race, match=message):
         bench.trip()
+
+
+def test_the_clocks_see_a_missing_wait_between_the_compute_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf = Bench([512, 512], 3, FakeQueues(forget_waits="beside"), monkeypatch)
+    with pytest.raises(Race, match="before its content"):
+        deaf.trip(1, (), 1)
+    bench = Bench([512, 512], 3, FakeQueues(), monkeypatch)
+    bench.trip(1, (), 1)
+    monkeypatch.setattr(PrefetchRing, "_join", lambda *_: None)
+    with pytest.raises(Race, match="overwritten before"):
+        bench.trip(1, (), 1)
+
+
+def test_a_layer_comes_into_the_slot_in_the_first_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench([512, 512], 3, FakeQueues(), monkeypatch)
+    with pytest.raises(RuntimeError, match="must be called in the first queue"):
+        bench.trip(0, (), 1)
 
 
 def test_a_buffer_given_back_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

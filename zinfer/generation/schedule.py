@@ -201,7 +201,8 @@ class Tally:
 
 
 class PassLoad(NamedTuple):
-    """Work of a pass: rows that decode, in `groups`, and the positions that they read; prompt tokens, in `prompts`."""
+    """Work of a pass: rows that decode, in `groups`, and the positions that they read; prompt tokens, in `prompts`.
+    Groups in host memory share a forward pass, and count as one."""
 
     rows: int = 0
     positions: int = 0
@@ -217,7 +218,7 @@ def load_of_pass(works: "Sequence[GroupWork]") -> PassLoad:
         rows=sum(len(group.rows) for group in decoding),
         positions=sum(group.positions for group in decoding),
         prompt_tokens=sum(len(group.rows) * count for group, count in works if not group.running),
-        groups=len(decoding),
+        groups=sum(not group.hosted for group in decoding) + any(group.hosted for group in decoding),
         prompts=len(works) - len(decoding),
     )
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import MicroBatch, Work, is_step
@@ -23,7 +24,7 @@ from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.engine.stream.ragged import NotRaggedError, Ragged, split
+from zinfer.engine.stream.ragged import NotRaggedError, Ragged, hosted_inputs, split
 from zinfer.engine.stream.triton_check import trouble
 from zinfer.plan.cost import Placement
 from zinfer.plan.plan import Plan
@@ -314,13 +315,24 @@ class Stream(Decoder):
         return [*parts, *self._split(host.rows, whole)]
 
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:
-        joined = [part for part in parts if self._ragged.takes(part)]
-        alone = parts if len(joined) < 2 else [part for part in parts if not any(part is one for one in joined)]
-        passes = [*([joined] if len(joined) > 1 else []), *([part] for part in alone)]
+        ragged, hosted = [part for part in parts if self._ragged.takes(part)], list(filter(self._joins_hosted, parts))
+        shared = [some for some in (ragged, hosted) if len(some) > 1]
+        together = {id(part) for some in shared for part in some}
+        passes = [*shared, *([part] for part in parts if id(part) not in together)]
+        passes.sort(key=lambda some: _on_cpu(some[0]))  # the GPU computes the others while the CPU attends
         found = [split(*one) for one in zip(passes, self._run_passes(passes), strict=True)]
         logits = {id(part): own for some, several in zip(passes, found, strict=True)
                   for part, own in zip(some, several, strict=True)}  # fmt: skip
         return [logits[id(part)] for part in parts]
+
+    def _joins_hosted(self, part: Part) -> bool:
+        """Tell whether a part can share a forward pass with others that the CPU attends to."""
+        cache, model = part.batch.cache, self.plan.model
+        return (
+            _on_cpu(part) and part.keep == 1 and isinstance(cache, RowCache) and cache.only_keys
+            and all(type(layer) is SplitLayer and layer.slots.window is None for layer in cache.layers)
+            and "attention_mask" in self._accepted and model.num_heads == model.num_kv_heads
+        )  # fmt: skip
 
     def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
         """Run a forward pass for each list of parts, which share it; return their logits."""
@@ -338,7 +350,7 @@ class Stream(Decoder):
             return [self._own_trip(ring, passes[0])]
 
         def enter(number: int, layer: int) -> None:
-            self._ragged.switch(len(passes[number]) > 1)
+            self._ragged.switch(_ragged(passes[number]))
             for batch, rows, *_ in passes[number]:
                 assert isinstance(batch.cache, RowCache)
                 batch.cache.window(rows, batch.length, layer)
@@ -346,34 +358,42 @@ class Stream(Decoder):
         def one(some: Sequence[Part]) -> Callable[[], Tensor]:
             return lambda: self._together_or_alone(some)
 
+        beside = sum(_on_cpu(some[0]) for some in passes)
         try:
-            return interleave(ring, [one(some) for some in passes], enter, fetches)
+            return interleave(
+                ring, [one(some) for some in passes], enter, fetches, beside if beside < len(passes) else 0
+            )
         finally:
             self._ragged.switch(False)
 
     def _together_or_alone(self, parts: Sequence[Part]) -> Tensor:
         """Run one forward pass of parts that share it, or of one; return its logits ``[B, keep, V]``."""
+        self._ragged.switch(_ragged(parts))
         if len(parts) == 1:
-            self._ragged.switch(False)
             return self._alone(parts[0])
         for part in parts:
             part.batch.show(part.rows)
-        self._ragged.switch(True)
+        if not _ragged(parts):
+            return self._joined(parts, *hosted_inputs(parts))
         try:
             with self._ragged.cache(parts, self.model.dtype) as cache:
-                inputs: dict[str, object] = {
-                    "input_ids": torch.cat([part.token_ids for part in parts]),
-                    "attention_mask": None,
-                    "position_ids": torch.cat([part.positions for part in parts]),
-                    "logits_to_keep": 1,
-                    self._cache_name: cache,
-                    "use_cache": True,
-                }
-                inputs = {name: value for name, value in inputs.items() if name in self._accepted}
-                logits: Tensor = self.model(**inputs).logits
-                return logits[:, -1:]
+                return self._joined(parts, cache, None)
         finally:
             self._ragged.switch(False)
+
+    def _joined(self, parts: Sequence[Part], cache: Cache, mask: Tensor | None) -> Tensor:
+        """Run one forward pass, a decode step, of parts that share it; return its logits ``[B, 1, V]``."""
+        inputs: dict[str, object] = {
+            "input_ids": torch.cat([part.token_ids for part in parts]),
+            "attention_mask": mask,
+            "position_ids": torch.cat([part.positions for part in parts]),
+            "logits_to_keep": 1,
+            self._cache_name: cache,
+            "use_cache": True,
+        }
+        inputs = {name: value for name, value in inputs.items() if name in self._accepted}
+        logits: Tensor = self.model(**inputs).logits
+        return logits[:, -1:]
 
     def _own_trip(self, ring: PrefetchRing, parts: Sequence[Part]) -> Tensor:
         with ring.trip():
@@ -506,6 +526,18 @@ class Stream(Decoder):
             self._arena.close()
             self._arena = None
         self._close_kv()
+
+
+def _on_cpu(part: Part) -> bool:
+    """Tell whether a part is a decode step of rows that the CPU attends to."""
+    host = part.batch.host if isinstance(part.batch, StreamBatch) else None
+    step = part.batch.length > 0 and part.token_ids.shape[1] == 1
+    return isinstance(host, CpuCache) and step and part.rows == host.rows
+
+
+def _ragged(parts: Sequence[Part]) -> bool:
+    """Tell whether parts that share a forward pass are attended to on the device."""
+    return len(parts) > 1 and not _on_cpu(parts[0])
 
 
 def _fetch(part: Part) -> PartFetch | None:

@@ -5,6 +5,7 @@ holds its hidden states; what a layer needs beyond them exists for one pass at a
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -18,11 +19,15 @@ def interleave(
     passes: Sequence[Callable[[], Tensor]],
     enter: Callable[[int, int], None],
     fetches: Sequence[Fetch] = (),
+    beside: int = 0,
 ) -> list[Tensor]:
     """Run `passes`, each a forward pass through all layers of `ring` in order, in one trip; return their results.
 
     `enter` gets the number of a pass and of the layer that it is about to compute. `fetches` are the trip's transfers
     besides weights, in the order in which the passes borrow them. An exception of one pass ends all.
+
+    The last `beside` passes, not all of them, wait for the device in the middle of a layer: they run in the ring's
+    second queue, while the device computes the others.
     """
     outputs: dict[int, Tensor] = {}
 
@@ -40,11 +45,13 @@ def interleave(
         current.parent.switch()
         enter(numbers[current], layer)
 
+    first = len(passes) - beside
     with ring.trip(len(passes), turn, fetches):
         try:
             while len(outputs) < len(passes):
-                for worker in workers:
-                    worker.switch()
+                for number, worker in enumerate(workers):
+                    with ring.beside() if number >= first else nullcontext():
+                        worker.switch()
         finally:
             for worker in workers:
                 if worker:  # begun and not finished: free its tensors now

@@ -245,7 +245,7 @@ class CpuCache(HostCache):
         keep_freed()
         self.place = "cpu" if library() is not None else "cpu, torch"
         self._places: dict[int, tuple[Slots, Tensor, Tensor]] = {}  # layer -> slots, keys, values
-        self._writing = False  # True while copies of prompts' keys may be under way
+        self._sent: list[Any] = []  # events behind copies of prompts' keys that may be under way
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         stored = (coded(keys), coded(values)) if self._in_8_bits else (keys, values)
@@ -258,12 +258,13 @@ class CpuCache(HostCache):
         if not start:
             for place, states in zip(places, stored, strict=True):
                 # One copy of whole rows: positions beyond the prompt have no meaning yet.
-                self._sender.send(pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop)), place[own])
-            self._writing = True
+                rows_of = pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop))
+                self._sent.append(self._sender.send(rows_of, place[own]))
             return keys, values
-        if self._writing:
-            self._sender.finish()
-        self._writing = False
+        for event in self._sent:
+            if event is not None:
+                event.synchronize()
+        self._sent = []
         arrived = fetched(*stored)  # waits for the device
         seen = [step.store(place[own], states) for place, states in zip(places, arrived, strict=True)]
         if self._in_8_bits:

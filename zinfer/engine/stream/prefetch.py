@@ -15,6 +15,10 @@ Three rules keep the two queues apart; `tests/test_ring.py` proves each on queue
 3. A copy into buffer b is issued only once `free[b]` has been recorded, since waiting for an event that nobody has
    recorded yet is no wait at all.
 
+Calls of layers that the CPU waits for, in the middle of attention, run in a second compute queue (`beside`), so that
+what the GPU computes for other calls is not waited for. Two more rules hold for the slot: the second queue waits until
+a layer is unpacked before it reads it, and the next layer is unpacked once the second queue has read this one.
+
 A *trip* is one pass of the weights: `with ring.trip(..):` around the forward pass, or around several that share it. A
 trip that ends in an exception leaves the ring to begin anew with the next one.
 """
@@ -43,24 +47,30 @@ class Event(Protocol):
 
 
 class Queues(Protocol):
-    """Compute queue of a device, which is the current one, and a copy queue beside it."""
+    """Compute queue of a device, which is the current one, a copy queue beside it, and a second compute queue."""
 
     def event(self) -> Event: ...
     def copying(self) -> AbstractContextManager[Any]: ...  # makes the copy queue the current one
-    def finish(self) -> None: ...  # makes the CPU wait for both
+    def beside(self) -> AbstractContextManager[Any]: ...  # makes the second compute queue the current one
+    def finish(self) -> None: ...  # makes the CPU wait for all of them
 
 
 class CudaQueues:
-    """The current CUDA stream, and a stream of its own for copies."""
+    """The current CUDA stream, a stream of its own for copies, and one for calls that the CPU waits for: its kernels go
+    first."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._beside = torch.cuda.Stream(device, priority=-1)
 
     def event(self) -> Event:
         return torch.cuda.Event()
 
     def copying(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._beside)
 
     def finish(self) -> None:
         torch.cuda.synchronize()
@@ -231,7 +241,37 @@ class PrefetchRing:
             if self._trip.whole:
                 self._next = tuple(fetch.following() for fetch in wanted)
         finally:
+            self._join(self._trip)
             self._trip = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run what is called within the ``with`` block, parts of a trip, in the second compute queue. Each layer must
+        have been called outside of it first. The trip ends once the second queue has done its work, too."""
+        trip = self._under_way()
+        if self._queues is None:
+            yield
+            return
+        begun = None
+        if not trip.used_beside:  # inputs come from the first queue
+            begun, trip.used_beside = self._queues.event(), True
+            begun.record()
+        with self._queues.beside():
+            if begun is not None:
+                begun.wait()
+            trip.beside = True
+            try:
+                yield
+            finally:
+                trip.beside = False
+
+    def _join(self, trip: "_Trip") -> None:
+        """Make the compute queue wait for what the second one has been given."""
+        if trip.used_beside and self._queues is not None:
+            done = self._queues.event()
+            with self._queues.beside():
+                done.record()
+            done.wait()
 
     def drop_fetches(self) -> None:
         """Drop all transfers but those of weights, before memory that fetches read from is changed or freed."""
@@ -372,8 +412,16 @@ class PrefetchRing:
         if trip.held == index and trip.served < trip.calls:
             trip.served += 1
         else:
+            if trip.beside:
+                raise RuntimeError(f"decoder layer {index} is not in the slot: it must be called in the first queue")
+            self._join(trip)
             self._unpack(index)
             trip.held, trip.served = index, 1
+            if self._queues is not None:
+                trip.unpacked = self._queues.event()
+                trip.unpacked.record()
+        if trip.beside and trip.unpacked is not None:
+            trip.unpacked.wait()
         if self._trace is not None:
             self._trace.begin("compute", index)
 
@@ -421,6 +469,9 @@ class _Trip:
     served: int = 0  # calls of that layer so far
     borrowed: int = 0  # buffers that its current call holds
     whole: bool = False  # True after the last call of the last layer
+    unpacked: Event | None = None  # point from which on the layer is in the slot
+    beside: bool = False  # True while the second compute queue is the current one
+    used_beside: bool = False
 
 
 def _lean(output: Any) -> Any:

@@ -7,6 +7,9 @@ micro-batch, over its own keys and values.
 Models that take their attention function by name (`_supports_attention_backend` of `transformers`) give the place for
 it, without code for architectures. The function must be called once in each layer, with the very tensors that the cache
 returned and without a mask or bias of the model's own: `NotRaggedError` says that a model does something else.
+
+Rows that the CPU attends to share a forward pass in another way, which any model permits: to it they are one rectangle,
+left-padded to the longest, whose keys and values are `HostedRows`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part, rope_switch
+from zinfer.engine.stream.cpu_attention import fetched, stacked
 
 NAME = "zinfer_ragged"  # name of the attention function
 MASKED = {"full_attention", "sliding_attention"}  # kinds of layers whose mask is that of the cache's positions
@@ -94,6 +98,54 @@ def attention(
     ):  # fmt: skip
         raise NotRaggedError(f"layer {getattr(module, 'layer_idx', '?')} attends in a way of its own {sorted(other)}")
     return layer.attend(query, options.get("scaling")), None
+
+
+class HostedLayer(DynamicLayer):  # type: ignore[misc]
+    """Layer `index` of the caches of `parts`, whose rows the CPU attends to, as one."""
+
+    is_sliding = False
+
+    def __init__(self, index: int, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self.index, self._parts = index, parts
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        arrived = fetched(key_states, value_states)  # waits for the device, once for all parts
+        found: list[list[Tensor]] = [[], []]
+        first = 0
+        for part in self._parts:
+            rows = slice(first, first + len(part.token_ids))
+            first = rows.stop
+            cache = part.batch.cache
+            assert isinstance(cache, RowCache)
+            seen = cache.layers[self.index].update(*(states[rows] for states in arrived))
+            for blocks, states in zip(found, seen, strict=True):
+                with torch._C.DisableTorchFunctionSubclass():
+                    blocks.append(states.as_subclass(Tensor))
+        keys, values = (stacked(blocks, key_states.device, key_states.dtype) for blocks in found)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return max(part.batch.length for part in self._parts)
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.get_seq_length() + 1, 0
+
+
+def hosted_inputs(parts: Sequence[Part]) -> tuple[Cache, Tensor | None]:
+    """Return the cache and the mask ``[B, n]`` of a pass of `parts`, decode steps of rows that the CPU attends to; no
+    mask if there is no padding."""
+    layers = getattr(parts[0].batch.cache, "layers", ())
+    cache = Cache(layers=[HostedLayer(index, parts) for index in range(len(layers))])
+    longest = max(part.batch.length for part in parts) + 1
+    if all(part.batch.mask is None and part.batch.length + 1 == longest for part in parts):
+        return cache, None
+    masks = []
+    for batch, rows, tokens, *_ in parts:
+        end = batch.length + 1
+        own = tokens.new_ones((len(tokens), end)) if batch.mask is None else batch.mask[rows, :end]
+        masks.append(pad(own, (longest - end, 0)))
+    return cache, torch.cat(masks)
 
 
 class Ragged:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests import test_cache_kinds as kinds
@@ -14,6 +15,7 @@ from tests.test_parity import load
 from tests.test_passes import close
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.stream import ragged
+from zinfer.engine.stream.stacked import NotStackedError, stack
 from zinfer.generation import passes
 
 Checkpoints = Callable[..., Path]
@@ -68,6 +70,7 @@ def check(engine: Engine, joins: bool | None) -> None:
     [
         ("llama", "cpu"),
         ("opt", "none"),
+        ("bloom", "cpu"),
         *(
             pytest.param(name, offload, marks=pytest.mark.slow)
             for name, offload in (("llama", "none"), ("mixtral", "cpu"))
@@ -124,3 +127,55 @@ def test_a_model_that_attends_in_its_own_way_is_found_out(
     check(engine, joins=False)
     assert engine._ragged.able is False  # type: ignore[attr-defined]
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        lambda keys: keys * 1,
+        lambda keys: torch.cat([keys, keys]),
+        lambda keys: keys[:, :1],
+        lambda keys: keys.transpose(1, 2).reshape(len(keys), -1),
+        lambda keys: keys.flatten(),
+    ],
+)
+def test_a_model_that_does_more_with_its_keys_than_attend_is_found_out(
+    own: Callable[[Tensor], Tensor], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    engine: Any = load("stream", checkpoint("bloom"), "cpu", tmp_path)
+    update = ragged.StackedLayer.update
+
+    def changed(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        keys, values = update(*args, **options)
+        return own(keys), values
+
+    monkeypatch.setattr(ragged.StackedLayer, "update", changed)
+    assert engine.joins
+    check(engine, joins=False)
+    assert not engine.joins
+    engine.close()
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_products_of_stacked_rows_are_those_of_their_blocks(turned: bool) -> None:
+    blocks = [torch.randn(rows, 3, count, 8) for rows, count in ((2, 5), (1, 7), (4, 1))]
+    whole = torch.cat([pad(block, (0, 0, 7 - block.shape[2], 0)) for block in blocks])
+    one = stack(blocks, torch.float32)
+    assert one.shape == whole.shape
+    seen = torch.cat([torch.arange(7) >= 7 - block.shape[2] for block in blocks for _ in block]).view(7, 1, 1, 7)
+    if turned:
+        rows, added = torch.randn(7, 3, 2, 8), torch.randn(21, 1, 7)
+        expected = rows @ whole.transpose(-1, -2)
+        assert torch.allclose((rows @ one.transpose(-1, -2)) * seen, expected * seen, atol=1e-5)
+        flat = one.reshape(21, -1, 8).transpose(1, 2)
+        found = added.baddbmm(rows.view(21, 2, 8), flat, beta=0.5, alpha=2.0).view(7, 3, 2, 7)
+        assert torch.allclose(found * seen, (expected * 2 + added.view(7, 3, 1, 7) / 2) * seen, atol=1e-5)
+        return
+    chances = torch.rand(7, 3, 2, 7) * seen
+    assert torch.allclose(torch.matmul(chances, one), chances @ whole, atol=1e-5)
+    assert torch.allclose(torch.bmm(chances.view(21, 2, 7), one.view(21, 7, 8)).view(7, 3, 2, 8), chances @ whole)
+    query, mask = torch.randn(7, 3, 1, 8), torch.where(seen, 0.0, -1e30)
+    expected = scaled_dot_product_attention(query, whole, whole, mask)
+    assert torch.allclose(scaled_dot_product_attention(query, one, one, mask), expected, atol=1e-5)
+    with pytest.raises(NotStackedError, match="without a mask"):
+        scaled_dot_product_attention(query, one, one)

@@ -30,6 +30,7 @@ from zinfer.spec.model import ModelSpec
 
 MOST_ROWS = 4096  # rows that run at a time at most
 STEP = 64  # positions by which the room of a group grows
+FURTHER_TOKENS = 1024  # the same for a further group whose prompts do not fit whole: it has a forward pass of its own
 LEAST_TOKENS = 256  # prompt tokens that a pass takes at least, if any wait: fewer make poor matrix products
 FRONT = 64  # waiting rows among which one of like length is looked for
 NEW_GROUPS = 3  # groups begun in one pass at most
@@ -47,6 +48,8 @@ LAUNCH_S = 0.8e-3  # seconds in which the CPU launches a layer once, at first
 PASS_S = 4e-3  # seconds in which it does what a forward pass needs besides its layers
 JOINED_S = 0.12e-3  # seconds in which it launches the attention of one group, where groups share a forward pass
 MERGES = 4  # merges in one pass at most: each copies the rows of two groups
+COPIES = 12  # positions read by a decode step in the time in which one is moved: memory is taken for it, and filled
+MOVE_S = 1e-3  # seconds for a layer in which memory is taken and copies are launched
 EXPANDED_SHARE = 0.03  # share of the device's memory for keys and values that attention copies for its heads
 PADDING = 1.1  # positions taken over positions needed, for steps of growth and padding: what admission reckons with
 
@@ -235,6 +238,7 @@ class PassTimes:
         self, setup: Placement, model: ModelSpec, machine: Machine, length: int = 256, joins: bool = False
     ) -> None:
         self.tokens, self.joins, self._warming = setup.pass_tokens, joins, WARMING
+        self._layers = model.num_layers
         self._recent: list[tuple[PassLoad, float]] = []
         self._prompt_s = self._row_s = self._position_s = self._read_s = self.link_s = 0.0
         self._launch_s = self._joined_s = 0.0
@@ -301,6 +305,15 @@ class PassTimes:
         if not each:
             return FEW_GROUPS
         return min(MOST_GROUPS, max(2, int(GROUPS_SHARE * self.link_s / each)))
+
+    def gained_by_merging(self, positions: int, added: int, left: int, other: int) -> float:
+        """Return the seconds that a merge of two groups saves, whose rows get up to `left` and `other` more tokens:
+        those of launching one of them for as long as both run, less those of reading the `added` positions of padding,
+        and of copying all `positions` now, and again when the rows that end first leave a gap."""
+        each = self._joined_s if self.joins else max(self._launch_s, self._read_s)
+        copies = 1 if left == other else 2
+        taken = copies * (COPIES * self._position_s * positions + MOVE_S * self._layers)
+        return min(left, other) * (each - self._position_s * added) - taken
 
     def saw(self, load: PassLoad, seconds: float) -> None:
         """Correct the seconds by measured passes: by the last ones' median ratio of measured to known seconds."""
@@ -507,27 +520,33 @@ class Schedule:
                 self._regroup(moves, [group])
 
     def _merge(self, moves: list[Move]) -> None:
-        """Merge neighbours in length while that adds little padding, or there are too many groups."""
+        """Merge neighbours in length while that adds little padding and saves more time than it takes, or there are too
+        many groups."""
         most = self.times.groups if self.able.one_trip else 1
         few = min(FEW_GROUPS, most)
         limit = MERGES if self.able.one_trip else 1 << 20
         for _ in range(limit):
-            groups = [group for group in self.groups if group.running]
-            if len(groups) <= few:
+            running = [group for group in self.groups if group.running]
+            hosted = sum(group.hosted for group in running)
+            if len(running) - hosted <= few and hosted <= most:
                 return
-            found = sorted(((group, *group.compact) for group in groups), key=lambda one: (one[0].hosted, one[2]))
+            found = sorted(((group, *group.compact) for group in running), key=lambda one: (one[0].hosted, one[2]))
             read = sum(rows * length for _, rows, length in found)
-            padded = read - sum(group.needed for group in groups)
+            padded = read - sum(group.needed for group in running)
             best: tuple[int, tuple[Group, Group]] | None = None
             for (one, rows, length), (other, more, longer) in pairwise(found):
+                count = hosted if one.hosted else len(running) - hosted
+                if one.hosted != other.hosted or count <= (most if one.hosted else few):
+                    continue
                 added = rows * (longer - length)
+                gain = self.times.gained_by_merging((rows + more) * longer, added, one.most_left, other.most_left)
                 fits = (rows + more) * self._capacity(longer, 1) <= self.limits.group
-                wanted = one.hosted == other.hosted and (not one.hosted or len(groups) > most)
-                if wanted and fits and (best is None or added < best[0]):
+                if fits and (gain > 0 or count > most) and (best is None or added < best[0]):
                     best = added, (one, other)
             if best is None:
                 return
-            if len(groups) <= most and padded + best[0] > MERGED_SHARE * (read + best[0]):
+            many = (hosted if best[1][0].hosted else len(running) - hosted) > most
+            if not many and padded + best[0] > MERGED_SHARE * (read + best[0]):
                 return
             self.tally.merged += 1
             self._regroup(moves, best[1])
@@ -631,7 +650,7 @@ class Schedule:
         usage = self._usage()
         for _ in range(NEW_GROUPS):
             alone = not (decoding or works)
-            work = self._admit(moves, budget, alone, usage)
+            work = self._admit(moves, budget, bool(works), alone, usage)
             if work is None:
                 break
             works.append(work)
@@ -713,10 +732,10 @@ class Schedule:
         usage[0] = max(usage[0], float(self._reserved))
         return usage
 
-    def _admit(self, moves: list[Move], budget: int, alone: bool, usage: list[float]) -> GroupWork | None:
+    def _admit(self, moves: list[Move], budget: int, begun: bool, alone: bool, usage: list[float]) -> GroupWork | None:
         """Begin a group of waiting rows of like length, as many as the pass and the memory have room for; None if there
         is no room. `usage`, the positions taken from now on, is brought up to date. A row is begun whatever its length
-        if it is `alone`."""
+        if it is `alone`; `begun` tells whether the pass has other prompts."""
         if not self.waiting or self.suspended:
             return None
         if self.able.regroups is False and not self.able.one_trip and self.groups:
@@ -724,7 +743,8 @@ class Schedule:
         first = self.waiting[0]
         places = self.limits.rows - sum(len(group.alive) for group in self.groups)
         fresh = first.length - self.reusable(first)
-        least = min(LEAST_TOKENS, fresh) if self.able.chunks else min(fresh, self.times.tokens)
+        least = min(fresh, FURTHER_TOKENS if begun else LEAST_TOKENS)
+        least = least if self.able.chunks else min(fresh, self.times.tokens)
         if places < 1 or (budget < least and not alone):
             return None
         empty = not self.groups

@@ -15,7 +15,15 @@ from transformers.cache_utils import Cache
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import MicroBatch, Work, is_step
-from zinfer.engine.cache import STORAGE, QuantizedLayer, RowCache, make_cache, other_layers, shares_keys
+from zinfer.engine.cache import (
+    STORAGE,
+    FixedLayer,
+    QuantizedLayer,
+    RowCache,
+    make_cache,
+    other_layers,
+    shares_keys,
+)
 from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, check_free, lay_out
 from zinfer.engine.state import Loaded, ModelState, by_layer
@@ -24,7 +32,8 @@ from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.engine.stream.ragged import NotRaggedError, Ragged, hosted_inputs, split
+from zinfer.engine.stream.ragged import NotRaggedError, Ragged, split, stacked_inputs
+from zinfer.engine.stream.stacked import NotStackedError
 from zinfer.engine.stream.triton_check import trouble
 from zinfer.plan.cost import Placement
 from zinfer.plan.plan import Plan
@@ -74,6 +83,8 @@ class Stream(Decoder):
         self.model, self._layers = state.model, state.layers
         self._inspect()
         self._ragged = Ragged(self.model, self._accepted)
+        heads_apart = plan.model.num_heads == plan.model.num_kv_heads  # each has keys and values of its own
+        self._stacks = heads_apart and "attention_mask" in self._accepted and not self._own_cache
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
             if getattr(self.options, option) not in any_model and (why_not := self._cannot_have(option)) is not None:
                 raise EngineError(why_not)
@@ -167,7 +178,7 @@ class Stream(Decoder):
 
     @property
     def joins(self) -> bool:
-        return self._ragged.able and self.options.kv_cache_dtype not in STORAGE
+        return (self._ragged.able or self._stacks) and self.options.kv_cache_dtype not in STORAGE
 
     def cannot_snapshot(self) -> str | None:
         able = {"kv_offload": ("none",), "kv_cache_dtype": ("auto", "bf16")}
@@ -254,13 +265,7 @@ class Stream(Decoder):
     ) -> None:
         """Move the KV cache of `rows`, the last ones of `batch`, to host memory."""
         on_cpu = placement.kv_on_cpu or self._ring is None
-        pool = self._kv_pool
-        if pool is None or (pool.spread != on_cpu and pool.unused == pool.size):
-            self._close_kv()  # memory made for the other device that attends is of no use
-            self._kv_pool = pool = HostPool(self.device.type == "cuda", on_cpu, self.progress)
-        hosted = self.plan.model.kv_bytes(placement.host_rows(load.batch_size), load.total_len)
-        pool.reserve(int(hosted * placement.kv_ratio) + 2 * ALIGNMENT * len(self._layers))
-        batch.memory = found = HostMemory(pool)
+        batch.memory = found = HostMemory(self._host_pool(placement, load))
         attention = cache.attention
         windows = {index: one.slots.window for index, one in attention.items() if one.slots.window is not None}
         host: HostCache
@@ -273,6 +278,27 @@ class Stream(Decoder):
         for index, here in attention.items():
             cache.put(index, SplitLayer(index, here, host))
         batch.host = host
+
+    def _host_pool(self, placement: Placement, load: Workload) -> HostPool:
+        """Return the memory for the keys and values that `placement` of `load` puts into host memory."""
+        on_cpu = placement.kv_on_cpu or self._ring is None
+        pool = self._kv_pool
+        if pool is None or (pool.spread != on_cpu and pool.unused == pool.size):
+            self._close_kv()  # memory made for the other device that attends is of no use
+            self._kv_pool = pool = HostPool(self.device.type == "cuda", on_cpu, self.progress)
+        hosted = self.plan.model.kv_bytes(placement.host_rows(load.batch_size), load.total_len)
+        pool.reserve(int(hosted * placement.kv_ratio) + 2 * ALIGNMENT * len(self._layers))
+        return pool
+
+    def expect(self, load: Workload | None) -> None:
+        super().expect(load)
+        if load is None or self._own_cache:
+            return
+        placement = self._placement(load)
+        if self._ring is not None:
+            self._share_out(self._ring, placement)
+        if placement.host_rows(load.batch_size):
+            self._host_pool(placement, load)  # page-locking takes seconds: before any row waits for it
 
     def _cannot_have(self, option: str) -> str | None:
         """Return the reason why the model's cache cannot be as `option` says; None if it can."""
@@ -315,8 +341,10 @@ class Stream(Decoder):
         return [*parts, *self._split(host.rows, whole)]
 
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:
-        ragged, hosted = [part for part in parts if self._ragged.takes(part)], list(filter(self._joins_hosted, parts))
-        shared = [some for some in (ragged, hosted) if len(some) > 1]
+        ragged = [part for part in parts if self._ragged.takes(part)]
+        stacked = [] if ragged else [part for part in parts if self._stacks_part(part, FixedLayer)]
+        hosted = [part for part in parts if _on_cpu(part) and self._stacks_part(part, SplitLayer)]
+        shared = [some for some in (ragged, stacked, hosted) if len(some) > 1]
         together = {id(part) for some in shared for part in some}
         passes = [*shared, *([part] for part in parts if id(part) not in together)]
         passes.sort(key=lambda some: _on_cpu(some[0]))  # the GPU computes the others while the CPU attends
@@ -325,13 +353,15 @@ class Stream(Decoder):
                   for part, own in zip(some, several, strict=True)}  # fmt: skip
         return [logits[id(part)] for part in parts]
 
-    def _joins_hosted(self, part: Part) -> bool:
-        """Tell whether a part can share a forward pass with others that the CPU attends to."""
-        cache, model = part.batch.cache, self.plan.model
+    def _stacks_part(self, part: Part, kind: type[FixedLayer]) -> bool:
+        """Tell whether a part can share a forward pass with others as rows of one rectangle: a token of each of its
+        rows, which have nothing but keys and values, in layers of one kind."""
+        cache = part.batch.cache
+        rows = part.batch.host.rows if kind is SplitLayer else slice(0, part.batch.batch_size)  # type: ignore[attr-defined]
         return (
-            _on_cpu(part) and part.keep == 1 and isinstance(cache, RowCache) and cache.only_keys
-            and all(type(layer) is SplitLayer and layer.slots.window is None for layer in cache.layers)
-            and "attention_mask" in self._accepted and model.num_heads == model.num_kv_heads
+            self._stacks and part.keep == 1 and part.token_ids.shape[1] == 1 and part.batch.length > 0
+            and part.rows == rows and isinstance(cache, RowCache)
+            and all(type(layer) is kind and layer.slots.window is None for layer in cache.layers)
         )  # fmt: skip
 
     def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
@@ -350,7 +380,7 @@ class Stream(Decoder):
             return [self._own_trip(ring, passes[0])]
 
         def enter(number: int, layer: int) -> None:
-            self._ragged.switch(_ragged(passes[number]))
+            self._ragged.switch(self._is_ragged(passes[number]))
             for batch, rows, *_ in passes[number]:
                 assert isinstance(batch.cache, RowCache)
                 batch.cache.window(rows, batch.length, layer)
@@ -368,18 +398,22 @@ class Stream(Decoder):
 
     def _together_or_alone(self, parts: Sequence[Part]) -> Tensor:
         """Run one forward pass of parts that share it, or of one; return its logits ``[B, keep, V]``."""
-        self._ragged.switch(_ragged(parts))
+        self._ragged.switch(self._is_ragged(parts))
         if len(parts) == 1:
             return self._alone(parts[0])
         for part in parts:
             part.batch.show(part.rows)
-        if not _ragged(parts):
-            return self._joined(parts, *hosted_inputs(parts))
+        if not self._is_ragged(parts):
+            return self._joined(parts, *stacked_inputs(parts, _on_cpu(parts[0])))
         try:
             with self._ragged.cache(parts, self.model.dtype) as cache:
                 return self._joined(parts, cache, None)
         finally:
             self._ragged.switch(False)
+
+    def _is_ragged(self, parts: Sequence[Part]) -> bool:
+        """Tell whether parts that share a forward pass do so by the attention of ragged passes."""
+        return len(parts) > 1 and self._ragged.takes(parts[0])
 
     def _joined(self, parts: Sequence[Part], cache: Cache, mask: Tensor | None) -> Tensor:
         """Run one forward pass, a decode step, of parts that share it; return its logits ``[B, 1, V]``."""
@@ -400,11 +434,13 @@ class Stream(Decoder):
             return self._together_or_alone(parts)
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
-        try:
-            return self._forward(works)
-        except NotRaggedError:
-            self._ragged.able = False  # from now on each micro-batch has a pass of its own
-        return self._forward(works)
+        while True:
+            try:
+                return self._forward(works)
+            except NotRaggedError:
+                self._ragged.able = False
+            except NotStackedError:
+                self._stacks = False  # from now on each micro-batch has a pass of its own
 
     def _forward(self, works: Sequence[Work]) -> list[Tensor]:
         ring = self._ring
@@ -533,11 +569,6 @@ def _on_cpu(part: Part) -> bool:
     host = part.batch.host if isinstance(part.batch, StreamBatch) else None
     step = part.batch.length > 0 and part.token_ids.shape[1] == 1
     return isinstance(host, CpuCache) and step and part.rows == host.rows
-
-
-def _ragged(parts: Sequence[Part]) -> bool:
-    """Tell whether parts that share a forward pass are attended to on the device."""
-    return len(parts) > 1 and not _on_cpu(parts[0])
 
 
 def _fetch(part: Part) -> PartFetch | None:

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention, softmax
+from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.utils._pytree import tree_flatten, tree_map
 
+from zinfer.engine.stream import stacked
 from zinfer.engine.stream.cpu_kernel import dots, mix, suits, widened
+from zinfer.engine.stream.stacked import RESHAPES, TURNS, NotStackedError, Stacked, stack
 from zinfer.engine.stream.triton_check import trouble
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's <malloc.h>
@@ -42,9 +44,7 @@ class Hosted(Tensor):
             if not isinstance(operand, Tensor):
                 return operand
             if isinstance(operand, HostedRows):
-                if func in OURS and not lands:
-                    return operand
-                operand = operand.copied()
+                return operand
             if isinstance(operand, Hosted):
                 operand = operand.as_subclass(Tensor)
                 return _landed(operand, home) if lands else operand
@@ -99,101 +99,62 @@ class HostedCoded(Hosted):
             return host(wide.transpose(-1, -2) if turned else wide, self.home)
 
 
-class HostedRows(Hosted):
-    """Keys or values of several micro-batches as one tensor ``[B, kv_heads, n, D]``, n that of the longest: each of
-    `blocks`, ``[b, kv_heads, up to n, D]`` on the CPU, stands at the end of its rows. Made by `stacked`.
-
-    Products of attention read the blocks where they are. Positions before a block count as zeros: a mask must hide
-    them. Any other operation gets a copy.
-    """
-
-    blocks: tuple[Tensor, ...]
-    wide: torch.dtype
-    turned: bool  # True if the last two dimensions are exchanged
+class HostedRows(Stacked, Hosted):
+    """Stacked rows in host memory, of a type of `FLOATS` or as `coded` made them. Products of attention read the blocks
+    where they are."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        one = args[0] if args else None
-        if isinstance(one, HostedRows) and (func in VIEWS or name in MEASURES):
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(one.as_subclass(Tensor), *args[1:], **kwargs)
-            if not isinstance(result, Tensor):
-                return result
-            turned = one.turned != (func not in RESHAPES)
-            if one.keeps(result, turned) and (func not in RESHAPES or not one.turned):
-                return _rows(result, one, turned)
-        if func in OURS and not isinstance(one, HostedRows):
-            return super().__torch_function__(func, types, args, kwargs)
-        args, kwargs = tree_map(lambda one: one.copied() if isinstance(one, HostedRows) else one, (args, kwargs))
-        return func(*args, **kwargs)
+        if args and isinstance(args[0], cls) and (func in VIEWS or getattr(func, "__name__", "") in MEASURES):
+            return args[0].seen(func, args[1:], kwargs or {})
+        if func not in OURS or (args and isinstance(args[0], cls)):
+            raise NotStackedError(f"{getattr(func, '__name__', func)} of keys or values")
+        return super(Stacked, cls).__torch_function__(func, types, args, kwargs)
 
-    def keeps(self, result: Tensor, turned: bool) -> bool:
-        """Tell whether `result`, a view of this tensor, has whole matrices of keys, ``[.., n, D]`` or `turned`."""
-        rows, heads = sum(len(block) for block in self.blocks), self.blocks[0].shape[1]
-        own = (max(block.shape[2] for block in self.blocks), self.blocks[0].shape[3])
-        whole = tuple(result.shape[-2:]) == (own[::-1] if turned else own)
-        return whole and tuple(result.shape[:-2]) in ((rows, heads), (rows * heads,))
-
-    def copied(self) -> Hosted:
-        """Return a copy with zeros before each block."""
-        with torch._C.DisableTorchFunctionSubclass():
-            longest = max(block.shape[2] for block in self.blocks)
-            wide = [widened(block, self.wide) for block in self.blocks]
-            whole = torch.cat([pad(block, (0, 0, longest - block.shape[2], 0)) for block in wide])
-            whole = whole.flatten(0, self.dim() == 3)
-            return host(whole.transpose(-1, -2) if self.turned else whole, self.home)
+    def like(self, content: Tensor, turned: bool) -> "HostedRows":
+        found = super().like(content, turned)
+        found.home = self.home
+        return found
 
     def dots(self, rows: Tensor) -> Tensor:
         """Return ``rows @ keys^T`` of ``[.., n, D]`` rows, with as many leading dimensions as this tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            apart = self._apart(rows)
-            longest = max(block.shape[2] for block in self.blocks)
-            out = torch.zeros((*apart.shape[:-1], longest))
-            first = 0
-            for block in self.blocks:
-                last = first + len(block)
-                out[first:last, ..., longest - block.shape[2] :] = dots(apart[first:last], block)
-                first = last
-            return out.view(*rows.shape[:-1], longest)
+        apart = self._apart(rows)
+        longest = max(block.shape[2] for block in self.blocks)
+        out = torch.zeros((*apart.shape[:-1], longest))
+        first = 0
+        for block in self.blocks:
+            last = first + len(block)
+            out[first:last, ..., longest - block.shape[2] :] = dots(apart[first:last], block)
+            first = last
+        return out.view(*rows.shape[:-1], longest)
 
     def mix(self, chances: Tensor) -> Tensor:
         """Return ``chances @ values`` of ``[.., n, m]`` chances, with as many leading dimensions as this tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            apart = self._apart(chances)
-            found, first = [], 0
-            for block in self.blocks:
-                last = first + len(block)
-                own = apart[first:last, ..., apart.shape[-1] - block.shape[2] :]
-                found.append(mix(own, block))
-                first = last
-            return torch.cat(found).view(*chances.shape[:-1], -1)
+        apart = self._apart(chances)
+        found, first = [], 0
+        for block in self.blocks:
+            last = first + len(block)
+            found.append(mix(apart[first:last, ..., apart.shape[-1] - block.shape[2] :], block))
+            first = last
+        return torch.cat(found).view(*chances.shape[:-1], -1)
 
     def _apart(self, rows: Tensor) -> Tensor:
+        if rows.shape[:-2] != self.shape[:-2]:
+            raise NotStackedError(f"a product of {list(rows.shape)} and keys or values {list(self.shape)}")
         return rows.reshape(-1, self.blocks[0].shape[1], *rows.shape[-2:])
 
 
-def stacked(blocks: Sequence[Tensor], home: torch.device, wide: torch.dtype) -> HostedRows:
-    """Return `HostedRows` of `blocks`, each ``[b, kv_heads, n, D]`` on the CPU, n its own, in a type of `FLOATS` or as
-    `coded` made them; it reports the type `wide`."""
-    rows, longest = sum(len(block) for block in blocks), max(block.shape[2] for block in blocks)
-    shape = (rows, blocks[0].shape[1], longest, blocks[0].shape[3])
-    found = torch.empty(1, dtype=wide).expand(shape).as_subclass(HostedRows)
-    found.blocks, found.home, found.wide, found.turned = tuple(blocks), home, wide, False
-    return found
-
-
-def _rows(content: Tensor, like: HostedRows, turned: bool) -> HostedRows:
-    found = content.as_subclass(HostedRows)
-    found.blocks, found.home, found.wide, found.turned = like.blocks, like.home, like.wide, turned
+def hosted_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype) -> HostedRows:
+    """Return `HostedRows` of `blocks`, each ``[b, heads, n, D]`` on the CPU, n its own; they report the type
+    `dtype`."""
+    found = stack(blocks, dtype).as_subclass(HostedRows)
+    found.blocks, found.turned, found.home = tuple(blocks), False, home
     return found
 
 
 # Functions that return views, and functions that only ask for a tensor's size or place.
-VIEWS = {Tensor.reshape, Tensor.view, Tensor.transpose, torch.transpose, torch.reshape, Tensor.mT.__get__}  # type: ignore[attr-defined]
-RESHAPES = {Tensor.reshape, Tensor.view, torch.reshape}
-MEASURES = {"size", "dim", "stride", "numel", "data_ptr", "is_contiguous", "__get__", "__len__"}
+VIEWS = RESHAPES | TURNS
+MEASURES = stacked.MEASURES | {"data_ptr"}
 
 
 def host(tensor: Tensor, home: torch.device) -> Hosted:
@@ -272,15 +233,16 @@ def _attention(
     rows = query.reshape(batch, groups, heads // groups * length, width)
     whole = (is_causal and length > 1) or (groups != heads and attn_mask is not None and attn_mask.shape[1] != 1)
     if whole or not (_suits(rows, key) and _suits(rows, value)):
-        key, value = (widened(_whole(states), query.dtype) for states in (key, value))
+        if isinstance(key, HostedRows) or isinstance(value, HostedRows):
+            raise NotStackedError("causal attention of several tokens, or of heads that share keys")
+        key, value = widened(key, query.dtype), widened(value, query.dtype)
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    scores = (
-        (key.dots(rows) if isinstance(key, HostedRows) else dots(rows, key))
-        .view(batch, heads, length, -1)
-        .mul_(width**-0.5 if scale is None else scale)
-    )
+    if isinstance(key, HostedRows) and key.padded and attn_mask is None:
+        raise NotStackedError("attention without a mask that hides padding")
+    found = key.dots(rows) if isinstance(key, HostedRows) else dots(rows, key)
+    scores = found.view(batch, heads, length, -1).mul_(width**-0.5 if scale is None else scale)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
     chances = softmax(scores, dim=-1)
@@ -296,19 +258,15 @@ def _suits(rows: Tensor, matrix: Tensor) -> bool:
     return isinstance(matrix, HostedRows) or suits(rows, matrix)
 
 
-def _whole(states: Tensor) -> Tensor:
-    """Return keys or values as a tensor of their own."""
-    return states.copied().as_subclass(Tensor) if isinstance(states, HostedRows) else states
-
-
 def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
     """Return ``rows @ matrix`` in float32 if the matrix, or its transpose, suits the compiled code; else None."""
-    if not rows.dim() == matrix.dim() > 1 or rows.shape[-1] != matrix.shape[-2]:
-        return None
-    if isinstance(matrix, HostedRows):
-        if rows.shape[:-2] != matrix.shape[:-2]:
-            return None
+    suited = rows.dim() == matrix.dim() > 1 and rows.shape[-1] == matrix.shape[-2]
+    if isinstance(matrix, HostedRows) and suited and not isinstance(rows, HostedRows):
         return matrix.dots(rows) if matrix.turned else matrix.mix(rows)
+    if isinstance(matrix, HostedRows) or isinstance(rows, HostedRows):
+        raise NotStackedError(f"a product of {list(rows.shape)} and {list(matrix.shape)}, keys or values")
+    if not suited:
+        return None
     turned = matrix.transpose(-1, -2)
     if suits(rows, turned) or (matrix.dtype == torch.int8 and matrix.stride(-1) != 1):
         return dots(rows, turned)
@@ -317,19 +275,19 @@ def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
 
 def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
     found = _product(input, mat2)
-    return torch.bmm(input, _whole(mat2)) if found is None else found.to(input.dtype)
+    return torch.bmm(input, mat2) if found is None else found.to(input.dtype)
 
 
 def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     found = _product(batch1, batch2)
     if found is None:
-        return torch.baddbmm(input, batch1, _whole(batch2), beta=beta, alpha=alpha)
+        return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
     return found.mul_(alpha).add_(input, alpha=beta).to(batch1.dtype)
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
     found = _product(input, other)
-    return torch.matmul(input, _whole(other)) if found is None else found.to(input.dtype)
+    return torch.matmul(input, other) if found is None else found.to(input.dtype)
 
 
 # Replacements for the operations that attention to one new token consists of: one fused operation, or products.

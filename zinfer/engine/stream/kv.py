@@ -258,8 +258,8 @@ class CpuCache(HostCache):
         if not start:
             for place, states in zip(places, stored, strict=True):
                 # One copy of whole rows: positions beyond the prompt have no meaning yet.
-                rows_of = pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop))
-                self._sent.append(self._sender.send(rows_of, place[own]))
+                wide = pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop))
+                self._sent.append(self._sender.send(wide, place[own]))
             return keys, values
         for event in self._sent:
             if event is not None:

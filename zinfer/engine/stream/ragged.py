@@ -8,8 +8,8 @@ Models that take their attention function by name (`_supports_attention_backend`
 it, without code for architectures. The function must be called once in each layer, with the very tensors that the cache
 returned and without a mask or bias of the model's own: `NotRaggedError` says that a model does something else.
 
-Rows that the CPU attends to share a forward pass in another way, which any model permits: to it they are one rectangle,
-left-padded to the longest, whose keys and values are `HostedRows`.
+Other models, and rows that the CPU attends to, share a forward pass in another way: to the model they are one
+rectangle, left-padded to the longest, whose keys and values are `zinfer.engine.stream.stacked.Stacked`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part, rope_switch
-from zinfer.engine.stream.cpu_attention import fetched, stacked
+from zinfer.engine.stream.cpu_attention import fetched, hosted_rows
+from zinfer.engine.stream.stacked import stack
 
 NAME = "zinfer_ragged"  # name of the attention function
 MASKED = {"full_attention", "sliding_attention"}  # kinds of layers whose mask is that of the cache's positions
@@ -100,17 +101,20 @@ def attention(
     return layer.attend(query, options.get("scaling")), None
 
 
-class HostedLayer(DynamicLayer):  # type: ignore[misc]
-    """Layer `index` of the caches of `parts`, whose rows the CPU attends to, as one."""
+class StackedLayer(DynamicLayer):  # type: ignore[misc]
+    """Layer `index` of the caches of `parts`, as one: keys and values are `Stacked`. With `on_cpu` they are in host
+    memory, and the CPU attends to them."""
 
     is_sliding = False
 
-    def __init__(self, index: int, parts: Sequence[Part]) -> None:
+    def __init__(self, index: int, parts: Sequence[Part], on_cpu: bool) -> None:
         super().__init__()
-        self.index, self._parts = index, parts
+        self.index, self._parts, self._on_cpu = index, parts, on_cpu
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        arrived = fetched(key_states, value_states)  # waits for the device, once for all parts
+        device, dtype = key_states.device, key_states.dtype
+        if self._on_cpu:  # wait for the device once for all parts
+            key_states, value_states = fetched(key_states, value_states)
         found: list[list[Tensor]] = [[], []]
         first = 0
         for part in self._parts:
@@ -118,11 +122,11 @@ class HostedLayer(DynamicLayer):  # type: ignore[misc]
             first = rows.stop
             cache = part.batch.cache
             assert isinstance(cache, RowCache)
-            seen = cache.layers[self.index].update(*(states[rows] for states in arrived))
+            seen = cache.layers[self.index].update(key_states[rows], value_states[rows])
             for blocks, states in zip(found, seen, strict=True):
                 with torch._C.DisableTorchFunctionSubclass():
                     blocks.append(states.as_subclass(Tensor))
-        keys, values = (stacked(blocks, key_states.device, key_states.dtype) for blocks in found)
+        keys, values = (hosted_rows(one, device, dtype) if self._on_cpu else stack(one, dtype) for one in found)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -132,11 +136,11 @@ class HostedLayer(DynamicLayer):  # type: ignore[misc]
         return self.get_seq_length() + 1, 0
 
 
-def hosted_inputs(parts: Sequence[Part]) -> tuple[Cache, Tensor | None]:
-    """Return the cache and the mask ``[B, n]`` of a pass of `parts`, decode steps of rows that the CPU attends to; no
-    mask if there is no padding."""
+def stacked_inputs(parts: Sequence[Part], on_cpu: bool) -> tuple[Cache, Tensor | None]:
+    """Return the cache and the mask ``[B, n]`` of a pass of `parts`, decode steps, as one rectangle; no mask if there
+    is no padding."""
     layers = getattr(parts[0].batch.cache, "layers", ())
-    cache = Cache(layers=[HostedLayer(index, parts) for index in range(len(layers))])
+    cache = Cache(layers=[StackedLayer(index, parts, on_cpu) for index in range(len(layers))])
     longest = max(part.batch.length for part in parts) + 1
     if all(part.batch.mask is None and part.batch.length + 1 == longest for part in parts):
         return cache, None

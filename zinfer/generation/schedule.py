@@ -311,6 +311,8 @@ class PassTimes:
         those of launching one of them for as long as both run, less those of reading the `added` positions of padding,
         and of copying all `positions` now, and again when the rows that end first leave a gap."""
         each = self._joined_s if self.joins else max(self._launch_s, self._read_s)
+        if not each:  # not known: fewer groups are better
+            return 1.0
         copies = 1 if left == other else 2
         taken = copies * (COPIES * self._position_s * positions + MOVE_S * self._layers)
         return min(left, other) * (each - self._position_s * added) - taken

@@ -30,8 +30,8 @@ from zinfer.spec.model import ModelSpec
 
 MOST_ROWS = 4096  # rows that run at a time at most
 STEP = 64  # positions by which the room of a group grows
-FURTHER_TOKENS = 1024  # the same for a further group whose prompts do not fit whole: it has a forward pass of its own
 LEAST_TOKENS = 256  # prompt tokens that a pass takes at least, if any wait: fewer make poor matrix products
+FURTHER = 4  # times as many for a further group that does not fit whole: it has a forward pass of its own
 FRONT = 64  # waiting rows among which one of like length is looked for
 NEW_GROUPS = 3  # groups begun in one pass at most
 ALIKE = 0.8  # shortest prompt of a group, as a share of its longest
@@ -745,7 +745,7 @@ class Schedule:
         first = self.waiting[0]
         places = self.limits.rows - sum(len(group.alive) for group in self.groups)
         fresh = first.length - self.reusable(first)
-        least = min(fresh, FURTHER_TOKENS if begun else LEAST_TOKENS)
+        least = min(fresh, LEAST_TOKENS * (FURTHER if begun else 1))
         least = least if self.able.chunks else min(fresh, self.times.tokens)
         if places < 1 or (budget < least and not alone):
             return None

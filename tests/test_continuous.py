@@ -169,7 +169,7 @@ def test_rows_wait_in_host_memory_and_come_back(checkpoint: Checkpoints, tmp_pat
 def test_a_shortage_of_memory_costs_no_sequence(
     verb: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    small(monkeypatch, 40)
+    small(monkeypatch, 60)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
     running.schedule.step = 4

@@ -72,6 +72,7 @@ def alike(count: int, length: int, limit: int) -> list[scheduler.Sequence]:
 def small(patch: Patch, budget: int = 17) -> None:
     """Make decisions that are made for thousands of tokens with few."""
     patch.setattr(schedule, "LEAST_TOKENS", 6)
+    patch.setattr(schedule, "FURTHER", 1)
     patch.setattr(schedule, "FEW_GROUPS", 2)
     patch.setattr(schedule, "MOST_GROUPS", 3)
     patch.setattr(PassTimes, "room", lambda *_: budget)
@@ -169,7 +170,7 @@ def test_rows_wait_in_host_memory_and_come_back(checkpoint: Checkpoints, tmp_pat
 def test_a_shortage_of_memory_costs_no_sequence(
     verb: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    small(monkeypatch, 60)
+    small(monkeypatch, 40)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
     running.schedule.step = 4

@@ -28,6 +28,7 @@ from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, check_free, lay_out
 from zinfer.engine.state import Loaded, ModelState, by_layer
 from zinfer.engine.stream import packed
+from zinfer.engine.stream.cpu_kernel import library
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
@@ -297,8 +298,10 @@ class Stream(Decoder):
         placement = self._placement(load)
         if self._ring is not None:
             self._share_out(self._ring, placement)
-        if placement.host_rows(load.batch_size):
-            self._host_pool(placement, load)  # page-locking takes seconds: before any row waits for it
+        if placement.host_rows(load.batch_size):  # what takes seconds is done before any row waits for it
+            self._host_pool(placement, load)
+            if placement.kv_on_cpu or self._ring is None:
+                library()
 
     def _cannot_have(self, option: str) -> str | None:
         """Return the reason why the model's cache cannot be as `option` says; None if it can."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from ctypes import CDLL, addressof, c_char, c_size_t, c_void_p
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zinfer.engine.stream import codec
-from zinfer.engine.stream.codec import BLOCK, Encoded, Layout, decode, encode
+from zinfer.engine.quantization.dequantize import Codes, expand, table
+from zinfer.engine.stream import codec, quantized
+from zinfer.engine.stream.codec import BLOCK, CONSTANTS, Encoded, Layout, decode, encode
 
 
 def gaussian(numel: int, scale: float = 0.02, seed: int = 0) -> Tensor:
@@ -50,6 +52,26 @@ def every_pattern() -> Tensor:
     return values
 
 
+E4M3 = torch.float8_e4m3fn
+
+
+def fp8(numel: int, scale: float = 100.0, seed: int = 0) -> Tensor:
+    """Return e4m3 numbers of a normal distribution, with all 256 codes among them, NaN too, if there is room."""
+    dice = torch.Generator().manual_seed(seed)
+    codes = (torch.randn(numel, generator=dice) * scale).clamp(-448, 448).to(E4M3).view(torch.uint8)
+    if numel > 1 << 12:
+        codes[torch.randperm(numel, generator=dice)[:256]] = torch.arange(256, dtype=torch.uint8)
+    return codes.view(E4M3)
+
+
+def fp8_of(weights: dict[int, int], numel: int = BLOCK) -> Tensor:
+    """Return e4m3 numbers whose exponents are drawn by weight, with random other bits."""
+    dice = torch.Generator().manual_seed(len(weights))
+    drawn = torch.multinomial(torch.tensor([*weights.values()]).float(), numel, True, generator=dice)
+    others = torch.randint(256, (numel,), generator=dice, dtype=torch.uint8)
+    return (others & 0x87 | torch.tensor([*weights], dtype=torch.uint8)[drawn] << 3).view(E4M3)
+
+
 CASES: dict[str, Callable[[], Tensor]] = {
     "every pattern": every_pattern,
     "gaussian": lambda: gaussian(2 * BLOCK),
@@ -72,12 +94,24 @@ CASES: dict[str, Callable[[], Tensor]] = {
 AS_ON_A_GPU = ("odd size", "half escapes")
 
 
+FP8_CASES: dict[str, Callable[[], Tensor]] = {
+    "every code": lambda: fp8(2 * BLOCK),
+    "odd size of fp8": lambda: fp8(BLOCK + 77, seed=1),
+    "fp8, a value more": lambda: fp8(BLOCK + 1, seed=2),
+    "fp8 zeros of both signs": lambda: torch.tensor([0, 0x80], dtype=torch.uint8).repeat(BLOCK // 2).view(E4M3),
+    "fp8, subnormal or not a number": lambda: fp8_of({0: 5, 15: 1}),
+    "fp8, thirteen exponents": lambda: fp8_of({i: 1 << i for i in range(13)}),
+    "fp8, a scale each": lambda: torch.cat([fp8(BLOCK, scale, seed=4) for scale in (0.01, 1.0, 200.0)]),
+}
+
+
 def share(encoded: Encoded) -> float:
-    return encoded.layout.size / (2 * encoded.shape.numel())
+    return 8 * encoded.layout.size / (encoded.layout.bits * encoded.shape.numel())
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.contiguous().view(torch.int16), right.contiguous().view(torch.int16))
+    """Compare bit by bit."""
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
 def encoded(values: Tensor) -> Encoded:
@@ -90,19 +124,24 @@ def encoded(values: Tensor) -> Encoded:
 
 def decoded(source: Encoded) -> Tensor:
     """Decode with the plain decoder into memory with neighbours, which must not change."""
-    memory = torch.full((source.layout.numel + 32,), -7.0, dtype=torch.bfloat16)
+    dtype = torch.bfloat16 if source.layout.bits == 16 else E4M3
+    memory = torch.full((source.layout.numel + 32,), -7.0, dtype=dtype)
     decode(source.data, source.layout, memory[16:-16].view(source.shape))
-    assert (memory[:16] == -7).all()
-    assert (memory[-16:] == -7).all()
+    assert (memory[:16].float() == -7).all()
+    assert (memory[-16:].float() == -7).all()
     return memory[16:-16].view(source.shape)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *FP8_CASES])
 def test_every_bit_comes_back(name: str) -> None:
-    values = CASES[name]()
+    values = (CASES | FP8_CASES)[name]()
     assert same(decoded(encoded(values)), values)
 
 
+FP8_BLOCKS = st.one_of(
+    st.builds(fp8, st.just(BLOCK), st.sampled_from([1e-3, 1.0, 100.0]), st.integers(0, 9)),
+    st.builds(fp8_of, st.dictionaries(st.integers(0, 15), st.integers(1, 10000), min_size=1)),
+)
 BLOCKS = st.one_of(
     st.builds(gaussian, st.just(BLOCK), st.sampled_from([1e-38, 1e-3, 0.02, 1.0, 1e30]), st.integers(0, 9)),
     st.builds(exponents, st.dictionaries(st.integers(0, 255), st.integers(1, 10000), min_size=1, max_size=40)),
@@ -120,6 +159,16 @@ def test_any_data_is_coded_without_loss_or_stays_raw(blocks: list[Tensor], tail:
         assert same(decoded(result), values)
 
 
+@given(blocks=st.lists(FP8_BLOCKS, min_size=1, max_size=4), tail=st.integers(0, 40))
+@settings(max_examples=20, deadline=None)
+def test_any_codes_are_coded_without_loss_or_stay_raw(blocks: list[Tensor], tail: int) -> None:
+    values = torch.cat([*blocks, fp8_of(dict.fromkeys(range(16), 1), tail)]) if tail else torch.cat(blocks)
+    result = encode(values)
+    if result is not None:
+        assert result.layout.size < values.nbytes
+        assert same(decoded(result), values)
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -130,8 +179,22 @@ def test_any_data_is_coded_without_loss_or_stays_raw(blocks: list[Tensor], tail:
         gaussian(BLOCK).float(),
         gaussian(BLOCK).float().char(),
         torch.cat([gaussian(BLOCK), noise(4 * BLOCK)]),
+        fp8(BLOCK - 1),
+        fp8_of(dict.fromkeys(range(16), 1), 3 * BLOCK),
+        gaussian(BLOCK).to(torch.float8_e5m2),
     ],
-    ids=["empty", "less than a block", "noise", "fp16", "fp32", "int8", "more noise than weights"],
+    ids=[
+        "empty",
+        "less than a block",
+        "noise",
+        "fp16",
+        "fp32",
+        "int8",
+        "more noise than weights",
+        "less than a block of fp8",
+        "noise in fp8",
+        "e5m2",
+    ],
 )
 def test_data_that_does_not_shrink_stays_raw(values: Tensor) -> None:
     assert encode(values) is None
@@ -198,6 +261,10 @@ def test_gaussian_weights_take_67_percent(scale: float) -> None:
     assert share(encoded(values)) < 0.668
 
 
+def test_gaussian_weights_in_fp8_take_83_percent() -> None:
+    assert share(encoded(fp8(64 * BLOCK))) < 0.832
+
+
 def test_tables_follow_rows_of_differing_scale() -> None:
     values = torch.cat([gaussian(BLOCK, 2 ** (row / 4), seed=row) for row in range(64)])
     assert share(encoded(values)) < entropy(values) - 0.05
@@ -226,6 +293,8 @@ def unsound() -> list[Any]:
         pytest.param(data, layout(rest=sections[4]), out, id="no bytes"),
         pytest.param(data, layout(tail=sections[5]), out, id="no tail"),
         pytest.param(data, Layout(BLOCK + 8, sections[1:]), out, id="a part too few"),
+        pytest.param(data, Layout(BLOCK + 8, sections, 8), out, id="other type"),
+        pytest.param(data, Layout(BLOCK + 8, sections, 4), out, id="no type"),
     ]
 
 
@@ -235,11 +304,11 @@ def test_data_layout_and_output_that_do_not_fit_are_refused(data: Tensor, layout
         decode(data, layout, out)
 
 
-def damaged(kind: str) -> Encoded:
+def damaged(kind: str, bits: int = 16) -> Encoded:
     """Return two blocks of noise whose records promise more data than there is room for; the streams are long enough to
     try."""
-    head = Layout(2 * BLOCK, ()).records + 3 * 8 * codec.LEVELS // 16
-    layout = Layout(2 * BLOCK, (head, *range(head + 4096, head + 5 * 4096, 4096), head + 4 * 4096))
+    head = Layout(2 * BLOCK, (), bits).records + 3 * 8 * codec.LEVELS // 16
+    layout = Layout(2 * BLOCK, (head, *range(head + 4096, head + 5 * 4096, 4096), head + 4 * 4096), bits)
     data = noise(layout.size // 2).view(torch.uint8)
     records = data[layout.records * 16 : head * 16].view(torch.int32).view(3, -1)
     if kind == "all to the end":
@@ -252,6 +321,52 @@ def damaged(kind: str) -> Encoded:
 
 
 DAMAGE = ("noise", "all to the end", "far off", "ends before starts")
+
+
+# Rows and columns, values that share a scale (None: all do), types of scales (e8m0: powers of two), between and after.
+MATRICES: dict[str, tuple[tuple[int, int], tuple[int, int] | None, torch.dtype, torch.dtype, torch.dtype]] = {
+    "blocks": ((128, 256), (128, 128), torch.float32, torch.bfloat16, torch.bfloat16),
+    "odd sides": ((131, 129), (32, 30), torch.float32, torch.bfloat16, torch.bfloat16),
+    "one scale, fp16": ((64, 258), None, torch.float32, torch.float16, torch.float16),
+    "scales of rows": ((64, 272), (1, 272), torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "powers of two": ((64, 256), (1, 32), torch.float8_e8m0fnu, torch.float32, torch.bfloat16),
+}
+
+
+def matrix(name: str) -> tuple[quantized.CodesLayout, Tensor, Tensor]:
+    """Return a matrix of `MATRICES` as it crosses the link, and its values."""
+    (rows, columns), block, kind, inner, dtype = MATRICES[name]
+    grid = (1, 1) if block is None else (-(-rows // block[0]), -(-columns // block[1]))
+    dice = torch.Generator().manual_seed(5)
+    scales = (torch.rand(grid, generator=dice) * 0.01 + 0.001).to(
+        kind if kind != torch.float8_e8m0fnu else torch.float32
+    )
+    if powers := kind == torch.float8_e8m0fnu:
+        scales = torch.randint(110, 130, grid, generator=dice, dtype=torch.uint8)
+    numbers = fp8(rows * columns).view(torch.uint8).view(rows, columns)
+    codes = Codes(numbers, columns, 8, "e4m3", scales, block or (1, 1), inner, "e8m0" if powers else "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "MIN_NUMEL", 0)
+        ((layout, data),) = quantized.pieces(codes, dtype, 1 << 20)
+    assert layout.coded is not None
+    assert data.numel() == layout.size < numbers.numel() + scales.nbytes
+    return layout, data, expand(codes, dtype)
+
+
+def equal(left: Tensor, right: Tensor) -> bool:
+    """Compare bit by bit, but for the bits of NaN."""
+    return torch.equal(left.isnan(), right.isnan()) and same(left.nan_to_num(0.0), right.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_coded_rows_are_unpacked_with_their_scales(name: str) -> None:
+    layout, data, expected = matrix(name)
+    out = torch.zeros_like(expected)
+    quantized.unpack(data, layout, out.view(-1))
+    assert equal(out, expected)
+    assert expected.isnan().any()
+    with pytest.raises(ValueError, match="does not fit"):
+        quantized.unpack(data[:-16], layout, out.view(-1))
 
 
 def need_triton() -> None:
@@ -270,6 +385,11 @@ def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     jobs += [(kind, damaged(kind), 32) for kind in DAMAGE]
     work = [(name, job.data.clone(), job.layout.numel, job.layout.sections, warps) for name, job, warps in jobs]
     torch.save(work, folder / "jobs")
+    coded: list[tuple[Any, ...]] = [(name, *matrix(name)[:2]) for name in MATRICES]
+    found = damaged("noise", 8)
+    layout = replace(matrix("blocks")[0], rows=128, coded=found.layout)  # two blocks, one row of two scales
+    coded.append(("noise in fp8", layout, torch.cat([found.data, torch.zeros(16, dtype=torch.uint8)])))
+    torch.save(coded, folder / "coded")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, __file__, folder], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
@@ -285,6 +405,11 @@ def test_the_kernel_returns_every_bit(name: str, by_kernel: dict[str, Tensor]) -
     assert by_kernel[name][whole:].isnan().all()  # the kernel leaves the tail
 
 
+@pytest.mark.parametrize("name", MATRICES)
+def test_the_kernel_unpacks_coded_rows(name: str, by_kernel: dict[str, Tensor]) -> None:
+    assert equal(by_kernel[name], matrix(name)[2])
+
+
 @pytest.mark.parametrize("warps", [1, 4])
 def test_the_number_of_warps_does_not_matter(warps: int, by_kernel: dict[str, Tensor]) -> None:
     assert same(by_kernel[f"{warps} warps"], by_kernel["heavy tails"])
@@ -296,26 +421,41 @@ def test_damaged_data_stay_within_bounds(kind: str, by_kernel: dict[str, Tensor]
     assert by_kernel[kind].numel() == 2 * BLOCK
 
 
-def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_codes_stay_within_bounds(by_kernel: dict[str, Tensor]) -> None:
+    assert by_kernel["noise in fp8"].numel() == 2 * BLOCK
+
+
+def test_the_kernels_compile_for_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_triton()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     import triton
+    import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from zinfer.engine.stream import decode as kernel
+    from zinfer.engine.stream.expand import _expand_blocks
 
-    constants = {"BLOCK": BLOCK, "LEVELS": codec.LEVELS, "MAX_ESCAPES": codec.MAX_ESCAPES, "ROWS": 32 * kernel.WARPS}
-    types = {name: "constexpr" if name in constants else "i32" for name in kernel._decode.arg_names}
-    aligned = {(index,): [["tt.divisibility", 16]] for index in range(2)}
-    source = ASTSource(kernel._decode, types | {"data": "*u8", "out": "*bf16"}, constants, aligned)
-    options = {"num_warps": kernel.WARPS, "num_stages": 1}
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
-    assert code["cubin"]
-    # Mantissas are read and values written 16 bytes at a time.
-    assert "ld.global.v4.b32" in code["ptx"]
-    assert "st.global.v4.b32" in code["ptx"]
+    constants: dict[str, Any] = CONSTANTS | {"ROWS": 32 * kernel.WARPS}
+    scaled = constants | {
+        "SCALE_ROWS": 128, "SCALE_COLUMNS": 128, "CODED": False, "INNER": tl.bfloat16, "ALIGNED": True,
+    }  # fmt: skip
+    pointers = {"data": "*u8", "out": "*bf16"}
+    scales = {"scales": "*fp32", "scale_table": "*fp32"}
+    # Mantissas are read 16 or 8 bytes at a time, and values written 16.
+    for function, known, places, reads in (
+        (kernel._decode, constants, pointers, "ld.global.v4.b32"),
+        (_expand_blocks, scaled, pointers | scales, "ld.global.v2.b32"),
+    ):
+        types = {name: "constexpr" if name in known else "i32" for name in function.arg_names} | places
+        aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(places))}
+        options = {"num_warps": kernel.WARPS, "num_stages": 1}
+        source = ASTSource(function, types, known, aligned)
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+        assert code["cubin"]
+        assert reads in code["ptx"]
+        assert "st.global.v4.b32" in code["ptx"]
 
 
 def guarded(size: int) -> Tensor:
@@ -331,14 +471,22 @@ def guarded(size: int) -> Tensor:
 def main(folder: Path) -> None:
     """Decode the data in `folder` with the kernel."""
     from zinfer.engine.stream import decode as kernel
+    from zinfer.engine.stream.expand import launch_coded
 
     usual, results = kernel.WARPS, {}
     for name, data, numel, sections, warps in torch.load(folder / "jobs"):
         kernel.WARPS = warps or usual
         out = guarded(2 * numel).view(torch.bfloat16).fill_(torch.nan)
-        constants = {"BLOCK": BLOCK, "LEVELS": codec.LEVELS, "MAX_ESCAPES": codec.MAX_ESCAPES}
         blocks, offsets = numel // BLOCK, sections[:-1]
-        kernel.launch(guarded(data.numel()).copy_(data), out, blocks, offsets, **constants)
+        kernel.launch(guarded(data.numel()).copy_(data), out, blocks, offsets, **CONSTANTS)
+        results[name] = out.clone()
+    kernel.WARPS = 32
+    for name, layout, data in torch.load(folder / "coded", weights_only=False):
+        codes = layout.views(data)
+        codes = replace(codes, numbers=guarded(codes.numbers.numel()).copy_(codes.numbers))
+        out = guarded(2 * layout.numel).view(layout.dtype).fill_(torch.nan).view(layout.rows, layout.columns)
+        powers = table(layout.scale_table, torch.device("cpu")) if layout.scale_table else None
+        launch_coded(codes, layout.coded, out, powers, block=1024)
         results[name] = out.clone()
     torch.save(results, folder / "results")
 

@@ -21,7 +21,8 @@ from tests.test_parity import MACHINE, greedy
 from tests.test_parity import load as load_engine
 from zinfer.engine.quantization.dequantize import Codes, expand, table
 from zinfer.engine.state import ModelState
-from zinfer.engine.stream.quantized import pieces, unpack
+from zinfer.engine.stream import codec as lossless
+from zinfer.engine.stream.quantized import joined, pieces, unpack
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.checkpoint import CheckpointError
@@ -223,6 +224,29 @@ def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[st
                 place += layout.numel
         assert place == expected.numel()
         assert torch.equal(out.view(expected.shape), expected), entry
+
+
+@pytest.mark.parametrize("name", ["fp8 of experts", "fp8", "int4 groups", "nvfp4", "gptq in order"])
+def test_matrices_of_an_entry_are_joined_where_their_scales_allow_it(
+    name: str, made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joined rows are unpacked to the same weights; FP8 ones are coded."""
+    monkeypatch.setattr(lossless, "MIN_NUMEL", 0)
+    monkeypatch.setattr(lossless, "BLOCK", 1024)
+    monkeypatch.setattr(lossless, "MAX_ESCAPES", 1024 - 64)
+    for entry, expected, several in matrices(made(name)):
+        assert several
+        for most in (1 << 30, 20_000):
+            whole = list(joined(several, expected.dtype.itemsize, most))
+            assert all(codes.rows * codes.columns * 2 <= most for codes in whole) or len(whole) == len(several)
+            assert len(whole) == 1 or most < 1 << 30, entry
+            out, place, coded = torch.empty_like(expected).view(-1), 0, 0
+            for codes in whole:
+                for layout, data in pieces(codes, expected.dtype, most, 2 * place):
+                    unpack(data.clone(), layout, out[place : place + layout.numel])
+                    place, coded = place + layout.numel, coded + (layout.coded is not None)
+            assert torch.equal(out.view(expected.shape), expected), entry
+            assert (coded > 0) == name.startswith("fp8"), entry
 
 
 @pytest.mark.parametrize(

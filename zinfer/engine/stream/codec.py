@@ -1,8 +1,9 @@
-"""Lossless codec for bf16 weights: short codes for their exponents, so that fewer bytes cross the link.
+"""Lossless codec for bf16 and FP8 (e4m3) weights: short codes for their exponents, so that fewer bytes cross the link.
 
 Sign and mantissa of a weight are noise; its exponent is not. For Gaussian weights the exponent carries 2.55 bits of
-information in 8, so no code gets below 65.9% of the size. This codec takes 66.4-66.7%, Huffman codes take 66.1-66.2%;
-its codes have a fixed length, which a GPU unpacks in parallel.
+information, so no code gets below 65.9% of the size of bf16, whose exponents have 8 bits, and below 81.8% of that of
+e4m3, where they have 4. This codec takes 66.4-66.7% and 83%, Huffman codes take 66.1-66.2% of bf16; its codes have a
+fixed length, which a GPU unpacks in parallel.
 
 A block is `BLOCK` values in order. Level 1 gives each value two bits: one of the block's three commonest exponents, or
 3, the escape. The escaped values (a quarter), in order and without gaps, have two bits each in level 2 for the next
@@ -10,7 +11,8 @@ three exponents, the escaped ones of those in level 3, and so on. A value still 
 thousand) has a byte with its exponent. Each level is one stream through all blocks. The parts, little-endian, each a
 multiple of 16 bytes:
 
-    mantissas    a byte a value: sign and mantissa; of every 4 values the middle two are swapped
+    mantissas    sign and mantissa of each value: a byte of bf16, half a byte of e4m3. Of every 4 values v0 to v3, bf16
+                 stores v0, v2, v1, v3; e4m3 stores v0 below v2 in one byte, v1 below v3 in the next
     level 1      rows of 16 codes in 32 bits: value `2i + h` of a row has the bits `2i + 16h` and `2i + 16h + 1`
     records      per block, in 32 bits each: its start in levels 2, 3, .. and in the bytes, and a table for every level
                  (3 exponents, ascending, 8 bits each); a last record holds the ends of the streams
@@ -38,8 +40,13 @@ ROW = 16  # codes in a row of 32 bits
 # The GPU unpacks levels 2.. into the block's own place in `out`, before the values, which needs some free space there.
 # A block with more escapes than this is noise.
 MAX_ESCAPES = BLOCK - 4 * ROW
-# A decode is one launch, 10-20 us of CPU time; on a link of 55 GB/s a tensor of this size saves about as much.
+CONSTANTS = {"BLOCK": BLOCK, "LEVELS": LEVELS, "MAX_ESCAPES": MAX_ESCAPES}  # of the kernels
+# A decode is one launch, 10-20 us of CPU time; on a link of 55 GB/s a tensor of this size saves about as much. For FP8,
+# which takes a launch in any case, it is the size from which the GPU unpacks faster than the link brings it.
 MIN_NUMEL = 1 << 20
+MAX_NUMEL = 1 << 31  # values that the kernel for FP8 can count
+BITS = {torch.bfloat16: 16, torch.float8_e4m3fn: 8}  # bits of a value, by the types that are coded
+_MANTISSA = {16: 7, 8: 3}  # bits of a mantissa
 
 _STRIDE = 7  # exponents are counted in every seventh value: enough for ranks, and few patterns have this period
 _GPU_CHUNK, _CPU_CHUNK = 4096, 32  # blocks encoded at a time: enough to keep a GPU busy, few enough for a CPU's caches
@@ -51,10 +58,12 @@ class Layout:
     """Places of the parts of encoded data, known on the host, so that no decode waits for the device.
 
     `sections` are the offsets of levels 2 to `LEVELS`, of the bytes, of the tail and of the end, in units of 16 bytes.
+    `bits` are those of a value before it is coded: 16 of bf16, 8 of e4m3.
     """
 
     numel: int
     sections: tuple[int, ...]
+    bits: int = 16
 
     @property
     def blocks(self) -> int:
@@ -63,7 +72,7 @@ class Layout:
     @property
     def records(self) -> int:
         """Offset of the records, in units of 16 bytes."""
-        return self.blocks * (BLOCK * 5 // 4 // 16)
+        return self.blocks * (BLOCK * (self.bits // 2 + 2) // 8 // 16)
 
     @property
     def size(self) -> int:
@@ -73,16 +82,20 @@ class Layout:
     @property
     def sound(self) -> bool:
         """True if the parts follow each other and each has room for its data."""
-        if len(self.sections) != LEVELS + 2:
+        if len(self.sections) != LEVELS + 2 or self.bits not in _MANTISSA:
             return False
         *_, rest, tail, end = self.sections
         starts = (self.records + _units((self.blocks + 1) * 8 * LEVELS), *self.sections)
-        return all(a <= b for a, b in pairwise(starts)) and rest < tail and (end - tail) * 8 >= self.numel % BLOCK
+        return (
+            all(a <= b for a, b in pairwise(starts))
+            and rest < tail
+            and (end - tail) * 128 >= self.numel % BLOCK * self.bits
+        )
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Encoded bf16 tensor of `shape`: `data` (uint8 ``[layout.size]``, contiguous, on the tensor's device).
+    """Encoded tensor of `shape`: `data` (uint8 ``[layout.size]``, contiguous, on the tensor's device).
 
     `data` is a view of a buffer as large as the tensor: copy it to its final place and drop it.
     """
@@ -105,29 +118,31 @@ def worth_joining(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def encode(tensor: Tensor) -> Encoded | None:
-    """Encode `tensor`; return None if it is not bf16, has less than one block, or does not get smaller.
+    """Encode `tensor`; return None if it is neither bf16 nor e4m3, has less than one block, or does not get smaller.
 
     Runs on the tensor's device, one chunk at a time: besides the result it takes about 1.2 GB on a GPU, 10 MB on a CPU,
     and at its peak the streams (0.09 bytes a value) twice. A tensor that is not contiguous is copied.
     """
     blocks = tensor.numel() // BLOCK
-    if tensor.dtype != torch.bfloat16 or not blocks:
+    if tensor.dtype not in BITS or not blocks:
         return None
-    bits = tensor.detach().contiguous().view(-1).view(torch.int16)
-    coded, limit = blocks * BLOCK, bits.numel() * 2 // 16
+    width = BITS[tensor.dtype]
+    bits = tensor.detach().contiguous().view(-1).view(torch.int16 if width == 16 else torch.uint8)
+    coded, limit = blocks * BLOCK, bits.nbytes // 16
     data = torch.empty(limit * 16, dtype=torch.uint8, device=bits.device)
-    records = Layout(bits.numel(), ()).records
+    records = Layout(bits.numel(), (), width).records
+    level_1 = coded * width // 16
     head = records + _units((blocks + 1) * 8 * LEVELS)
     streams = [_Stream(level < LEVELS - 1) for level in range(LEVELS)]
     tables, counts, end = [], [], 0
     for chunk in bits[:coded].split(BLOCK * (_GPU_CHUNK if bits.is_cuda else _CPU_CHUNK)):
         start, end = end, end + chunk.numel()
-        exponents = (chunk >> 7).to(torch.uint8)
+        exponents = (chunk >> 7).to(torch.uint8) if width == 16 else chunk >> 3 & 15
         tables.append(_commonest(exponents))
         symbols, count = _levels(exponents, tables[-1])
         counts.append(count)
-        data[start:end] = _pack_mantissas(chunk)
-        data[coded + start // 4 : coded + end // 4] = _pack(symbols[0])
+        data[start * width // 16 : end * width // 16] = _pack_mantissas(chunk)
+        data[level_1 + start // 4 : level_1 + end // 4] = _pack(symbols[0])
         for stream, more in zip(streams, symbols[1:], strict=True):
             stream.append(more)
         if head + sum(_units(stream.size) for stream in streams) >= limit:
@@ -143,19 +158,21 @@ def encode(tensor: Tensor) -> Encoded | None:
         place = data[begin * 16 : end * 16]
         place[: part.numel()] = part
         place[part.numel() :] = 0
-    layout = Layout(bits.numel(), sections)
+    layout = Layout(bits.numel(), sections, width)
     return Encoded(data[: layout.size], tensor.shape, layout)
 
 
 def decode(data: Tensor, layout: Layout, out: Tensor) -> None:
-    """Decode `data` (uint8) into `out` (bf16, contiguous, ``layout.numel`` values).
+    """Decode `data` (uint8) into `out` (bf16 or e4m3, contiguous, ``layout.numel`` values).
 
-    On a GPU this is one launch on the current stream, and a copy if there is a tail; it allocates nothing and does not
-    wait. Raises ValueError where data, layout and out do not fit together or do not begin at multiples of 16 bytes.
+    For bf16 on a GPU this is one launch on the current stream, and a copy if there is a tail; it allocates nothing and
+    does not wait. The kernel for e4m3 also multiplies with scales (`zinfer.engine.stream.expand`); here a GPU decodes
+    e4m3 as a CPU does. Raises ValueError where data, layout and out do not fit together or do not begin at multiples of
+    16 bytes.
     """
     if (
         not layout.sound
-        or (data.dtype, out.dtype) != (torch.uint8, torch.bfloat16)
+        or (data.dtype, BITS.get(out.dtype)) != (torch.uint8, layout.bits)
         or (data.numel() < layout.size or out.numel() != layout.numel)
         or not (data.is_contiguous() and out.is_contiguous() and data.device == out.device)
         or (data.data_ptr() % 16 or out.data_ptr() % 16)
@@ -163,15 +180,14 @@ def decode(data: Tensor, layout: Layout, out: Tensor) -> None:
         ours, theirs = (f"{t.dtype} {tuple(t.shape)} on {t.device} at {t.data_ptr():#x}" for t in (data, out))
         raise ValueError(f"{layout} does not fit data ({ours}) and out ({theirs})")
     values = out.view(-1)
-    if out.is_cuda:
+    if out.is_cuda and layout.bits == 16:
         from zinfer.engine.stream.decode import launch
 
-        constants = {"BLOCK": BLOCK, "LEVELS": LEVELS, "MAX_ESCAPES": MAX_ESCAPES}
-        launch(data, values, layout.blocks, layout.sections[:-1], **constants)
+        launch(data, values, layout.blocks, layout.sections[:-1], **CONSTANTS)
     else:
         _decode_blocks(data, layout, values)
     if rest := layout.numel % BLOCK:
-        values[-rest:] = data[layout.sections[-2] * 16 :][: rest * 2].view(torch.bfloat16)
+        values[-rest:] = data[layout.sections[-2] * 16 :][: rest * layout.bits // 8].view(out.dtype)
 
 
 class _Stream:
@@ -268,8 +284,16 @@ def _unpack(rows: Tensor) -> Tensor:
 
 
 def _pack_mantissas(bits: Tensor) -> Tensor:
-    """Return sign and mantissa (uint8 ``[n]``) of values (int16 ``[n]``), computed 4 at a time."""
+    """Return sign and mantissa of values: uint8 ``[n]`` of bf16 (int16 ``[n]``), ``[n / 2]`` of e4m3 (uint8 ``[n]``),
+    computed 4 or 8 at a time."""
     words = bits.clone().view(torch.int64)
+    if bits.dtype == torch.uint8:
+        signs = words >> 4
+        signs &= 0x0808_0808_0808_0808
+        words &= 0x0707_0707_0707_0707
+        words |= signs
+        words |= words >> 12  # the second two of 4 values lie above the first two now
+        return words.view(torch.int16)[::2].contiguous().view(torch.uint8)
     signs = words >> 8
     signs &= 0x0080_0080_0080_0080
     words &= 0x007F_007F_007F_007F
@@ -278,8 +302,12 @@ def _pack_mantissas(bits: Tensor) -> Tensor:
     return words.view(torch.int32)[::2].contiguous().view(torch.uint8)
 
 
-def _unpack_mantissas(mantissas: Tensor) -> Tensor:
-    """Return sign and mantissa at their places in a value, int16 ``[n]``."""
+def _unpack_mantissas(mantissas: Tensor, width: int) -> Tensor:
+    """Return sign and mantissa at their places in a value of `width` bits: int16 or uint8 ``[n]``."""
+    if width == 8:
+        pairs = mantissas.view(-1, 1, 2)
+        bits = torch.cat([pairs & 15, pairs >> 4], 1).view(-1)
+        return (bits & 8) << 4 | bits & 7
     bits = mantissas.view(-1, 2, 2).transpose(1, 2).reshape(-1).to(torch.int16)
     return (bits & 0x80) << 8 | bits & 0x7F
 
@@ -287,7 +315,8 @@ def _unpack_mantissas(mantissas: Tensor) -> Tensor:
 def _decode_blocks(data: Tensor, layout: Layout, out: Tensor) -> None:
     """Decode as the Triton kernel does, in plain torch: deepest level first, one chunk at a time. Waits for the
     device."""
-    blocks, coded = layout.blocks, layout.blocks * BLOCK
+    blocks, width = layout.blocks, layout.bits
+    level_1, dtype = blocks * BLOCK * width // 16, torch.int16 if width == 16 else torch.uint8
     words = data[layout.records * 16 :][: (blocks + 1) * 8 * LEVELS].view(torch.int32).view(-1, 2 * LEVELS)
     starts = words[:, :LEVELS].long() & 0xFFFF_FFFF
     tables = torch.stack([(words[:-1, LEVELS:] >> 8 * i).to(torch.uint8) for i in range(3)], -1)
@@ -304,10 +333,12 @@ def _decode_blocks(data: Tensor, layout: Layout, out: Tensor) -> None:
                 codes = _unpack(rows)[begin % ROW :][: end - begin]
                 table = table.repeat_interleave(starts[first : last + 1, level - 1].diff(), 0)
             else:
-                codes = _unpack(data[coded + first * BLOCK // 4 : coded + last * BLOCK // 4]).view(-1, BLOCK)
+                rows = data[level_1 + first * BLOCK // 4 : level_1 + last * BLOCK // 4]
+                codes = _unpack(rows).view(-1, BLOCK)
                 table = table[:, None]
             low, middle, high = table.unbind(-1)
             deeper, symbols = symbols, low + (codes & 1) * (middle - low) + (codes >> 1) * (high - low)
             symbols.masked_scatter_(codes == 3, deeper)
-        values = out[first * BLOCK : last * BLOCK].view(torch.int16)
-        values.copy_(_unpack_mantissas(data[first * BLOCK : last * BLOCK]) | symbols.view(-1).to(torch.int16) << 7)
+        values = out[first * BLOCK : last * BLOCK].view(dtype)
+        mantissas = _unpack_mantissas(data[first * BLOCK * width // 16 : last * BLOCK * width // 16], width)
+        values.copy_(mantissas | symbols.view(-1).to(dtype) << _MANTISSA[width])

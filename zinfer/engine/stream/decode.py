@@ -68,8 +68,43 @@ def _decode(
     part = (out + block * BLOCK).to(tl.pointer_type(tl.uint32))
     level_1 = words + tl.cast(blocks, tl.int64) * (BLOCK // 4)
     record = level_1 + tl.cast(blocks, tl.int64) * (BLOCK // 16) + block * (2 * LEVELS)
-    sections = (level_2, level_3, level_4, rest, tail)
 
+    position = escapes(
+        words, part, record, row, column, level_2, level_3, level_4, rest, tail, BLOCK, LEVELS, MAX_ESCAPES, ROWS
+    )
+    table = tl.load(record + LEVELS)
+    for tile in range(0, BLOCK // 16, ROWS):
+        index = tile + row
+        code = tl.load(level_1 + block * (BLOCK // 16) + index)
+        mantissa = tl.load(words + block * (BLOCK // 4) + index[:, None] * 4 + column)
+        first, second, position = exponents(code, table, part, position, BLOCK // 2 - 2)
+        first = mantissa << 8 & 0x80008000 | mantissa & 0x7F007F | first << 7
+        second = mantissa & 0x80008000 | mantissa >> 8 & 0x7F007F | second << 7
+        tl.debug_barrier()
+        pairs = tl.reshape(tl.join(first, second), (ROWS, 8))
+        tl.store(part + index[:, None] * 8 + tl.arange(0, 8)[None, :], pairs)
+
+
+@triton.jit
+def escapes(
+    words,
+    part,
+    record,
+    row,
+    column,
+    level_2,
+    level_3,
+    level_4,
+    rest,
+    tail,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    MAX_ESCAPES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Unpack the deeper levels of a block into its `part` of the output (a pointer to words), two bytes a value; return
+    the place in bytes of the first exponent of an escape of level 1. `words` are all data, `record` is the block's."""
+    sections = (level_2, level_3, level_4, rest, tail)
     # Place of the deepest escapes: bytes of `data`.
     start = tl.load(record + LEVELS - 1).to(tl.int64)
     size = tl.cast(tail - rest, tl.int64) * 4
@@ -95,29 +130,18 @@ def _decode(
             index = tile + row
             code = tl.load(codes + index, mask=index < rows, other=0)
             code = tl.where(index == 0, code & own.to(tl.uint32), code)
-            first, second, position = _exponents(code, table, source, position, last)
+            first, second, position = exponents(code, table, source, position, last)
             quad = (first | first >> 8) & 0xFFFF | (second | second >> 8) << 16
             tl.store(part + target + index[:, None] * 4 + column, quad, mask=(index < rows)[:, None])
         tl.debug_barrier()
         source = part
         last = BLOCK // 2 - 2
         position = target * 4 + lead
-
-    table = tl.load(record + LEVELS)
-    for tile in range(0, BLOCK // 16, ROWS):
-        index = tile + row
-        code = tl.load(level_1 + block * (BLOCK // 16) + index)
-        mantissa = tl.load(words + block * (BLOCK // 4) + index[:, None] * 4 + column)
-        first, second, position = _exponents(code, table, source, position, last)
-        first = mantissa << 8 & 0x80008000 | mantissa & 0x7F007F | first << 7
-        second = mantissa & 0x80008000 | mantissa >> 8 & 0x7F007F | second << 7
-        tl.debug_barrier()
-        pairs = tl.reshape(tl.join(first, second), (ROWS, 8))
-        tl.store(part + index[:, None] * 8 + tl.arange(0, 8)[None, :], pairs)
+    return position
 
 
 @triton.jit
-def _exponents(codes, table, source, position, last):
+def exponents(codes, table, source, position, last):
     """Return the exponents of rows of codes (uint32 ``[ROWS]``).
 
     The exponents of escapes are bytes at `source` (a pointer to words; the last but one is number `last`), the first

@@ -1,8 +1,12 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
-"""Triton kernel that unpacks quantised rows: table look-up, zero point, scale, rounding, for codes of 4 and 8 bits.
+"""Triton kernels that unpack quantised rows: table look-up, zero point, scale, rounding, for codes of 4 and 8 bits; and
+FP8 codes (e4m3) whose exponents are coded (`zinfer.engine.stream.codec`).
 
-One program unpacks `BLOCK` values of a row. A table look-up serves every format alike, 8-bit floating point too, which
-GPUs before Hopper do not convert. With TRITON_INTERPRET=1 in the environment the kernel runs on a CPU.
+For stored codes one program unpacks `BLOCK` values of a row. A table look-up serves every format alike, 8-bit floating
+point too, which GPUs before Hopper do not convert. Coded ones are decoded as in `zinfer.engine.stream.decode`, one
+program for each of the codec's blocks, and multiplied with their scales before they are written, so that codes are
+never written to memory. A number of e4m3 has the bits of one of fp16 that is 256 times smaller, which every GPU
+converts; NaN alone is put right. With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
 
 import torch
@@ -11,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zinfer.engine.quantization.dequantize import Codes
+from zinfer.engine.stream import codec, decode
+from zinfer.engine.stream.decode import escapes, exponents
 
 BLOCK = 2048  # values of a program
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -47,6 +53,46 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
         BLOCK=block,
         num_warps=4,
     )
+
+
+def launch_coded(
+    codes: Codes, layout: codec.Layout, out: Tensor, scale_table: Tensor | None, block: int = BLOCK
+) -> None:
+    """Decode `codes`, whose numbers are those of e4m3 as `layout` describes them (uint8 ``[layout.size]``), into `out`
+    ``[rows, columns]`` (bf16 or fp16, from a multiple of 16 bytes on), on the current stream.
+
+    This is one launch, and another one if there is a tail, with `block` values in a program. Checks nothing:
+    `zinfer.engine.stream.quantized.unpack` does.
+    """
+    columns, rest = codes.columns, layout.numel % codec.BLOCK
+    whole_rows, whole_columns = codes.scales.shape[0] == 1, codes.scales.shape[1] == 1
+    scales = codes.scales, codes.scales if scale_table is None else scale_table
+    shape = columns, codes.scales.shape[1]
+    constants = {
+        "SCALE_ROWS": 0 if whole_rows else codes.block[0],
+        "SCALE_COLUMNS": 0 if whole_columns else codes.block[1],
+        "CODED": scale_table is not None,
+        "INNER": _TYPES[codes.inner],
+    }
+    if layout.blocks:
+        _expand_blocks[(layout.blocks,)](
+            codes.numbers,
+            *scales,
+            out,
+            *shape,
+            layout.blocks,
+            *layout.sections[:-1],
+            **constants,
+            ALIGNED=columns % codec.ROW == 0 and (whole_columns or codes.block[1] % codec.ROW == 0),
+            **codec.CONSTANTS,
+            ROWS=32 * decode.WARPS,
+            num_warps=decode.WARPS,
+            num_stages=1,  # a load moved ahead of a barrier would read data that is not written yet
+        )
+    if rest:
+        tail = codes.numbers[layout.sections[-2] * 16 :]
+        first = layout.numel - rest
+        _expand_tail[(triton.cdiv(rest, block),)](tail, *scales, out, *shape, first, rest, **constants, BLOCK=block)
 
 
 @triton.jit(do_not_specialize=["divisor", "factor"])
@@ -92,10 +138,7 @@ def _expand(
         place += column // COLUMNS
     if ZEROS:
         value -= tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
-    if CODED:
-        scale = tl.load(scale_table + tl.load(scales + place, mask=inside, other=0).to(tl.int32))
-    else:
-        scale = tl.load(scales + place, mask=inside, other=0).to(tl.float32)
+    scale = _scale(scales, scale_table, place, inside, CODED)
     if DIVIDED:
         scale = tl.div_rn(scale, tl.zeros([BLOCK], tl.float32) + divisor)
     if MULTIPLIED:
@@ -104,12 +147,148 @@ def _expand(
     tl.store(out + row * columns + column, value, mask=inside)
 
 
+@triton.jit(do_not_specialize=["columns", "scale_columns", "blocks", "level_2", "level_3", "level_4", "rest", "tail"])
+def _expand_blocks(
+    data,
+    scales,
+    scale_table,
+    out,
+    columns,
+    scale_columns,
+    blocks,
+    level_2,
+    level_3,
+    level_4,
+    rest,
+    tail,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    CODED: tl.constexpr,
+    INNER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    MAX_ESCAPES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Decode one block of e4m3 codes and multiply it with its scales; `ALIGNED` means that each 16 values share one."""
+    TYPE: tl.constexpr = out.dtype.element_ty
+    block = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, 4)[None, :]
+    words = data.to(tl.pointer_type(tl.uint32))
+    mantissas = data.to(tl.pointer_type(tl.uint16)) + block * (BLOCK // 4)
+    part = (out + block * BLOCK).to(tl.pointer_type(tl.uint32))
+    level_1 = words + tl.cast(blocks, tl.int64) * (BLOCK // 8)
+    record = level_1 + tl.cast(blocks, tl.int64) * (BLOCK // 16) + block * (2 * LEVELS)
+    value = (block * BLOCK).to(tl.int32)
+
+    position = escapes(
+        words, part, record, row, column, level_2, level_3, level_4, rest, tail, BLOCK, LEVELS, MAX_ESCAPES, ROWS
+    )
+    table = tl.load(record + LEVELS)
+    for tile in range(0, BLOCK // 16, ROWS):
+        index = tile + row
+        code = tl.load(level_1 + block * (BLOCK // 16) + index)
+        mantissa = tl.load(mantissas + index[:, None] * 4 + column).to(tl.uint32)
+        mantissa = (mantissa | mantissa << 8) & 0xFF00FF
+        first, second, position = exponents(code, table, part, position, BLOCK // 2 - 2)
+        first = (mantissa & 0x80008) << 12 | first << 10 | (mantissa & 0x70007) << 7
+        second = (mantissa & 0x800080) << 8 | second << 10 | (mantissa & 0x700070) << 3
+        if ALIGNED:
+            place = _place(value + index * 16, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+            scale = _scale(scales, scale_table, place, place >= 0, CODED)[:, None]
+            first = _pair(first, scale, scale, INNER, TYPE)
+            second = _pair(second, scale, scale, INNER, TYPE)
+        else:
+            begin = value + index[:, None] * 16 + column * 4
+            place = _place(begin, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+            scale = _scale(scales, scale_table, place, place >= 0, CODED)
+            place = _place(begin + 1, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+            first = _pair(first, scale, _scale(scales, scale_table, place, place >= 0, CODED), INNER, TYPE)
+            place = _place(begin + 2, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+            scale = _scale(scales, scale_table, place, place >= 0, CODED)
+            place = _place(begin + 3, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+            second = _pair(second, scale, _scale(scales, scale_table, place, place >= 0, CODED), INNER, TYPE)
+        tl.debug_barrier()
+        pairs = tl.reshape(tl.join(first, second), (ROWS, 8))
+        tl.store(part + index[:, None] * 8 + tl.arange(0, 8)[None, :], pairs)
+
+
+@triton.jit(do_not_specialize=["columns", "scale_columns", "first", "count"])
+def _expand_tail(
+    codes,
+    scales,
+    scale_table,
+    out,
+    columns,
+    scale_columns,
+    first,
+    count,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    CODED: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Expand the `count` values of e4m3 after the last whole block, number `first` and those that follow."""
+    TYPE: tl.constexpr = out.dtype.element_ty
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    code = tl.load(codes + index, mask=inside, other=0).to(tl.uint32)
+    place = _place(first + index, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+    scale = _scale(scales, scale_table, place, inside, CODED)
+    bits = _bits(_number((code & 0x80) << 8 | (code & 0x7F) << 7) * scale, INNER, TYPE)
+    tl.store(out + first + index, bits.to(tl.uint16).to(TYPE, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _place(value, columns, scale_columns, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr):
+    """Return the numbers of the scales of values, int32."""
+    place = value * 0
+    if SCALE_ROWS > 0:
+        place += value // columns // SCALE_ROWS * scale_columns
+    if SCALE_COLUMNS > 0:
+        place += value % columns // SCALE_COLUMNS
+    return place
+
+
+@triton.jit
+def _scale(scales, scale_table, place, inside, CODED: tl.constexpr):
+    """Return the scales number `place`, float32, where they are `inside`."""
+    scale = tl.load(scales + place, mask=inside, other=0)
+    if CODED:
+        return tl.load(scale_table + scale.to(tl.int32))
+    return scale.to(tl.float32)
+
+
+@triton.jit
+def _pair(pair, first, second, INNER: tl.constexpr, TYPE: tl.constexpr):
+    """Return two numbers of e4m3, in half-words of `pair` as `_number` takes them, times their scales, as `TYPE`."""
+    return _bits(_number(pair & 0xFFFF) * first, INNER, TYPE) | _bits(_number(pair >> 16) * second, INNER, TYPE) << 16
+
+
+@triton.jit
+def _number(bits):
+    """Return numbers of e4m3, float32; their bits are at the places of those of fp16 (uint32)."""
+    number = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((bits & 0x7FFF) == 0x3F80, float("nan"), number)
+
+
+@triton.jit
+def _bits(value, INNER: tl.constexpr, TYPE: tl.constexpr):
+    """Return the bits (uint32) of float32 values that are rounded to `INNER` and then to `TYPE`, one of 16 bits."""
+    if INNER != TYPE:
+        value = _rounded(value, INNER).to(tl.float32)
+    return _rounded(value, TYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
+
+
 @triton.jit
 def _rounded(value, TYPE: tl.constexpr):
     """Return float32 values in another type, rounded to the nearest, to even ones in between; bf16 by its bits, since
-    Triton's interpreter cuts them off."""
+    Triton's interpreter cuts them off. NaN stays NaN."""
     if tl.bfloat16 == TYPE:
         bits = value.to(tl.uint32, bitcast=True)
-        bits = bits + 0x7FFF + (bits >> 16 & 1) >> 16
+        bits = tl.where(value == value, bits + 0x7FFF + (bits >> 16 & 1) >> 16, 0x7FC0)
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return value.to(TYPE)

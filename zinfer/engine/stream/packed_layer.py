@@ -70,8 +70,8 @@ def pack(
     """Append a layer's parameters, on any device, to `arena`, encoded where that makes them smaller.
 
     `coded` are quantised parameters: a tensor of their shape and type (on the meta device, perhaps), and the matrices
-    whose rows, one after the other, they consist of; these stay as they are stored. Encoded tensors come first in the
-    slot; the others lie together and cross the link together. Matrices too small to be encoded alone are encoded as
+    whose rows, one after the other, they consist of; of these only FP8 codes are encoded. Encoded tensors come first in
+    the slot; the others lie together and cross the link together. Matrices too small to be encoded alone are encoded as
     one.
     """
     coded = coded or {}
@@ -83,8 +83,8 @@ def pack(
     pieces: list[Chunk] = []
     for name, (tensor, matrices) in coded.items():
         place = blocks[name].offset
-        for matrix in matrices:
-            for layout, data in quantized.pieces(matrix, tensor.dtype, PIECE):
+        for matrix in quantized.joined(matrices, tensor.dtype.itemsize, PIECE):
+            for layout, data in quantized.pieces(matrix, tensor.dtype, PIECE, place):
                 pieces.append(_put(arena, data, place, layout))
                 place += layout.nbytes
     whole = [(blocks[name].offset, tensor.detach().contiguous().view(-1)) for name, tensor in large.items()]

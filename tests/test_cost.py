@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests import mentions
 from zinfer.plan.cost import (
     CODED_BOUND,
+    FP8_BOUND,
     LINK_KEEPS,
     PIECE_BYTES,
     Efficiency,
@@ -236,6 +237,11 @@ def test_a_codec_takes_its_share_off_the_link_and_nothing_else() -> None:
     assert (coded.step_s or 0) == pytest.approx(0.67 * (raw.step_s or 0))
     bound = make_plan(asked(options=lossless), BLOOM, linked(55e9)).step_s
     assert bound == pytest.approx(CODED_BOUND * (raw.step_s or 0), rel=FULL_RING)
+    fp8 = resolve.resolve("bloom-176b", weights="fp8")
+    coded = make_plan(asked(options=lossless), fp8, linked(55e9), factors=PHYSICS)
+    assert coded.step_s == pytest.approx(0.83 / 2 * (raw.step_s or 0), rel=0.01)
+    bound = make_plan(asked(options=lossless), fp8, linked(55e9)).step_s
+    assert bound == pytest.approx(FP8_BOUND / 2 * (raw.step_s or 0), rel=0.01)
 
 
 def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:

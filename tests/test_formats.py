@@ -8,10 +8,12 @@ import pytest
 
 from zinfer.analysis import rates, reproduce
 from zinfer.job.recipe import RecipeError, make_sweep
+from zinfer.plan.plan import make_plan
 from zinfer.record.measurement import Measurement
 from zinfer.spec import quantization, resolve
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.machine import Machine
 from zinfer.spec.model import Matrix, ModelError, Weights
 from zinfer.spec.quantization import Quantization, scheme
 
@@ -92,6 +94,24 @@ def test_formats_of_zinfer_count_codes_and_scales(weights: Weights, bits: float)
     assert (found.parameters, found.dtype, found.weights) == (plain.parameters, plain.dtype, weights)
     assert quantization.method(found.config) is not None
     assert found.slice(2).stored_ratio == found.stored_ratio
+    assert found.fp8_ratio == pytest.approx(0.5 if weights == "fp8" else 0.0, rel=2e-3)
+    assert found.with_dtype("float32").fp8_ratio == found.fp8_ratio / 2
+    assert (plain.fp8_ratio, resolve.as_released(found).fp8_ratio) == (0.0, 0.0)
+
+
+def test_a_plan_counts_fp8_codes_as_they_are_coded() -> None:
+    case = Case(
+        model="m", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=8, output_len=4),
+        options=(("weight_codec", "lossless"),),
+    )  # fmt: skip
+    machine = Machine(name="m", source="measured", host_bytes=1 << 40, nvme_bytes=0)
+    spec = resolve.resolve("bloom-176b", weights="fp8")
+    placement = make_plan(case, spec, machine).placement
+    assert placement.wire_ratio == placement.kept_ratio == pytest.approx(0.83 / 2, rel=2e-3)
+    raw = make_plan(case.model_copy(update={"options": (("weight_codec", "none"),)}), spec, machine).placement
+    assert raw.wire_ratio == 1.0
+    spec = resolve.resolve("bloom-176b", weights="int8")
+    assert make_plan(case, spec, machine).placement.wire_ratio == spec.stored_ratio
 
 
 def test_bloom_in_int4_is_99_gb() -> None:

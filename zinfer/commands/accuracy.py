@@ -184,7 +184,9 @@ def _copy(source: "Source", wanted: str, watch: "Watch") -> "Source":
 
 
 # Fields in which a model and its quantised copy may differ.
-_NOT_COMPARED: dict[str, Any] = {"name": "", "config": {}, "directory": None, "hub_id": None, "stored_ratio": 1.0}
+_NOT_COMPARED: dict[str, Any] = {
+    "name": "", "config": {}, "directory": None, "hub_id": None, "stored_ratio": 1.0, "fp8_ratio": 0.0,
+}  # fmt: skip
 
 
 def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tuple[Plan, list[Plan], str]":

@@ -45,6 +45,7 @@ PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unp
 # Least size of losslessly coded bf16 weights: 8 bits of sign and mantissa, and the entropy of the exponents, which is
 # 2.5 bits for weights of a normal distribution (`zinfer codec` prints the bound of a checkpoint).
 CODED_BOUND = 0.65
+FP8_BOUND = 0.81  # the same of FP8 codes (e4m3): the entropy of codes with scales for blocks of such weights
 
 
 class Bytes(Frozen):
@@ -201,8 +202,13 @@ def _pass(
     come, `ready` of which are there already."""
     link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
     hosted = round(kv * setup.kv_host_share)
-    if factors.perfect and setup.wire_ratio < 1 and model.stored_ratio == 1:
-        setup = setup.model_copy(update={"wire_ratio": min(setup.wire_ratio, CODED_BOUND)})
+    if factors.perfect and setup.wire_ratio < 1:
+        least = setup.wire_ratio
+        if model.stored_ratio == 1:
+            least = CODED_BOUND
+        elif setup.codec == "lossless":
+            least = model.stored_ratio - (1 - FP8_BOUND) * model.fp8_ratio
+        setup = setup.model_copy(update={"wire_ratio": min(setup.wire_ratio, least)})
     weights = max(0, wire_bytes(setup, model) - ready)
     over_link = weights + (0 if setup.kv_on_cpu else hosted)
     from_host = weights + hosted

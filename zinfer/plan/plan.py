@@ -25,6 +25,7 @@ HOST_SHARE = 0.97  # share of host memory that a load may take before it is refu
 # the allocator and short-lived tensors of a step cause beyond it.
 DEVICE_SHARE = 0.97
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
+FP8_RATIO = 0.83  # the same over those of FP8 codes (e4m3)
 RING_DEPTH = 6  # least number of ring buffers: they hold what arrives while a layer of a decode step computes
 # Margin of an engine that gives free GPU memory away, for memory that a plan does not see (gaps, moments of a step).
 CAUTIOUS = Efficiency(memory=1.5)
@@ -134,9 +135,9 @@ def transport_of(case: Case) -> Transport:
 
 
 def is_lossless(case: Case, model: ModelSpec, machine: Machine) -> bool:
-    """Tell whether the case's weights cross the link coded, or quantised as they are released. With ``auto`` they do
-    wherever that pays: a GPU decodes bf16 at a third of its memory's bandwidth or more, several times what any link
-    brings."""
+    """Tell whether the case's weights cross the link coded, or quantised as they are released (FP8 is both). With
+    ``auto`` they do wherever that pays: a GPU decodes bf16 at a third of its memory's bandwidth or more, several times
+    what any link brings."""
     codec = plan_options(case.engine, case.options).weight_codec
     smaller = case.dtype == "bfloat16" or model.stored_ratio < 1
     pays = case.offload != "none" and smaller and machine.gpu_count > 0
@@ -218,7 +219,10 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     """Place a case as `placement_of` does, with the KV cache on the GPU."""
     options, transport = plan_options(case.engine, case.options), transport_of(case)
     coded = is_lossless(case, model, machine)
-    wire = model.stored_ratio if model.stored_ratio < 1 else LOSSLESS_RATIO if case.dtype == "bfloat16" else 1.0
+    wire = LOSSLESS_RATIO if case.dtype == "bfloat16" else 1.0
+    if model.stored_ratio < 1:
+        coded_fp8 = model.fp8_ratio if model.dtype_bytes == 2 else 0.0  # a GPU decodes to 16 bits
+        wire = model.stored_ratio - coded_fp8 * (1 - FP8_RATIO)
     own = ENGINES[case.engine].own_formats.get(case.weights) if case.engine in ENGINES else None
     common = Placement(
         tier=TIERS[case.offload],

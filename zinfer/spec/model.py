@@ -152,6 +152,7 @@ class ModelSpec(Shape):
     config: dict[str, Any]  # Hugging Face configuration that the model is built from
     directory: str | None = None  # folder of a local checkpoint
     stored_ratio: float = Field(default=1.0, gt=0)  # bytes of layers as released over those in `dtype`; 1 if equal
+    fp8_ratio: float = Field(default=0.0, ge=0)  # part of `stored_ratio` that are FP8 codes (e4m3)
     weights: Weights = "as-released"  # format that the layers' weights are given here; `config` describes it, too
     hub_id: str | None = None
 
@@ -287,8 +288,9 @@ class ModelSpec(Shape):
 
     def with_dtype(self, dtype: Dtype) -> "ModelSpec":
         """Return the same model with its weights in `dtype`; as released they are what they were."""
-        ratio = self.stored_ratio * self.dtype_bytes / DTYPE_BYTES[dtype] if self.stored_ratio != 1 else 1.0
-        return self.model_copy(update={"dtype": dtype, "stored_ratio": ratio})
+        times = self.dtype_bytes / DTYPE_BYTES[dtype]
+        ratio = self.stored_ratio * times if self.stored_ratio != 1 else 1.0
+        return self.model_copy(update={"dtype": dtype, "stored_ratio": ratio, "fp8_ratio": self.fp8_ratio * times})
 
 
 def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:

@@ -42,7 +42,8 @@ COMPRESSED = (
 ACTIVATIONS = (
     ".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale",
 )  # fmt: skip
-EIGHT_BITS = {"F8_E4M3", "F8_E5M2", "I8"}
+FP8 = "F8_E4M3"  # codes that `stream` codes losslessly
+EIGHT_BITS = {FP8, "F8_E5M2", "I8"}
 FLOATS = {"F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 GROUP_SIZES = (128, 64, 32, 16)  # values that may share a scale where the wanted number of them does not divide a row
@@ -472,17 +473,20 @@ class Quantization:
         (weight,) = finder.every()
         return weight, {role: found[name] for role, name in weight.parts.items()}
 
-    def layer_bytes(self, layer: LayerSpec, prefix: str, hidden_size: int) -> int:
-        """Return the bytes of a decoder layer as it is stored; `prefix` is its name in the model, with a dot behind.
-        Without `LayerSpec.matrices` all of its weights count as one matrix."""
+    def layer_bytes(self, layer: LayerSpec, prefix: str, hidden_size: int) -> tuple[int, int]:
+        """Return the bytes of a decoder layer as it is stored, and those of its FP8 codes (e4m3) among them; `prefix`
+        is its name in the model, with a dot behind. Without `LayerSpec.matrices` all of its weights count as one
+        matrix."""
         size = DTYPE_BYTES[self._model_dtype]
-        total = layer.parameters * size
+        total, fp8 = layer.parameters * size, 0
         for matrix in layer.matrices or (Matrix("", layer.parameters // hidden_size, hidden_size),):
             found = self.headers(matrix, prefix + matrix.name.replace("*", "0"))
             if found is not None:
                 times = matrix.experts if "*" in matrix.name else 1
                 total += times * sum(header.nbytes for header in found.values()) - matrix.numel * size
-        return total
+                codes = Header(FP8, (matrix.rows, matrix.columns))
+                fp8 += times * sum(header.nbytes for header in found.values() if header == codes)
+        return total, fp8
 
     def _fp8(self, name: str, rows: int, columns: int) -> dict[str, Header]:
         block = self._found.get("weight_block_size", [128, 128])
@@ -583,15 +587,20 @@ class Quantization:
         return result | ({f"{module}.g_idx": Header("I32", (columns,))} if gptq else {})
 
 
-def ratio(layers: tuple[LayerSpec, ...], stack: str, hidden_size: int, config: Mapping[str, Any], dtype: str) -> float:
-    """Return the bytes of decoder layers as a checkpoint of `config` stores them, over those in `dtype`: 1 if they are
-    not quantised, and 1 at most. Raises ModelError as `Quantization` does."""
+def ratios(
+    layers: tuple[LayerSpec, ...], stack: str, hidden_size: int, config: Mapping[str, Any], dtype: str
+) -> tuple[float, float]:
+    """Return the bytes of decoder layers as a checkpoint of `config` stores them, and those of FP8 codes (e4m3) among
+    them, over those of all in `dtype`: 1 and 0 if they are not quantised, and 1 at most. Raises ModelError as
+    `Quantization` does."""
     if method(config) is None:
-        return 1.0
+        return 1.0, 0.0
     rules = Quantization(config, dtype)
     prefix = f"{stack}." if stack else ""
-    size = sum(rules.layer_bytes(layer, f"{prefix}{index}.", hidden_size) for index, layer in enumerate(layers))
-    return min(1.0, size / (sum(layer.parameters for layer in layers) * DTYPE_BYTES[dtype]))
+    sizes = [rules.layer_bytes(layer, f"{prefix}{index}.", hidden_size) for index, layer in enumerate(layers)]
+    whole = sum(layer.parameters for layer in layers) * DTYPE_BYTES[dtype]
+    stored, fp8 = (sum(size) / whole for size in zip(*sizes, strict=True))
+    return min(1.0, stored), fp8
 
 
 def _group_size(columns: int, wanted: int) -> int:

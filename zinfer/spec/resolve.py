@@ -74,10 +74,10 @@ def with_weights(spec: ModelSpec, weights: Weights) -> ModelSpec:
     if quantization.method(spec.config) is not None or spec.stored_ratio < 1:
         raise ModelError(f"{spec.name} is released quantised: --weights {weights} is for models in 16 or 32 bits")
     config = spec.config | {"quantization_config": quantization.scheme(weights)}
-    ratio = quantization.ratio(spec.layers, spec.stack, spec.hidden_size, config, spec.dtype)
+    ratio, fp8 = quantization.ratios(spec.layers, spec.stack, spec.hidden_size, config, spec.dtype)
     if ratio == 1:
         raise ModelError(f"{spec.name} has no matrix that --weights {weights} makes smaller: leave the option out")
-    return spec.model_copy(update={"config": config, "stored_ratio": ratio, "weights": weights})
+    return spec.model_copy(update={"config": config, "stored_ratio": ratio, "fp8_ratio": fp8, "weights": weights})
 
 
 def as_released(spec: ModelSpec) -> ModelSpec:
@@ -85,7 +85,7 @@ def as_released(spec: ModelSpec) -> ModelSpec:
     if spec.weights == "as-released":
         return spec
     config = {key: value for key, value in spec.config.items() if key != "quantization_config"}
-    return spec.model_copy(update={"config": config, "stored_ratio": 1.0, "weights": "as-released"})
+    return spec.model_copy(update={"config": config, "stored_ratio": 1.0, "fp8_ratio": 0.0, "weights": "as-released"})
 
 
 def catalogue_names() -> tuple[str, ...]:
@@ -158,12 +158,17 @@ def from_directory(path: Path) -> ModelSpec:
         raise ModelError(f"{path}: no weights of decoder layer {missing[0]} of {spec.num_layers}")
     spec = spec.with_dtype(_supported(str(path), dtype))
     if stored.keys() != checkpoint.tensors.keys():
-        size = sum(
-            one.end - one.start
+        inside = {
+            name: one
             for name, one in checkpoint.tensors.items()
             if (match := LAYER_INDEX.search(name)) and int(match[1]) < spec.num_layers
+        }
+        size = sum(one.end - one.start for one in inside.values())
+        fp8 = sum(
+            one.end - one.start for name, one in inside.items() if name in stored and one.dtype == quantization.FP8
         )
-        spec = spec.model_copy(update={"stored_ratio": min(1.0, size / spec.streamed_bytes)})
+        ratios = {"stored_ratio": min(1.0, size / spec.streamed_bytes), "fp8_ratio": fp8 / spec.streamed_bytes}
+        spec = spec.model_copy(update=ratios)
     return spec
 
 
@@ -184,11 +189,11 @@ def from_config(
 ) -> ModelSpec:
     """Return the spec of the model that `config` describes; see `shape_of` for `counted` and the errors. Without
     `counted` weights, its bytes are those of the format that `config` names."""
-    shape, ratio = shape_of(name, config, counted), 1.0
+    shape, ratio, fp8 = shape_of(name, config, counted), 1.0, 0.0
     try:
         if counted is None:
             dtype = others.get("dtype", "bfloat16")
-            ratio = quantization.ratio(shape.layers, shape.stack, shape.hidden_size, config, dtype)
+            ratio, fp8 = quantization.ratios(shape.layers, shape.stack, shape.hidden_size, config, dtype)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
     return ModelSpec(
@@ -198,6 +203,7 @@ def from_config(
         **dict(shape),
         config=deepcopy(dict(config)),
         stored_ratio=ratio,
+        fp8_ratio=fp8,
         **others,
     )
 

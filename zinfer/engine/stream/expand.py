@@ -6,7 +6,10 @@ For stored codes one program unpacks `BLOCK` values of a row. A table look-up se
 point too, which GPUs before Hopper do not convert. Coded ones are decoded as in `zinfer.engine.stream.decode`, one
 program for each of the codec's blocks, and multiplied with their scales before they are written, so that codes are
 never written to memory. A number of e4m3 has the bits of one of fp16 that is 256 times smaller, which every GPU
-converts; NaN alone is put right. With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
+converts; NaN alone is put right. Scales times 256 are exact: they are far from the largest number
+(`zinfer.engine.quantization.dequantize.Codes.fit`).
+
+With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
 
 import torch
@@ -197,19 +200,21 @@ def _expand_blocks(
         second = (mantissa & 0x800080) << 8 | second << 10 | (mantissa & 0x700070) << 3
         if ALIGNED:
             place = _place(value + index * 16, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            scale = _scale(scales, scale_table, place, place >= 0, CODED)[:, None]
+            scale = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)[:, None]
             first = _pair(first, scale, scale, INNER, TYPE)
             second = _pair(second, scale, scale, INNER, TYPE)
         else:
             begin = value + index[:, None] * 16 + column * 4
             place = _place(begin, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            scale = _scale(scales, scale_table, place, place >= 0, CODED)
+            one = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
             place = _place(begin + 1, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            first = _pair(first, scale, _scale(scales, scale_table, place, place >= 0, CODED), INNER, TYPE)
+            other = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
+            first = _pair(first, one, other, INNER, TYPE)
             place = _place(begin + 2, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            scale = _scale(scales, scale_table, place, place >= 0, CODED)
+            one = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
             place = _place(begin + 3, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            second = _pair(second, scale, _scale(scales, scale_table, place, place >= 0, CODED), INNER, TYPE)
+            other = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
+            second = _pair(second, one, other, INNER, TYPE)
         tl.debug_barrier()
         pairs = tl.reshape(tl.join(first, second), (ROWS, 8))
         tl.store(part + index[:, None] * 8 + tl.arange(0, 8)[None, :], pairs)
@@ -237,7 +242,7 @@ def _expand_tail(
     inside = index < count
     code = tl.load(codes + index, mask=inside, other=0).to(tl.uint32)
     place = _place(first + index, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-    scale = _scale(scales, scale_table, place, inside, CODED)
+    scale = 256.0 * _scale(scales, scale_table, place, inside, CODED)
     bits = _bits(_number((code & 0x80) << 8 | (code & 0x7F) << 7) * scale, INNER, TYPE)
     tl.store(out + first + index, bits.to(tl.uint16).to(TYPE, bitcast=True), mask=inside)
 
@@ -264,14 +269,14 @@ def _scale(scales, scale_table, place, inside, CODED: tl.constexpr):
 
 @triton.jit
 def _pair(pair, first, second, INNER: tl.constexpr, TYPE: tl.constexpr):
-    """Return two numbers of e4m3, in half-words of `pair` as `_number` takes them, times their scales, as `TYPE`."""
+    """Return two numbers, in half-words of `pair` as `_number` takes them, times their scales, as `TYPE`."""
     return _bits(_number(pair & 0xFFFF) * first, INNER, TYPE) | _bits(_number(pair >> 16) * second, INNER, TYPE) << 16
 
 
 @triton.jit
 def _number(bits):
-    """Return numbers of e4m3, float32; their bits are at the places of those of fp16 (uint32)."""
-    number = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    """Return numbers of e4m3 over 256, float32; their bits are at the places of those of fp16 (uint32)."""
+    number = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     return tl.where((bits & 0x7FFF) == 0x3F80, float("nan"), number)
 
 

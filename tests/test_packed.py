@@ -13,6 +13,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tests import quantized
+from tests.checkpoints import save_checkpoint
 from tests.command import zinfer_process
 from tests.test_parity import BATCHES, greedy, load
 from zinfer.cli import cli
@@ -68,6 +70,71 @@ def test_a_load_from_packed_layers_gives_the_same_tokens_and_codes_nothing(
         str(spec.directory), weight_codec="lossless", packed=str(folder)
     )):  # fmt: skip
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(own, expected, strict=True))
+
+
+@pytest.fixture
+def fp8(tmp_path: Path) -> ModelSpec:
+    """Return a model that is released in FP8, as `zinfer pack` takes it."""
+    return resolve(str(quantized.fp8(save_checkpoint("llama", tmp_path / "fp8", hidden_size=256))), "bfloat16", None)
+
+
+def test_weights_in_fp8_are_packed_in_fewer_bytes(fp8: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens(str(fp8.directory))
+    done = CliRunner().invoke(cli, ["pack", "-m", str(fp8.directory)])
+    assert done.exit_code == 0, done.output
+    size = (Path(done.stdout.strip()) / packed.DATA).stat().st_size
+    assert size < 0.88 * fp8.stored_ratio * fp8.streamed_bytes
+    assert f"{size / (fp8.stored_ratio * fp8.streamed_bytes):.1%} of it" in done.stderr
+    monkeypatch.setattr(codec, "encode", None)
+    own = tokens(str(fp8.directory), weight_codec="lossless")
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(own, expected, strict=True))
+
+
+def test_quantised_weights_that_do_not_shrink_are_not_packed(tmp_path: Path) -> None:
+    made = quantized.columns(save_checkpoint("llama", tmp_path / "m"), "gptq")[0]
+    done = CliRunner().invoke(cli, ["pack", "-m", str(made)])
+    assert done.exit_code != 0
+    assert "not in FP8" in str(done.exception)
+    assert not packed.PACKED.exists()
+
+
+def rows(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: content["images"][1]["pieces"][0][3].update({name: value})
+
+
+ROWS_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "more rows": (rows("rows", 1 << 30), "do not fit their scales"),
+    "more scales": (rows("grid", [1 << 20, 1]), "do not fit their scales"),
+    "block": (rows("block", [0, 32]), "images.1.pieces.0.3"),
+    "table": (rows("table", "e2m1"), "do not fit their scales"),
+    "another table": (rows("table", "load"), "do not fit their scales"),
+    "types": (rows("scale_dtype", "uint8"), "do not fit their scales"),
+    "bits": (rows("bits", 16), "images.1.pieces.0.3"),
+    "uncoded": (rows("coded", None), "not as long as its layout"),
+    "coded": (rows("coded", [1, 2]), "do not fit their scales"),
+    "nothing coded": (rows("coded", []), "do not fit their scales"),
+    "wider": (rows("dtype", "float32"), "do not fit their scales"),
+    "divided": (rows("divisor", 0.0), "do not fit their scales"),
+}
+
+
+@pytest.mark.parametrize("damage", ROWS_DAMAGE)
+def test_quantised_rows_that_lie_are_refused(damage: str, fp8: ModelSpec) -> None:
+    folder, (change, says) = write(fp8), ROWS_DAMAGE[damage]
+    changed(folder, change)
+    with pytest.raises(EngineError, match=says) as error:
+        packed.find(fp8, revision_of(fp8, "safetensors"), str(folder))
+    assert "\n" not in str(error.value)
+
+
+def test_the_format_before_is_read_and_others_are_not(spec: ModelSpec) -> None:
+    folder, revision = write(spec), revision_of(spec, "safetensors")
+    changed(folder, lambda content: content.update(format=4))
+    assert packed.find(spec, revision, str(folder)) == folder
+    for number in (3, packed.FORMAT + 1):
+        changed(folder, lambda content, number=number: content.update(format=number))  # type: ignore[misc]
+        with pytest.raises(EngineError, match=f"of format {packed.FORMAT}"):
+            packed.find(spec, revision, str(folder))
 
 
 def test_packing_is_the_same_every_time_and_leaves_nothing_else(spec: ModelSpec) -> None:

@@ -7,7 +7,7 @@ layers and across steps: while the head turns the last layer's output into a tok
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -156,13 +156,8 @@ class Stream(Decoder):
                     assert isinstance(tensor, Tensor)
                     resident[name].copy_(tensor)
                 continue
-            entries, tensors, coded = state.of_layer(index), dict[str, Tensor](), dict[str, Any]()
-            # Tensors are valid until the next one: copy them to the device, where coding is fast.
-            for name, tensor in group:
-                if isinstance(tensor, Tensor):
-                    tensors[name] = tensor.to(self.device, copy=True)
-                else:
-                    coded[name] = entries[name].tensor, [codes.to(self.device) for codes in tensor]
+            entries = state.of_layer(index)
+            tensors, coded = packed.on_device(group, entries, self.device)
             if index in images or tensors.keys() | coded.keys() != entries.keys():
                 raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
             images[index] = pack(tensors, self._arena, coded)

@@ -1,4 +1,4 @@
-"""Packed layers on disk: a load reads two thirds of the bytes and encodes nothing.
+"""Packed layers on disk: a load reads two thirds of the bytes (of FP8 weights five sixths) and encodes nothing.
 
 A folder holds `layers.bin`, all packed layers as they lie in the arena, and `packed.json`, written last, with the place
 of every tensor and a CRC-32 of every chunk. Weights outside the layers are small and still come from the checkpoint.
@@ -16,20 +16,22 @@ import os
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from torch import Tensor
 
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, check_free, lay_out
+from zinfer.engine.quantization.dequantize import Codes, table
 from zinfer.engine.read import DTYPES, as_bytes, fill, groups_mapped, reading
-from zinfer.engine.state import ModelState, by_layer
+from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
 from zinfer.engine.stream import codec
 from zinfer.engine.stream.codec import Layout
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, pack
@@ -43,11 +45,81 @@ from zinfer.spec.units import gb
 
 PACKED = Path("engines/packed")
 DATA, INDEX = "layers.bin", "packed.json"
-FORMAT = 4  # 3 had no checksums of the checkpoint, 2 no persistent buffers
+FORMAT = 5  # 4 had no quantised weights and is still read, 3 no checksums of the checkpoint, 2 no persistent buffers
+READ = (4, FORMAT)
 MAX_INDEX = 512 << 20  # bytes of packed.json; that of a model with 60,000 tensors has 10 MB
 LAYERS_AHEAD = 3  # layers that are read while one is checked: a checksum takes about as long as a fast disk
 
 Count = Annotated[int, Field(ge=0, le=1 << 62, strict=True)]
+Size = Annotated[int, Field(ge=1, le=1 << 40, strict=True)]
+_TYPES = {str(dtype)[6:]: dtype for dtype in DTYPES.values()}
+_FLOATS = ("bfloat16", "float16", "float32")
+# Tables of codes, as `zinfer.engine.quantization.dequantize.table` names them, and those of scales.
+_TABLES = ("e2m1", "e4m3", "e5m2", "int8", "middle4", "middle8", "whole4", "whole8")
+_SCALE_TABLES = ("e8m0", "e4m3")
+
+
+class _Rows(BaseModel):
+    """Layout of a chunk of quantised rows (`CodesLayout`) without an order of its columns."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rows: Size
+    columns: Size
+    bits: Literal[4, 8]
+    table: str
+    block: tuple[Size, Size]
+    grid: tuple[Size, Size]
+    scale_dtype: str
+    scale_table: str
+    zeros: bool
+    divisor: FiniteFloat
+    factor: FiniteFloat
+    inner: str
+    dtype: str
+    coded: list[Count] | None  # number of values and sections of a `Layout`
+
+    @classmethod
+    def of(cls, layout: CodesLayout) -> "_Rows":
+        """Return a layout as it is stored. Raises EngineError for one with an order."""
+        if layout.order:
+            raise EngineError("its columns are in another order than their scales, and cross the link as they are")
+        fields = {name: getattr(layout, name) for name in cls.model_fields}
+        types = {name: str(fields[name])[6:] for name in ("scale_dtype", "inner", "dtype")}
+        coded = layout.coded and [layout.coded.numel, *layout.coded.sections]
+        return cls.model_validate(fields | types | {"coded": coded})
+
+    @property
+    def sound(self) -> bool:
+        """True if tables and types are known, the scales are those of the rows, and coded data fit them."""
+        known = (
+            self.table in _TABLES
+            and len(table(self.table, torch.device("cpu"))) == 1 << self.bits
+            and self.columns * self.bits % 8 == 0
+            and self.scale_table in (*_SCALE_TABLES, "")
+            and self.scale_dtype in (("uint8",) if self.scale_table else _FLOATS)
+            and self.inner in _FLOATS
+            and self.dtype in _FLOATS
+            and self.divisor != 0
+            and all(
+                count in (1, -(-size // block))
+                for count, size, block in zip(self.grid, (self.rows, self.columns), self.block, strict=True)
+            )
+        )
+        if not known or self.coded is None:
+            return known
+        coded = Layout(self.coded[0], tuple(self.coded[1:]), 8) if self.coded else None
+        plain = (self.table, self.zeros, self.divisor, self.factor) == ("e4m3", False, 1.0, 1.0)
+        fits = coded is not None and coded.sound and coded.numel == self.rows * self.columns < codec.MAX_NUMEL
+        return plain and fits and self.dtype != "float32"
+
+    @property
+    def layout(self) -> CodesLayout:
+        return CodesLayout(
+            self.rows, self.columns, self.bits, self.table, self.block, self.grid, _TYPES[self.scale_dtype],
+            self.scale_table, self.zeros, False, self.divisor, self.factor, _TYPES[self.inner], _TYPES[self.dtype],
+            Layout(self.coded[0], tuple(self.coded[1:]), 8) if self.coded else None,
+        )  # fmt: skip
 
 
 class _Image(BaseModel):
@@ -59,7 +131,7 @@ class _Image(BaseModel):
     end: Count
     slot_bytes: Count
     blocks: dict[str, tuple[Count, list[Count], str]]  # name -> offset in the slot, shape, type
-    pieces: Annotated[list[tuple[Count, Count, Count, list[Count] | None]], Field(min_length=1)]
+    pieces: Annotated[list[tuple[Count, Count, Count, list[Count] | _Rows | None]], Field(min_length=1)]
     crc32: list[Count]
 
 
@@ -130,30 +202,31 @@ def write(
     Raises CheckpointError for a checkpoint that does not fit the model, or that holds NaN or infinity (unless
     `allow_nan`), and EngineError where the disk is too small; no files are left behind then.
     """
-    if spec.stored_ratio < 1:
-        raise EngineError(f"{spec.name} is stored quantised, and crosses the link as it is: there is nothing to pack")
+    if spec.stored_ratio < 1 and not spec.fp8_ratio:
+        raise EngineError(
+            f"{spec.name} is stored quantised, not in FP8, and crosses the link so: there is nothing to pack"
+        )
     sums, before = _Sums(), _identity(Checkpoint.open(Path(str(spec.directory))))
     state = ModelState(spec, "safetensors", allow_nan=allow_nan, visits=[sums])
     layers = [state.of_layer(index) for index in range(len(state.layers))]
     sizes = [lay_out((name, entry.tensor) for name, entry in layer.items())[1] for layer in layers]
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    if free < sum(sizes):
-        raise EngineError(
-            f"{folder} has {gb(free)} free, and up to {gb(sum(sizes))} are needed: name another folder with -o"
-        )
+    most = round(sum(sizes) * min(1.0, spec.stored_ratio + 0.01))
+    if free < most:
+        raise EngineError(f"{folder} has {gb(free)} free, and up to {gb(most)} are needed: name another folder with -o")
     (folder / INDEX).unlink(missing_ok=True)
     images: dict[int, dict[str, Any]] = {}
     end = 0
     with atomic.writing(folder / DATA) as stream:
-        for index, group in by_layer(state, state.load(torch.device("cpu"), progress)):
+        for index, group in by_layer(state, state.load_stored(torch.device("cpu"), progress)):
             if index is None:
                 continue
-            tensors = {name: tensor.to(device, copy=True) for name, tensor in group}
-            if index in images or tensors.keys() != layers[index].keys():
+            tensors, coded = on_device(group, layers[index], device)
+            if index in images or tensors.keys() | coded.keys() != layers[index].keys():
                 raise EngineError(f"layer {index} is not stored in one piece, so it cannot be packed")
             arena = PinnedArena(sizes[index], pin=False, grow=True)
-            image = pack(tensors, arena)
+            image = pack(tensors, arena, coded)
             memory = as_bytes(arena.memory[: arena.used])
             images[index] = _described(image, memory) | {"start": end, "end": end + arena.used}
             stream.write(memory)
@@ -168,9 +241,25 @@ def write(
     return end
 
 
+def on_device(
+    group: Iterable[tuple[str, Loaded]], entries: Mapping[str, Entry], device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, list[Codes]]]]:
+    """Return the loaded entries of a layer on `device`, where coding is fast, as `pack` takes them; `entries` are those
+    of the layer."""
+    tensors, coded = dict[str, Tensor](), dict[str, tuple[Tensor, list[Codes]]]()
+    for name, loaded in group:  # valid until the next one comes
+        if isinstance(loaded, Tensor):
+            tensors[name] = loaded.to(device, copy=True)
+        else:
+            coded[name] = entries[name].tensor, [codes.to(device) for codes in loaded]
+    return tensors, coded
+
+
 def why_whole(spec: ModelSpec) -> str:
     """Return the reason why packing `spec` saves nothing."""
-    if spec.dtype != "bfloat16":
+    if spec.fp8_ratio and spec.dtype == "float32":
+        return "codes in FP8 are decoded to weights of 16 bits, not to float32"
+    if spec.dtype != "bfloat16" and not spec.fp8_ratio:
         return f"weights in {spec.dtype} are not coded, only those in bfloat16"
     largest = max(spec.layer_parameters)
     if largest < codec.MIN_NUMEL:
@@ -182,8 +271,10 @@ def why_whole(spec: ModelSpec) -> str:
 def _described(image: PackedLayer, memory: memoryview) -> dict[str, Any]:
     """Return a packed layer as JSON, with the checksums of its chunks."""
     blocks = {name: [block.offset, list(block.shape), str(block.dtype)[6:]] for name, block in image.blocks.items()}
-    layouts = [piece.layout for piece in image.pieces]
-    places = [layout and [layout.numel, *layout.sections] for layout in layouts if not isinstance(layout, CodesLayout)]
+    places = [
+        _Rows.of(layout) if isinstance(layout, CodesLayout) else layout and [layout.numel, *layout.sections]
+        for layout in (piece.layout for piece in image.pieces)
+    ]
     pieces = [[one.start, one.end, one.place, place] for one, place in zip(image.pieces, places, strict=True)]
     sums = [zlib.crc32(part) for part in _parts(image, memory)]
     return {"slot_bytes": image.slot_bytes, "blocks": blocks, "pieces": pieces, "crc32": sums}
@@ -307,7 +398,7 @@ def _read(folder: Path) -> _Index:
     path = folder / INDEX
     try:
         fields = read_object(path, MAX_INDEX)
-        if fields.get("format") != FORMAT:
+        if fields.get("format") not in READ:
             raise EngineError(f"{path} does not describe packed layers of format {FORMAT}: pack them again")
         content = validate(_Index, fields, path)
     except (DocumentError, OSError) as error:
@@ -326,24 +417,27 @@ def _read(folder: Path) -> _Index:
 
 def _fault(image: _Image) -> str | None:
     """Return what is wrong with a packed layer's places; None if they are sound."""
-    known = {str(dtype)[6:] for dtype in DTYPES.values()}
-    if any(dtype not in known for _, _, dtype in image.blocks.values()):
+    if any(dtype not in _TYPES for _, _, dtype in image.blocks.values()):
         return "a type is unknown"
     if len(image.crc32) != len(image.pieces):
         return "checksums are missing"
+    if any(isinstance(rows, _Rows) and not rows.sound for *_, rows in image.pieces):
+        return "quantised rows do not fit their scales"
     packed = _image(image, 0)
     if any(
-        isinstance(piece.layout, Layout) and (not piece.layout.sound or piece.layout.size != piece.size)
+        piece.layout is not None
+        and (
+            piece.layout.size != piece.size
+            or piece.start % 16
+            or (isinstance(piece.layout, Layout) and not piece.layout.sound)
+        )
         for piece in packed.pieces
     ):
         return "a chunk is not as long as its layout says"
     source = [(piece.start, piece.end) for piece in packed.pieces]
     if not _apart(source, image.end - image.start):
         return "chunks overlap"
-    slot = sorted(
-        (piece.place, piece.place + (2 * piece.layout.numel if piece.layout is not None else piece.size))
-        for piece in packed.pieces
-    )
+    slot = sorted((piece.place, piece.place + _unpacked(piece)) for piece in packed.pieces)
     blocks = sorted((block.offset, block.offset + block.size) for block in packed.blocks.values())
     if not _apart(slot, image.slot_bytes) or not _apart(blocks, image.slot_bytes):
         return "tensors overlap"
@@ -361,6 +455,19 @@ def _fault(image: _Image) -> str | None:
     return None
 
 
+def _unpacked(piece: Chunk) -> int:
+    """Return the bytes of a chunk in the slot."""
+    if isinstance(piece.layout, CodesLayout):
+        return piece.layout.nbytes
+    return piece.size if piece.layout is None else 2 * piece.layout.numel
+
+
+def _layout(stored: list[int] | _Rows | None) -> Layout | CodesLayout | None:
+    if isinstance(stored, _Rows):
+        return stored.layout
+    return Layout(stored[0], tuple(stored[1:])) if stored else None
+
+
 def _apart(ranges: Iterable[tuple[int, int]], size: int) -> bool:
     """Tell whether ascending ranges are in order, do not overlap, and lie within `size` bytes."""
     bounds = [0, *(bound for pair in ranges for bound in pair), size]
@@ -374,7 +481,6 @@ def _image(entry: _Image, start: int) -> PackedLayer:
         for name, (offset, shape, dtype) in entry.blocks.items()
     }
     pieces = tuple(
-        Chunk(start + begin, start + end, place, Layout(layout[0], tuple(layout[1:])) if layout else None)
-        for begin, end, place, layout in entry.pieces
+        Chunk(start + begin, start + end, place, _layout(layout)) for begin, end, place, layout in entry.pieces
     )
     return PackedLayer(pieces, blocks, entry.slot_bytes)

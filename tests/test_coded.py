@@ -16,13 +16,15 @@ from zinfer.engine import base
 from zinfer.engine.base import Engine
 from zinfer.engine.quantization import quantize as own
 from zinfer.engine.quantization.dequantize import expand
+from zinfer.engine.quantization.loading import CodedMatrix, random_parts
 from zinfer.engine.state import ModelState
+from zinfer.engine.stream import codec
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Case, LoadFormat, Workload
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.errors import ZinferError
-from zinfer.spec.model import ModelSpec, Weights
-from zinfer.spec.quantization import SCHEMES, scheme
+from zinfer.spec.model import Matrix, ModelSpec, Weights
+from zinfer.spec.quantization import SCHEMES, Quantization, scheme
 from zinfer.spec.resolve import from_directory, resolve
 from zinfer.spec.source import revision_of
 
@@ -102,6 +104,25 @@ def test_dummy_weights_of_a_format_are_spread_like_others(name: str, tmp_path: P
     assert all(torch.equal(tensor, plain[entry]) for entry, tensor in ModelState(spec, "dummy").load(CPU))
 
 
+def test_dummy_codes_in_fp8_are_coded_like_rounded_weights() -> None:
+    """Exponents of random codes vary as those of normally distributed weights, rounded with scales for blocks."""
+    found = Quantization({"quantization_config": FP8 | {"weight_block_size": [128, 128]}}, "bfloat16").weight(
+        Matrix("up", 1024, 2048), "layers.0.up"
+    )
+    assert found is not None
+    codes = random_parts(CodedMatrix("layers.0.up", *found), 0.02, torch.Generator())["codes"]
+    weights = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(1)).unflatten(0, (8, 128))
+    blocks = weights.unflatten(2, (16, 128))  # [8, 128, 16, 128]
+    rounded = (blocks / (blocks.abs().amax((1, 3), keepdim=True) / 448)).to(torch.float8_e4m3fn)
+    sizes = []
+    for values in (codes, rounded):
+        coded = codec.encode(values)
+        assert coded is not None
+        sizes.append(coded.layout.size / codes.numel())
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.005)
+    assert 0.82 < sizes[0] < 0.835
+
+
 def load(spec: ModelSpec, load_format: LoadFormat, codec: str, **fields: Any) -> Engine:
     case = Case(
         model=spec.name, engine="stream", offload="cpu", dtype=spec.dtype, load_format=load_format,
@@ -116,8 +137,8 @@ def test_dummy_weights_stream_as_they_are_stored(weights: Weights, tmp_path: Pat
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SHAPE | {"model_type": "llama", "initializer_range": 0.4}))
     spec, found = resolve(str(path), weights=weights), []
-    for codec in ("none", "lossless"):
-        loaded = load(spec, "dummy", codec)
+    for wire in ("none", "lossless"):
+        loaded = load(spec, "dummy", wire)
         found.append(greedy(loaded, (5, 9, 3)))
         effective = loaded.effective()
         loaded.close()

@@ -5,6 +5,7 @@ CPU.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from tests import quantized, test_continuous, test_quantized, test_ragged
+from tests import quantized, test_codec, test_continuous, test_quantized, test_ragged
 from tests import test_cache_kinds as kinds
 from tests.checkpoints import save_config
 from tests.running import decode, prefill
@@ -22,6 +23,7 @@ from tests.test_state import GLM
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.cache import RowCache, make_cache
+from zinfer.engine.stream.codec import BLOCK, encode
 from zinfer.engine.stream.cpu_attention import _landed
 from zinfer.engine.stream.quantized import pieces, unpack
 from zinfer.engine.stream.triton_check import trouble
@@ -219,6 +221,23 @@ def test_quantised_weights_are_unpacked_as_on_the_cpu(name: str, tmp_path: Path)
                 unpack(data, layout, out[place : place + layout.numel])
                 place += layout.numel
         assert torch.equal(out.view(expected.shape).cpu(), expected), entry
+
+
+@pytest.mark.parametrize("name", test_codec.MATRICES)
+def test_coded_rows_in_fp8_are_unpacked_as_on_the_cpu(name: str) -> None:
+    layout, data, expected = test_codec.matrix(name)
+    out = torch.full_like(expected, float("nan"), device="cuda")
+    unpack(data.cuda(), layout, out)
+    assert test_codec.equal(out.cpu(), expected)
+
+
+def test_codes_in_fp8_are_coded_as_on_the_cpu() -> None:
+    values = test_codec.fp8(3 * BLOCK + 5)
+    here, there = encode(values), encode(values.cuda())
+    assert here is not None
+    assert there is not None
+    assert test_codec.same(test_codec.decoded(here), values)
+    assert test_codec.same(test_codec.decoded(replace(there, data=there.data.cpu())), values)
 
 
 @pytest.mark.parametrize("name", ["fp8 of experts", "gptq"])

@@ -69,7 +69,8 @@ def test_drawn_weights_shrink_nearly_to_the_bound() -> None:
         assert row.encode is not None
         assert row.decode is not None
         assert row.decode.median > 0
-    gaussian, scaled, laplace = (row.bound for row in found.rows)
+    gaussian, scaled, laplace, fp8 = (row.bound for row in found.rows)
+    assert 0.818 < fp8 < 0.820
     assert 0.658 < gaussian < 0.660 < scaled < 0.69  # 2.55 bits of exponent
     assert gaussian < laplace < 0.69
     assert found.link == 5e9
@@ -80,8 +81,9 @@ def test_drawn_weights_shrink_nearly_to_the_bound() -> None:
 def test_drawn_weights_are_the_same_every_time() -> None:
     for name in codec.DRAWN:
         first, second = (codec.draw(name, MIB, torch.device("cpu")) for _ in range(2))
-        assert torch.equal(first, second)
-        assert first.dtype == torch.bfloat16
+        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+        assert first.dtype == (torch.float8_e4m3fn if name == codec.FP8 else torch.bfloat16)
+        assert first.nbytes == MIB
 
 
 def test_the_bound_is_the_entropy_of_each_block() -> None:
@@ -102,7 +104,7 @@ def test_a_decoder_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coder, "decode", lies)
     result = invoke("-o", "codec.jsonl")
     assert result.exit_code == 6
-    assert "gaussian, row-scaled, laplace: the codec returned other bits" in result.stderr
+    assert "gaussian, row-scaled, laplace, gaussian in fp8: the codec returned other bits" in result.stderr
     found = study.last(Path("codec.jsonl"), CodecRecord)
     assert found.failed == tuple(codec.DRAWN)
     assert {(row.status, row.decode) for row in found.rows} == {("wrong_bits", None)}
@@ -155,6 +157,24 @@ def test_a_part_of_each_matrix_of_a_large_checkpoint_is_taken(file: Path) -> Non
     stored = load_file(file)
     first = next(iter(found.matrices))
     assert torch.equal(values[: stored[first].numel() // 4], stored[first].view(-1)[: stored[first].numel() // 4])
+
+
+def test_codes_in_fp8_are_measured_with_their_expansion(tmp_path: Path) -> None:
+    """NaN in a checkpoint comes back as NaN; weights that do not shrink are a finding here, too."""
+    codes = codec.draw(codec.FP8, 2 * MIB, torch.device("cpu")).view(torch.uint8)
+    codes[:512] = torch.arange(512).to(torch.uint8)
+    path = tmp_path / "quantised.safetensors"
+    scale, norm = {"model.layers.0.up.weight_scale_inv": torch.ones(1)}, {"model.layers.0.norm.weight": torch.ones(9)}
+    tensors = {"model.layers.0.up.weight": codes.view(torch.float8_e4m3fn)[: 2 * MIB - 2048].view(-1, 1024)}
+    save_file(tensors | scale | norm, path)
+    found = codec.find(path)
+    assert (found.fp8, found.bytes) == (True, 2 * MIB - 2048)
+    values, told = codec.read(found, found.bytes)
+    row = codec._measure(found.name, told, found.bytes, values, found.bytes)
+    assert (row.status, told) == ("ok", "1 matrices, stored as f8_e4m3")
+    assert row.bound < row.ratio < 0.835
+    noise = torch.randint(256, (MIB,), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert codec._measure("noise", "any codes", MIB, noise, MIB).status == "no_smaller"
 
 
 def test_a_folder_is_a_checkpoint(file: Path, tmp_path: Path) -> None:
@@ -216,7 +236,7 @@ def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, mon
     result = invoke(file)
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines()]
     lines = [line for line in lines if line]
-    assert [line[0] for line in lines[:4]] == [*codec.DRAWN, "small-1.5"]
+    assert [line[0] for line in lines[:5]] == [*codec.DRAWN, "small-1.5"]
     assert lines[0][2:4] == [f"{study.last(Path(), CodecRecord).rows[0].ratio:.1%}", "65.9%"]
     assert "not measured here" in result.stdout
     assert {line[0] for line in lines} >= {one.codec for one in codecs()}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     "--dtype",
     type=options.Dtype(),
     metavar=options.DTYPE,
-    help="With bf16, cast other floats to bf16 and code them, too; without it bf16 alone is coded.",
+    help="With bf16, cast other floats to bf16 and code them, too; without it bf16 and FP8 alone are coded.",
 )
 @click.option(
     "--output",

@@ -30,8 +30,8 @@ class Rate(Frozen):
 
 class Coded(Frozen):
     """One kind of weights, laid end to end and coded. `bound` is the size that coding exponents one by one can reach,
-    with a table for every block, as a share: their entropy and 8 bits, over 16. Rates are of raw bytes, None if nothing
-    was timed."""
+    with a table for every block, as a share: their entropy and 8 bits, over 16; of FP8 with 4 bits, over 8. Rates are
+    of raw bytes, None if nothing was timed."""
 
     name: str
     told: str  # description of the weights

@@ -25,13 +25,16 @@ if TYPE_CHECKING:
 
 SIZE = {"cuda": 1 << 30, "cpu": 64 << 20}  # bytes of drawn weights and of a timed pass; limit for a checkpoint's
 REPEATS = 20
-SCALE, WIDTH = 0.02, 8192
+SCALE, WIDTH, SIDE = 0.02, 8192, 128
+FP8 = "gaussian in fp8"
 DRAWN = {
     "gaussian": f"normal, standard deviation {SCALE:g}",
     "row-scaled": f"normal, rows of {WIDTH} whose scale is {SCALE:g} times e to a normal power",
     "laplace": f"Laplace, scale {SCALE:g}",
+    FP8: f"normal, rounded to FP8 (e4m3) with a scale for each {SIDE} x {SIDE} of rows of {WIDTH}",
 }
 _FLOATS = ("BF16", "F16", "F32")
+_FP8 = "F8_E4M3"
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,19 @@ class Stored:
     matrices: Mapping[str, TensorInfo]
 
     @property
+    def fp8(self) -> bool:
+        """True for codes in FP8 (e4m3)."""
+        return any(info.dtype == _FP8 for info in self.matrices.values())
+
+    @property
     def bytes(self) -> int:
-        """Size of the matrices as bf16, in bytes."""
-        return sum(2 * math.prod(info.shape) for info in self.matrices.values())
+        """Size of the matrices as bf16, or in FP8, in bytes."""
+        return sum((1 if self.fp8 else 2) * math.prod(info.shape) for info in self.matrices.values())
 
 
 def find(path: Path, cast: bool = False) -> Stored:
     """Find the matrices to code in `path`, a checkpoint's folder or one safetensors file: those in bf16, or with `cast`
-    in any float type, cast to bf16.
+    in any float type, cast to bf16; or those in FP8 (e4m3) if these have more weights.
 
     Raises CodecError or CheckpointError where there is nothing to code.
     """
@@ -59,15 +67,22 @@ def find(path: Path, cast: bool = False) -> Stored:
     checkpoint = Checkpoint.open(path) if path.is_dir() else Checkpoint.of_file(path)
     floats = {n: info for n, info in checkpoint.tensors.items() if len(info.shape) == 2 and info.dtype in _FLOATS}
     usable = {name: info for name, info in floats.items() if cast or info.dtype == "BF16"}
-    matrices = {name: info for name, info in usable.items() if LAYER_INDEX.search(name)} or usable
+    codes = {n: info for n, info in checkpoint.tensors.items() if len(info.shape) == 2 and info.dtype == _FP8}
     from zinfer.engine.stream.codec import MIN_NUMEL
 
+    def numel(matrices: Mapping[str, TensorInfo]) -> int:
+        return sum(math.prod(info.shape) for info in matrices.values())
+
+    chosen = max(
+        ({name: info for name, info in some.items() if LAYER_INDEX.search(name)} or some for some in (usable, codes)),
+        key=numel,
+    )
     name = path.resolve().name.removesuffix(".safetensors")
-    found = Stored(name, checkpoint.config.get("model_type", ""), matrices)
-    if found.bytes < 2 * MIN_NUMEL:
+    if numel(chosen) < MIN_NUMEL:
         hint = "; --dtype bf16 casts its other floats to bf16" if len(usable) < len(floats) else ""
-        raise CodecError(f"{path} has {found.bytes // 2} bf16 weights to code, at least {MIN_NUMEL} are needed{hint}")
-    return found
+        kind = "FP8" if chosen is codes and codes else "bf16"
+        raise CodecError(f"{path} has {numel(chosen)} {kind} weights to code, at least {MIN_NUMEL} are needed{hint}")
+    return Stored(name, checkpoint.config.get("model_type", ""), chosen)
 
 
 def measure(
@@ -114,9 +129,16 @@ def measure(
 
 def draw(name: str, size: int, device: "torch.device") -> "torch.Tensor":
     """Draw `size` bytes of the distribution `name` (see `DRAWN`), the same every time: bf16 ``[size // 2]``, rounded
-    from float32."""
+    from float32, or e4m3 ``[size]``."""
     import torch
 
+    if name == FP8:
+        weights = draw("gaussian", 2 * size, device).view(-1, WIDTH)
+        codes = torch.empty(weights.shape, dtype=torch.float8_e4m3fn, device=device)
+        for rows, out in zip(weights.split(SIDE), codes.split(SIDE), strict=True):
+            blocks = rows.float().unflatten(1, (-1, SIDE))
+            out.copy_((blocks / (blocks.abs().amax((0, 2), keepdim=True) / 448)).flatten(1))
+        return codes.view(-1)
     generator = torch.Generator(device).manual_seed(0)
     values = torch.empty(size // 2 // WIDTH, WIDTH, dtype=torch.bfloat16, device=device)
     for rows in values.split(2048):
@@ -133,7 +155,7 @@ def draw(name: str, size: int, device: "torch.device") -> "torch.Tensor":
 
 
 def read(stored: Stored, size: int) -> "tuple[torch.Tensor, str]":
-    """Read the matrices end to end, as bf16 on the CPU; return them and their description.
+    """Read the matrices end to end, as bf16 or e4m3 on the CPU; return them and their description.
 
     If they have more than `size` bytes, only the first rows of each matrix are read, in proportion.
     """
@@ -150,41 +172,77 @@ def read(stored: Stored, size: int) -> "tuple[torch.Tensor, str]":
             told += [source] if source and source not in told else []
         for name, info in stored.matrices.items():
             rows = readers[info.file].get_slice(name)[: math.ceil(info.shape[0] * share)]
-            parts.append(rows.to(torch.bfloat16).view(-1))
+            parts.append((rows.view(torch.uint8) if stored.fp8 else rows.to(torch.bfloat16)).view(-1))
     types = "/".join(sorted({info.dtype for info in stored.matrices.values()})).lower()
     told.append(f"{len(parts)} matrices, stored as {types}" + f", the first {share:.1%} of each" * (share < 1))
-    return torch.cat(parts), "; ".join(told)
+    values = torch.cat(parts)
+    return values.view(torch.float8_e4m3fn) if stored.fp8 else values, "; ".join(told)
 
 
 def _measure(name: str, told: str, total: int, values: "torch.Tensor", size: int) -> Coded:
     import torch
 
-    from zinfer.engine.stream import codec
-
-    bound, found = _bound(values), codec.encode(values)
+    bound, (encode, expected) = _bound(values), _ways(values)
+    found = encode()
     row = Coded(
         name=name, told=told, total_bytes=total, raw_bytes=values.nbytes, coded_bytes=values.nbytes, bound=bound,
         status="no_smaller",
     )  # fmt: skip
     if found is None:
         return row
-    layout = found.layout
-    row = row.model_copy(update={"coded_bytes": layout.size})
+    data, decode = found
+    row = row.model_copy(update={"coded_bytes": data.numel()})
     copies = math.ceil(size / values.nbytes)
-    jobs = [(found.data.clone(), torch.full_like(values, torch.nan)) for _ in range(copies)]
-    del found
+    jobs = [(data.clone(), torch.full_like(expected, torch.nan)) for _ in range(copies)]
+    del found, data
 
-    def decode() -> None:
+    def run() -> None:
         for source, out in jobs:
-            codec.decode(source, layout, out)
+            decode(source, out)
 
-    decoded = probe.rate(decode, values.nbytes * len(jobs), values.device, REPEATS)
-    if not all(torch.equal(out.view(torch.int16), values.view(torch.int16)) for _, out in jobs):
-        return row.model_copy(update={"status": "wrong_bits"})
+    decoded = probe.rate(run, values.nbytes * len(jobs), values.device, REPEATS)
+    known = ~expected.isnan() if values.dtype == torch.float8_e4m3fn else torch.ones_like(expected, dtype=torch.bool)
+    wanted = expected.view(torch.int16)[known]
+    for _, out in jobs:
+        if not torch.equal(out.view(torch.int16)[known], wanted) or not bool(out[~known].isnan().all()):
+            return row.model_copy(update={"status": "wrong_bits"})
     jobs.clear()
-    encoded = probe.rate(lambda: codec.encode(values), values.nbytes, values.device, REPEATS)
+    encoded = probe.rate(encode, values.nbytes, values.device, REPEATS)
     rates = {"encode": Rate(**encoded), "decode": Rate(**decoded)}
     return row.model_copy(update={"status": "ok"} | rates)
+
+
+Decode = Callable[["torch.Tensor", "torch.Tensor"], None]  # from coded data to weights
+
+
+def _ways(
+    values: "torch.Tensor",
+) -> "tuple[Callable[[], tuple[torch.Tensor, Decode] | None], torch.Tensor]":
+    """Return a function that encodes `values`, to data and a function that decodes them, or to None where these are as
+    large; and the weights that must come back: those of e4m3 as bf16, with scales of 1 as an engine multiplies them."""
+    import torch
+
+    from zinfer.engine.quantization.dequantize import Codes
+    from zinfer.engine.stream import codec, quantized
+
+    def plain() -> tuple[torch.Tensor, Decode] | None:
+        found = codec.encode(values)
+        return None if found is None else (found.data, lambda data, out: codec.decode(data, found.layout, out))
+
+    if values.dtype == torch.bfloat16:
+        return plain, values
+    whole = len(values) % WIDTH == 0
+    width = WIDTH if whole else len(values)
+    numbers = values.view(torch.uint8).view(-1, width)
+    grid = (-(-len(numbers) // SIDE), width // SIDE) if whole else (1, 1)
+    scales = torch.ones(grid, device=values.device)
+    codes = Codes(numbers, width, 8, "e4m3", scales, (SIDE, SIDE), torch.bfloat16)
+
+    def scaled() -> tuple[torch.Tensor, Decode] | None:
+        ((layout, data),) = quantized.pieces(codes, torch.bfloat16, 2 * len(values))
+        return None if layout.coded is None else (data, lambda data, out: quantized.unpack(data, layout, out))
+
+    return scaled, values.to(torch.bfloat16)
 
 
 def _bound(values: "torch.Tensor") -> float:
@@ -192,14 +250,17 @@ def _bound(values: "torch.Tensor") -> float:
     entropy of each block's exponents; see `Coded`."""
     import torch
 
-    from zinfer.engine.stream.codec import BLOCK
+    from zinfer.engine.stream.codec import BITS, BLOCK
 
-    blocks = values[: len(values) // BLOCK * BLOCK].view(torch.int16).view(-1, BLOCK)
+    whole, bits = values[: len(values) // BLOCK * BLOCK], BITS[values.dtype]
+    blocks = whole.view(torch.int16 if bits == 16 else torch.uint8).view(-1, BLOCK)
 
     def entropies() -> Iterator[float]:
         for part in blocks.split(1024):
-            keys = (part.int() >> 7 & 255) + 256 * torch.arange(len(part), device=part.device)[:, None]
+            keys = (part.int() >> 7 & 255 if bits == 16 else part.int() >> 3 & 15) + 256 * torch.arange(
+                len(part), device=part.device
+            )[:, None]
             counts = keys.view(-1).bincount(minlength=256 * len(part)).view(-1, 256)
             yield float(torch.special.entr(counts.double() / BLOCK).sum()) / math.log(2)
 
-    return (8 + sum(entropies()) / len(blocks)) / 16
+    return (bits / 2 + sum(entropies()) / len(blocks)) / bits

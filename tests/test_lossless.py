@@ -164,9 +164,9 @@ def test_codes_in_fp8_are_measured_with_their_expansion(tmp_path: Path) -> None:
     codes = codec.draw(codec.FP8, 2 * MIB, torch.device("cpu")).view(torch.uint8)
     codes[:512] = torch.arange(512).to(torch.uint8)
     path = tmp_path / "quantised.safetensors"
-    scale, norm = {"model.layers.0.up.weight_scale_inv": torch.ones(1)}, {"model.layers.0.norm.weight": torch.ones(9)}
-    tensors = {"model.layers.0.up.weight": codes.view(torch.float8_e4m3fn)[: 2 * MIB - 2048].view(-1, 1024)}
-    save_file(tensors | scale | norm, path)
+    part = codes.view(torch.float8_e4m3fn)[: 2 * MIB - 2048].view(-1, 1024)
+    others = {"model.layers.0.norm.weight": torch.ones(9), "model.layers.0.down.weight_scale": part[:128].clone()}
+    save_file({"model.layers.0.up.weight": part} | others, path)
     found = codec.find(path)
     assert (found.fp8, found.bytes) == (True, 2 * MIB - 2048)
     values, told = codec.read(found, found.bytes)

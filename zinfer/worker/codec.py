@@ -67,7 +67,11 @@ def find(path: Path, cast: bool = False) -> Stored:
     checkpoint = Checkpoint.open(path) if path.is_dir() else Checkpoint.of_file(path)
     floats = {n: info for n, info in checkpoint.tensors.items() if len(info.shape) == 2 and info.dtype in _FLOATS}
     usable = {name: info for name, info in floats.items() if cast or info.dtype == "BF16"}
-    codes = {n: info for n, info in checkpoint.tensors.items() if len(info.shape) == 2 and info.dtype == _FP8}
+    codes = {  # other tensors of this type are scales
+        name: info
+        for name, info in checkpoint.tensors.items()
+        if len(info.shape) == 2 and info.dtype == _FP8 and name.endswith("weight")
+    }
     from zinfer.engine.stream.codec import MIN_NUMEL
 
     def numel(matrices: Mapping[str, TensorInfo]) -> int:

@@ -104,7 +104,7 @@ def test_the_largest_batch_is_predicted() -> None:
 
 def fabricated(told: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option) -> Measurement:
     """Return a point of OPT-30B on a machine whose engine has exactly the factors `told`."""
-    chosen = tuple(sorted({"weight_codec": "none", **options}.items()))
+    chosen = tuple(sorted({"weight_codec": "none", "cuda_graphs": "off", **options}.items()))
     asked = case(size, model="opt-30b", layers=None, offload=offload, options=chosen)
     spec = resolve.resolve("opt-30b", None, None)
     plan = make_plan(asked, spec, place, factors=told)
@@ -151,6 +151,18 @@ def test_a_fit_finds_the_factors_that_made_the_records() -> None:
     assert found.error == calibrate.LEAST_ERROR
     errors = [row.tok_s_error for row in table(points, {"h100": H100})]
     assert errors == pytest.approx([0.0] * 6, abs=1e-3)
+
+
+def test_steps_with_cuda_graphs_say_nothing_of_launches() -> None:
+    told = Efficiency(layer_s=1.5e-3)
+    launched = [fabricated(told, size, "none") for size in (1, 2)]
+    replayed = fabricated(told, 1, "none", cuda_graphs="auto")
+    assert replayed.effective is not None
+    replayed.effective.settings["cuda_graphs"] = "on"
+    assert (replayed.step_median_ms or 0) < 0.6 * (launched[0].step_median_ms or 0)
+    assert fit([*launched, *[replayed] * 4], {"h100": H100})["stream"].layer_s == pytest.approx(1.5e-3, rel=1e-3)
+    for row in table([*launched, replayed], {"h100": H100}):
+        assert row.tok_s_error == pytest.approx(0, abs=1e-3), row.case
 
 
 def test_a_cache_in_host_memory_shows_the_link_rate_if_the_link_limits() -> None:

@@ -170,7 +170,7 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
     effective = point.effective
     if effective is None:
         return placement_of(point.case, model, place)
-    settings, update = effective.settings, {}
+    settings, update = effective.settings, {"graphs": effective.settings.get("cuda_graphs") == "on"}
     if "slot_bytes" in settings:  # without buffers between link and slot, the slots themselves are the ring
         slots = 1 if "buffer_bytes" in settings else settings["ring_depth"]
         buffers = settings["ring_depth"] * settings.get("buffer_bytes", 0)
@@ -189,9 +189,11 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
 
 
 def _as_run(one: _Seen) -> Case:
-    """Return the point's case with the number of CPU attention threads that the engine chose, which today's plan may
-    not."""
+    """Return the point's case with what the engine chose and today's plan may not: the number of CPU threads that
+    attend, and steps without CUDA graphs."""
     host, case = one.machine.details.get("host", {}), one.point.case
+    if not one.setup.graphs:
+        case = case.model_copy(update={"options": (*case.options, ("cuda_graphs", "off"))})
     if not one.setup.kv_on_cpu or not host.get("cores"):
         return case
     threads = round(one.setup.kv_cpu_share * host["cores"])
@@ -224,7 +226,7 @@ def _link_share(one: _Seen) -> float | None:
 def _layer_s(one: _Seen) -> float | None:
     """Return the launch time of a layer in s, from a decode step without offload that no physical limit explains."""
     seconds = one.point.step_median_ms
-    if not seconds or one.setup.tier != "gpu":
+    if not seconds or one.setup.tier != "gpu" or one.setup.graphs:
         return None
     physical = max(_limits(one).values(), default=0.0)
     return seconds / 1e3 / one.model.num_layers if seconds / 1e3 > EVIDENT * physical else 0.0

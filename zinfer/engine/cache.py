@@ -138,7 +138,13 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self.batch_size, self.capacity = batch_size, capacity
         self.slots, self.is_sliding = Slots(capacity, window), window is not None
         self._keys = self._values = torch.empty(0)
+        self.spare: tuple[Tensor, Tensor] | None = None  # memory to take instead of new one, if it is of the same shape
         self.rows, self.length = slice(0, batch_size), 0
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all rows, ``[B, kv_heads, room, head_dim]`` each, computed or not."""
+        return self._keys, self._values
 
     def window(self, rows: slice, length: int) -> None:
         """Continue at position `length` of `rows` only."""
@@ -172,11 +178,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
 
     def _like(self, block: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Take memory for all rows, for states like those of `block`, of a model in `dtype`."""
-        self.dtype, self.device = dtype, block[0].device
-        self._keys, self._values = (
-            states.new_empty((self.batch_size, states.shape[1], self.slots.room, states.shape[3])) for states in block
-        )
-        self.is_initialized = True
+        self._take_memory(block[0], block[1], dtype)
 
     def fill(self, blocks: Sequence[Sequence[Tensor]], length: int, dtype: torch.dtype) -> None:
         """Fill all rows with the last positions up to `length` of `blocks`, each what `stored` returned of some rows of
@@ -214,16 +216,21 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return length - first + count, first
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        value_states = key_states if value_states is None else value_states
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._keys, self._values = (
-            torch.empty(
-                (self.batch_size, states.shape[1], self.slots.room, states.shape[3]),
-                dtype=self.dtype,
-                device=self.device,
-            )
-            for states in (key_states, value_states)
+        self._take_memory(key_states, key_states if value_states is None else value_states, key_states.dtype)
+
+    def _take_memory(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        """Take memory for all rows, for states like `keys` and `values`, of a model in `dtype`."""
+        self.dtype, self.device, states = dtype, keys.device, (keys, values)
+        shapes = [(self.batch_size, one.shape[1], self.slots.room, one.shape[3]) for one in states]
+        spare, self.spare = self.spare, None
+        alike = spare is not None and all(
+            (memory.shape, memory.dtype, memory.device) == (shape, one.dtype, one.device)
+            for memory, shape, one in zip(spare, shapes, states, strict=True)
         )
+        if spare is None or not alike:
+            del spare
+            spare = keys.new_empty(shapes[0]), values.new_empty(shapes[1])
+        self._keys, self._values = spare
         self.is_initialized = True
 
     def advance(self, count: int) -> Step:

@@ -86,6 +86,7 @@ class Placement(Frozen):
     overlapped: bool = True  # copies run beside compute
     blocks: bool = False  # prefill passes go through the layers side by side, and the weights cross once for all
     pass_tokens: int = PREFILL_TOKENS  # prompt tokens in one forward pass at most, if they are several sequences'
+    graphs: bool = False  # decode steps are launched as CUDA graphs: a layer's launch costs nothing
     pinned: bool = True  # weights in host memory are page-locked
     host_rounding: int = 0  # bytes that page-locking adds to the weights
 
@@ -155,6 +156,8 @@ def step(
     """Time one decode step of `batch_size` sequences with `context` tokens in their KV cache, on average; `ready` are
     the bytes that need not cross the link, since the ring holds them when the step begins."""
     factors = factors or Efficiency()
+    if setup.graphs:
+        factors = factors.model_copy(update={"layer_s": 0.0})
     kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
     active = model.parameters_read(batch_size) * model.dtype_bytes
     flops = model.decode_flops(batch_size, context)

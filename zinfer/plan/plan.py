@@ -238,6 +238,8 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         pinned=options.pin_memory,
     )
     update: dict[str, object] = {"resident_bytes": resident_bytes(case.gpu_weights, model.streamed_bytes, automatic)}
+    if transport.graphs and machine.gpu_count and options.kv_offload == "none" and not options.kv_in_8_bits:
+        update["graphs"] = case.offload == "none" or update["resident_bytes"] == model.streamed_bytes
     if transport.coded_at_rest or own:
         update["kept_ratio"] = common.wire_ratio
     if transport.fetched == "pieces":

@@ -55,6 +55,7 @@ class Transport(Frozen):
     pinned_tensors: bool = False  # each tensor is a pinned block of its own, which torch rounds up to a power of two
     outside_trips: int = 0  # trips a pass of the weights outside the layers, where these are offloaded too
     pass_tokens: int = PREFILL_TOKENS  # prompt tokens in one forward pass at most, unless prompts pass in blocks
+    graphs: bool = False  # decode steps in which no weight crosses the link are launched as CUDA graphs
     shares_memory: bool = False  # gives free GPU memory away, to rows, buffers and layers, and so leaves a margin
 
 
@@ -88,9 +89,13 @@ class StreamOptions(EngineOptions):
         "auto", description="CPU threads that attend; auto: as many as make the shortest step."
     )
     kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache; auto: that of the weights.")
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto", description="Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
+    )
 
     def transport(self) -> Transport:
-        return Transport(fetched="pieces", blocks=True, coded_at_rest=True, shares_memory=True)
+        graphs = self.cuda_graphs == "auto"
+        return Transport(fetched="pieces", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs)
 
     def conflict(self, offload: Offload) -> str | None:
         if self.kv_offload != "none" and self.kv_cache_dtype == "fp8":

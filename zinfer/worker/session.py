@@ -209,6 +209,7 @@ def begin_point(session: Session) -> None:
     import torch
 
     session.facts = session.facts.model_copy(update={"started_at": now()})
+    session.engine.clear()  # it may keep the memory of the last batch for the next one
     gc.collect()
     if session.engine.device.type == "cuda":
         torch.cuda.empty_cache()

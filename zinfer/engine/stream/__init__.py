@@ -6,6 +6,7 @@ layers and across steps: while the head turns the last layer's output into a tok
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,13 +28,14 @@ from zinfer.engine.cache import (
 from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, check_free, lay_out
 from zinfer.engine.state import Loaded, ModelState, by_layer
-from zinfer.engine.stream import packed
+from zinfer.engine.stream import graphs, packed
 from zinfer.engine.stream.cpu_kernel import library
+from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.engine.stream.ragged import NotRaggedError, Ragged, split, stacked_inputs
+from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias_of, split, stacked_inputs
 from zinfer.engine.stream.stacked import NotStackedError
 from zinfer.engine.stream.triton_check import trouble
 from zinfer.plan.cost import Placement
@@ -86,6 +88,8 @@ class Stream(Decoder):
         self._ragged = Ragged(self.model, self._accepted)
         heads_apart = plan.model.num_heads == plan.model.num_kv_heads  # each has keys and values of its own
         self._stacks = heads_apart and "attention_mask" in self._accepted and not self._own_cache
+        recorder = graphs.recorder_of(self.device) if self.options.cuda_graphs == "auto" else None
+        self._graphs = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._trip)
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
             if getattr(self.options, option) not in any_model and (why_not := self._cannot_have(option)) is not None:
                 raise EngineError(why_not)
@@ -174,7 +178,7 @@ class Stream(Decoder):
 
     @property
     def joins(self) -> bool:
-        return (self._ragged.able or self._stacks) and self.options.kv_cache_dtype not in STORAGE
+        return (self._ragged.able or self._stacks_on_device) and self.options.kv_cache_dtype not in STORAGE
 
     def cannot_snapshot(self) -> str | None:
         able = {"kv_offload": ("none",), "kv_cache_dtype": ("auto", "bf16")}
@@ -189,6 +193,7 @@ class Stream(Decoder):
         rows, length = mask.shape
         load = self.expected or self._together(rows, length, capacity)
         placement = self._placement(load)
+        self._graphs.make_room(rows, capacity)
         if self._ring is not None:
             self._share_out(self._ring, placement)
         hosted = self._hosted(rows, capacity, load, placement, moved)
@@ -198,6 +203,7 @@ class Stream(Decoder):
         batch = StreamBatch(mask, capacity, cache, self._state_of(cache))
         if not isinstance(cache, RowCache) and hosted:
             raise EngineError(f"{hosted} of {rows} rows need host memory: {self._cannot_have('kv_offload')}")
+        self._graphs.seat(batch)
         if hosted and isinstance(cache, RowCache) and cache.attention:
             self._to_host_memory(batch, cache, slice(here, rows), placement, load)
             assert batch.host is not None
@@ -253,6 +259,8 @@ class Stream(Decoder):
         if buffers >= placement.layer_pieces:  # room for a whole layer, whose tensors are cut one by one
             buffers = max(buffers, *(len(image.pieces) for image in ring.images))
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
+        if set(placement.resident_layers) != set(range(len(ring.images))) - set(ring.streamed):
+            self._graphs.clear()
         ring.keep(placement.resident_layers)
         ring.resize(buffers)
 
@@ -340,7 +348,8 @@ class Stream(Decoder):
 
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:
         ragged = [part for part in parts if self._ragged.takes(part)]
-        stacked = [] if ragged else [part for part in parts if self._stacks_part(part, FixedLayer)]
+        stacks = not ragged and self._stacks_on_device
+        stacked = [part for part in parts if stacks and self._stacks_part(part, FixedLayer)]
         hosted = [part for part in parts if _on_cpu(part) and self._stacks_part(part, SplitLayer)]
         shared = [some for some in (ragged, stacked, hosted) if len(some) > 1]
         together = {id(part) for some in shared for part in some}
@@ -350,6 +359,13 @@ class Stream(Decoder):
         logits = {id(part): own for some, several in zip(passes, found, strict=True)
                   for part, own in zip(some, several, strict=True)}  # fmt: skip
         return [logits[id(part)] for part in parts]
+
+    @property
+    def _stacks_on_device(self) -> bool:
+        """True if micro-batches on the device share a forward pass as one rectangle. Where no weight crosses the link
+        each has a graph of its own."""
+        recorded = self._graphs.wanted and (self._ring is None or not self._ring.streamed)
+        return self._stacks and not recorded
 
     def _stacks_part(self, part: Part, kind: type[FixedLayer]) -> bool:
         """Tell whether a part can share a forward pass with others as rows of one rectangle: a token of each of its
@@ -364,6 +380,47 @@ class Stream(Decoder):
 
     def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
         """Run a forward pass for each list of parts, which share it; return their logits."""
+        alone = [number for number, parts in enumerate(passes) if self._is_recordable(parts)]
+        found = dict[int, Tensor]()
+        for number in alone:
+            logits = self._graphs.forward(passes[number], self._eager(passes[number]))
+            found[number] = logits if len(alone) == 1 else logits.clone()  # the next graph may use its memory
+        others = [number for number in range(len(passes)) if number not in found]
+        if others:
+            found |= zip(others, self._run_eager([passes[number] for number in others]), strict=True)
+        return [found[number] for number in range(len(passes))]
+
+    def _is_recordable(self, parts: Sequence[Part]) -> bool:
+        """Tell whether a pass is a decode step that can be recorded (`zinfer.engine.stream.graphs`)."""
+        if any(part.token_ids.shape[1] > 1 or part.keep > 1 or not part.batch.length for part in parts):
+            return False
+        if self.options.cuda_graphs == "off":
+            return False
+        ring, why_not = self._ring, None
+        if ring is not None and ring.streamed:
+            why_not = "weights cross the link"
+        elif any(batch.hosted for batch in self.batches):
+            why_not = "keys and values are in host memory"
+        else:
+            why_not = next(filter(None, map(self._graphs.cannot, parts)), None)
+        if why_not is not None:
+            self._graphs.status = why_not
+        return why_not is None
+
+    def _eager(self, parts: Sequence[Part]) -> Callable[[], Tensor]:
+        """Return a function that runs one forward pass of `parts`, in a trip of its own."""
+
+        def run() -> Tensor:
+            with self._trip():
+                return self._together_or_alone(parts)
+
+        return run
+
+    def _trip(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ring is None else self._ring.trip()
+
+    def _run_eager(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
+        """Run passes as `_run_passes` does, without graphs."""
         ring = self._ring
         if ring is None:
             return [self._together_or_alone(parts) for parts in passes]
@@ -371,11 +428,10 @@ class Stream(Decoder):
         caches = {id(part.batch): part.batch.cache for part in parts}.values()
         together = all(isinstance(cache, RowCache) and len(cache.layers) == len(self._layers) for cache in caches)
         hosted = any(part.batch.host is not None for part in parts)  # type: ignore[attr-defined]
-        if not (together or hosted):  # a token goes through layers repeatedly: a trip for each part
-            return [self._own_trip(ring, some) for some in passes]
+        # Where a token goes through layers repeatedly, each part has a trip.
+        if not (together or hosted) or (len(passes) == 1 and not hosted):
+            return [self._eager(some)() for some in passes]
         fetches = [fetch for part in parts if (fetch := _fetch(part)) is not None]
-        if len(passes) == 1 and not hosted:
-            return [self._own_trip(ring, passes[0])]
 
         def enter(number: int, layer: int) -> None:
             self._ragged.switch(self._is_ragged(passes[number]))
@@ -403,11 +459,10 @@ class Stream(Decoder):
             part.batch.show(part.rows)
         if not self._is_ragged(parts):
             return self._joined(parts, *stacked_inputs(parts, _on_cpu(parts[0])))
-        try:
-            with self._ragged.cache(parts, self.model.dtype) as cache:
-                return self._joined(parts, cache, None)
-        finally:
-            self._ragged.switch(False)
+        caches = [part.batch.cache.layers for part in parts if part.batch.cache is not None]
+        masks = [bias_of(part.batch, self.model.dtype) for part in parts]
+        with self._ragged.cache(caches, [len(part.token_ids) for part in parts], masks) as cache:
+            return self._joined(parts, cache, None)
 
     def _is_ragged(self, parts: Sequence[Part]) -> bool:
         """Tell whether parts that share a forward pass do so by the attention of ragged passes."""
@@ -426,10 +481,6 @@ class Stream(Decoder):
         inputs = {name: value for name, value in inputs.items() if name in self._accepted}
         logits: Tensor = self.model(**inputs).logits
         return logits[:, -1:]
-
-    def _own_trip(self, ring: PrefetchRing, parts: Sequence[Part]) -> Tensor:
-        with ring.trip():
-            return self._together_or_alone(parts)
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         while True:
@@ -458,6 +509,7 @@ class Stream(Decoder):
 
     def _keep_rows(self, batch: DecoderBatch, kept: Sequence[int]) -> None:
         assert isinstance(batch, StreamBatch)
+        self._graphs.drop(batch)
         host, here = batch.host, sum(row < batch.here for row in kept)
         if host is not None and here == len(kept):
             self._free_host(batch)
@@ -472,6 +524,8 @@ class Stream(Decoder):
 
     def _move(self, target: DecoderBatch, moved: Sequence[MovedRows], length: int) -> None:
         kept = [(batch, batch.others(rows).tolist(), batch.here) for batch, rows, _ in moved]  # type: ignore[attr-defined]
+        for batch, *_ in kept:
+            self._graphs.drop(batch)
         super()._move(target, moved, length)
         for batch, rows, here in kept:
             assert isinstance(batch, StreamBatch)
@@ -486,6 +540,7 @@ class Stream(Decoder):
     def _free(self, batch: DecoderBatch) -> None:
         assert isinstance(batch, StreamBatch)
         self._free_host(batch)
+        self._graphs.retire(batch)
         super()._free(batch)
 
     def _free_host(self, batch: StreamBatch) -> None:
@@ -500,12 +555,21 @@ class Stream(Decoder):
         if not any(isinstance(one.host, CpuCache) for one in self.batches):
             torch.set_num_threads(self._threads)
 
+    def clear(self) -> None:
+        super().clear()
+        if "_graphs" in self.__dict__:
+            self._graphs.clear()
+
     def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
         if self._ring is None:
             return ()
-        with self._ring.watched() as trace:
-            self.forward(works)
-            return trace.spans()
+        self._graphs.paused = True  # a replay shows no layers
+        try:
+            with self._ring.watched() as trace:
+                self.forward(works)
+                return trace.spans()
+        finally:
+            self._graphs.paused = False
 
     def _delivered(self) -> int:
         """Return the weight bytes that a step found in the slot; coded ones were fewer on the wire."""
@@ -523,6 +587,7 @@ class Stream(Decoder):
             "kv_threads": self._kv_threads,
             "kv_bytes_per_step": self._fetched_per_step,
             "attention": str(self.model.config._attn_implementation),
+            "cuda_graphs": "off" if self.options.cuda_graphs == "off" else self._graphs.status,
         }
         if self._ring is None or self._arena is None:
             return Effective(gpu_weight_bytes=self._resident_bytes, settings=cache)
@@ -550,6 +615,7 @@ class Stream(Decoder):
 
     def close(self) -> None:
         self.clear()
+        self.__dict__.pop("_graphs", None)
         if self._ring is not None:
             self._ring.close()
             self._ring = None

@@ -43,14 +43,15 @@ class NotRaggedError(RuntimeError):
 
 
 class RaggedLayer(DynamicLayer):  # type: ignore[misc]
-    """Layer `index` of the caches of `parts`, as one: it hands new keys and values on to `attend`, which stores
-    them."""
+    """A layer of several caches, `stores`, as one: it hands new keys and values on to `attend`, which stores them.
+    `rows` counts the rows of each, `masks` are as `Ragged.cache` takes them."""
 
     is_sliding = False
 
-    def __init__(self, index: int, parts: Sequence[Part], masks: Sequence[Tensor | None]) -> None:
+    def __init__(self, stores: Sequence[DynamicLayer], rows: Sequence[int], masks: Sequence[Tensor | None]) -> None:
         super().__init__()
-        self.index, self._parts, self._masks = index, parts, masks
+        self._stores, self._rows, self._masks = stores, rows, masks
+        self._length: int = max(store.get_seq_length() for store in stores)
         self.key = self.value = torch.empty(0)
         self.attended = False
 
@@ -60,7 +61,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        return max(part.batch.length for part in self._parts)
+        return self._length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         return 1, 0
@@ -72,12 +73,10 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         del key.zinfer_layer  # type: ignore[attr-defined]
         self.attended = True
         found, first = [], 0
-        for part, mask in zip(self._parts, self._masks, strict=True):
-            rows = slice(first, first + len(part.token_ids))
+        for store, count, mask in zip(self._stores, self._rows, self._masks, strict=True):
+            rows = slice(first, first + count)
             first = rows.stop
-            cache = part.batch.cache
-            assert isinstance(cache, RowCache)
-            keys, values = cache.layers[self.index].update(key[rows], value[rows])
+            keys, values = store.update(key[rows], value[rows])
             seen = None if mask is None else _last(mask, keys.shape[2])
             # Query heads that share keys stand where several tokens would: no key is copied for them.
             asked = query[rows].reshape(len(keys), keys.shape[1], -1, query.shape[-1])
@@ -192,32 +191,41 @@ class Ragged:
                 config._attn_implementation_internal = NAME if on else "sdpa"
 
     @contextmanager
-    def cache(self, parts: Sequence[Part], dtype: torch.dtype) -> Iterator[Cache]:
-        """Cache of a pass of `parts`. Raises NotRaggedError after a pass in which a layer did not attend."""
-        masks = [_bias(part.batch, dtype) for part in parts]
-        first = parts[0].batch.cache
-        assert isinstance(first, RowCache)
-        layers = [RaggedLayer(index, parts, masks) for index in range(len(first.layers))]
-        yield Cache(layers=layers)
+    def cache(
+        self, caches: Sequence[Sequence[DynamicLayer]], rows: Sequence[int], masks: Sequence[Tensor | None]
+    ) -> Iterator[Cache]:
+        """Make the model use the attention of ragged passes, with one cache for the layers of all `caches`, whose
+        number of rows is in `rows`. `masks` are what `bias` returns of each; None hides nothing.
+
+        Raises NotRaggedError after a pass in which a layer did not attend.
+        """
+        layers = [RaggedLayer(stores, rows, masks) for stores in zip(*caches, strict=True)]
+        self.switch(True)
+        try:
+            yield Cache(layers=layers)
+        finally:
+            self.switch(False)
         if not all(layer.attended for layer in layers):
             raise NotRaggedError("a layer stores keys and values, and does not attend to them as others do")
 
 
-def _bias(batch: DecoderBatch, dtype: torch.dtype) -> Tensor | None:
-    """Return the bias of attention for the next token of each row, ``[B, 1, 1, length + 1]``: lowest at padding, else
-    0; None without padding."""
-    if batch.mask is None:
-        return None
-    end = batch.length + 1
-    bias = _aligned(batch.batch_size, end, dtype, batch.mask.device)
-    return bias.masked_fill_(batch.mask[:, None, None, :end] == 0, torch.finfo(dtype).min)
+def bias_of(batch: DecoderBatch, dtype: torch.dtype) -> Tensor | None:
+    """Return the bias of attention for the next token of each row of a micro-batch; None without padding."""
+    return None if batch.mask is None else bias(batch.mask[:, : batch.length + 1] != 0, dtype)
 
 
-def _last(bias: Tensor, count: int) -> Tensor:
+def bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bias of attention, ``[B, 1, 1, n]``, for one token a row: 0 where `seen`, bool ``[B, n]``, is true,
+    else the lowest number."""
+    made = _aligned(len(seen), seen.shape[1], dtype, seen.device)
+    return made.masked_fill_(~seen[:, None, None], torch.finfo(dtype).min)
+
+
+def _last(whole: Tensor, count: int) -> Tensor:
     """Return the bias of the last `count` positions: those of a window."""
-    if count == bias.shape[-1]:
-        return bias
-    return _aligned(len(bias), count, bias.dtype, bias.device).copy_(bias[..., bias.shape[-1] - count :])
+    if count == whole.shape[-1]:
+        return whole
+    return _aligned(len(whole), count, whole.dtype, whole.device).copy_(whole[..., whole.shape[-1] - count :])
 
 
 def _aligned(rows: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,292 @@
+"""Recorded decode steps: passes of static shape give the tokens of passes that are not recorded, and what cannot be
+recorded runs as before. `Rerun` takes the place of CUDA graphs; `test_gpu` records them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tests import test_cache_kinds as kinds
+from tests import test_continuous, test_ragged
+from tests.test_parity import BATCHES, OUTPUT_LEN, check, greedy, load, prompts, reference
+from tests.test_passes import close
+from zinfer.engine.base import Engine, Work
+from zinfer.engine.stream import graphs, ragged
+from zinfer.engine.stream.graphs import PAYS, Run, end_of
+from zinfer.generation import passes
+from zinfer.generation.scheduler import ContinuousScheduler
+from zinfer.plan.plan import make_plan
+
+Checkpoints = Callable[..., Path]
+Patch = pytest.MonkeyPatch
+kind = kinds.kind  # the fixture
+
+
+class Rerun:
+    """Recorder without a device: it runs the function again. `fails` is raised while a pass is recorded, `off` is added
+    to the logits of replays, which take `seconds`."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+        self.fails: Exception | None = None
+        self.off, self.seconds = 0.0, 0.0
+
+    def record(self, run: Run) -> Run:
+        run()
+        if self.fails is not None:
+            raise self.fails
+        self.recorded += 1
+
+        def replay() -> Tensor:
+            self.replayed += 1
+            return run() + self.off
+
+        return replay
+
+    def timed(self, run: Run) -> tuple[Tensor, float]:
+        before = self.replayed
+        return run(), self.seconds if self.replayed > before else 1.0
+
+
+@pytest.fixture
+def recorder(monkeypatch: Patch) -> Rerun:
+    made = Rerun()
+    monkeypatch.setattr(graphs, "recorder_of", lambda _device: made)
+    monkeypatch.setattr(graphs, "BUCKET", 4)
+    return made
+
+
+def status(engine: Engine) -> object:
+    return engine.effective().settings["cuda_graphs"]
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "opt", "llama", "mixtral", "falcon-old"])
+def test_recorded_steps_give_the_tokens_of_transformers(
+    architecture: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+) -> None:
+    engine = load("stream", checkpoint(architecture), "none", tmp_path)
+    check(engine, checkpoint(architecture), "none")
+    assert status(engine) == "on"
+    steps = 2 * (len(reference(checkpoint(architecture))[0][0]) - 1)
+    assert recorder.recorded == 3 + 3, "one for each 4 positions"
+    assert recorder.replayed >= steps - 2, "all but the first step of each batch"
+    engine.close()
+
+
+@pytest.mark.parametrize("codec", ["none", "lossless"])
+def test_layers_that_all_stay_are_recorded_with_their_unpacking(
+    codec: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+) -> None:
+    directory, dtype = checkpoint("llama"), "bfloat16" if codec == "lossless" else "float32"
+    found = []
+    for option in ("off", "auto"):
+        engine = load("stream", directory, "cpu", tmp_path, dtype=dtype, weight_codec=codec, cuda_graphs=option)  # type: ignore[arg-type]
+        plan = engine.plan
+        tokens = greedy(engine, BATCHES[0])
+        assert status(engine) == ("off" if option == "off" else "weights cross the link")
+        engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": "100%"}), plan.model, plan.machine)
+        for _ in range(2):
+            engine.clear()
+            assert torch.equal(greedy(engine, BATCHES[0]), tokens)
+        found.append(tokens)
+        assert status(engine) == ("off" if option == "off" else "on")
+        engine.plan = plan
+        engine.clear()
+        assert torch.equal(greedy(engine, BATCHES[0]), tokens), "layers that stream again are not those of the graphs"
+        engine.close()
+    assert torch.equal(*found)
+    assert recorder.recorded
+
+
+@pytest.mark.parametrize(("architecture", "joins"), [("llama", True), ("bloom", False)])
+def test_several_micro_batches_are_recorded(
+    architecture: str, joins: bool, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+) -> None:
+    """Micro-batches that share a pass share a graph."""
+    engine = load("stream", checkpoint(architecture), "none", tmp_path)
+    test_ragged.check(engine, joins)
+    assert status(engine) == "on"
+    assert recorder.replayed > 10 * len(test_ragged.LENGTHS)
+    engine.close()
+
+
+def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
+) -> None:
+    """Rows retire and are regrouped; the memory of their graphs goes with them."""
+    test_continuous.small(monkeypatch)
+    engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
+    running = ContinuousScheduler(engine, test_continuous.Words(), test_continuous.LOAD)  # type: ignore[arg-type]
+    running.schedule.step = 8
+    rows = test_continuous.sequences(14, 3)
+    limits = [one.left for one in rows]
+    found = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
+    running.end()
+    assert recorder.recorded
+    test_continuous.check(engine, found, limits)
+    engine.clear()
+    assert not engine._graphs._seats
+    assert not engine._graphs._sets
+    assert not engine._graphs._spare
+    engine.close()
+
+
+def test_positions_that_are_forgotten_are_hidden(checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun) -> None:
+    found = []
+    for option in ("off", "auto"):
+        engine = load("stream", checkpoint("llama"), "none", tmp_path, cuda_graphs=option)
+        token_ids, mask = prompts((9, 5, 7))
+        batch, _ = passes.prefill(engine, token_ids, mask, 14)
+        given = torch.arange(4, 4 + 3 * 14).view(14, 3)
+        for step in range(6):
+            passes.decode(engine, batch, given[step])
+        engine.rollback(batch, torch.tensor([12, 13, 11]))
+        logits = [passes.decode(engine, batch, given[step]) for step in range(6, 9)]
+        engine.retire(batch, [1])
+        logits += [passes.decode(engine, batch, given[step, :2]) for step in range(9, 12)]
+        found.append(logits)
+        engine.close()
+    assert recorder.recorded
+    assert all(close(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_micro_batch_of_the_same_shape_takes_memory_and_graphs_over(
+    checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+) -> None:
+    engine: Any = load("stream", checkpoint("opt"), "none", tmp_path)
+    seen = list[tuple[Any, int]]()
+    told = reference(checkpoint("opt"))
+    for lengths, expected in [(BATCHES[0], told[0])] * 3 + [(BATCHES[1], told[1])]:
+        batch, logits = passes.prefill(engine, *prompts(lengths), OUTPUT_LEN)
+        tokens = [logits.argmax(-1)]
+        while len(tokens) < OUTPUT_LEN:
+            tokens.append(passes.decode(engine, batch, tokens[-1]).argmax(-1))
+        assert torch.equal(torch.stack(tokens, dim=1), expected)
+        memory = engine.batches[0].cache.layers[1].memory
+        seen.append((memory[0], recorder.recorded))
+        with torch.inference_mode():
+            for part in memory:
+                part.fill_(float("nan"))  # what this batch leaves must not be seen
+        engine.retire(batch)
+    assert seen[0][0] is seen[1][0] is seen[2][0] is not seen[3][0]
+    assert seen[0][1] == seen[1][1] == seen[2][1] < seen[3][1]
+    assert len(engine._graphs._spare) == 1
+    engine.clear()
+    assert not engine._graphs._spare
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("fails", "a decode step cannot be recorded: no such thing"),
+        ("off", "their logits differ from those of a step without them"),
+        ("slow", "a step without them is faster"),
+        ("memory", "no GPU memory for them"),
+    ],
+)
+def test_graphs_that_are_of_no_use_are_given_up(
+    way: str, told: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+) -> None:
+    directory = checkpoint("bloom")
+    engine = load("stream", directory, "none", tmp_path)
+    recorder.fails = {"fails": RuntimeError("no such thing\nmore"), "memory": torch.OutOfMemoryError("x")}.get(way)
+    recorder.off, recorder.seconds = 1.0 if way == "off" else 0.0, 2.0 if way == "slow" else 0.0
+    for _ in range(3):
+        check(engine, directory, "none")
+    assert status(engine) == told
+    assert recorder.recorded == {"fails": 0, "memory": 0, "off": 2, "slow": 2}[way]
+    engine.close()
+
+
+def test_wrong_keys_of_a_replay_are_taken_back(
+    checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
+) -> None:
+    """A model that does not compute the same in a pass of static shape has written wrong keys into the cache."""
+    real = graphs.StaticLayer.update
+
+    def wrong(self: Any, key_states: Tensor, value_states: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return real(self, key_states + 1, value_states - 1, *rest)
+
+    monkeypatch.setattr(graphs.StaticLayer, "update", wrong)
+    engine = load("stream", checkpoint("llama"), "none", tmp_path)
+    check(engine, checkpoint("llama"), "none")
+    assert recorder.recorded
+    assert str(status(engine)).startswith("their logits differ")
+    engine.close()
+
+
+def test_a_model_that_attends_in_its_own_way_gets_a_mask(
+    checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
+) -> None:
+    real = ragged.attention
+
+    def changed(module: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
+        return real(module, query, key * 1, *rest, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, ragged.NAME, changed)
+    engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
+    check(engine, checkpoint("llama"), "none")
+    assert engine._ragged.able is False
+    assert status(engine) == "on"
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("mistral", {}, "a sliding window of 8 tokens moves"),
+        ("mamba", {}, "layers hold more than keys and values"),
+        ("mistral", {"kv_cache_dtype": "int8"}, "the KV cache is in host memory or in 8 bits"),
+        ("mistral", {"kv_offload": "cpu"}, "keys and values are in host memory"),
+        ("mistral", {"cuda_graphs": "off"}, "off"),
+    ],
+)
+def test_what_cannot_be_recorded_runs_as_before(
+    name: str, options: dict[str, Any], told: str, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun
+) -> None:
+    engine = load("stream", kind(name), "none", tmp_path, **options)
+    token_ids, mask = prompts(kinds.LENGTHS)
+    batch, logits = passes.prefill(engine, token_ids, mask, 4)
+    for _ in range(3):
+        (logits,) = engine.forward([Work(batch, logits.argmax(-1).view(len(mask), -1)[:, -1:])])
+    assert status(engine) == told
+    assert not recorder.recorded
+    engine.close()
+
+
+def test_without_a_gpu_nothing_is_recorded(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    engine = load("stream", checkpoint("llama"), "none", tmp_path)
+    assert status(engine) == "no GPU"
+    engine.close()
+
+
+def test_graphs_that_do_not_pay_are_recorded_later(
+    checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(graphs, "BUCKET", 128)
+    engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
+    token_ids, mask = prompts((5, 3))
+    waits = list[int]()
+    for steps in (4, 5, PAYS + 8):
+        batch, _ = passes.prefill(engine, token_ids, mask, steps)
+        for _ in range(steps):
+            passes.decode(engine, batch, token_ids[:, 0])
+        engine.retire(batch)
+        engine._graphs.make_room(0, 0)
+        waits.append(engine._graphs._wait)
+    assert waits == [2, 4, 2]
+    assert recorder.recorded == 3
+    engine.close()
+
+
+def test_recorded_lengths_grow_by_an_eighth_and_end_at_the_capacity() -> None:
+    ends = [end_of(length, 1 << 20) for length in range(1, 9000)]
+    assert ends == sorted(ends)
+    assert all(length <= end < length + max(128, length / 4) for length, end in enumerate(ends, 1))
+    assert len(set(ends)) < 16 + 4 * 8
+    assert [end_of(length, 600) for length in (1, 128, 129, 513, 600)] == [128, 128, 256, 600, 600]

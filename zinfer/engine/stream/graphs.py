@@ -1,0 +1,468 @@
+"""CUDA graphs of decode steps: what lies on the GPU runs at the speed of its memory, not at that of launches.
+
+A decode step of a few rows launches thousands of kernels, each of which takes Python longer than the GPU. Where no
+weight crosses the link, the kernels of a step are recorded once and launched as one from then on (a CUDA graph). A
+graph reads and writes the same memory each time, while the KV cache grows by a position a step. So the recorded pass
+sees a number of positions that is rounded up (`end_of`); a mask hides those that are not computed yet, and new keys and
+values go to the position that a tensor on the device holds (`Seat.slot`). When the rounded length is used up, the next
+one is recorded.
+
+Models run unchanged. Those that take their attention function by name run as ragged passes do (`ragged`), several
+micro-batches in one graph; the others get the mask, one micro-batch at a time. A graph is believed only if its logits
+are those of the same step without it, and it is used only if it is faster.
+
+The memory of a retired micro-batch is kept for the next one of the same shape, together with its graphs; any other
+micro-batch that is admitted frees it first (`Graphs.make_room`).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from zinfer.engine.cache import FixedLayer, RowCache
+from zinfer.engine.decoder import DecoderBatch, Part
+from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias
+
+BUCKET = 128  # positions: least step by which recorded lengths grow
+GROWTH = 8  # a step is at most 1/8 of the length, so that reading what is masked costs little, and graphs stay few
+PAYS = 16  # replays that pay for a recording
+LONGEST_WAIT = 64  # steps that rows decode together, at most, before their pass is recorded
+MOST = 16  # graphs of one set of micro-batches
+CHECKS = 2  # steps that are computed both ways before graphs are believed; the first step of each graph always is
+TRIES = 2  # differences between the two ways after which no more graphs are made
+# Largest difference of logits between the two ways, relative to their norm, by bytes of a value: that of rounding.
+TOLERANCE = {2: 0.06, 4: 1e-3, 8: 1e-6}
+
+# GPU bytes that have never been used, without which nothing is recorded: graphs keep memory (a pass's activations, a
+# workspace, the kernels' arguments), which no plan counts, and must not take it from a prefill.
+LEAST_ROOM = 512 << 20
+
+Run = Callable[[], Tensor]
+
+
+class Recorder(Protocol):
+    """Recorder of the work that a function gives the device."""
+
+    def record(self, run: Run) -> Run:
+        """Return a function that repeats the work of `run`, on the same memory, and returns the same tensor."""
+
+    def timed(self, run: Run) -> tuple[Tensor, float]:
+        """Return the result of `run` and the seconds until the device has computed it."""
+
+
+class CudaRecorder:
+    """Recorder of CUDA graphs, which share one pool of memory: each result is copied before the next graph runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Run) -> Run:
+        try:
+            return self._record(run)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # PyTorch does not while it records: free memory of a prefill may be unused
+            return self._record(run)
+
+    def _record(self, run: Run) -> Run:
+        free, total = torch.cuda.mem_get_info(self._device)
+        others = total - free - torch.cuda.memory_reserved(self._device)
+        if total - others - torch.cuda.max_memory_allocated(self._device) < LEAST_ROOM:
+            raise torch.OutOfMemoryError("the next prefill may need the memory")
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            self._rehearse(run)
+            self._stream.synchronize()
+            # Other threads (telemetry) go on with their own work meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+            except BaseException:
+                self._abandon(graph)
+                raise
+            graph.capture_end()
+        current.wait_stream(self._stream)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    @staticmethod
+    def _rehearse(run: Run) -> None:
+        """Run once what is to be recorded: it loads kernels and takes workspaces, which a recording cannot. Raises
+        RuntimeError if the host waits for the device in it, which would spoil the recording."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a recording that failed. PyTorch leaves its pool open if the end fails, too."""
+        with suppress(Exception):
+            graph.capture_end()
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def timed(self, run: Run) -> tuple[Tensor, float]:
+        torch.cuda.synchronize(self._device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = run()
+        end.record()
+        end.synchronize()
+        return result, float(start.elapsed_time(end)) / 1e3
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """Return the recorder of a device; None if it has none."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+def end_of(length: int, capacity: int) -> int:
+    """Return the number of positions that a recorded pass sees once `length` are computed."""
+    step = max(BUCKET, (1 << length.bit_length()) // (2 * GROWTH))
+    return min(capacity, -(-length // step) * step)
+
+
+class StaticLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one decoder layer in a recorded pass: the first `end` positions of memory ``[B, kv_heads,
+    room, head_dim]``, computed or not. The new ones go to position `slot`, ``[1]`` on the device."""
+
+    is_compileable = True  # transformers then never looks at a mask's values, which are on the device
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, slot: Tensor, end: int) -> None:
+        super().__init__()
+        self.keys, self.values = keys[:, :, :end], values[:, :, :end]
+        self._slot, self._end = slot, end
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self._slot, key_states)
+        self.values.index_copy_(2, self._slot, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self._end - 1
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self._end, 0
+
+
+class Seat:
+    """Memory of one micro-batch that graphs refer to: keys and values of all its layers, the position of the next token
+    (`slot`), and which positions are real (`mask`, ``[B, capacity]``). A later micro-batch of the same shape may take
+    it over."""
+
+    def __init__(self, batch: DecoderBatch) -> None:
+        self.rows, self.capacity = batch.batch_size, batch.capacity
+        self.memory = [layer.memory for layer in _layers(batch)]
+        device = self.memory[0][0].device
+        self.slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self.mask = torch.ones((self.rows, self.capacity), dtype=torch.int64, device=device)
+        self._places = torch.arange(self.capacity, device=device)
+        self._padded, self._clean = False, False
+
+    def fits(self, batch: DecoderBatch) -> bool:
+        """Tell whether a micro-batch has its keys and values in this memory."""
+        layers = _layers(batch)
+        return (self.rows, self.capacity, len(self.memory)) == (batch.batch_size, batch.capacity, len(layers)) and all(
+            own[0] is keys and own[1] is values
+            for own, (keys, values) in zip((layer.memory for layer in layers), self.memory, strict=True)
+        )
+
+    def offer(self, batch: DecoderBatch) -> bool:
+        """Offer the memory to a new micro-batch; return whether it has the same shape."""
+        cache = batch.cache
+        if not isinstance(cache, RowCache) or not all(type(layer) is FixedLayer for layer in cache.layers):
+            return False
+        if (self.rows, self.capacity, len(self.memory)) != (batch.batch_size, batch.capacity, len(cache.layers)):
+            return False
+        for layer, memory in zip(cache.layers, self.memory, strict=True):
+            layer.spare = memory
+        self._clean = False
+        return True
+
+    def feed(self, batch: DecoderBatch) -> None:
+        """Set what the next pass reads besides tokens."""
+        self.slot.fill_(batch.length)
+        if batch.mask is not None:
+            self.mask.copy_(batch.mask)
+        elif self._padded:
+            self.mask.fill_(1)
+        self._padded = batch.mask is not None
+        if not self._clean:  # attention multiplies what is hidden by zero, so it must be numbers
+            torch._foreach_zero_([part[:, :, batch.length + 1 :] for pair in self.memory for part in pair])
+            self._clean = True
+
+    def seen(self, end: int) -> Tensor:
+        """Return which of the first `end` positions the next token of each row sees: bool ``[B, end]``."""
+        return (self.mask[:, :end] != 0) & (self._places[:end] <= self.slot)
+
+    def written(self, position: int) -> list[Tensor]:
+        """Return the keys and values at a position: views of the memory."""
+        return [part[:, :, position] for pair in self.memory for part in pair]
+
+
+@dataclass(eq=False)
+class Graph:
+    """A recorded pass, and the memory of its inputs: ids and positions of the next tokens, ``[rows, 1]``."""
+
+    token_ids: Tensor
+    positions: Tensor
+    replay: Run = field(default=lambda: torch.empty(0))
+
+
+@dataclass(eq=False)
+class Together:
+    """Micro-batches that decode in one pass: the steps that they have computed without a graph, and their graphs, by
+    the number of positions that each of them sees."""
+
+    seats: tuple[Seat, ...]
+    steps: int = 0
+    replays: int = 0
+    graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Number of rows, and capacity, of each micro-batch."""
+        return tuple((seat.rows, seat.capacity) for seat in self.seats)
+
+
+class Graphs:
+    """Graphs of the decode passes of `model`. `trip` surrounds each pass that is recorded."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ragged: Ragged,
+        inputs: tuple[str, frozenset[str]],
+        recorder: Recorder | None,
+        trip: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._model, self._ragged, self._recorder, self._trip = model, ragged, recorder, trip
+        self._cache_name, self._accepted = inputs
+        self._why_not = None if recorder is not None else "no GPU"  # for good
+        self.status = self._why_not or "no decode step yet"
+        self.paused = False
+        self._seats = dict[int, tuple[DecoderBatch, Seat]]()  # by the id of their micro-batch
+        self._spare: list[Seat] = []
+        self._sets = dict[tuple[int, ...], Together]()  # by the ids of their seats
+        self._wait = 1  # steps without a graph before a pass is recorded
+        self._checks, self._differences = 0, 0
+        self._useless = set[tuple[tuple[int, int], ...]]()  # rows and capacities of micro-batches without use for them
+
+    @property
+    def wanted(self) -> bool:
+        """True if passes are recorded that `cannot` finds nothing against."""
+        return self._why_not is None and not self.paused
+
+    def make_room(self, rows: int, capacity: int) -> None:
+        """Free the memory of retired micro-batches, unless one of them had the shape of the next one."""
+        if all((seat.rows, seat.capacity) != (rows, capacity) for seat in self._spare):
+            self._free()
+
+    def seat(self, batch: DecoderBatch) -> None:
+        """Give a new micro-batch, whose cache has no memory yet, that of a retired one of the same shape, together with
+        its graphs; free all such memory if there is none."""
+        for number, seat in enumerate(self._spare):
+            if seat.offer(batch):
+                self._seats[id(batch)] = batch, self._spare.pop(number)
+                return
+        self._free()
+
+    def forward(self, parts: Sequence[Part], eager: Run) -> Tensor:
+        """Compute a decode pass of `parts`, whole micro-batches that `cannot` finds nothing against; return its logits
+        ``[rows, 1, V]``, to be copied before the next pass. `eager` computes it without a graph."""
+        if self._why_not is not None or self.paused:
+            return eager()
+        seats = tuple(self._seat_of(part.batch) for part in parts)
+        found = self._sets.setdefault(tuple(map(id, seats)), Together(seats))
+        ends = tuple(end_of(part.batch.length + 1, part.batch.capacity) for part in parts)
+        graph = found.graphs.get(ends)
+        if found.shapes in self._useless or (graph is None and found.steps < self._wait):
+            found.steps += 1
+            return eager()
+        if graph is None or self._checks < CHECKS:
+            return self._both_ways(found, parts, ends, eager)
+        logits = self._replay(found, graph, parts)
+        for part in parts:
+            for layer in _layers(part.batch):
+                layer.advance(1)
+        return logits
+
+    def cannot(self, part: Part) -> str | None:
+        """Return the reason why a decode step of a part cannot be recorded; None if it can."""
+        batch, cache = part.batch, part.batch.cache
+        if self._why_not is not None:
+            return self._why_not
+        if not isinstance(cache, RowCache) or any(not isinstance(layer, FixedLayer) for layer in cache.layers):
+            return "layers hold more than keys and values"
+        if any(type(layer) is not FixedLayer for layer in cache.layers):
+            return "the KV cache is in host memory or in 8 bits"
+        windows = {layer.slots.window for layer in cache.layers} - {None}
+        if windows and min(windows) < batch.capacity:
+            return f"a sliding window of {min(windows)} tokens moves"
+        if not all(layer.is_initialized for layer in cache.layers):
+            return "layers share keys and values"
+        if "position_ids" not in self._accepted and "attention_mask" not in self._accepted:
+            return "the model takes neither positions nor a mask"
+        if not self._ragged.able and "attention_mask" not in self._accepted:
+            return "the model takes no mask"
+        return None
+
+    def drop(self, batch: DecoderBatch) -> None:
+        """Forget the graphs of a micro-batch whose memory changes."""
+        if id(batch) in self._seats:
+            self._forget([self._seats.pop(id(batch))[1]])
+
+    def retire(self, batch: DecoderBatch) -> None:
+        """Keep the memory of a micro-batch that ends, if it has graphs, for the next one of its shape."""
+        if id(batch) not in self._seats:
+            return
+        _, seat = self._seats.pop(id(batch))
+        if seat.fits(batch) and any(one.graphs for one in self._sets.values() if seat in one.seats):
+            self._spare.append(seat)
+        else:
+            self._forget([seat])
+
+    def clear(self) -> None:
+        """Forget all graphs: weights have moved."""
+        self._free()
+        for batch, _ in list(self._seats.values()):
+            self.drop(batch)
+
+    def _free(self) -> None:
+        """Free the memory of retired micro-batches."""
+        spare, self._spare = self._spare, []
+        self._forget(spare)
+
+    def _seat_of(self, batch: DecoderBatch) -> Seat:
+        known = self._seats.get(id(batch))
+        if known is not None and not known[1].fits(batch):
+            self.drop(batch)
+            known = None
+        if known is None:
+            self._seats[id(batch)] = known = batch, Seat(batch)
+        return known[1]
+
+    def _forget(self, seats: Sequence[Seat]) -> None:
+        """Drop the graphs of all passes in which `seats` take part; the next recordings wait longer if these did not
+        pay, else less long."""
+        for key in [key for key, one in self._sets.items() if any(seat in one.seats for seat in seats)]:
+            gone = self._sets.pop(key)
+            if gone.graphs:
+                paid = gone.replays >= PAYS * len(gone.graphs)
+                self._wait = max(1, self._wait // 2) if paid else min(LONGEST_WAIT, 2 * self._wait)
+
+    def _replay(self, found: Together, graph: Graph, parts: Sequence[Part]) -> Tensor:
+        torch.cat([part.token_ids for part in parts], out=graph.token_ids)
+        torch.cat([part.positions for part in parts], out=graph.positions)
+        for seat, part in zip(found.seats, parts, strict=True):
+            seat.feed(part.batch)
+        found.replays += 1
+        self.status = "on"
+        return graph.replay()
+
+    def _both_ways(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...], eager: Run) -> Tensor:
+        """Compute a pass without a graph, then with one, recorded if need be; return the logits of the former."""
+        assert self._recorder is not None
+        logits, without_s = self._recorder.timed(eager)
+        views = [
+            view for seat, part in zip(found.seats, parts, strict=True) for view in seat.written(part.batch.length)
+        ]
+        kept = [view.clone() for view in views]
+        try:
+            graph = found.graphs.get(ends) or self._record(found, parts, ends)
+            same = alike(self._replay(found, graph, parts), logits)
+            with_s = self._recorder.timed(graph.replay)[1]
+        except NotRaggedError:
+            self._ragged.able = False  # its micro-batches run one by one from now on
+        except torch.OutOfMemoryError:
+            self._give_up(found, "no GPU memory for them")
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
+            self._why_not = f"a decode step cannot be recorded: {reason}"
+            self._give_up(found, self._why_not)
+        else:
+            self._checks += same
+            if not same:
+                self._differences += 1
+                self._give_up(found, "their logits differ from those of a step without them")
+                if self._differences >= TRIES:
+                    self._why_not = self.status
+            elif with_s > without_s:
+                self._give_up(found, "a step without them is faster")
+            else:
+                return logits
+        torch._foreach_copy_(views, kept)  # what the replay wrote is not believed
+        return logits
+
+    def _give_up(self, found: Together, reason: str) -> None:
+        """Use no graphs for a set of micro-batches."""
+        self._useless.add(found.shapes)
+        found.graphs.clear()
+        self.status = reason
+
+    def _record(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...]) -> Graph:
+        """Record the pass of `parts` that sees the first `ends` positions of each."""
+        assert self._recorder is not None
+        graph = Graph(torch.cat([part.token_ids for part in parts]), torch.cat([part.positions for part in parts]))
+        for seat, part in zip(found.seats, parts, strict=True):
+            seat.feed(part.batch)
+        graph.replay = self._recorder.record(lambda: self._static(found.seats, ends, graph))
+        while len(found.graphs) >= MOST:
+            del found.graphs[next(iter(found.graphs))]
+        found.graphs[ends] = graph
+        return graph
+
+    def _static(self, seats: Sequence[Seat], ends: Sequence[int], graph: Graph) -> Tensor:
+        """Run the pass that is recorded: nothing in it depends on a number that changes from step to step."""
+        layers = [
+            [StaticLayer(keys, values, seat.slot, end) for keys, values in seat.memory]
+            for seat, end in zip(seats, ends, strict=True)
+        ]
+        inputs: dict[str, object] = {
+            "input_ids": graph.token_ids,
+            "position_ids": graph.positions,
+            "logits_to_keep": 1,
+            "use_cache": True,
+        }
+        if not self._ragged.able:
+            inputs |= {"attention_mask": seats[0].seen(ends[0]).long(), self._cache_name: Cache(layers=layers[0])}
+            return self._logits(inputs)
+        masks = [bias(seat.seen(end), self._model.dtype) for seat, end in zip(seats, ends, strict=True)]
+        with self._ragged.cache(layers, [seat.rows for seat in seats], masks) as cache:
+            return self._logits(inputs | {"attention_mask": None, self._cache_name: cache})
+
+    def _logits(self, inputs: dict[str, object]) -> Tensor:
+        with self._trip():
+            logits: Tensor = self._model(**{name: one for name, one in inputs.items() if name in self._accepted}).logits
+        return logits[:, -1:]
+
+
+def _layers(batch: DecoderBatch) -> list[FixedLayer]:
+    assert isinstance(batch.cache, RowCache)
+    layers: list[FixedLayer] = batch.cache.layers
+    return layers
+
+
+def alike(found: Tensor, expected: Tensor) -> bool:
+    """Tell whether logits ``[rows, 1, V]`` differ by rounding alone. The median row decides: where experts are chosen,
+    rounding alone may lead a row elsewhere."""
+    expected = expected.double().flatten(1)
+    error = (found.double().flatten(1) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    return float(error.median()) < TOLERANCE[found.dtype.itemsize]

@@ -240,7 +240,7 @@ def test_cuda_graphs_give_the_same_logits(
     directory, lengths = checkpoint(architecture), BATCHES[0]
     given, found = reference(directory)[0], []
     for option in ("off", "auto"):
-        options = {"cuda_graphs": option, "weight_codec": "none" if offload == "none" else "lossless"}
+        options: dict[str, Any] = {"cuda_graphs": option, "weight_codec": "none" if offload == "none" else "lossless"}
         engine = load("stream", directory, offload, tmp_path, dtype="bfloat16", **options)
         plan = engine.plan
         if offload == "cpu":

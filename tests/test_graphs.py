@@ -94,6 +94,9 @@ def test_layers_that_all_stay_are_recorded_with_their_unpacking(
             assert torch.equal(greedy(engine, BATCHES[0]), tokens)
         found.append(tokens)
         assert status(engine) == ("off" if option == "off" else "on")
+        replayed = recorder.replayed
+        assert engine.timeline([Work(engine.batches[0], tokens[:, -1:])]), "a step that is traced is not replayed"
+        assert recorder.replayed == replayed
         engine.plan = plan
         engine.clear()
         assert torch.equal(greedy(engine, BATCHES[0]), tokens), "layers that stream again are not those of the graphs"
@@ -290,3 +293,14 @@ def test_recorded_lengths_grow_by_an_eighth_and_end_at_the_capacity() -> None:
     assert all(length <= end < length + max(128, length / 4) for length, end in enumerate(ends, 1))
     assert len(set(ends)) < 16 + 4 * 8
     assert [end_of(length, 600) for length in (1, 128, 129, 513, 600)] == [128, 128, 256, 600, 600]
+
+
+@pytest.mark.parametrize("number", [0.5, 3, True, float("-inf")])
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"device": "cpu", "dtype": torch.bfloat16}])
+def test_constants_are_made_on_the_device(number: float, options: dict[str, Any]) -> None:
+    expected = torch.tensor(number, **options)
+    with graphs.ConstantsOnDevice():
+        found = torch.tensor(number, **options)
+        assert torch.tensor([number]).shape == (1,)
+    assert torch.equal(found, expected)
+    assert found.dtype == expected.dtype

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -129,6 +130,20 @@ class CudaRecorder:
 def recorder_of(device: torch.device) -> Recorder | None:
     """Return the recorder of a device; None if it has none."""
     return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class ConstantsOnDevice(TorchFunctionMode):
+    """Mode in which ``torch.tensor(number, device=..)``, a constant of a model, fills memory on the device. Otherwise
+    it copies the number from host memory, which cannot be recorded."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        options = options or {}
+        scalar = len(args) == 1 and isinstance(args[0], int | float)
+        if function is torch.tensor and scalar and options.keys() <= {"device", "dtype"}:
+            return torch.full((), args[0], **options)
+        return function(*args, **options)
 
 
 def end_of(length: int, capacity: int) -> int:
@@ -318,8 +333,6 @@ class Graphs:
             return f"a sliding window of {min(windows)} tokens moves"
         if not all(layer.is_initialized for layer in cache.layers):
             return "layers share keys and values"
-        if "position_ids" not in self._accepted and "attention_mask" not in self._accepted:
-            return "the model takes neither positions nor a mask"
         if not self._ragged.able and "attention_mask" not in self._accepted:
             return "the model takes no mask"
         return None
@@ -340,7 +353,7 @@ class Graphs:
             self._forget([seat])
 
     def clear(self) -> None:
-        """Forget all graphs: weights have moved."""
+        """Forget all graphs, and free the memory of retired micro-batches."""
         self._free()
         for batch, _ in list(self._seats.values()):
             self.drop(batch)
@@ -395,27 +408,28 @@ class Graphs:
             self._give_up(found, "no GPU memory for them")
         except Exception as error:
             reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
-            self._why_not = f"a decode step cannot be recorded: {reason}"
-            self._give_up(found, self._why_not)
+            self._give_up(found, f"a decode step cannot be recorded: {reason}", for_good=True)
         else:
             self._checks += same
             if not same:
                 self._differences += 1
-                self._give_up(found, "their logits differ from those of a step without them")
-                if self._differences >= TRIES:
-                    self._why_not = self.status
-            elif with_s > without_s:
+                reason = "their logits differ from those of a step without them"
+                self._give_up(found, reason, for_good=self._differences >= TRIES)
+            elif with_s > without_s and self._recorder.timed(graph.replay)[1] > without_s:
                 self._give_up(found, "a step without them is faster")
             else:
                 return logits
         torch._foreach_copy_(views, kept)  # what the replay wrote is not believed
         return logits
 
-    def _give_up(self, found: Together, reason: str) -> None:
-        """Use no graphs for a set of micro-batches."""
+    def _give_up(self, found: Together, reason: str, for_good: bool = False) -> None:
+        """Use no graphs for micro-batches of these shapes, or for none any more."""
         self._useless.add(found.shapes)
         found.graphs.clear()
         self.status = reason
+        if for_good:
+            self._why_not = reason
+            self.clear()
 
     def _record(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...]) -> Graph:
         """Record the pass of `parts` that sees the first `ends` positions of each."""
@@ -449,7 +463,7 @@ class Graphs:
             return self._logits(inputs | {"attention_mask": None, self._cache_name: cache})
 
     def _logits(self, inputs: dict[str, object]) -> Tensor:
-        with self._trip():
+        with self._trip(), ConstantsOnDevice():
             logits: Tensor = self._model(**{name: one for name, one in inputs.items() if name in self._accepted}).logits
         return logits[:, -1:]
 

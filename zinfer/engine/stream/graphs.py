@@ -316,6 +316,7 @@ class Graphs:
         logits = self._replay(found, graph, parts)
         for part in parts:
             for layer in _layers(part.batch):
+                layer.length = part.batch.length
                 layer.advance(1)
         return logits
 

@@ -141,6 +141,7 @@ def test_dummy_weights_stream_as_they_are_stored(weights: Weights, tmp_path: Pat
         loaded = load(spec, "dummy", wire)
         found.append(greedy(loaded, (5, 9, 3)))
         effective = loaded.effective()
+        assert loaded.loaded_bytes == spec.stored_bytes < spec.weight_bytes
         loaded.close()
     assert torch.equal(*found)
     assert effective.wire_bytes_per_step == pytest.approx(spec.stored_ratio * spec.streamed_bytes, rel=0.06)
@@ -180,6 +181,7 @@ def test_rounded_weights_give_the_tokens_of_a_folder_with_these_weights(
     spec = resolve(str(folder), "bfloat16", weights="int4")
     first = load(spec, "safetensors", "lossless")
     expected = greedy(first, (5, 9, 3))
+    assert first.loaded_bytes == spec.weight_bytes  # what was read is in 16 bits
     first.close()
     for file in folder.iterdir():
         if not file.name.startswith("model"):

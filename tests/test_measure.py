@@ -165,3 +165,14 @@ def test_rates_are_derived_from_the_samples() -> None:
     assert point.prefill_tok_s == pytest.approx(15 / 0.2)
     assert point.h2d_bandwidth == pytest.approx(1e9)
     assert point.link_share == pytest.approx(0.5)
+
+
+def test_the_link_is_busy_with_the_bytes_on_the_wire() -> None:
+    """Weights in 4 bits become 16 bits behind the link, whose share counts what crosses it."""
+    quantised = Effective(gpu_weight_bytes=0, streamed_bytes_per_step=69 * 10**9, wire_bytes_per_step=17_808_465_920)
+    point = Measurement(
+        case=CASE, status="ok", machine="m", ttft_ms=(400.0,), step_ms=((362.0,) * 3,), effective=quantised,
+        link_bandwidth=52e9,
+    )  # fmt: skip
+    assert point.h2d_bandwidth == pytest.approx(49.2e9, rel=1e-3)
+    assert point.link_share == pytest.approx(0.946, abs=1e-3)

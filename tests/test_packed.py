@@ -49,6 +49,8 @@ def write(spec: ModelSpec) -> Path:
 
 def tokens(directory: str, **options: Any) -> list[torch.Tensor]:
     loaded = load("stream", Path(directory), "cpu", Path(), "bfloat16", **options)
+    if "packed" in options:
+        assert loaded.loaded_bytes < 0.9 * loaded.plan.model.weight_bytes
     try:
         return [greedy(loaded, lengths) for lengths in BATCHES]
     finally:

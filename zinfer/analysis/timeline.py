@@ -80,8 +80,7 @@ def busy_bandwidth(point: Measurement) -> float | None:
     seconds = _total(busy(point.timeline, "copy")) / 1e3
     if point.effective is None or not seconds:
         return None
-    crossing = point.effective.wire_bytes_per_step
-    return (point.effective.streamed_bytes_per_step if crossing is None else crossing) / seconds
+    return point.effective.wire_bytes / seconds
 
 
 def focus(spans: Spans, layers: float = 3.5) -> Interval:

@@ -123,7 +123,7 @@ class Watch:
         """Announce a load; its label precedes the progress that follows."""
         if self._outlook is None:
             self._prefix = f"{plan.case.label()}: "
-        weights = f"{gb(plan.model.weight_bytes)}, {plan.case.load_format}"
+        weights = f"{gb(plan.model.stored_bytes)}, {plan.case.load_format}"
         self.say(f"loading {plan.case.model} ({weights}) with {plan.case.label()}")
 
     def loaded(self, size: int, seconds: float) -> None:

@@ -73,6 +73,14 @@ class Engine(ABC):
         can."""
         return None
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Weight bytes that the load read, or made at random, as they are stored. Weights that are given a format here
+        are read in 16 or 32 bits; random ones are made in it."""
+        spec = self.plan.model
+        rounded = spec.weights != "as-released" and self.plan.case.load_format == "safetensors"
+        return spec.weight_bytes if rounded else spec.stored_bytes
+
     @abstractmethod
     def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> MicroBatch:
         """Reserve the KV cache of a new micro-batch; compute nothing.

@@ -59,7 +59,7 @@ class Forecast:
             tried = list(points)
             self._left.append(points if plan.fits else dict.fromkeys(tried[:1], 0.0))
             idle = not plan.fits or recorded.issuperset(tried)
-            self._loads.append(0.0 if idle else START_S + plan.model.weight_bytes / LOAD_BANDWIDTH)
+            self._loads.append(0.0 if idle else START_S + plan.model.stored_bytes / LOAD_BANDWIDTH)
         self._done = 0
         self._predicted = self._taken = 0.0  # seconds of the measured points: as planned, and in truth
 

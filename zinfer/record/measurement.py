@@ -39,6 +39,11 @@ class Effective(Frozen):
     shortfall: str | None = None  # requested behaviour that the engine accepted and did not deliver
     settings: dict[str, Any] = Field(default_factory=dict)  # every setting of the engine, at the value in force
 
+    @property
+    def wire_bytes(self) -> int:
+        """Weight bytes that cross the link in a decode step, as they are: coded, quantised, or neither."""
+        return self.streamed_bytes_per_step if self.wire_bytes_per_step is None else self.wire_bytes_per_step
+
 
 Lane = Literal["copy", "unpack", "compute"]  # copy over the link, unpack the wire's code, compute with the weights
 Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
@@ -88,7 +93,7 @@ class Recorded(Frozen):
     error: str | None = None
     stage: str | None = None  # stage of the failure: load, warm-up, prefill, decode, requests
     load_s: float | None = None
-    load_bytes: int | None = None  # weight bytes loaded in `load_s`
+    load_bytes: int | None = None  # weight bytes read, or made, in `load_s`, as they are stored
     gpu_peak_bytes: int | None = None  # peak of the bytes that tensors held
     gpu_used_bytes: int | None = None  # bytes in use on the device after the point: caches, context, other processes
     host_peak_bytes: int | None = None
@@ -168,15 +173,15 @@ class Measurement(Recorded):
 
     @property
     def h2d_bandwidth(self) -> float | None:
-        """Weight bytes a second that the median decode step moved to the device."""
+        """Weight bytes a second that crossed the link in the median decode step."""
         step = self.step_median_ms
-        if self.effective is None or not self.effective.streamed_bytes_per_step or not step:
+        if self.effective is None or not self.effective.wire_bytes or not step:
             return None
-        return self.effective.streamed_bytes_per_step / step * 1e3
+        return self.effective.wire_bytes / step * 1e3
 
     @property
     def link_share(self) -> float | None:
-        """Achieved over measured link bandwidth; above 1 if fewer bytes cross than are used (compression)."""
+        """Share of the median decode step for which the link carried weights, at its measured bandwidth."""
         achieved = self.h2d_bandwidth
         return achieved / self.link_bandwidth if achieved and self.link_bandwidth else None
 

@@ -227,8 +227,7 @@ class RequestPoint(Recorded):
         rate. The rest of a pass is work that did not hide behind the link."""
         if self.effective is None or not self.link_bandwidth or not self.busy_ms:
             return None
-        wire = self.effective.wire_bytes_per_step
-        wire = self.effective.streamed_bytes_per_step if wire is None else wire
+        wire = self.effective.wire_bytes
         return wire * len(self.pass_ms) / self.link_bandwidth / self.busy_ms * 1e3 if wire else None
 
 

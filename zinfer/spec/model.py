@@ -209,6 +209,11 @@ class ModelSpec(Shape):
         return self.parameters * self.dtype_bytes
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of all parameters in the format that they are stored in: as released, or as `weights` says."""
+        return round(self.streamed_bytes * self.stored_ratio) + self.other_bytes
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of the largest decoder layer: the size of one slot of a ring."""
         return _sums(_Same(self.layers)).largest * self.dtype_bytes

@@ -153,7 +153,7 @@ def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, 
         session.facts = session.facts.model_copy(update=facts)
         started = time.monotonic()
         session.engine = make(plan, session.beat)
-        facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": plan.model.weight_bytes}
+        facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": session.engine.loaded_bytes}
     except BaseException as error:
         return Loaded(refused=session.point(plan.case, **failure_of(error, "load").model_dump()))
     session.facts = session.facts.model_copy(update=facts)

@@ -62,6 +62,10 @@ class DeepSpeed(Decoder):
         with redirect_stdout(sys.stderr):
             self._initialize()
 
+    @property
+    def loaded_bytes(self) -> int:
+        return as_released(self.plan.model).stored_bytes  # DeepSpeed itself rounds what was loaded
+
     def _initialize(self) -> None:
         import deepspeed
 

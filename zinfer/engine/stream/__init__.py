@@ -76,6 +76,7 @@ class Stream(Decoder):
     # Last micro-batch: sequences with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
     _streamed_per_step = _fetched_per_step = 0
+    _from_folder = False  # layers were read as `zinfer pack` stored them
     _placed: tuple[Plan, Workload, Placement] | None = None
 
     def _load(self) -> None:
@@ -143,6 +144,7 @@ class Stream(Decoder):
         raw = sum(lay_out(self._layout(index))[1] for index in range(len(self._layers)))
         self._arena = PinnedArena(raw, pin=self.device.type == "cuda", grow=True)
         folder = self._packed()
+        self._from_folder = folder is not None
         images: dict[int, PackedLayer] = {}
         if folder is None:
             check_free(round(raw * self.plan.placement.wire_ratio))
@@ -167,6 +169,12 @@ class Stream(Decoder):
             images[index] = pack(tensors, self._arena, coded)
         self._arena.seal()
         return [images[index] for index in range(len(self._layers))]
+
+    @property
+    def loaded_bytes(self) -> int:
+        if not self._from_folder or self._arena is None:
+            return super().loaded_bytes
+        return self._arena.size + self.plan.model.other_bytes
 
     def _packed(self) -> Path | None:
         """Return the folder of the checkpoint's packed layers; None if there is none."""

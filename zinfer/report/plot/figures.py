@@ -99,12 +99,12 @@ def latency(group: Group, points: Points) -> Figure | None:
 
 
 def link(group: Group, points: Points) -> Figure | None:
-    """Draw the weights that decode steps deliver a second, as a share of the measured host-to-device bandwidth."""
+    """Draw the weights that cross the link a second in decode steps, as a share of its measured bandwidth."""
     streamed = [point for point in points if point.usable and point.link_share]
     if not streamed:
         return None
     full = median(point.link_bandwidth or 0 for point in streamed)
-    meaning = "Bytes of weights that a step uses, over the median step time; compressed weights can pass 100%."
+    meaning = "Bytes of weights that cross the link in a step, coded or not, over the median step time."
     sheet = Sheet(group, "how much of the link is used?", (meaning, group.conditions))
     axes = sheet.panels[0]
     values = _lines(axes, points, lambda point: spread([100 * share] if (share := point.link_share) else []))

@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install $(OPTIONS)
 # Where the environment keeps Python from writing what it compiled, each of the demo's workers would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test quick lint conformance judges campaign readme codec accuracy plots report
+.PHONY: setup demo test quick lint conformance judges campaign catalogue readme codec accuracy plots report
 
 setup: .venv/installed .venv/installed-dev
 
@@ -54,6 +54,10 @@ judges: setup
 campaign: setup
 	$(BIN)/python -m tests.campaign --count 75 --ordinary 0.02 --jobs $$(nproc) -o sweeps/results/reliability.jsonl
 	$(BIN)/python -m tests.readme
+
+# Count the layers of the catalogue's models anew, after a change of models.toml or of transformers.
+catalogue: .venv/installed
+	$(BIN)/python -m tests.shapes
 
 # Write the tables of README.md and docs/*.md anew from the records.
 readme: setup

@@ -55,6 +55,8 @@ _UNLIKE = {
     "kosmos-2.5": "it numbers positions by its padding token, and not from the first token on",
     "paligemma": "each token of its prompts attends to all others, also to later ones",
 }
+# Model types under names of their own -> the type that transformers knows them by. Kimi K2's model card says so.
+_SAME = {"kimi_k2": "deepseek_v3"}
 _RESULTS = ("loss", "logits", "hidden_states", "attentions")
 
 
@@ -316,7 +318,7 @@ def _others(shape: Iterable[int], hidden: int) -> list[int]:
 
 def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreTrainedConfig:
     # A copy: transformers writes into the nested settings (rotary scaling) that it receives.
-    prefix = f"{name}: " if name else ""
+    prefix, architecture = f"{name}: " if name else "", _SAME.get(architecture, architecture)
     try:
         settings: dict[str, Any] = without_code(_numbers(dict(config)), name)
     except DocumentError as error:

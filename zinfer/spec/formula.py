@@ -1,7 +1,7 @@
 """Closed forms: the shape of a model from its configuration alone, for machines without torch.
 
-The catalogue takes heads and widths from here too. Each form is held against the model in tests/test_formula.py; an
-architecture without a form is refused, since a guess would look like an answer.
+Each form is held against the model in tests/test_formula.py; an architecture without a form is refused, since a guess
+would look like an answer. The catalogue's models have their counts in the catalogue.
 """
 
 from collections.abc import Mapping

@@ -22,7 +22,7 @@ from typing import Any, cast, get_args
 from zinfer.spec import atomic, formula, hub, quantization
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config
 from zinfer.spec.errors import did_you_mean
-from zinfer.spec.model import LAYER_INDEX, Dtype, LayerSpec, Matrix, ModelError, ModelSpec, Shape, Weights, text_config
+from zinfer.spec.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, Weights, text_config
 
 # Families that tie the head to the embedding by default; their checkpoints may hold both even so.
 _TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2"})
@@ -60,7 +60,10 @@ def resolve(
         raise ModelError(f"no model {reference[:200]!r}: not in the catalogue, not a folder, not a hub id{hint}")
     if dtype is not None:
         spec = spec.with_dtype(dtype)
-    spec = spec if layers is None else spec.slice(layers)
+    if layers is not None:
+        spec = spec.slice(layers)
+        if spec.directory is None:  # layers may differ in the share that is quantised
+            spec = spec.model_copy(update=_stored(spec))
     return with_weights(spec, weights)
 
 
@@ -96,31 +99,26 @@ def catalogue_names() -> tuple[str, ...]:
 def from_catalogue(name: str) -> ModelSpec:
     """Return the catalogue's entry `name`. Raises KeyError if there is none."""
     entry = _catalogue()[name]
-    shape = formula.fields(entry["config"])
-    layer = LayerSpec(
-        parameters=entry["layer_parameters"],
-        expert_parameters=entry.get("expert_parameters", 0),
-        kv_width=2 * shape["num_kv_heads"] * shape["head_dim"],
-        attention=shape["num_heads"] * shape["head_dim"],
-        matrices=tuple(Matrix(*matrix) for matrix in entry["matrices"]),
-    )
-    return ModelSpec(
-        name=name,
-        **shape,
-        architecture=entry["config"]["model_type"],
-        total_layers=shape["num_layers"],
-        layers=(layer,) * shape["num_layers"],
-        other_parameters=entry["other_parameters"],
-        dtype=entry.get("dtype", "bfloat16"),
-        config=deepcopy(entry["config"]),
-        hub_id=entry.get("hub_id"),
-    )
+    config = deepcopy(entry["config"]) | dict.fromkeys(entry.get("nulls", ()))
+    counted = dict(_shapes()[name])
+    kinds = [LayerSpec(**kind) for kind in counted.pop("kinds")]
+    layers = tuple(layer for kind, times in counted.pop("order") for layer in [kinds[kind]] * times)
+    shape = Shape(num_layers=len(layers), layers=layers, **counted)
+    return _spec(name, config, shape, dtype=entry["dtype"], hub_id=entry.get("hub_id"))
 
 
 @cache
 def _catalogue() -> dict[str, Any]:
     with (files("zinfer") / "catalog" / "models.toml").open("rb") as file:
         return tomllib.load(file)
+
+
+@cache
+def _shapes() -> dict[str, Any]:
+    """Return the shapes of the catalogue's models: the fields of `Shape`, and the different layers (`kinds`) with their
+    `order` in depth, as pairs of an index into `kinds` and a number of layers."""
+    found: dict[str, Any] = json.loads((files("zinfer") / "catalog" / "shapes.json").read_text())
+    return found
 
 
 def from_directory(path: Path) -> ModelSpec:
@@ -189,23 +187,36 @@ def from_config(
 ) -> ModelSpec:
     """Return the spec of the model that `config` describes; see `shape_of` for `counted` and the errors. Without
     `counted` weights, its bytes are those of the format that `config` names."""
-    shape, ratio, fp8 = shape_of(name, config, counted), 1.0, 0.0
-    try:
-        if counted is None:
-            dtype = others.get("dtype", "bfloat16")
-            ratio, fp8 = quantization.ratios(shape.layers, shape.stack, shape.hidden_size, config, dtype)
-    except ModelError as error:
-        raise ModelError(f"{name}: {error}") from None
+    shape = shape_of(name, config, counted)
+    return _spec(name, config, shape, **others) if counted is None else _whole(name, config, shape, **others)
+
+
+def _spec(name: str, config: Mapping[str, Any], shape: Shape, **others: Any) -> ModelSpec:
+    """Return the spec of a model of `shape` whose layers take the bytes of the format that `config` names. Raises
+    ModelError, with `name` in it, for a format that is not understood."""
+    spec = _whole(name, config, shape, **others)
+    return spec.model_copy(update=_stored(spec))
+
+
+def _whole(name: str, config: Mapping[str, Any], shape: Shape, **others: Any) -> ModelSpec:
     return ModelSpec(
         name=name,
         architecture=config.get("model_type", ""),
         total_layers=shape.num_layers,
         **dict(shape),
         config=deepcopy(dict(config)),
-        stored_ratio=ratio,
-        fp8_ratio=fp8,
         **others,
     )
+
+
+def _stored(spec: ModelSpec) -> dict[str, float]:
+    """Return the ratios of `spec` that its format gives. Raises ModelError, with the model's name, for a format that
+    is not understood."""
+    try:
+        stored, fp8 = quantization.ratios(spec.layers, spec.stack, spec.hidden_size, spec.config, spec.dtype)
+    except ModelError as error:
+        raise ModelError(f"{spec.name}: {error}") from None
+    return {"stored_ratio": stored, "fp8_ratio": fp8}
 
 
 def dtype_of(config: Mapping[str, Any], default: str = "bfloat16") -> str:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests import shapes
 from tests.test_parity import MACHINE, OUTPUT_LEN, greedy
 from zinfer import engine
 from zinfer.engine import base
@@ -20,13 +21,14 @@ from zinfer.engine.quantization.loading import CodedMatrix, random_parts
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import codec
 from zinfer.plan.plan import make_plan
+from zinfer.spec import resolve as resolving
 from zinfer.spec.case import Case, LoadFormat, Workload
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.model import Matrix, ModelSpec, Weights
 from zinfer.spec.quantization import SCHEMES, Quantization, scheme
 from zinfer.spec.resolve import from_directory, resolve
-from zinfer.spec.source import revision_of
+from zinfer.spec.source import find, revision_of
 
 CPU = torch.device("cpu")
 STD = 0.05
@@ -130,6 +132,58 @@ def load(spec: ModelSpec, load_format: LoadFormat, codec: str, **fields: Any) ->
         options=(("weight_codec", codec),), **fields,
     )  # fmt: skip
     return base.load(engine.kind("stream").target)(make_plan(case, spec, MACHINE))
+
+
+MLA = {
+    "hidden_size": 256, "intermediate_size": 320, "moe_intermediate_size": 128, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "vocab_size": 256,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+SMALL: dict[str, dict[str, Any]] = {  # entries of the catalogue -> widths of a small model of the same kind
+    "deepseek-v3": MLA | {"n_group": 4, "topk_group": 2},
+    "kimi-k2": MLA,
+    "minimax-m2": {
+        "hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "rotary_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "vocab_size": 256, "max_position_embeddings": 256,
+    },
+    "gpt-oss-120b": {
+        "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 256,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
+        "max_position_embeddings": 256,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek-v3",
+        "gpt-oss-120b",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kimi-k2", "minimax-m2")),
+    ],
+)
+def test_a_released_model_of_the_catalogue_runs_with_dummy_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut with the first dense layers and some with experts streams as it was released, offline."""
+    entry = resolving._catalogue()[name]
+    monkeypatch.setattr(resolving, "_catalogue", lambda: {name: entry | {"config": entry["config"] | SMALL[name]}})
+    counted = shapes.packed(shapes.measured(name))
+    monkeypatch.setattr(resolving, "_shapes", lambda: {name: counted})
+    source = find(name, None, SMALL[name]["num_hidden_layers"] - 1, "dummy")
+    spec, found = source.spec, []
+    _, _, coded = both(spec)
+    experts = [entry for entry in coded if ".experts." in entry]
+    assert len(experts) == 2 * sum(layer.expert_parameters > 0 for layer in spec.layers) > 0
+    for codec in ("none", "lossless"):
+        loaded = load(spec, "dummy", codec)
+        found.append(greedy(loaded, (5, 9, 3)))
+        effective = loaded.effective()
+        loaded.close()
+    assert torch.equal(*found)
+    assert effective.wire_bytes_per_step == pytest.approx(spec.stored_ratio * spec.streamed_bytes, rel=0.06)
+    assert spec.stored_ratio < 0.56
 
 
 @pytest.mark.parametrize("weights", ["int4", "fp8"])

@@ -234,7 +234,10 @@ class ModelState:
         modules = self.model.named_modules()
         norms = {f"{name}.weight" for name, module in modules if "norm" in type(module).__name__.lower()}
         generator = torch.Generator(device)
-        for name, entry in sorted(self.entries.items(), key=lambda item: item[1].layer is not None):
+        # Layer by layer, each in one piece with its buffers.
+        for name, entry in sorted(
+            self.entries.items(), key=lambda item: -1 if item[1].layer is None else item[1].layer
+        ):
             if not layers and entry.layer is not None:
                 return
             if not entry.is_parameter:

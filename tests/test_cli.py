@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
         (["swep"], 2, "did you mean 'sweep'?"),
         (["sweep", "-m", "bloom-tiny", "--engine", "strem"], 2, "did you mean 'stream'"),
         (["sweep", "-m", "bloom-tiny", "-O", "wieght_codec=none"], 2, "did you mean 'weight_codec'?"),
-        (["plan", "-m", "bloom-176b", "--machine", "h20"], 2, "did you mean 'h200'?"),
+        (["plan", "-m", "bloom-176b", "--machine", "h2000"], 2, "did you mean 'h200'?"),
         (["plan", "-m", "blom-176b", "--machine", "h200"], 2, "did you mean 'bloom-176b'"),
         (["run", "-m", "./nope", "-p", "x"], 2, "no such folder: ./nope"),
         (["run", "-m", "../no/pe", "-p", "x"], 2, "no such folder: ../no/pe"),

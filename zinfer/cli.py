@@ -34,6 +34,7 @@ GROUPS = {
         "demo": "Measure a small model in every way, and explain the answer.",
         "doctor": "Check packages, hardware and which engines can run.",
         "models": "List the models of the catalogue, or show one.",
+        "machines": "List the machines of the catalogue, or show one.",
         "compare": "Compare two result files; fail on a regression.",
         "export": "Write result files as CSV, Parquet, Markdown or JSON, a row a point.",
         "codec": "Measure size and speed of losslessly coded weights, and whether coding pays.",
@@ -47,7 +48,7 @@ GROUPS = {
 VERBS = {verb: line for group in GROUPS.values() for verb, line in group.items()}
 
 # verbs that make files; at their start goes what a killed one of them left behind
-MAKERS = frozenset(VERBS) - {"models", "doctor", "best", "compare", "completion"}
+MAKERS = frozenset(VERBS) - {"models", "machines", "doctor", "best", "compare", "completion"}
 MESSAGE = 2000  # most characters of an error message, which may repeat a value that somebody typed or wrote
 
 

@@ -13,9 +13,11 @@ from tests import PATIENCE_S
 from zinfer import engine
 from zinfer.commands.options import locate
 from zinfer.job.recipe import RecipeError, engine_recipe, make_sweep, read_toml, sweep_recipe, sweep_recipes
+from zinfer.plan.plan import Plan, make_plan
 from zinfer.record.store import read
 from zinfer.spec import resolve
 from zinfer.spec.machine import load as load_machine
+from zinfer.spec.machine import override
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,6 +33,27 @@ def test_sweep_recipes_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         spec = resolve.resolve(load.model, load.dtype, load.layers)
         assert load.case("dummy", spec.dtype, *next(sweep.lengths(), (512, 32))).model == load.model
         assert load.offload in engine.kind(load.engine).offloads
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "deepseek-v3-slice", "deepseek-v3-codec"])
+def test_recipes_of_released_models_fit_one_h100_with_125_gib_of_host_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    machine = override(load_machine("h100-80gb"), "host_bytes=125GiB")
+    sweep, planned = make_sweep(read_toml(ROOT / "sweeps" / f"{name}.toml"), name), list[Plan]()
+    assert isinstance(sweep.batch_size, tuple)
+    for load in sweep.loads():
+        spec = resolve.resolve(load.model, load.dtype, load.layers)
+        for lengths in sweep.lengths():
+            case = load.case("dummy", spec.dtype, *lengths)
+            planned += [make_plan(case.with_batch(size), spec, machine) for size in sweep.batch_size]
+    assert planned
+    assert all(plan.fits for plan in planned)
+    if name == "gpt-oss-120b":
+        assert not any(plan.streamed_bytes for plan in planned)
+    elif name == "deepseek-v3-slice":
+        assert {round(plan.streamed_bytes / 1e9) for plan in planned} == {105}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "engines").glob("*.toml")), ids=lambda path: path.stem)

@@ -176,8 +176,8 @@ def test_a_released_model_of_the_catalogue_runs_with_dummy_codes(name: str, monk
     _, _, coded = both(spec)
     experts = [entry for entry in coded if ".experts." in entry]
     assert len(experts) == 2 * sum(layer.expert_parameters > 0 for layer in spec.layers) > 0
-    for codec in ("none", "lossless"):
-        loaded = load(spec, "dummy", codec)
+    for weight_codec in ("none", "lossless"):
+        loaded = load(spec, "dummy", weight_codec)
         found.append(greedy(loaded, (5, 9, 3)))
         effective = loaded.effective()
         loaded.close()

@@ -170,10 +170,13 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
     effective = point.effective
     if effective is None:
         return placement_of(point.case, model, place)
-    settings, update = effective.settings, {"graphs": effective.settings.get("cuda_graphs") == "on"}
+    settings: Mapping[str, Any] = effective.settings
+    update: dict[str, Any] = {"graphs": settings.get("cuda_graphs") == "on"}
+    update["experts"] = "on-demand" if settings.get("experts") == "on-demand" else "all"  # older ones brought all
     if "slot_bytes" in settings:  # without buffers between link and slot, the slots themselves are the ring
         slots = 1 if "buffer_bytes" in settings else settings["ring_depth"]
         buffers = settings["ring_depth"] * settings.get("buffer_bytes", 0)
+        buffers += settings.get("expert_buffers", 0) * settings.get("expert_buffer_bytes", 0)
         update["slots"] = (slots * settings["slot_bytes"] + buffers) / model.layer_bytes
         update["buffers"] = 1  # the KV cache's share of the buffers is included in `slots`
     if "kv_host_rows" in settings:
@@ -190,10 +193,12 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
 
 def _as_run(one: _Seen) -> Case:
     """Return the point's case with what the engine chose and today's plan may not: the number of CPU threads that
-    attend, and steps without CUDA graphs."""
+    attend, the way of experts, and steps without CUDA graphs."""
     host, case = one.machine.details.get("host", {}), one.point.case
     if not one.setup.graphs:
         case = case.model_copy(update={"options": (*case.options, ("cuda_graphs", "off"))})
+    if one.model.num_experts:
+        case = case.model_copy(update={"options": (*case.options, ("experts", one.setup.experts))})
     if not one.setup.kv_on_cpu or not host.get("cores"):
         return case
     threads = round(one.setup.kv_cpu_share * host["cores"])

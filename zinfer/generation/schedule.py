@@ -813,7 +813,7 @@ def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = 
         gpu, host, _ = cost.tiers(setup, model, machine, ceil(rows * PADDING), known, left + STEP, CAUTIOUS)
         total = gpu.total + (0 if machine.gpu_count else host.total)
         fits = total <= (1 - EXPANDED_SHARE) * machine.device_bytes
-        return fits, fits and place(taken, model, machine, CAUTIOUS).ring_depth >= setup.layer_pieces
+        return fits, fits and place(taken, model, machine, CAUTIOUS).holds_layer
 
     deep = room(1)[1]
 

@@ -12,7 +12,7 @@ Sources: the roofline of Williams et al. 2009 (doi:10.1145/1498765.1498785); FLO
 and residency as in FlexGen (arXiv:2303.06865), section 4.3, without its CPU-compute terms.
 """
 
-from math import ceil, inf
+from math import ceil, inf, log
 from typing import Literal
 
 from pydantic import Field
@@ -42,6 +42,9 @@ CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
 LINK_KEEPS = 0.95  # share of the link's rate left while all cores attend: 0.95 seen beside 16 cores, 0.92 beside 64
 UNPACKING = 0.4  # rate at which coded weights are unpacked, as a share of the bandwidth of GPU memory
 PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
+# A pass whose tokens touch at least this share of the experts, if all are alike, brings all of them without waiting for
+# the router's choice.
+WHOLE_SHARE = 0.9
 # Least size of losslessly coded bf16 weights: 8 bits of sign and mantissa, and the entropy of the exponents, which is
 # 2.5 bits for weights of a normal distribution (`zinfer codec` prints the bound of a checkpoint).
 CODED_BOUND = 0.65
@@ -79,7 +82,12 @@ class Placement(Frozen):
     kv_threads: int | None = None  # CPU threads that attend, if a number was requested
     buffers: int = 0  # ring buffers that a KV cache on the link adds to; 0: it takes two whole layers' worth
     ring_depth: int = 0  # buffers between link and slot; 0 without a ring
-    layer_pieces: int = 1  # pieces that a layer crosses the link in
+    layer_pieces: int = 1  # pieces that a layer crosses the link in, besides experts on demand
+    experts: Literal["all", "on-demand"] = "all"  # routed experts that cross the link in a step
+    whole_tokens: int = 0  # tokens in a pass from which on it brings all experts, since it needs nearly all
+    layer_experts: int = 0  # routed experts of a layer that come on demand; 0 if all come with their layer
+    expert_buffers: int = 0  # buffers between link and slot for single experts
+    cached_experts: int = 0  # buffers beside these, for experts that stay
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
     also_streamed: int = 0  # bytes that a pass fetches besides the layers
@@ -93,6 +101,11 @@ class Placement(Frozen):
     def prefill_rows(self, batch_size: int, input_len: int) -> int:
         """Return how many sequences of a batch are prefilled in one forward pass."""
         return min(batch_size, max(1, self.pass_tokens // input_len))
+
+    @property
+    def holds_layer(self) -> bool:
+        """True if the buffers between link and slot hold a whole layer."""
+        return self.ring_depth >= self.layer_pieces and self.expert_buffers >= self.layer_experts
 
     def host_rows(self, batch_size: int) -> int:
         """Return how many sequences of the batch have their KV cache in host memory: its last ones."""
@@ -131,12 +144,25 @@ class Times(Frozen):
     limits: dict[Bound, float] = Field(default_factory=dict)
 
 
-def wire_bytes(setup: Placement, model: ModelSpec) -> int:
-    """Return the weight bytes that one pass moves over the links."""
+def wire_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None) -> int:
+    """Return the weight bytes that one pass of `tokens` tokens moves over the links, by default a long one.
+
+    With experts on demand these are the experts that the tokens touch, less those that stay on the GPU: the same share
+    of them, if all experts are alike. A long pass brings all experts.
+    """
     if setup.tier == "gpu":
         return 0
     left = max(0, model.streamed_bytes - setup.resident_bytes)
+    if setup.experts == "on-demand" and tokens is not None and tokens < setup.whole_tokens:
+        experts = min(left, model.routed_bytes)
+        left += round(experts * (model.touched_share(tokens) - 1))
     return round((left + setup.also_streamed) * setup.wire_ratio)
+
+
+def whole_tokens(model: ModelSpec) -> int:
+    """Return the least number of tokens in a pass that are expected to touch `WHOLE_SHARE` of the experts."""
+    missed = 1 - model.touched_share(1)
+    return 1 if missed <= 0 else max(1, ceil(log(1 - WHOLE_SHARE) / log(missed)))
 
 
 def block_tokens(model: ModelSpec) -> int:
@@ -161,7 +187,7 @@ def step(
     kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
     active = model.parameters_read(batch_size) * model.dtype_bytes
     flops = model.decode_flops(batch_size, context)
-    return _pass(setup, model, machine, factors, kv, active, flops, ready=ready)
+    return _pass(setup, model, machine, factors, kv, active, flops, ready=ready, tokens=batch_size)
 
 
 def prefill(
@@ -199,10 +225,11 @@ def _pass(
     written: int = 0,
     passed: int = 0,
     ready: int = 0,
+    tokens: int | None = None,
 ) -> Times:
-    """Time a pass that reads `read` bytes of weights and `kv` bytes of cache, computes `flops`, reads and writes
-    `passed` bytes of GPU memory in between, and sends `written` bytes of keys and values to the host while weights
-    come, `ready` of which are there already."""
+    """Time a pass of `tokens` tokens (None: a long one) that reads `read` bytes of weights and `kv` bytes of cache,
+    computes `flops`, reads and writes `passed` bytes of GPU memory in between, and sends `written` bytes of keys and
+    values to the host while weights come, `ready` of which are there already."""
     link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
     hosted = round(kv * setup.kv_host_share)
     if factors.perfect and setup.wire_ratio < 1:
@@ -212,13 +239,13 @@ def _pass(
         elif setup.codec == "lossless":
             least = model.stored_ratio - (1 - FP8_BOUND) * model.fp8_ratio
         setup = setup.model_copy(update={"wire_ratio": min(setup.wire_ratio, least)})
-    weights = max(0, wire_bytes(setup, model) - ready)
+    weights = max(0, wire_bytes(setup, model, tokens) - ready)
     over_link = weights + (0 if setup.kv_on_cpu else hosted)
     from_host = weights + hosted
     if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and link is None):
         return Times()
     share = setup.gpus  # everything is split between them
-    streamed = wire_bytes(setup, model) / setup.wire_ratio
+    streamed = wire_bytes(setup, model, tokens) / setup.wire_ratio
     limits: dict[Bound, float] = {
         # a streamed weight is written to GPU memory before it is read
         "hbm": (read + streamed + kv - (hosted if setup.kv_on_cpu else 0)) / share / machine.hbm_bandwidth,
@@ -352,7 +379,8 @@ def _kv_buffers(setup: Placement, model: ModelSpec, batch_size: int, input_len: 
 
 def piece_bytes(setup: Placement, model: ModelSpec) -> int:
     """Return the bytes of a layer that cross the link at a time and wait in one ring buffer."""
-    return round(min(PIECE_BYTES, model.layer_bytes) * setup.wire_ratio)
+    size = model.dense_layer_bytes if setup.experts == "on-demand" else model.layer_bytes
+    return round(min(PIECE_BYTES, size) * setup.wire_ratio)
 
 
 def buffer_bytes(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 from zinfer.plan import cost
 from zinfer.plan.cost import LIMITS, Bytes, Efficiency, Placement
 from zinfer.spec.case import Case, Workload, resident_bytes
-from zinfer.spec.engine import ENGINES, Offload, Transport, conflict, plan_options, read_options
+from zinfer.spec.engine import ENGINES, Offload, Option, Transport, conflict, plan_options, read_options
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import duration, gb, gib
@@ -27,6 +27,11 @@ DEVICE_SHARE = 0.97
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
 FP8_RATIO = 0.83  # the same over those of FP8 codes (e4m3)
 RING_DEPTH = 6  # least number of ring buffers: they hold what arrives while a layer of a decode step computes
+# Ring buffers beside experts on demand: little is in flight, so that experts which are asked for come next.
+DENSE_DEPTH = 3
+# With ``auto`` experts come on demand where a step at batch 1 then brings at most this share of the bytes, and an
+# expert is no smaller than this on the wire: its copy and its unpacking take about 20 us of launches.
+CLEARLY_FEWER, LEAST_EXPERT_BYTES = 0.75, 1 << 20
 # Margin of an engine that gives free GPU memory away, for memory that a plan does not see (gaps, moments of a step).
 CAUTIOUS = Efficiency(memory=1.5)
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
@@ -111,6 +116,12 @@ class Plan(Frozen):
         largest = self.max_batch_size if alike else None
         return make_plan(case, self.model, self.machine, self.nvme_path, self.factors, largest)
 
+    def with_option(self, name: str, value: Option) -> "Plan":
+        """Return the plan of the same load with another value of an engine's option."""
+        options = tuple(sorted((dict(self.case.options) | {name: value}).items()))
+        case = self.case.model_copy(update={"options": options})
+        return make_plan(case, self.model, self.machine, self.nvme_path, self.factors)
+
 
 def _e2e_s(workload: Workload, prefill_s: float | None, step_s: float | None) -> float | None:
     return None if prefill_s is None or step_s is None else prefill_s + step_s * (workload.output_len - 1)
@@ -142,6 +153,19 @@ def is_lossless(case: Case, model: ModelSpec, machine: Machine) -> bool:
     smaller = case.dtype == "bfloat16" or model.stored_ratio < 1
     pays = case.offload != "none" and smaller and machine.gpu_count > 0
     return codec == "lossless" or (codec == "auto" and pays)
+
+
+def experts_on_demand(case: Case, model: ModelSpec, wire_ratio: float) -> bool:
+    """Tell whether only those routed experts cross the link that the router chose. This holds for every batch of a
+    load, since the layout of its weights in host memory does."""
+    experts = plan_options(case.engine, case.options).experts
+    if experts == "all" or case.offload != "cpu" or model.num_experts < 2 or not model.expert_bytes:
+        return False
+    step = model.streamed_bytes - model.routed_bytes * (1 - model.touched_share(1))
+    pays = step <= CLEARLY_FEWER * model.streamed_bytes and model.expert_bytes * wire_ratio >= LEAST_EXPERT_BYTES
+    return experts == "on-demand" or (
+        pays and getattr(read_options(case.engine, case.options), "packed", "auto") == "auto"
+    )
 
 
 def placement_of(
@@ -242,7 +266,9 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         update["graphs"] = case.offload == "none" or update["resident_bytes"] == model.streamed_bytes
     if transport.coded_at_rest or own:
         update["kept_ratio"] = common.wire_ratio
-    if transport.fetched == "pieces":
+    if transport.fetched == "pieces" and experts_on_demand(case, model, common.wire_ratio):
+        update |= _expert_buffers(common, model, machine, depth)
+    elif transport.fetched == "pieces":
         buffers = depth * cost.piece_bytes(common, model) if machine.gpu_count else 0
         update |= {"slots": 1 + buffers / model.layer_bytes, "ring_depth": depth}
         update["buffers"] = depth if machine.gpu_count else 1
@@ -259,6 +285,27 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         slots = max(1.0, model.other_bytes / model.layer_bytes)
         update |= {"resident_others": False, "also_streamed": trips * model.other_bytes, "slots": slots}
     return common.model_copy(update=update)
+
+
+def _expert_buffers(common: Placement, model: ModelSpec, machine: Machine, count: int) -> dict[str, object]:
+    """Return the fields of a placement with experts on demand: a slot for a layer, a short ring for all but experts,
+    and `count` buffers for experts, or as many as hold what the ring of whole layers holds at least."""
+    common = common.model_copy(update={"experts": "on-demand"})
+    piece, expert = cost.piece_bytes(common, model), max(1, round(model.expert_bytes * common.wire_ratio))
+    least = -(-RING_DEPTH * round(cost.PIECE_BYTES * common.wire_ratio) // expert)
+    count = max(2, min(model.num_experts, max(count, least)))
+    buffers = DENSE_DEPTH * piece + count * expert if machine.gpu_count else 0
+    layer = model.dense_layer_bytes + model.expert_bytes * model.num_experts
+    return {
+        "experts": "on-demand",
+        "whole_tokens": cost.whole_tokens(model),
+        "layer_experts": model.num_experts,
+        "layer_pieces": max(1, -(-model.dense_layer_bytes // cost.PIECE_BYTES)),
+        "expert_buffers": count,
+        "ring_depth": DENSE_DEPTH,
+        "buffers": DENSE_DEPTH if machine.gpu_count else 1,
+        "slots": (layer + buffers) / model.layer_bytes,
+    }
 
 
 def _tiers(
@@ -281,6 +328,8 @@ def split_free_memory(
     setup, load = placement_of(case, model, machine, factors=factors), case.workload
     gpu, host, _ = _tiers(setup, case, model, machine, factors)
     free = (machine.device_bytes - gpu.total - (0 if machine.gpu_count else host.total)) * setup.gpus
+    if setup.experts == "on-demand":
+        return _split_for_experts(setup, model, machine, free)
     depth = max(RING_DEPTH, setup.buffers)
     buffer = cost.buffer_bytes(setup, model, load.batch_size, load.input_len, load.total_len)
     more = max(0, min(setup.layer_pieces - depth, free // buffer)) if machine.gpu_count else 0
@@ -295,12 +344,40 @@ def split_free_memory(
     return depth + more, kept
 
 
+def _split_for_experts(setup: Placement, model: ModelSpec, machine: Machine, free: int) -> tuple[int, int]:
+    """Split `free` bytes as `split_free_memory` does, with experts on demand: first buffers for experts, up to a
+    layer's, then all but experts of whole layers, which every pass needs, then experts."""
+    expert = max(1, round(model.expert_bytes * setup.wire_ratio))
+    more = max(0, min(setup.layer_experts - setup.expert_buffers, free // expert)) if machine.gpu_count else 0
+    free, kept = free - more * expert, 0
+    for size in _streamed_sizes(setup, model):
+        free -= max(1, round(size * setup.kept_ratio))
+        if free < 0:
+            return setup.expert_buffers + more, kept
+        kept += size
+    stay = min(model.routed_bytes // model.expert_bytes, int(free / (model.expert_bytes * setup.kept_ratio)))
+    return setup.expert_buffers + more, kept + stay * model.expert_bytes
+
+
+def _streamed_sizes(setup: Placement, model: ModelSpec) -> list[int]:
+    """Return the bytes of each layer that stay, or stream, as one: all of them but experts on demand."""
+    apart = setup.experts == "on-demand"
+    return [
+        (layer.parameters - (layer.expert_parameters if apart else 0)) * model.dtype_bytes for layer in model.layers
+    ]
+
+
 def place(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> Placement:
     """Place a case and give away the GPU memory that it leaves free: to the ring, up to a layer of buffers, and to
     layers that stay, as `case.gpu_weights` says. `factors` set the margin that is left."""
     depth, automatic = split_free_memory(case, model, machine, factors)
     setup = placement_of(case, model, machine, automatic, depth, factors)
-    return setup.model_copy(update={"resident_layers": _resident_layers(setup, case, model)})
+    layers, cached = _resident_layers(setup, case, model), 0
+    if setup.experts == "on-demand":
+        sizes = _streamed_sizes(setup, model)
+        rest = min(setup.resident_bytes, model.streamed_bytes) - sum(sizes[index] for index in layers)
+        cached = min(model.routed_bytes, max(0, rest)) // model.expert_bytes
+    return setup.model_copy(update={"resident_layers": layers, "cached_experts": cached})
 
 
 def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[int, ...]:
@@ -308,11 +385,11 @@ def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[in
     to the nearest, evenly spread over the depth."""
     if setup.tier == "gpu" or not setup.resident_bytes:
         return ()
-    sizes = [parameters * model.dtype_bytes for parameters in model.layer_parameters]
+    sizes = _streamed_sizes(setup, model)
     layers, total = len(sizes), sum(sizes)
-    if case.gpu_weights is not None and case.gpu_weights.endswith("%"):
+    if setup.experts == "all" and case.gpu_weights is not None and case.gpu_weights.endswith("%"):
         return _spread(round(setup.resident_bytes / total * layers), layers)
-    count = int(setup.resident_bytes * layers // total)
+    count = min(layers, int(setup.resident_bytes * layers // total))
     while sum(sizes[index] for index in _spread(count, layers)) > setup.resident_bytes:  # layers need not be equal
         count -= 1
     return _spread(count, layers)
@@ -349,7 +426,7 @@ def make_plan(
         step_s=step.seconds,
         bound_by=step.bound_by,
         max_batch_size=largest_batch(case, model, machine, factors) if largest is None else largest,
-        streamed_bytes=cost.wire_bytes(setup, model),
+        streamed_bytes=cost.wire_bytes(setup, model, case.workload.batch_size),
         resident_bytes=min(setup.resident_bytes, model.streamed_bytes),
         error=factors.error if factors else None,
         factors=factors,

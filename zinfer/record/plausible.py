@@ -105,7 +105,8 @@ def _of_samples(point: Measurement) -> Iterator[str]:
 
 def _settings(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield faults of the settings that a calibration computes with (`zinfer.analysis.calibrate`)."""
-    for name in ("slot_bytes", "buffer_bytes", "ring_depth", "kv_host_rows", "kv_threads"):
+    for name in ("slot_bytes", "buffer_bytes", "ring_depth", "kv_host_rows", "kv_threads", "expert_buffers",
+                 "expert_buffer_bytes"):  # fmt: skip
         value = settings.get(name)
         if name in settings and not (_number(value) and value >= 0) and not (value is None and name == "kv_threads"):
             yield f"effective.settings.{name}: {value!r:.40} is no count"

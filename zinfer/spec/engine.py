@@ -31,6 +31,7 @@ Codec = Literal["auto", "none", "lossless"]
 KVOffload = Literal["none", "cpu", "auto"]
 KVAttention = Literal["auto", "gpu", "cpu"]
 KVCacheDtype = Literal["auto", "bf16", "int8", "fp8"]
+Experts = Literal["auto", "all", "on-demand"]
 # Prompt tokens in one forward pass. A pass streams every weight (2 bytes a parameter) and computes 2 FLOPs a parameter
 # and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
 # model. More tokens at once only take memory, of which the KV cache of a larger batch makes better use.
@@ -92,12 +93,31 @@ class StreamOptions(EngineOptions):
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto", description="Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
     )
+    experts: Experts = Field(
+        "auto",
+        description="Routed experts that cross the link: all, or those that the router chose; auto: on-demand where a "
+        "step at batch 1 then brings clearly fewer bytes.",
+    )
+    expert_cache: Literal["lru", "lfu"] = Field(
+        "lru",
+        description="Experts on demand that leave the cache first: those not used for longest, or those used least.",
+    )
 
     def transport(self) -> Transport:
         graphs = self.cuda_graphs == "auto"
         return Transport(fetched="pieces", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs)
 
     def conflict(self, offload: Offload) -> str | None:
+        if self.experts == "on-demand" and offload == "none":
+            return (
+                "experts=on-demand does not go with offload none: experts cross the link only with offload cpu; choose "
+                "from auto, all"
+            )
+        if self.experts == "on-demand" and self.packed != "auto":
+            return (
+                f"experts=on-demand does not go with packed={self.packed}: packed layers hold their experts in one "
+                "piece; choose from auto, all"
+            )
         if self.kv_offload != "none" and self.kv_cache_dtype == "fp8":
             return (
                 f"kv_cache_dtype=fp8 does not go with kv_offload={self.kv_offload}: 8 bits in host memory are int8; "
@@ -161,6 +181,7 @@ class PlanOptions(Frozen):
     kv_attention: KVAttention = Field("gpu", description="The device that attends to a KV cache in host memory.")
     kv_threads: Literal["auto"] | Count = Field("auto", description="CPU threads that attend.")
     kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache.")
+    experts: Experts = Field("all", description="Routed experts that cross the link.")
 
     @property
     def kv_in_8_bits(self) -> bool:

@@ -183,11 +183,33 @@ class ModelSpec(Shape):
     def parameters_read(self, batch_size: int) -> float:
         """Return the expected number of parameters that a decode step of `batch_size` tokens reads. Experts count if
         some token is sent to them: (1 - (1 - k/E)^B) of them if tokens choose independently."""
-        return self.parameters - self._routed * (1 - self.experts_per_token / max(1, self.num_experts)) ** batch_size
+        return self.parameters - self._routed * (1 - self.touched_share(batch_size))
+
+    def touched_share(self, tokens: int) -> float:
+        """Return the expected share of a layer's routed experts that some of `tokens` tokens are sent to, if tokens
+        choose independently and all experts alike: 1 - (1 - k/E)^n."""
+        return 1 - (1 - self.experts_per_token / max(1, self.num_experts)) ** tokens
 
     @property
     def _routed(self) -> int:
         return _sums(_Same(self.layers)).routed
+
+    @property
+    def routed_bytes(self) -> int:
+        """Bytes of the routed experts of all layers."""
+        return self._routed * self.dtype_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one routed expert; 0 without experts."""
+        return self.expert_parameters * self.dtype_bytes // max(1, self.num_experts)
+
+    @property
+    def dense_layer_bytes(self) -> int:
+        """Bytes of a decoder layer without its routed experts, the layer with most."""
+        return max(layer.parameters - layer.expert_parameters for layer, _ in _kinds(_Same(self.layers))) * (
+            self.dtype_bytes
+        )
 
     @property
     def ffn_matrices(self) -> int:

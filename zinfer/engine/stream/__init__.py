@@ -5,6 +5,7 @@ on the wire over the link bandwidth, provided that a copy is always under way. T
 layers and across steps: while the head turns the last layer's output into a token, the next step's first layer comes.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,9 +28,20 @@ from zinfer.engine.cache import (
 )
 from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, check_free, lay_out
-from zinfer.engine.state import Loaded, ModelState, by_layer
+from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
 from zinfer.engine.stream import graphs, packed
 from zinfer.engine.stream.cpu_kernel import library
+from zinfer.engine.stream.experts import (
+    ExpertCounts,
+    ExpertPool,
+    Experts,
+    LayerImages,
+    fill_plain,
+    find_experts,
+    pack_experts,
+    padding,
+    plain_experts,
+)
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
@@ -72,6 +84,7 @@ class Stream(Decoder):
     options: StreamOptions
     _arena: PinnedArena | None = None
     _ring: PrefetchRing | None = None
+    _pool: ExpertPool | None = None  # of experts that come on demand
     _kv_pool: HostPool | None = None  # for keys and values of all micro-batches
     # Last micro-batch: sequences with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
@@ -95,6 +108,9 @@ class Stream(Decoder):
             if getattr(self.options, option) not in any_model and (why_not := self._cannot_have(option)) is not None:
                 raise EngineError(why_not)
         streamed = plan.case.offload == "cpu"
+        self._experts = self._on_demand()
+        # Counts of experts of the latest decode steps since nothing ran: a step differs from the next one.
+        self._expert_steps: deque[ExpertCounts] = deque(maxlen=256)
         self._lossless = plan.placement.codec == "lossless"
         if self._lossless and self.device.type == "cuda" and (why := trouble()):
             raise EngineError(
@@ -111,6 +127,11 @@ class Stream(Decoder):
             self._ring = PrefetchRing(self._arena.memory, images, 2, self.device)  # prefill makes it deeper
             for number, layer in enumerate(self._layers):
                 self._ring.attach(number, layer, state.of_layer(number))
+            if self._expert_images:
+                policy = self.options.expert_cache
+                self._pool = ExpertPool(self._arena.memory, self._expert_images, self.device, self._ring, policy)
+                for number, experts in self._experts.items():
+                    self._pool.attach(number, experts)
             self._ring.start()
         else:
             for name, tensor in state.load(self.device, self.progress):
@@ -120,30 +141,65 @@ class Stream(Decoder):
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready()
 
+    def _on_demand(self) -> dict[int, Experts]:
+        """Return the routed experts that come on demand, by layer; with option ``auto`` none where they cannot, and the
+        plan is made anew. Raises EngineError if they were asked for."""
+        if self.plan.placement.experts == "all" and self.options.experts != "on-demand":
+            return {}
+        found = {index: find_experts(layer, self._weights.of_layer(index)) for index, layer in enumerate(self._layers)}
+        reasons = [reason for reason in found.values() if isinstance(reason, str)]
+        if not any(found.values()) and not self.plan.model.num_experts:
+            reasons = ["it has none"]
+        elif not any(found.values()):
+            reasons = ["they do not go through the ExpertsInterface of transformers"]
+        if reasons and self.options.experts == "on-demand":
+            name = self.plan.model.name
+            raise EngineError(f"the experts of {name} cannot come on demand: {reasons[0]}; take experts=all")
+        if reasons:
+            self.plan = self.plan.with_option("experts", "all")
+            return {}
+        return {index: experts for index, experts in found.items() if isinstance(experts, Experts)}
+
     def _plain_images(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
         """Fill an arena with uncoded layers, and the tensors `resident`, by name, with the weights outside the
         layers."""
         images: list[PackedLayer] = []
+        self._expert_images: dict[int, LayerImages] = {}
+        end = 0
         for number in range(len(self._layers)):
-            images.append(plain(self._layout(number), images[-1].end if images else 0))
-        self._arena = PinnedArena(images[-1].end, pin=self.device.type == "cuda", progress=self.progress)
+            images.append(plain(self._layout(number), end))
+            end = images[-1].end
+            if number in self._experts:
+                self._expert_images[number], end = plain_experts(self._experts[number], end)
+        self._arena = PinnedArena(end, pin=self.device.type == "cuda", progress=self.progress)
         views = [self._arena.views(image.blocks, image.start) for image in images]
         for index, group in by_layer(self._weights, self._weights.load(self.device, self.progress)):
             target = resident if index is None else views[index]
             for name, tensor in group:
-                target[name].copy_(tensor)
+                if index is not None and name in self._apart(index):
+                    fill_plain(self._expert_images[index], name, tensor, self._arena.memory)
+                else:
+                    target[name].copy_(tensor)
         return images
 
     def _layout(self, index: int) -> list[tuple[str, Tensor]]:
-        """Return the entries of a layer: names within it, and tensors that give shape and type."""
-        return [(name, entry.tensor) for name, entry in self._weights.of_layer(index).items()]
+        """Return the entries of a layer's image: names within it, and tensors that give shape and type."""
+        entries = self._weights.of_layer(index)
+        return [(name, entry.tensor) for name, entry in entries.items() if name not in self._apart(index)]
+
+    def _apart(self, index: int) -> Mapping[str, Entry]:
+        """Return the weights of a layer's experts that come on demand, by their names within it."""
+        return self._experts[index].weights if index in self._experts else {}
 
     def _coded_images(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
         """Fill an arena with packed layers, from their folder if there is one, and `resident` as `_plain_images`
         does."""
         raw = sum(lay_out(self._layout(index))[1] for index in range(len(self._layers)))
+        for experts in self._experts.values():
+            raw += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
         self._arena = PinnedArena(raw, pin=self.device.type == "cuda", grow=True)
-        folder = self._packed()
+        self._expert_images = {}
+        folder = None if self._experts else self._packed()  # packed layers hold their experts in one piece
         self._from_folder = folder is not None
         images: dict[int, PackedLayer] = {}
         if folder is None:
@@ -166,7 +222,15 @@ class Stream(Decoder):
             tensors, coded = packed.on_device(group, entries, self.device)
             if index in images or tensors.keys() | coded.keys() != entries.keys():
                 raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
-            images[index] = pack(tensors, self._arena, coded)
+            apart = self._apart(index)
+            images[index] = pack(
+                {name: tensor for name, tensor in tensors.items() if name not in apart},
+                self._arena,
+                {name: one for name, one in coded.items() if name not in apart},
+            )
+            if apart:
+                codes = {name: matrices for name, (_, matrices) in coded.items() if name in apart}
+                self._expert_images[index] = pack_experts(self._experts[index], tensors, codes, self._arena)
         self._arena.seal()
         return [images[index] for index in range(len(self._layers))]
 
@@ -199,6 +263,8 @@ class Stream(Decoder):
         self, mask: Tensor, capacity: int, moved: Sequence[tuple[DecoderBatch, Tensor]] = ()
     ) -> StreamBatch:
         rows, length = mask.shape
+        if not self.batches:
+            self._expert_steps.clear()
         load = self.expected or self._together(rows, length, capacity)
         placement = self._placement(load)
         self._graphs.make_room(rows, capacity)
@@ -266,11 +332,16 @@ class Stream(Decoder):
         buffers = placement.ring_depth
         if buffers >= placement.layer_pieces:  # room for a whole layer, whose tensors are cut one by one
             buffers = max(buffers, *(len(image.pieces) for image in ring.images))
+        pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
         if set(placement.resident_layers) != set(range(len(ring.images))) - set(ring.streamed):
             self._graphs.clear()
+        if pool is not None:
+            pool.resize(min(experts[0], pool.staging), min(experts[1], pool.cached))
         ring.keep(placement.resident_layers)
         ring.resize(buffers)
+        if pool is not None:
+            pool.resize(*experts)
 
     def _to_host_memory(
         self, batch: StreamBatch, cache: RowCache, rows: slice, placement: Placement, load: Workload
@@ -405,7 +476,7 @@ class Stream(Decoder):
         if self.options.cuda_graphs == "off":
             return False
         ring, why_not = self._ring, None
-        if ring is not None and ring.streamed:
+        if ring is not None and (ring.streamed or self._pool is not None):
             why_not = "weights cross the link"
         elif any(batch.hosted for batch in self.batches):
             why_not = "keys and values are in host memory"
@@ -419,6 +490,7 @@ class Stream(Decoder):
         """Return a function that runs one forward pass of `parts`, in a trip of its own."""
 
         def run() -> Tensor:
+            self._begin_trip(parts)
             with self._trip():
                 return self._together_or_alone(parts)
 
@@ -440,6 +512,7 @@ class Stream(Decoder):
         if not (together or hosted) or (len(passes) == 1 and not hosted):
             return [self._eager(some)() for some in passes]
         fetches = [fetch for part in parts if (fetch := _fetch(part)) is not None]
+        self._begin_trip(parts)
 
         def enter(number: int, layer: int) -> None:
             self._ragged.switch(self._is_ragged(passes[number]))
@@ -451,10 +524,10 @@ class Stream(Decoder):
             return lambda: self._together_or_alone(some)
 
         beside = sum(_on_cpu(some[0]) for some in passes)
+        if beside == len(passes) or self._pool is not None:  # one queue unpacks experts
+            beside = 0
         try:
-            return interleave(
-                ring, [one(some) for some in passes], enter, fetches, beside if beside < len(passes) else 0
-            )
+            return interleave(ring, [one(some) for some in passes], enter, fetches, beside)
         finally:
             self._ragged.switch(False)
 
@@ -490,6 +563,12 @@ class Stream(Decoder):
         logits: Tensor = self.model(**inputs).logits
         return logits[:, -1:]
 
+    def _begin_trip(self, parts: Sequence[Part]) -> None:
+        """Have the experts of a trip come as the number of its tokens demands."""
+        if self._pool is not None:
+            tokens = sum(part.token_ids.numel() for part in parts)
+            self._pool.begin(tokens >= self.plan.placement.whole_tokens)
+
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         while True:
             try:
@@ -504,8 +583,11 @@ class Stream(Decoder):
         if ring is None:
             return super().forward(works)
         weights, others, step = ring.bytes_copied, ring.other_bytes_copied, is_step(works)
+        experts = ExpertCounts() if self._pool is None else self._pool.counts
         found = super().forward(works)
         if step:
+            if self._pool is not None:
+                self._expert_steps.append(self._pool.counts.since(experts))
             self._streamed_per_step = ring.bytes_copied - weights
             self._fetched_per_step = ring.other_bytes_copied - others
         return found
@@ -580,11 +662,32 @@ class Stream(Decoder):
             self._graphs.paused = False
 
     def _delivered(self) -> int:
-        """Return the weight bytes that a step found in the slot; coded ones were fewer on the wire."""
+        """Return the weight bytes that a step brought, as they are in the slot; coded ones were fewer on the wire."""
+        experts = round(self._experts_per_step("delivered"))
         if self._ring is None or not self._streamed_per_step or not self._lossless:
-            return self._streamed_per_step
+            return self._streamed_per_step + experts
         layers = [self._ring.images[index] for index in self._ring.streamed]
-        return sum(block.size for image in layers for block in image.blocks.values())
+        return sum(block.size for image in layers for block in image.blocks.values()) + experts
+
+    def _experts_per_step(self, name: str) -> float:
+        """Return the mean of a count of experts over the latest decode steps."""
+        steps = self._expert_steps
+        return sum(getattr(step, name) for step in steps) / len(steps) if steps else 0.0
+
+    def _expert_settings(self) -> dict[str, Option]:
+        """Return how routed experts came, and their counts in a decode step; nothing for a model without them."""
+        pool = self._pool
+        if pool is None:
+            return {"experts": "all"} if self.plan.model.num_experts > 1 and self._ring is not None else {}
+        counts = {name: round(self._experts_per_step(name), 3) for name in ("fetched", "hits", "misses")}
+        return {
+            "experts": "on-demand",
+            "expert_buffers": pool.staging,
+            "expert_buffer_bytes": pool.buffer_bytes,
+            "expert_cache": self.options.expert_cache,
+            "cached_experts": pool.cached,
+            **{f"experts_{name}_per_step": count for name, count in counts.items()},
+        }
 
     def effective(self) -> Effective:
         cache: dict[str, Option] = {
@@ -599,19 +702,21 @@ class Stream(Decoder):
         }
         if self._ring is None or self._arena is None:
             return Effective(gpu_weight_bytes=self._resident_bytes, settings=cache)
+        experts = 0 if self._pool is None else self._pool.kept_bytes
         return Effective(
-            gpu_weight_bytes=self._resident_bytes + self._ring.kept_bytes,
+            gpu_weight_bytes=self._resident_bytes + self._ring.kept_bytes + experts,
             host_weight_bytes=self._arena.size,
             streamed_bytes_per_step=self._delivered(),
-            wire_bytes_per_step=self._streamed_per_step,
+            wire_bytes_per_step=self._streamed_per_step + round(self._experts_per_step("wire")),
             pinned_bytes=self._arena.size if self._arena.pinned else 0,
             settings={
                 "ring_depth": self._ring.depth,
                 "buffer_bytes": self._ring.buffer_bytes,
-                "slot_bytes": self._ring.slot_bytes,
+                "slot_bytes": self._ring.slot_bytes + (0 if self._pool is None else self._pool.slot_bytes),
                 "weight_codec": "lossless" if self._lossless else "none",
                 "numa_node": self._arena.numa_node,
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
+                **self._expert_settings(),
                 **cache,
             },
         )
@@ -624,10 +729,13 @@ class Stream(Decoder):
     def close(self) -> None:
         self.clear()
         self.__dict__.pop("_graphs", None)
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
         if self._ring is not None:
             self._ring.close()
             self._ring = None
-        self._layers = nn.ModuleList()
+        self._layers, self._experts = nn.ModuleList(), {}
         self.__dict__.pop("_weights", None)
         super().close()
         if self._arena is not None:

@@ -136,6 +136,8 @@ class PrefetchRing:
         self._trace: Trace | None = None
         self._next: tuple[Fetch, ...] | None = None  # fetches prefetched for the next trip; None: begin anew
         self._trip: _Trip | None = None
+        self.holds: frozenset[int] = frozenset()  # layers that hold back the copies of others until `resume`
+        self._only: int | None = None  # the layer that does so now
         self.resize(depth)
 
     def attach(self, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
@@ -156,6 +158,10 @@ class PrefetchRing:
     @property
     def on_gpu(self) -> bool:
         return self._queues is not None
+
+    @property
+    def queues(self) -> Queues | None:
+        return self._queues
 
     @property
     def depth(self) -> int:
@@ -294,6 +300,34 @@ class PrefetchRing:
         trip.borrowed += 1
         return content
 
+    def resume(self) -> None:
+        """Issue the copies that a layer of `holds` held back, so that its own urgent ones came first."""
+        if self._only is not None:
+            self._only = None
+            if self._queues is not None:
+                self._fill()
+
+    def copied(self, layer: int, begin: Mark, end: Mark) -> None:
+        """Note a copy for `layer` that somebody else issued on the copy queue, for the timeline."""
+        self._copies.append((layer, begin, end))
+        if self._trace is not None:
+            self._trace.add("copy", layer, begin, end)
+
+    @contextmanager
+    def aside(self, index: int, unpacks: bool = False) -> Iterator[None]:
+        """Leave the time of a block out of the span of layer `index`'s computation, within its call; with `unpacks` the
+        block is a span of unpacking."""
+        trace = self._trace
+        if trace is not None:
+            trace.end("compute", index)
+            if unpacks:
+                trace.begin("unpack", index)
+        yield
+        if trace is not None:
+            if unpacks:
+                trace.end("unpack", index)
+            trace.begin("compute", index)
+
     def close(self) -> None:
         if self._queues is not None:
             self._queues.finish()
@@ -318,7 +352,7 @@ class PrefetchRing:
         self._issued = self._taken = self._returned = 0
         self._flying.clear()
         self._copies.clear()
-        self._coming, self._next = iter(()), None
+        self._coming, self._next, self._only = iter(()), None, None
 
     def _begin(self, fetches: tuple[Fetch, ...]) -> None:
         """Begin the transfers of a trip with `fetches`, and of those that follow it."""
@@ -355,7 +389,7 @@ class PrefetchRing:
                 if following is None:
                     return
                 self._flying.append(following)
-            if not self._flying[-1].ready():
+            if self._only not in (None, self._flying[-1].layer) or not self._flying[-1].ready():
                 return
             self._copy(self._flying[-1])
 
@@ -415,6 +449,7 @@ class PrefetchRing:
             if trip.beside:
                 raise RuntimeError(f"decoder layer {index} is not in the slot: it must be called in the first queue")
             self._join(trip)
+            self._only = index if index in self.holds else None
             self._unpack(index)
             trip.held, trip.served = index, 1
             if self._queues is not None:
@@ -430,6 +465,7 @@ class PrefetchRing:
         trip = self._under_way()
         if self._trace is not None:
             self._trace.end("compute", index)
+        self.resume()
         while trip.borrowed:
             trip.borrowed -= 1
             self._give_back()

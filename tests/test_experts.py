@@ -1,0 +1,481 @@
+"""Experts on demand: the tokens of whole layers, whichever experts come, stay, or make room; and the pool's protocol on
+queues that record who waited for whom."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests import test_cache_kinds, test_quantized, test_ragged
+from tests.checkpoints import save_config
+from tests.running import decode, prefill
+from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, prompts, reference
+from tests.test_passes import close
+from tests.test_ring import CPU, FakeQueues, Race
+from zinfer import engine as engines
+from zinfer.engine import EngineError, base
+from zinfer.engine.pinned import PinnedArena
+from zinfer.engine.state import Entry
+from zinfer.engine.stream import Stream, packed_layer
+from zinfer.engine.stream import experts as on_demand
+from zinfer.engine.stream.experts import HALF_LIFE, ExpertCache, ExpertPool, Experts, Key
+from zinfer.engine.stream.packed_layer import PackedLayer, plain
+from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.plan.plan import make_plan
+from zinfer.spec import resolve
+from zinfer.spec.case import Case, Workload
+
+Patch = pytest.MonkeyPatch
+Kinds = Callable[[str], Path]
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4},
+    "qwen3_moe": {
+        "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+        "num_hidden_layers": 4, "head_dim": 16, "norm_topk_prob": True,
+    },
+    "deepseek_v3": test_cache_kinds.KINDS["deepseek_v3"] | {"n_routed_experts": 8, "num_attention_heads": 4},
+    "gpt_oss": {
+        "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4,
+        "head_dim": 16, "sliding_window": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
+    """Make the checkpoint of one of `MIXTURES`, once."""
+
+    @cache
+    def make(name: str) -> Path:
+        return save_config(tmp_path_factory.mktemp(name), name, **MIXTURES[name])
+
+    return make
+
+
+def load(
+    directory: Path, experts: str = "on-demand", share: str | None = None, dtype: Any = "float32", **options: Any
+) -> Stream:
+    """Load a checkpoint with `experts` into the engine, `share` of its weights on the device."""
+    case = Case(
+        model=str(directory), engine="stream", offload="cpu", dtype=dtype, load_format="safetensors",
+        workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN), gpu_weights=share,
+        options=tuple(sorted((options | {"experts": experts}).items())),
+    )  # fmt: skip
+    plan = make_plan(case, resolve.from_directory(directory).with_dtype(dtype), MACHINE)
+    loaded = base.load(engines.kind("stream").target)(plan)
+    assert isinstance(loaded, Stream)
+    return loaded
+
+
+def poisoned(loaded: Stream) -> None:
+    """Fill the slot with NaN before each call of a layer's experts: nothing there but what is brought may be read."""
+    pool = loaded._pool
+    assert pool is not None
+    bring = pool.bring
+
+    def brought(layer: int, chosen: Tensor) -> None:
+        pool._filled = -1, set()
+        pool._slot.fill_(255)
+        bring(layer, chosen)
+
+    pool.bring = brought  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def queued(monkeypatch: Patch) -> None:
+    """Give engines queues, and so buffers whose contents are copies, without a GPU."""
+    monkeypatch.setattr("zinfer.engine.stream.PrefetchRing", partial(PrefetchRing, queues=FakeQueues()))
+
+
+def steps(loaded: Stream, length: int = 7, count: int = 6) -> list[Tensor]:
+    """Return the logits of a prompt and of its continuation by fixed tokens, with one sequence."""
+    token_ids, mask = prompts((length,))
+    found = [prefill(loaded, token_ids, mask, reserve=count)]
+    return found + [decode(loaded, torch.tensor([9 * step + 4])) for step in range(count)]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_tokens_are_those_of_transformers(name: str, mixture: Kinds, queued: None) -> None:
+    """With rows that route apart, a prompt that needs all experts and one that does not, and a cache that thrashes."""
+    loaded = load(mixture(name), share="70%", expert_cache="lfu" if name == "qwen3_moe" else "lru")
+    poisoned(loaded)
+    for lengths, expected in zip(BATCHES, reference(mixture(name)), strict=True):
+        assert torch.equal(greedy(loaded, lengths), expected)
+        loaded.clear()
+    told = loaded.effective()
+    assert told.settings["experts"] == "on-demand"
+    assert told.settings["cached_experts"] > 0
+    assert told.settings["experts_hits_per_step"] > 0 < told.settings["experts_fetched_per_step"]
+    loaded.close()
+
+
+def test_a_step_brings_the_bytes_of_the_experts_that_were_chosen(mixture: Kinds) -> None:
+    whole, few = load(mixture("mixtral"), "all"), load(mixture("mixtral"))
+    for one, other in zip(steps(whole), steps(few), strict=True):
+        assert close(one, other)
+    all_of_it, told, spec = whole.effective(), few.effective(), few.plan.model
+    dense = spec.streamed_bytes - spec.routed_bytes
+    assert all_of_it.settings["experts"] == "all"
+    assert all_of_it.wire_bytes_per_step == pytest.approx(spec.streamed_bytes, rel=0.02)
+    assert told.wire_bytes_per_step == told.streamed_bytes_per_step
+    assert told.wire_bytes_per_step == pytest.approx(dense + 4 * 2 * spec.expert_bytes, rel=0.02)
+    assert told.settings["experts_fetched_per_step"] == told.settings["experts_misses_per_step"] == 4 * 2
+    assert told.host_weight_bytes == pytest.approx(all_of_it.host_weight_bytes, rel=0.02)
+    assert few.plan.at(few.plan.case.with_batch(1).workload).streamed_bytes == pytest.approx(
+        dense + 4 * 2 * spec.expert_bytes, abs=4
+    )
+    whole.close()
+    few.close()
+
+
+def test_everything_may_stay_and_nothing_comes_twice(mixture: Kinds, queued: None) -> None:
+    loaded = load(mixture("mixtral"), share="100%")
+    expected = steps(loaded)
+    pool = loaded._pool
+    assert pool is not None
+    before = pool.counts.fetched
+    for one, other in zip(steps(loaded), expected, strict=True):
+        assert torch.equal(one, other)
+    assert pool.counts.fetched == before <= 4 * 8
+    told = loaded.effective()
+    assert told.wire_bytes_per_step == 0
+    assert told.gpu_weight_bytes > told.host_weight_bytes * before / 32
+    loaded.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_micro_batches_decode_together(name: str, mixture: Kinds, queued: None) -> None:
+    """Prompts of one pass and steps of others; rows that share a pass, and passes that share a trip."""
+    loaded = load(mixture(name), share="30%")
+    poisoned(loaded)
+    test_ragged.check(loaded, None)
+    loaded._ragged.able = False  # each micro-batch has a pass of its own: a layer is called several times in a trip
+    test_ragged.check(loaded, False)
+    loaded.close()
+
+
+def test_rows_with_their_cache_in_host_memory(mixture: Kinds, queued: None) -> None:
+    loaded = load(mixture("mixtral"), kv_offload="cpu", kv_attention="gpu")
+    for lengths, expected in zip(BATCHES, reference(mixture("mixtral")), strict=True):
+        assert torch.equal(greedy(loaded, lengths), expected)
+        loaded.clear()
+    loaded.close()
+
+
+def test_a_pass_that_fails_leaves_a_pool_that_works(mixture: Kinds, queued: None, monkeypatch: Patch) -> None:
+    loaded = load(mixture("mixtral"), share="30%")
+    expected = steps(loaded)
+    with monkeypatch.context() as broken:
+        broken.setattr(ExpertPool, "_settle", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            steps(loaded)
+    for one, other in zip(steps(loaded), expected, strict=True):
+        assert torch.equal(one, other)
+    loaded.close()
+
+
+def no_room(*_: object) -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.parametrize("source", ["bf16", "fp8"])
+def test_coded_experts_give_the_logits_of_whole_layers(
+    source: str, mixture: Kinds, tmp_path: Path, monkeypatch: Patch, queued: None
+) -> None:
+    """Experts that are encoded one by one, and codes as released, to the bit."""
+    monkeypatch.setattr("zinfer.engine.stream.codec.MIN_NUMEL", 1 << 12)
+    monkeypatch.setattr("zinfer.engine.stream.codec.BLOCK", 1 << 12)
+    directory = mixture("mixtral") if source == "bf16" else test_quantized.FORMATS["fp8 of experts"](tmp_path / "m")
+    found, wire = [], []
+    for experts in ("all", "on-demand"):
+        loaded = load(directory, experts, dtype="bfloat16", weight_codec="lossless")
+        if loaded._pool is not None:
+            assert any(images.coded for images in loaded._pool.images.values())
+            assert loaded._pool.buffer_bytes < 0.8 * loaded.plan.model.expert_bytes
+        found.append(steps(loaded))
+        wire.append(loaded.effective().wire_bytes_per_step or 0)
+        loaded.close()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert wire[1] < wire[0]
+
+
+def test_the_timeline_shows_experts(mixture: Kinds) -> None:
+    loaded = load(mixture("mixtral"))
+    token_ids, mask = prompts((5,))
+    prefill(loaded, token_ids, mask, reserve=3)
+    spans = loaded.timeline([base.Work(loaded.batches[-1], torch.tensor([[7]]))])
+    assert {span.layer for span in spans if span.lane == "unpack"} == {0, 1, 2, 3}
+    loaded.close()
+
+
+def test_models_without_such_experts_are_refused_or_streamed_whole(
+    mixture: Kinds, checkpoint: Callable[..., Path], monkeypatch: Patch
+) -> None:
+    with pytest.raises(EngineError, match="cannot come on demand: it has none; take experts=all"):
+        load(checkpoint("llama"))
+    with monkeypatch.context() as other_kind:
+        other_kind.setattr(on_demand, "_through_interface", lambda module: False)
+        with pytest.raises(EngineError, match=r"do not go through the ExpertsInterface .*experts=all"):
+            load(mixture("mixtral"))
+        monkeypatch.setattr("zinfer.plan.plan.LEAST_EXPERT_BYTES", 1)
+        loaded = load(mixture("mixtral"), "auto")
+        assert loaded.effective().settings["experts"] == loaded.plan.placement.experts == "all"
+        loaded.close()
+    loaded = load(mixture("mixtral"), "auto")
+    assert loaded.effective().settings["experts"] == "on-demand"
+    loaded.close()
+
+
+def test_a_weight_that_is_not_stacked_or_shared_is_not_taken_apart() -> None:
+    class Mixture(nn.Module):
+        has_gate, is_transposed, config = True, False, None
+
+        def __init__(self, *shapes: tuple[int, ...]) -> None:
+            super().__init__()
+            for number, shape in enumerate(shapes):
+                self.register_parameter(f"w{number}", nn.Parameter(torch.empty(shape, device="meta")))
+
+        def forward(self, states: Tensor) -> Tensor:
+            return states
+
+        forward.__wrapped__ = None  # type: ignore[attr-defined]
+
+    def entries(module: nn.Module) -> dict[str, Entry]:
+        return {f"0.{name}": Entry((name,), ((module, name),), one, 0) for name, one in module.named_parameters()}
+
+    def found(module: nn.Module, known: dict[str, Entry] | None = None) -> Any:
+        return on_demand.find_experts(nn.Sequential(module), entries(module) if known is None else known)
+
+    good = Mixture((4, 8, 8), (4, 8, 8), (4, 3), (8, 8))
+    several = nn.Sequential(Mixture((4, 8, 8), (4, 8, 8)), Mixture((4, 8, 8), (4, 8, 8)))
+    assert list(found(good).weights) == ["0.w0", "0.w1", "0.w2"]
+    assert found(nn.Linear(2, 2)) is None
+    assert "stacked" in found(Mixture((4, 8, 8)))
+    assert "no multiple of 16" in found(Mixture((4, 1, 3), (4, 8, 8)))
+    assert "shared between layers" in found(good, {})
+    assert "several modules" in on_demand.find_experts(several, {})
+
+
+# The cache's order
+
+
+def test_least_recently_used_experts_make_room_first() -> None:
+    cached = ExpertCache("lru")
+    for expert in range(3):
+        cached.use((0, expert))
+        cached.add((0, expert))
+    cached.use((0, 0))
+    cached.use((1, 0))
+    assert cached.replace_for((1, 0)) == (0, 1)
+    cached.use((1, 1))
+    assert cached.replace_for((1, 1)) == (0, 2)
+    assert set(cached) == {(0, 0), (1, 0), (1, 1)}
+    assert cached.drop_first() == (0, 0)
+
+
+def test_experts_used_most_stay_until_their_uses_are_old() -> None:
+    cached = ExpertCache("lfu")
+    often, seldom, new = (0, 0), (0, 1), (0, 2)
+    for key, times in ((often, 5), (seldom, 2)):
+        for _ in range(times):
+            cached.use(key)
+        cached.add(key)
+    cached.use(new)
+    assert cached.replace_for(new) is None, "used once, all others more"
+    cached.use(new)
+    cached.use(new)
+    assert cached.replace_for(new) == seldom
+    for _ in range(4 * HALF_LIFE):
+        cached.next_pass()
+    for _ in range(2):
+        cached.use(seldom)
+    assert cached.replace_for(seldom) in (often, new), "two uses now are more than five long ago"
+
+
+@settings(max_examples=30, deadline=None)
+@given(policy=st.sampled_from(["lru", "lfu"]), uses=st.lists(st.integers(0, 9), max_size=400))
+def test_the_order_survives_any_use(policy: Any, uses: list[int]) -> None:
+    cached = ExpertCache(policy)
+    for number, expert in enumerate(uses):
+        key = (0, expert)
+        cached.use(key)
+        if key not in cached:
+            if len(cached) < 4:
+                cached.add(key)
+            else:
+                gone = cached.replace_for(key)
+                assert gone != key
+                assert (gone is None) == (key not in cached)
+                assert policy == "lfu" or gone is not None
+        if number % 7 == 0:
+            cached.next_pass()
+        assert len(cached) <= 4
+        assert len(cached._order) <= 64 + 4 * len(cached) + 1
+
+
+# The protocol, on queues that record who waited for whom
+
+
+class Bench:
+    """A pool for `layers` layers of `count` experts, whose copies and reads `queues` watches."""
+
+    def __init__(self, layers: int, count: int, queues: FakeQueues, patch: Patch, policy: Any = "lru") -> None:
+        self.queues, self.layers, self.count = queues, layers, count
+        self.modules = [nn.Module() for _ in range(layers)]
+        self.weights: list[dict[str, Tensor]] = []
+        images, experts, dense = {}, {}, list[PackedLayer]()
+        end = 0
+        for layer, module in enumerate(self.modules):
+            own = {name: torch.randint(0, 255, (count, 3, 16), dtype=torch.uint8) for name in ("up", "down")}
+            own["bias"] = torch.randint(0, 255, (count, 5), dtype=torch.uint8)
+            self.weights.append(own)
+            for name, tensor in own.items():
+                module.register_parameter(name, nn.Parameter(tensor.to("meta"), requires_grad=False))
+            entries = {name: Entry((name,), ((module, name),), tensor, layer) for name, tensor in own.items()}
+            dense.append(plain([("dense", torch.empty(40, dtype=torch.uint8))], end))
+            experts[layer] = Experts(module, entries, count)
+            images[layer], end = on_demand.plain_experts(experts[layer], dense[-1].end)
+        self.arena = PinnedArena(end, pin=False)
+        for layer, own in enumerate(self.weights):
+            for name, tensor in own.items():
+                on_demand.fill_plain(images[layer], name, tensor, self.arena.memory)
+        self.ring = PrefetchRing(self.arena.memory, dense, 3, CPU, queues)
+        self.pool = ExpertPool(self.arena.memory, images, CPU, self.ring, policy)
+        real_copy, real_unpack, pool = ExpertPool._copy, packed_layer.unpack, self.pool
+
+        def copy(own: ExpertPool, key: Key, number: int) -> None:
+            event = own._freed[number]
+            wait = event.wait
+
+            def waited() -> None:  # a copy begins with this wait
+                wait()
+                queues.write(own._buffer(number))
+
+            event.wait = waited  # type: ignore[method-assign]
+            try:
+                real_copy(own, key, number)
+            finally:
+                event.wait = wait  # type: ignore[method-assign]
+
+        def unpack(piece: packed_layer.Chunk, content: Tensor, slot: Tensor) -> None:
+            offset = content.data_ptr() - pool._memory.data_ptr()
+            queues.read(pool._buffer(offset // pool.buffer_bytes))
+            real_unpack(piece, content, slot)
+
+        patch.setattr(ExpertPool, "_copy", copy)
+        patch.setattr(on_demand, "unpack", unpack)
+        for layer, one in experts.items():
+            for name, block in images[layer].blocks.items():
+                one.weights[name].put(block.view(self.pool._slot))
+
+    def use(self, layer: int, chosen: list[int]) -> None:
+        """Bring experts and check that they are in their places."""
+        self.pool.bring(layer, torch.tensor(chosen))
+        for name, tensor in self.weights[layer].items():
+            held = getattr(self.modules[layer], name)
+            for expert in range(self.count) if self.pool.scanning else chosen:
+                assert torch.equal(held[expert], tensor[expert])
+        assert len(self.pool._free) + len(self.pool._at) == self.pool.staging + self.pool.cached
+
+    def whole_pass(self) -> None:
+        for layer in range(self.layers):
+            self.use(layer, [*range(self.count)])
+
+    def close(self) -> None:
+        self.pool.close()
+        self.ring.close()
+        self.arena.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(2, 6),
+    staging=st.integers(1, 5),
+    cached=st.integers(0, 9),
+    policy=st.sampled_from(["lru", "lfu"]),
+    passes=st.lists(
+        st.tuples(st.booleans(), st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=4)), max_size=8
+    ),
+)
+def test_no_buffer_is_read_early_or_overwritten_late(
+    count: int, staging: int, cached: int, policy: Any, passes: list[tuple[bool, list[list[int]]]]
+) -> None:
+    """Passes of any mixture: that bring all experts or those chosen, end early, and call a layer several times."""
+    with Patch.context() as patch:
+        bench = Bench(3, count, FakeQueues(), patch, policy)
+        bench.pool.resize(staging, cached)
+        for scanning, calls in passes:
+            bench.pool.begin(scanning)
+            for number, chosen in enumerate(calls):
+                bench.use(number * 3 // max(1, len(calls)), [one % count for one in chosen])
+        bench.close()
+
+
+@pytest.mark.parametrize(("forget", "message"), [("compute", "before its content"), ("copy", "overwritten before")])
+def test_the_clocks_see_a_wait_that_is_missing(forget: str, message: str, monkeypatch: Patch) -> None:
+    bench = Bench(3, 4, FakeQueues(forget_waits=forget), monkeypatch)
+    bench.pool.begin(False)
+    with pytest.raises(Race, match=message):
+        bench.whole_pass()
+
+
+def test_a_pass_that_brings_all_runs_ahead_and_never_beyond_its_buffers(monkeypatch: Patch) -> None:
+    bench = Bench(3, 4, FakeQueues(), monkeypatch)
+    bench.pool.resize(5, 2)
+    bench.pool.begin(True)
+    assert list(bench.pool._coming) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)], "before any router has chosen"
+    for layer in range(3):
+        bench.use(layer, [1])
+    assert bench.pool.counts.fetched == 12
+    bench.pool.begin(True)
+    for layer in range(3):
+        bench.use(layer, [2])
+    assert bench.pool.counts.fetched == 22, "two of them stayed"
+    assert bench.pool.counts.hits == bench.pool.counts.misses == 0
+    bench.close()
+
+
+class Reading(nn.Module):
+    """A layer of a ring, whose experts are brought while it computes."""
+
+    def __init__(self, layer: int, bench: Bench, log: list[str]) -> None:
+        super().__init__()
+        self.dense = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.layer, self.bench, self.log = layer, bench, log
+
+    def forward(self) -> Tensor:
+        self.log.append(f"router of {self.layer}")
+        self.bench.use(self.layer, [0, 3])
+        return self.dense
+
+
+def test_experts_that_are_asked_for_come_before_what_later_layers_need(monkeypatch: Patch) -> None:
+    log = list[str]()
+    bench = Bench(6, 4, FakeQueues(), monkeypatch)
+    bench.pool.resize(4, 0)
+    copy, real = PrefetchRing._copy, ExpertPool._copy
+    monkeypatch.setattr(PrefetchRing, "_copy", lambda ring, one: (log.append(f"layer {one.layer}"), copy(ring, one)))
+    monkeypatch.setattr(
+        ExpertPool, "_copy", lambda pool, key, number: (log.append(f"expert {key}"), real(pool, key, number))
+    )
+    layers = [Reading(layer, bench, log) for layer in range(6)]
+    for layer in layers:
+        shape = torch.empty(40, dtype=torch.uint8)
+        bench.ring.attach(layer.layer, layer, {"dense": Entry(("dense",), ((layer, "dense"),), shape, layer.layer)})
+    bench.ring.start()
+    bench.pool.begin(False)
+    assert log == ["layer 0", "layer 1", "layer 2"]
+    log.clear()
+    with bench.ring.trip():
+        for layer in layers:
+            layer()
+    assert log[:4] == ["router of 0", "expert (0, 0)", "expert (0, 3)", "layer 3"]
+    assert log[-4:] == ["router of 5", "expert (5, 0)", "expert (5, 3)", "layer 2"], "of the next trip"
+    bench.close()

@@ -1,0 +1,528 @@
+"""Experts on demand: of a mixture's routed experts only those that the router chose cross the link.
+
+Attention, router, shared experts, norms and dense layers come through the ring (`zinfer.engine.stream.prefetch`). Each
+routed expert is a run of bytes of its own in host memory, encoded like a layer. When a layer's router has chosen, the
+CPU reads the choice (a few numbers, the only thing that it waits for), and the copy queue brings the experts that are
+not on the device into the buffers of a pool. They are unpacked into the layer's slot, in which each expert has its
+place, and the model's own function computes: it reads the places of the chosen experts and no others.
+
+A pass with so many tokens that they touch nearly all experts brings all of them, in order and ahead of compute, without
+waiting for any router. Buffers that hold experts of earlier passes are the cache.
+
+The classes of experts that `transformers` dispatches through its `ExpertsInterface` give the place for it, without code
+for architectures: they keep their weights stacked, ``[E, ..]``, get the hidden states, the indices of the chosen
+experts and their weights, and read no expert that is not among the indices.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from math import log2
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, lay_out
+from zinfer.engine.quantization.dequantize import Codes, expand
+from zinfer.engine.state import Entry
+from zinfer.engine.stream.packed_layer import Chunk, pack, plain, unpack
+from zinfer.engine.stream.prefetch import Event, PrefetchRing
+from zinfer.engine.stream.trace import mark
+
+UNIT = 16  # bytes; kernels that unpack write to multiples of it
+HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache that keeps those used most
+
+Key = tuple[int, int]  # numbers of a layer and of an expert in it
+Policy = Literal["lru", "lfu"]
+
+
+class Experts(NamedTuple):
+    """Routed experts of a layer: the module that computes them, and its stacked weights by their names within the
+    layer."""
+
+    module: nn.Module
+    weights: Mapping[str, Entry]
+    count: int
+
+
+def find_experts(layer: nn.Module, entries: Mapping[str, Entry]) -> Experts | str | None:
+    """Return the routed experts of `layer`, whose `entries` go by their names within it; None if it has none, and the
+    reason if they cannot come on demand."""
+    found = [(name, module) for name, module in layer.named_modules() if _through_interface(module)]
+    if len(found) != 1:
+        return "a layer has several modules of experts" if found else None
+    ((path, module),) = found
+    count = max((one.shape[0] for one in module.parameters(recurse=False) if one.dim() == 3), default=0)
+    weights = {}
+    for leaf, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() < 2 or parameter.shape[0] != count:
+            continue
+        entry = entries.get(f"{path}.{leaf}")
+        if entry is None:
+            return f"{path}.{leaf} is shared between layers"
+        if parameter.dim() == 3 and entry.tensor[0].nbytes % UNIT:
+            return f"an expert's part of {path}.{leaf} is no multiple of {UNIT} bytes"
+        weights[f"{path}.{leaf}"] = entry
+    if sum(entry.tensor.dim() == 3 for entry in weights.values()) < 2:
+        return f"{path} does not keep its matrices stacked"
+    return Experts(module, weights, count)
+
+
+def _through_interface(module: nn.Module) -> bool:
+    """Tell whether `transformers` dispatches the module's forward pass through its `ExpertsInterface`: its decorator
+    gives the class these attributes."""
+    dispatched = hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
+    return dispatched and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+@dataclass(frozen=True)
+class ExpertImage:
+    """One expert's chunks, which follow each other in host memory; their places are in the slot of its layer."""
+
+    pieces: tuple[Chunk, ...]
+    unpacked: int  # bytes in the slot
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def size(self) -> int:
+        """Bytes that cross the link."""
+        return self.pieces[-1].end - self.start
+
+
+@dataclass(frozen=True)
+class LayerImages:
+    """Images of a layer's experts, by number, and the places of the stacked weights in a slot of `slot_bytes`."""
+
+    experts: tuple[ExpertImage, ...]
+    blocks: Mapping[str, TensorPlace]
+    slot_bytes: int
+
+    @property
+    def coded(self) -> bool:
+        return any(piece.layout is not None for image in self.experts for piece in image.pieces)
+
+
+def padding(experts: Experts) -> int:
+    """Return the bytes that aligning each expert's tensors adds to their size, at most."""
+    return (experts.count + 1) * ALIGNMENT * len(experts.weights)
+
+
+def plain_experts(experts: Experts, start: int) -> tuple[LayerImages, int]:
+    """Return the images of a layer's uncoded experts, from byte `start` on, and the byte behind them."""
+    blocks, slot_bytes = lay_out((name, entry.tensor) for name, entry in experts.weights.items())
+    images = []
+    for number in range(experts.count):
+        pieces: list[Chunk] = []
+        for name, block in blocks.items():
+            own = plain([(name, experts.weights[name].tensor[number])], start)
+            pieces += _placed(own.pieces, block, number, experts.count)
+            start = own.end
+        images.append(ExpertImage(tuple(pieces), _unpacked(blocks, experts.count)))
+    return LayerImages(tuple(images), blocks, slot_bytes), start
+
+
+def fill_plain(images: LayerImages, name: str, tensor: Tensor, memory: Tensor) -> None:
+    """Copy the stacked weight `name` of a layer to its experts' images in `memory`."""
+    block, count = images.blocks[name], len(images.experts)
+    stride = block.size // count
+    rows = tensor.detach().contiguous().view(torch.uint8).view(count, -1)
+    for number, image in enumerate(images.experts):
+        base = block.offset + number * stride
+        for piece in image.pieces:
+            if base <= piece.place < base + stride:
+                memory[piece.start : piece.end].copy_(rows[number, piece.place - base :][: piece.size])
+
+
+def pack_experts(
+    experts: Experts, tensors: Mapping[str, Tensor], coded: Mapping[str, Sequence[Codes]], arena: PinnedArena
+) -> LayerImages:
+    """Append a layer's experts to `arena`, one by one, encoded where that makes them smaller; `tensors` and `coded` are
+    their stacked weights, as `zinfer.engine.stream.packed_layer.pack` takes them."""
+    blocks, slot_bytes = lay_out((name, entry.tensor) for name, entry in experts.weights.items())
+    images = []
+    for number in range(experts.count):
+        pieces: list[Chunk] = []
+        for name, block in blocks.items():
+            one = experts.weights[name].tensor[number]
+            if name in coded:
+                own = _own_codes(coded[name], number, experts.count)
+                if own is None:
+                    whole = torch.cat([expand(codes, one.dtype) for codes in coded[name]])
+                    packed = pack({name: whole.view(block.shape)[number]}, arena)
+                else:
+                    packed = pack({}, arena, {name: (one, own)})
+            else:
+                packed = pack({name: tensors[name][number]}, arena)
+            pieces += _placed(packed.pieces, block, number, experts.count)
+        images.append(ExpertImage(tuple(pieces), _unpacked(blocks, experts.count)))
+    return LayerImages(tuple(images), blocks, slot_bytes)
+
+
+def _unpacked(blocks: Mapping[str, TensorPlace], count: int) -> int:
+    return sum(block.size // count for block in blocks.values())
+
+
+def _placed(pieces: Iterable[Chunk], block: TensorPlace, number: int, count: int) -> Iterator[Chunk]:
+    """Yield the chunks of expert `number`'s part of a stacked tensor with their places in the layer's slot. Uncoded
+    ones end with the tensor: the next expert's begins there."""
+    stride = block.size // count
+    for piece in pieces:
+        end = piece.end if piece.layout is not None else min(piece.end, piece.start + stride - piece.place)
+        yield replace(piece, end=end, place=block.offset + number * stride + piece.place)
+
+
+def _own_codes(matrices: Sequence[Codes], number: int, count: int) -> list[Codes] | None:
+    """Return expert `number`'s part of a stacked weight; None if its blocks of scales reach beyond one expert."""
+    if len(matrices) % count == 0:
+        each = len(matrices) // count
+        return list(matrices[number * each : (number + 1) * each])
+    if len(matrices) != 1 or matrices[0].rows % count:
+        return None
+    (codes,) = matrices
+    rows = codes.rows // count
+    own = slice(None)
+    if codes.scales.shape[0] > 1:
+        if rows % codes.block[0]:
+            return None
+        own = slice(number * rows // codes.block[0], (number + 1) * rows // codes.block[0])
+    zeros = None if codes.zeros is None else codes.zeros[own]
+    return [replace(codes, numbers=codes.numbers[number * rows :][:rows], scales=codes.scales[own], zeros=zeros)]
+
+
+class ExpertCache:
+    """Order in which experts that stay on the device make room for others.
+
+    Policy `lru` drops the one not used for longest, `lfu` the one used least, each use weighted by its age: after
+    `HALF_LIFE` passes it counts half. With `lfu` an expert used less than all that stay is not taken in.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._ranks: dict[Key, float] = {}  # of all experts ever used; the lowest goes first
+        self._inside: set[Key] = set()
+        self._order: list[tuple[float, int, Key]] = []  # a heap; entries of an earlier rank are void
+        self._uses = self._passes = 0
+
+    def __len__(self) -> int:
+        return len(self._inside)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._inside
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._inside)
+
+    def next_pass(self) -> None:
+        self._passes += 1
+
+    def use(self, key: Key) -> None:
+        """Note a use of an expert, whether it stays or not."""
+        self._uses += 1
+        rank = float(self._uses)
+        if self._policy == "lfu":  # log2 of the weighted uses, had they been weighted at pass 0: ages alike for all
+            now = self._passes / HALF_LIFE
+            before = self._ranks.get(key)
+            rank = now if before is None else log2(2 ** (before - now) + 1) + now
+        self._ranks[key] = rank
+        if key in self._inside:
+            self._enter(key)
+
+    def add(self, key: Key) -> None:
+        self._inside.add(key)
+        self._enter(key)
+
+    def replace_for(self, key: Key) -> Key | None:
+        """Take in `key`, which was used, in place of the expert that goes first; return that one, None if `key` would
+        go before it."""
+        while self._order:
+            rank, _, first = self._order[0]
+            if self._void(self._order[0]):
+                heappop(self._order)
+                continue
+            if self._ranks.get(key, 0.0) < rank:
+                return None
+            heappop(self._order)
+            self._inside.remove(first)
+            self.add(key)
+            return first
+        return None
+
+    def drop_first(self) -> Key:
+        """Drop the expert that goes first, and return it."""
+        first = min(self._inside, key=lambda key: self._ranks.get(key, 0.0))
+        self._inside.remove(first)
+        return first
+
+    def _void(self, entry: tuple[float, int, Key]) -> bool:
+        return entry[2] not in self._inside or self._ranks.get(entry[2], 0.0) != entry[0]
+
+    def _enter(self, key: Key) -> None:
+        heappush(self._order, (self._ranks.get(key, 0.0), self._uses, key))
+        if len(self._order) > 64 + 4 * len(self._inside):
+            self._order = [
+                one for one in self._order if one[2] in self._inside and self._ranks.get(one[2], 0.0) == one[0]
+            ]
+            heapify(self._order)
+
+
+class ExpertCounts(NamedTuple):
+    """Counts of experts since the load: copied bytes, as they cross the link and as they are in the slot, copies, and
+    needs of a pass met by the cache, or not; a pass that brings all experts has neither hits nor misses."""
+
+    wire: int = 0
+    delivered: int = 0
+    fetched: int = 0
+    hits: int = 0
+    misses: int = 0
+
+    def since(self, before: "ExpertCounts") -> "ExpertCounts":
+        return ExpertCounts(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+class ExpertPool:
+    """Buffers on the device that experts arrive in, from `source` (uint8, host memory), and the slot that the layers of
+    `images`, by number, compute from.
+
+    A buffer is free, or holds an expert that is coming (asked for, or ahead of compute, and not used yet), or one that
+    stays. At most `staging` are coming. The rules of `zinfer.engine.stream.prefetch` hold here, too: a buffer is read
+    behind its event `arrived`; it is written behind its event `freed`, recorded behind its last read; and a copy into
+    it is issued only once that has been recorded, since only then it is free. Without queues there are no buffers, and
+    experts are unpacked from where they are; everything else is the same.
+    """
+
+    def __init__(
+        self,
+        source: Tensor,
+        images: Mapping[int, LayerImages],
+        device: torch.device,
+        ring: PrefetchRing,
+        policy: Policy,
+    ) -> None:
+        self.images = images
+        self.counts = ExpertCounts()
+        self.scanning = False  # the pass under way brings all experts in order
+        self._source, self._device, self._ring, self._queues = source, device, ring, ring.queues
+        self._slot = torch.empty(max(one.slot_bytes for one in images.values()), dtype=torch.uint8, device=device)
+        self._filled: tuple[int, set[int]] = -1, set()  # layer in the slot, and its experts that are there
+        self._cache = ExpertCache(policy)
+        self._at: dict[Key, int] = {}  # number of the buffer of each expert that is coming or stays
+        self._coming: dict[Key, None] = {}  # experts whose copy was issued and that were not used yet, in order
+        self._asked: deque[Key] = deque()  # experts needed now whose copy waits for a free buffer
+        self._ahead: Iterator[Key] = iter(())
+        self._free: deque[int] = deque()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._arrived: list[Event] = []
+        self._freed: list[Event] = []
+        self._unpacked = None if self._queues is None else self._queues.event()
+        self._choice = _Choice()
+        self._staging = self._cached = 0
+        whole = max((image.size for one in images.values() for image in one.experts), default=0)
+        self.buffer_bytes = -(-whole // ALIGNMENT) * ALIGNMENT
+        self.resize(2, 0)
+
+    @property
+    def staging(self) -> int:
+        """Number of buffers that experts may be coming in."""
+        return self._staging
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._slot.nbytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the experts that stay on the device."""
+        return sum(self.images[layer].experts[expert].size for layer, expert in self._cache)
+
+    @property
+    def cached(self) -> int:
+        """Number of buffers for experts that stay."""
+        return self._cached
+
+    def attach(self, layer: int, experts: Experts) -> None:
+        """Make the weights of the experts of `layer` views of the slot, and bring those that its router chose before
+        they compute."""
+        blocks = self.images[layer].blocks
+        for name, entry in experts.weights.items():
+            entry.put(blocks[name].view(self._slot))
+        signature = inspect.signature(type(experts.module).forward)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            _, chosen, *_ = list(signature.bind(module, *args, **kwargs).arguments.values())[1:]
+            self.bring(layer, chosen)
+
+        experts.module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def resize(self, staging: int, cached: int) -> None:
+        """Have `staging` buffers for experts that are coming, two at least, and `cached` for those that stay; if that
+        changes anything, wait for the device and drop all experts."""
+        every = sum(len(one.experts) for one in self.images.values())
+        staging, cached = max(2, staging), min(cached, every)
+        if (staging, cached) == (self._staging, self._cached):
+            return
+        if self._queues is not None:
+            self._queues.finish()
+            self._staging = self._cached = 0
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            count = staging + cached
+            self._memory = torch.empty(count * self.buffer_bytes, dtype=torch.uint8, device=self._device)
+            self._arrived = [self._queues.event() for _ in range(count)]
+            self._freed = [self._queues.event() for _ in range(count)]
+        while len(self._cache):
+            self._cache.drop_first()
+        self._staging, self._cached = staging, cached
+        self._at, self._coming, self._ahead = {}, {}, iter(())
+        self._asked.clear()
+        self._free = deque(range(staging + cached))
+
+    def begin(self, scanning: bool) -> None:
+        """Begin a pass; with `scanning` it brings all experts of all layers, in order."""
+        self.scanning = scanning
+        self._asked.clear()
+        while self._coming:
+            self._drop(next(iter(self._coming)))
+        self._ring.holds = frozenset() if scanning else frozenset(self.images)
+        self._ahead = iter(())
+        if scanning:
+            every = (
+                (layer, expert) for layer, one in sorted(self.images.items()) for expert in range(len(one.experts))
+            )
+            self._ahead = (key for key in every if key not in self._at)
+            self._issue()
+        else:
+            self._cache.next_pass()
+
+    @torch.no_grad()
+    def bring(self, layer: int, chosen: Tensor) -> None:
+        """Have the experts of `layer` whose numbers are in `chosen` in the slot, or all in a pass that brings all."""
+        count = len(self.images[layer].experts)
+        numbers: Iterable[int] = range(count)
+        if not self.scanning:
+            with self._ring.aside(layer):
+                numbers = self._choice.read(chosen, count)
+        if self._filled[0] != layer:
+            self._filled = layer, set()
+        missing = [(layer, expert) for expert in numbers if expert not in self._filled[1]]
+        here = [key for key in missing if key in self._cache]
+        others = [key for key in missing if key not in self._cache]
+        if not self.scanning:
+            self._count(hits=len(here), misses=len(others))
+        self._asked.extend(key for key in others if key not in self._at)
+        self._issue()
+        self._ring.resume()
+        if self._unpacked is not None:
+            self._unpacked.wait()  # if another queue unpacked the experts that are there
+        if missing:
+            for key in (*here, *others):
+                self._use(key)
+            self._filled[1].update(expert for _, expert in missing)
+            if self._unpacked is not None:
+                self._unpacked.record()
+
+    def close(self) -> None:
+        if self._queues is not None:
+            self._queues.finish()
+        self._at, self._coming, self._ahead = {}, {}, iter(())
+        self._source = self._memory = self._slot = torch.empty(0, dtype=torch.uint8)
+
+    def _buffer(self, number: int) -> Tensor:
+        return self._memory[number * self.buffer_bytes : (number + 1) * self.buffer_bytes]
+
+    def _image(self, key: Key) -> ExpertImage:
+        return self.images[key[0]].experts[key[1]]
+
+    def _issue(self) -> None:
+        """Issue copies into free buffers: first of experts that are needed, then of those that will be."""
+        while self._free and len(self._coming) < self._staging:
+            following = self._asked.popleft() if self._asked else next(self._ahead, None)
+            if following is None:
+                return
+            if following not in self._at:
+                self._copy(following, self._free.popleft())
+
+    def _copy(self, key: Key, number: int) -> None:
+        image = self._image(key)
+        self._at[key], self._coming[key] = number, None
+        self._count(wire=image.size, delivered=image.unpacked, fetched=1)
+        if self._queues is None:
+            return
+        with self._queues.copying():
+            self._freed[number].wait()  # rule 2
+            begin = mark(self._device.type == "cuda")
+            source = self._source[image.start : image.start + image.size]
+            self._buffer(number)[: image.size].copy_(source, non_blocking=True)
+            self._arrived[number].record()
+            end = mark(self._device.type == "cuda")
+        self._ring.copied(key[0], begin, end)
+
+    def _use(self, key: Key) -> None:
+        """Unpack an expert into its place in the slot; it stays then, or makes room."""
+        while key not in self._at:  # it was asked for, or dropped
+            if key not in self._asked:
+                self._asked.appendleft(key)
+            if not self._free or len(self._coming) >= self._staging:
+                self._drop(next(reversed(self._coming)))
+            self._issue()
+        number, image = self._at[key], self._image(key)
+        if self._queues is None:
+            content = self._source[image.start : image.start + image.size]
+        else:
+            with self._ring.aside(key[0]):
+                self._arrived[number].wait()  # rule 1
+            content = self._buffer(number)
+        with self._ring.aside(key[0], unpacks=True):
+            for piece in image.pieces:
+                unpack(piece, content[piece.start - image.start :], self._slot)
+        if self._queues is not None:
+            self._freed[number].record()  # rule 2
+        self._settle(key)
+        self._issue()
+
+    def _settle(self, key: Key) -> None:
+        """Decide on the buffer of an expert that was used: it stays, in place of another perhaps, or is free."""
+        if not self.scanning:
+            self._cache.use(key)
+        if key in self._cache:
+            return
+        del self._coming[key]
+        if len(self._cache) < self._cached:
+            self._cache.add(key)
+            return
+        # A pass that brings all experts would leave only the last ones of the last layers.
+        gone = self._cache.replace_for(key) if self._cached and not self.scanning else None
+        self._free.append(self._at.pop(key if gone is None else gone))
+
+    def _drop(self, key: Key) -> None:
+        """Give up the copy of an expert that was not used."""
+        del self._coming[key]
+        self._free.append(self._at.pop(key))
+
+    def _count(self, **more: int) -> None:
+        self.counts = self.counts._replace(**{name: getattr(self.counts, name) + one for name, one in more.items()})
+
+
+class _Choice:
+    """The experts that a router chose, as the CPU knows them: one small copy from the device, for which it waits."""
+
+    def __init__(self) -> None:
+        self._host = torch.empty(0, dtype=torch.int64)
+
+    def read(self, chosen: Tensor, count: int) -> list[int]:
+        """Return the different numbers below `count` in `chosen`, ascending."""
+        chosen = chosen.reshape(-1)
+        if chosen.is_cuda:
+            if self._host.numel() < chosen.numel() or self._host.dtype != chosen.dtype:
+                with torch.inference_mode(False):
+                    self._host = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=True)
+            host, there = self._host[: chosen.numel()], torch.cuda.Event()
+            host.copy_(chosen, non_blocking=True)
+            there.record()
+            there.synchronize()
+            chosen = host
+        return sorted(number for number in set(chosen.tolist()) if 0 <= number < count)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become axes of `Case.options`, with the value that changes nothing
-SCENARIOS = {"weight_codec": "auto", "kv_offload": "none", "kv_cache_dtype": "auto", "gpus": 1}
+SCENARIOS = {"weight_codec": "auto", "kv_offload": "none", "kv_cache_dtype": "auto", "experts": "auto", "gpus": 1}
 
 
 @click.command("plan")
@@ -61,6 +61,7 @@ SCENARIOS = {"weight_codec": "auto", "kv_offload": "none", "kv_cache_dtype": "au
 @options.weights
 @options.shorthand("kv_offload")
 @options.shorthand("kv_cache_dtype")
+@options.shorthand("experts")
 @click.option("--gpus", type=options.Numbers(), help="GPUs, each with its own link.  [default: 1]")
 @click.option(
     "--calibrate", type=click.Path(exists=True, path_type=Path), metavar="RESULTS",
@@ -147,6 +148,8 @@ def command(
         for nth, (title, own) in enumerate(groups):
             _print(title, own, bool(factors), criteria)
             click.echo(advice(own))
+            for line in _experts(own):
+                click.echo(line)
             if criteria is not None:
                 click.echo(_decided(answers[nth], own))
         click.echo()
@@ -422,6 +425,26 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool, criteria: "Decisio
     what = "predicted" if calibrated else "physical limits"
     drop = ("over the link", "NVMe", "GPU", "host")
     console().print(table(f"{title}: {what}, nothing was run", columns, cells, drop=drop))
+
+
+def _experts(plans: "Sequence[Plan]") -> "Iterator[str]":
+    """Yield which experts of a mixture cross the link, in a sentence for each plan that streams."""
+    from zinfer.spec.units import gb
+
+    for plan in plans:
+        model, setup, batch = plan.model, plan.placement, plan.case.workload.batch_size
+        if model.num_experts < 2 or not plan.streamed_bytes or setup.tier != "host":
+            continue
+        where = f"{plan.case.label()}, batch {batch}"
+        if setup.experts == "all":
+            yield f"{where}: all experts come in every step."
+            continue
+        touched = model.touched_share(batch) if batch < setup.whole_tokens else 1.0
+        stay = f", {setup.cached_experts} experts stay on the GPU" if setup.cached_experts else ""
+        yield (
+            f"{where}: experts on demand; a step brings {gb(plan.streamed_bytes)}, {touched:.0%} of the experts"
+            f"{stay}; passes of {setup.whole_tokens} tokens or more bring all."
+        )
 
 
 def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Efficiency]") -> None:

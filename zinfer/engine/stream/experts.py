@@ -398,7 +398,6 @@ class ExpertPool:
         else:
             self._cache.next_pass()
 
-    @torch.no_grad()
     def bring(self, layer: int, chosen: Tensor) -> None:
         """Have the experts of `layer` whose numbers are in `chosen` in the slot, or all in a pass that brings all."""
         count = len(self.images[layer].experts)

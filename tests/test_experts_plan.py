@@ -1,0 +1,154 @@
+"""Plans of experts on demand: bytes of a step, room for buffers and experts that stay, and the batch from which on all
+experts come anyway."""
+
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from zinfer.analysis import calibrate
+from zinfer.cli import cli
+from zinfer.plan import cost
+from zinfer.plan.plan import DENSE_DEPTH, Plan, make_plan
+from zinfer.record.measurement import Effective, Measurement
+from zinfer.spec import machine, resolve
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.engine import OptionError, parse_options
+from zinfer.spec.machine import Machine
+from zinfer.spec.model import ModelSpec
+from zinfer.worker.session import not_as_asked
+
+MIXTRAL = resolve.resolve("mixtral-8x7b", None, None)
+H100 = machine.load("h100-80gb")
+
+
+def plan(
+    batch_size: int = 1, model: ModelSpec = MIXTRAL, share: str | None = None, place: Machine = H100, **options: Any
+) -> Plan:
+    load = Workload(batch_size=batch_size, input_len=512, output_len=32)
+    settings = tuple(sorted(options.items()))
+    case = Case(model=model.name, engine="stream", offload="cpu", workload=load, gpu_weights=share, options=settings)
+    return make_plan(case, model, place)
+
+
+def test_a_step_brings_the_experts_that_its_tokens_touch() -> None:
+    dense, routed = MIXTRAL.streamed_bytes - MIXTRAL.routed_bytes, MIXTRAL.routed_bytes
+    assert MIXTRAL.expert_bytes == 3 * 4096 * 14336 * 2
+    assert MIXTRAL.dense_layer_bytes + 8 * MIXTRAL.expert_bytes == MIXTRAL.layer_bytes
+    for batch_size, touched in ((1, 2 / 8), (2, 1 - (6 / 8) ** 2), (4, 1 - (6 / 8) ** 4)):
+        found = plan(batch_size, experts="on-demand", weight_codec="none")
+        assert found.streamed_bytes == pytest.approx(dense + touched * routed, abs=2)
+        assert plan(batch_size, experts="all", weight_codec="none").streamed_bytes == MIXTRAL.streamed_bytes
+    one, all_of_it = plan(experts="on-demand"), plan(experts="all")
+    assert one.step_s == pytest.approx((all_of_it.step_s or 0) * (dense + routed / 4) / (dense + routed), rel=0.02)
+    assert one.prefill_s == pytest.approx(all_of_it.prefill_s, rel=0.05)
+
+
+def test_from_some_batch_on_all_experts_come() -> None:
+    setup = plan(experts="on-demand").placement
+    assert setup.whole_tokens == 9
+    assert MIXTRAL.touched_share(8) < cost.WHOLE_SHARE <= MIXTRAL.touched_share(9)
+    assert plan(8, experts="on-demand").streamed_bytes < plan(8, experts="all").streamed_bytes
+    for batch_size in (9, 64, 512):
+        some, every = (plan(batch_size, experts=way) for way in ("on-demand", "all"))
+        assert some.streamed_bytes == every.streamed_bytes
+        assert some.output_tok_s == pytest.approx(every.output_tok_s, rel=0.01)
+    many = MIXTRAL.model_copy(update={"num_experts": 128, "experts_per_token": 8})
+    assert [round(many.touched_share(batch), 2) for batch in (16, 32)] == [0.64, 0.87]
+    assert cost.whole_tokens(many) == 36
+
+
+def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
+    assert plan().placement.experts == "on-demand"
+    assert plan().placement == plan(experts="on-demand").placement
+    assert plan(512).placement.experts == "on-demand", "a load has one layout, whatever the batch"
+    few = MIXTRAL.model_copy(update={"experts_per_token": 6})
+    assert plan(model=few).placement.experts == "all"
+    assert plan(model=few, experts="on-demand").placement.experts == "on-demand"
+    assert plan(packed="here").placement.experts == "all"
+    dense = resolve.resolve("llama-3.1-70b", None, None)
+    assert plan(model=dense, experts="on-demand").placement == plan(model=dense).placement
+    small = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"expert_parameters": 1 << 20})
+                                                       for one in MIXTRAL.layers)})  # fmt: skip
+    assert plan(model=small).placement.experts == "all"
+
+
+@pytest.mark.parametrize("batch_size", [1, 200])
+def test_room_that_is_left_holds_experts(batch_size: int) -> None:
+    small = H100.model_copy(update={"gpu_bytes": 40 << 30})
+    bare, auto = plan(batch_size), plan(batch_size, share="auto", place=small)
+    assert (bare.placement.cached_experts, bare.placement.resident_layers) == (0, ())
+    setup, expert = auto.placement, round(MIXTRAL.expert_bytes * auto.placement.wire_ratio)
+    assert setup.ring_depth == DENSE_DEPTH
+    assert setup.resident_layers == tuple(range(32)), "each pass needs all of them but experts"
+    assert setup.cached_experts > 20
+    assert 0 <= small.gpu_bytes - auto.gpu.total < expert, "the plan's figures are those without a margin"
+    assert setup.resident_bytes < auto.resident_bytes
+    half = plan(batch_size, share="50%")
+    dense = MIXTRAL.streamed_bytes - MIXTRAL.routed_bytes
+    assert half.placement.cached_experts == (MIXTRAL.streamed_bytes // 2 - dense) // MIXTRAL.expert_bytes
+    assert half.gpu.weights - bare.gpu.weights == pytest.approx(MIXTRAL.streamed_bytes / 2 * 0.67, rel=0.01)
+    little = plan(batch_size, share="1GiB").placement
+    assert (len(little.resident_layers), little.cached_experts) == (12, 0)
+    if batch_size == 1:
+        left = MIXTRAL.streamed_bytes / 2
+        assert half.streamed_bytes == pytest.approx(left * MIXTRAL.touched_share(1) * 0.67, rel=0.01)
+
+
+def test_buffers_for_experts_grow_up_to_a_layer() -> None:
+    for batch_size in (1, 512, 900):
+        found = plan(batch_size)
+        setup = found.placement
+        assert 6 <= setup.expert_buffers <= setup.layer_experts == 8
+        assert found.gpu.total <= H100.gpu_bytes
+        assert setup.holds_layer == (setup.expert_buffers == 8)
+    assert plan(1).placement.holds_layer
+    assert plan(place=H100.model_copy(update={"gpu_count": 0, "gpu_bytes": 0})).placement.buffers == 1
+
+
+def test_the_table_says_which_experts_come() -> None:
+    words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu", "--experts", "all,auto"]
+    shown = CliRunner().invoke(cli, [*words, "--batch-size", "1"]).output
+    told = " ".join(shown.split())
+    assert "stream cpu experts=all, batch 1: all experts come in every step." in told
+    assert "stream cpu, batch 1: experts on demand; a step brings 16.9 GB, 25% of the experts;" in told
+    assert "passes of 9 tokens or more bring all." in told
+
+
+@pytest.mark.parametrize(
+    ("options", "offload", "words"),
+    [
+        ({"experts": "on-demand"}, "none", "experts=on-demand .* only with offload cpu; choose from auto, all"),
+        ({"experts": "on-demand", "packed": "here"}, "cpu", "experts=on-demand .* packed=here.* choose from auto, all"),
+        ({"experts": "some"}, "cpu", "experts=some: choose from auto, all, on-demand"),
+        ({"expert_cache": "fifo"}, "cpu", "expert_cache=fifo: choose from lru, lfu"),
+    ],
+)
+def test_contradictions_are_refused(options: Any, offload: Any, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        parse_options("stream", tuple(options.items()), offload)
+
+
+def test_records_of_before_brought_all_experts() -> None:
+    """Their options are the defaults, and the default was to bring all."""
+    load = Workload(batch_size=1, input_len=512, output_len=3)
+    case = Case(model="mixtral-8x7b", engine="stream", offload="cpu", workload=load)
+    effective = Effective(gpu_weight_bytes=0, streamed_bytes_per_step=1)
+    for settings, experts in (({}, "all"), ({"experts": "on-demand"}, "on-demand")):
+        point = Measurement(
+            case=case, status="ok", machine="h100-80gb", ttft_ms=(9.0,), step_ms=((5.0, 5.0),),
+            effective=effective.model_copy(update={"settings": settings}),
+        )  # fmt: skip
+        (seen,) = calibrate._seen([point], {"h100-80gb": H100})
+        assert seen.setup.experts == experts
+        assert make_plan(calibrate._as_run(seen), seen.model, H100).placement.experts == experts
+
+
+def test_a_step_whose_experts_all_stayed_did_what_was_asked() -> None:
+    case = Case(
+        model="m", engine="stream", offload="cpu", gpu_weights="50%",
+        workload=Workload(batch_size=1, input_len=1, output_len=1),
+    )  # fmt: skip
+    nothing = Effective(gpu_weight_bytes=50, host_weight_bytes=100)
+    assert not_as_asked(case, nothing) is not None
+    assert not_as_asked(case, nothing.model_copy(update={"settings": {"experts_hits_per_step": 4.0}})) is None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests import test_cache_kinds, test_quantized, test_ragged
 from tests.checkpoints import save_config
+from tests.conformance.small import Subject, small_model
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, prompts, reference
 from tests.test_passes import close
@@ -26,8 +27,8 @@ from zinfer.engine.stream import Stream, packed_layer
 from zinfer.engine.stream import experts as on_demand
 from zinfer.engine.stream.experts import HALF_LIFE, ExpertCache, ExpertPool, Experts, Key
 from zinfer.engine.stream.packed_layer import PackedLayer, plain
-from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.plan.plan import make_plan
+from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
+from zinfer.plan.plan import WHOLE_EXPERTS, make_plan
 from zinfer.spec import resolve
 from zinfer.spec.case import Case, Workload
 
@@ -149,7 +150,7 @@ def test_everything_may_stay_and_nothing_comes_twice(mixture: Kinds, queued: Non
     loaded.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_micro_batches_decode_together(name: str, mixture: Kinds, queued: None) -> None:
     """Prompts of one pass and steps of others; rows that share a pass, and passes that share a trip."""
     loaded = load(mixture(name), share="30%")
@@ -260,7 +261,12 @@ def test_a_weight_that_is_not_stacked_or_shared_is_not_taken_apart() -> None:
     assert "stacked" in found(Mixture((4, 8, 8)))
     assert "no multiple of 16" in found(Mixture((4, 1, 3), (4, 8, 8)))
     assert "shared between layers" in found(good, {})
-    assert "several modules" in on_demand.find_experts(several, {})
+    assert on_demand.find_experts(several, {}) == "a layer has several modules of experts"
+
+
+@pytest.mark.parametrize("name", WHOLE_EXPERTS)
+def test_plans_know_the_experts_that_come_with_their_layer(name: str) -> None:
+    assert not any(map(on_demand._through_interface, small_model(Subject(name)).modules()))
 
 
 # The cache's order
@@ -461,10 +467,17 @@ def test_experts_that_are_asked_for_come_before_what_later_layers_need(monkeypat
     bench = Bench(6, 4, FakeQueues(), monkeypatch)
     bench.pool.resize(4, 0)
     copy, real = PrefetchRing._copy, ExpertPool._copy
-    monkeypatch.setattr(PrefetchRing, "_copy", lambda ring, one: (log.append(f"layer {one.layer}"), copy(ring, one)))
-    monkeypatch.setattr(
-        ExpertPool, "_copy", lambda pool, key, number: (log.append(f"expert {key}"), real(pool, key, number))
-    )
+
+    def copied(ring: PrefetchRing, one: Transfer) -> None:
+        log.append(f"layer {one.layer}")
+        copy(ring, one)
+
+    def fetched(pool: ExpertPool, key: Key, number: int) -> None:
+        log.append(f"expert {key}")
+        real(pool, key, number)
+
+    monkeypatch.setattr(PrefetchRing, "_copy", copied)
+    monkeypatch.setattr(ExpertPool, "_copy", fetched)
     layers = [Reading(layer, bench, log) for layer in range(6)]
     for layer in layers:
         shape = torch.empty(40, dtype=torch.uint8)

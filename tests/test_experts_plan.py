@@ -66,6 +66,8 @@ def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
     assert plan(model=few).placement.experts == "all"
     assert plan(model=few, experts="on-demand").placement.experts == "on-demand"
     assert plan(packed="here").placement.experts == "all"
+    other_kind = MIXTRAL.model_copy(update={"architecture": "llama4_text"})
+    assert plan(model=other_kind).placement.experts == "all"
     dense = resolve.resolve("llama-3.1-70b", None, None)
     assert plan(model=dense, experts="on-demand").placement == plan(model=dense).placement
     small = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"expert_parameters": 1 << 20})

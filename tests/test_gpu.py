@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from tests import quantized, test_codec, test_continuous, test_quantized, test_ragged
+from tests import quantized, test_codec, test_continuous, test_experts, test_quantized, test_ragged
 from tests import test_cache_kinds as kinds
 from tests.checkpoints import save_config
 from tests.running import decode, prefill
@@ -38,6 +38,7 @@ pytestmark = pytest.mark.gpu
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
+mixture = test_experts.mixture  # the fixture
 ARCHITECTURES = ("bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mixtral")
 TURNS = 4  # copies that come too late show at some time
 
@@ -341,3 +342,47 @@ def test_streamed_codes_give_the_tokens_of_dequantised_weights(name: str, tmp_pa
         found.append(tokens(engine, (5, 9, 3)))
         engine.close()
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("share", [None, "60%", "100%"])
+@pytest.mark.parametrize("name", test_experts.MIXTURES)
+def test_experts_on_demand_give_the_tokens_of_whole_layers(
+    name: str, share: str | None, mixture: kinds.Kinds, monkeypatch: Patch
+) -> None:
+    """Passes that bring all experts and passes that bring those chosen, in turn; nothing else in the slot is read."""
+    given = reference(mixture(name))
+    engine = test_experts.load(mixture(name), share=share, expert_cache="lfu" if share == "60%" else "lru")
+    test_experts.poisoned(engine)
+    for _ in range(TURNS):
+        for lengths, expected in zip(BATCHES, given, strict=True):
+            assert torch.equal(tokens(engine, lengths), expected)
+    test_ragged.check(engine, None)
+    assert engine.effective().settings["experts"] == "on-demand"
+    engine.close()
+
+
+@pytest.mark.parametrize("source", ["bf16", "fp8"])
+@pytest.mark.parametrize("share", [None, "50%"])
+def test_coded_experts_on_demand_give_the_logits_of_whole_layers(
+    source: str, share: str | None, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    if source == "bf16":
+        directory = save_config(tmp_path / "m", "mixtral", **WIDE)
+    else:
+        directory = test_quantized.FORMATS["fp8 of experts"](tmp_path / "m")
+    given, lengths, expected = torch.arange(5, 5 + OUTPUT_LEN).expand(2, -1), (5, 9), list[Tensor]()
+    for experts in ("all", "on-demand"):
+        engine = test_experts.load(directory, experts, share, dtype="bfloat16", weight_codec="lossless")
+        for _ in range(TURNS):
+            found = follow(engine, given, lengths)
+            expected = expected or found
+            for one, told in zip(found, expected, strict=True):
+                assert torch.equal(one, told)
+        engine.close()
+
+
+# An expert's matrices are large enough to be encoded.
+WIDE: dict[str, Any] = {
+    "num_hidden_layers": 3, "num_local_experts": 4, "hidden_size": 512, "intermediate_size": 2048,
+    "num_key_value_heads": 2,
+}  # fmt: skip

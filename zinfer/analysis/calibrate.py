@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from zinfer.analysis.group import Points
 from zinfer.plan import cost

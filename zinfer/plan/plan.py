@@ -32,6 +32,8 @@ DENSE_DEPTH = 3
 # With ``auto`` experts come on demand where a step at batch 1 then brings at most this share of the bytes, and an
 # expert is no smaller than this on the wire: its copy and its unpacking take about 20 us of launches.
 CLEARLY_FEWER, LEAST_EXPERT_BYTES = 0.75, 1 << 20
+# Architectures whose experts transformers does not dispatch through its ExpertsInterface: they come with their layer.
+WHOLE_EXPERTS = frozenset({"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash"})
 # Margin of an engine that gives free GPU memory away, for memory that a plan does not see (gaps, moments of a step).
 CAUTIOUS = Efficiency(memory=1.5)
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
@@ -161,11 +163,12 @@ def experts_on_demand(case: Case, model: ModelSpec, wire_ratio: float) -> bool:
     experts = plan_options(case.engine, case.options).experts
     if experts == "all" or case.offload != "cpu" or model.num_experts < 2 or not model.expert_bytes:
         return False
+    if experts == "on-demand":
+        return True
+    packed = getattr(read_options(case.engine, case.options), "packed", "auto") != "auto"
     step = model.streamed_bytes - model.routed_bytes * (1 - model.touched_share(1))
-    pays = step <= CLEARLY_FEWER * model.streamed_bytes and model.expert_bytes * wire_ratio >= LEAST_EXPERT_BYTES
-    return experts == "on-demand" or (
-        pays and getattr(read_options(case.engine, case.options), "packed", "auto") == "auto"
-    )
+    fewer = step <= CLEARLY_FEWER * model.streamed_bytes and model.expert_bytes * wire_ratio >= LEAST_EXPERT_BYTES
+    return fewer and not packed and model.architecture not in WHOLE_EXPERTS
 
 
 def placement_of(

@@ -39,7 +39,8 @@ Key = tuple[int, int]  # numbers of a layer and of an expert in it
 Policy = Literal["lru", "lfu"]
 
 
-class Experts(NamedTuple):
+@dataclass(frozen=True)
+class Experts:
     """Routed experts of a layer: the module that computes them, and its stacked weights by their names within the
     layer."""
 

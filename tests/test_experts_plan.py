@@ -90,6 +90,7 @@ def test_room_that_is_left_holds_experts(batch_size: int) -> None:
     dense = MIXTRAL.streamed_bytes - MIXTRAL.routed_bytes
     assert half.placement.cached_experts == (MIXTRAL.streamed_bytes // 2 - dense) // MIXTRAL.expert_bytes
     assert half.gpu.weights - bare.gpu.weights == pytest.approx(MIXTRAL.streamed_bytes / 2 * 0.67, rel=0.01)
+    assert plan(batch_size, share="100%").gpu.buffers == bare.gpu.buffers > 0, "experts that stay are unpacked, too"
     little = plan(batch_size, share="1GiB").placement
     assert (len(little.resident_layers), little.cached_experts) == (12, 0)
     if batch_size == 1:

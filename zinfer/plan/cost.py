@@ -347,7 +347,8 @@ def tiers(
     kv = round(model.kv_bytes(batch_size, input_len + output_len) * setup.kv_ratio)
     offloaded = stored if setup.tier != "gpu" else 0
     resident = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
-    slots = round(setup.slots * model.layer_bytes) if offloaded > resident else 0
+    comes = offloaded > resident or setup.experts == "on-demand"  # experts that stay are unpacked into the slot, too
+    slots = round(setup.slots * model.layer_bytes) if comes else 0
     hosted = round(kv * setup.kv_host_share)
     if hosted and not setup.kv_on_cpu:
         slots += _kv_buffers(setup, model, batch_size, input_len, input_len + output_len)

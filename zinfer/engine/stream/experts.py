@@ -475,6 +475,7 @@ class ExpertPool:
         else:
             with self._ring.aside(key[0]):
                 self._arrived[number].wait()  # rule 1
+            self._freed[number].wait()  # another queue may have read it before: the event is behind both then
             content = self._buffer(number)
         with self._ring.aside(key[0], unpacks=True):
             for piece in image.pieces:

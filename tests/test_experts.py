@@ -181,6 +181,21 @@ def test_a_pass_that_fails_leaves_a_pool_that_works(mixture: Kinds, queued: None
     loaded.close()
 
 
+def test_buffers_that_there_is_no_room_for_leave_an_engine_that_works(
+    mixture: Kinds, queued: None, monkeypatch: Patch
+) -> None:
+    loaded = load(mixture("mixtral"), share="30%")
+    expected = steps(loaded)
+    assert loaded._pool is not None
+    with monkeypatch.context() as short_of_memory:
+        short_of_memory.setattr(FakeQueues, "event", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            loaded._pool.resize(3, 3)
+    for one, other in zip(steps(loaded), expected, strict=True):
+        assert torch.equal(one, other)
+    loaded.close()
+
+
 def no_room(*_: object) -> None:
     raise torch.OutOfMemoryError("no room")
 
@@ -283,7 +298,9 @@ def test_least_recently_used_experts_make_room_first() -> None:
     cached.use((1, 1))
     assert cached.replace_for((1, 1)) == (0, 2)
     assert set(cached) == {(0, 0), (1, 0), (1, 1)}
-    assert cached.drop_first() == (0, 0)
+    cached.clear()
+    assert cached.replace_for((0, 0)) is None
+    assert len(cached) == 0
 
 
 def test_experts_used_most_stay_until_their_uses_are_old() -> None:
@@ -398,6 +415,29 @@ class Bench:
         self.pool.close()
         self.ring.close()
         self.arena.close()
+
+
+@pytest.mark.parametrize("staging", [2, 3, 5, 12])
+def test_a_pass_that_brings_all_brings_each_once(staging: int, monkeypatch: Patch) -> None:
+    bench = Bench(3, 6, FakeQueues(), monkeypatch)
+    bench.pool.resize(staging, 0)
+    for number in range(1, 3):
+        bench.pool.begin(True)
+        for layer in range(3):
+            for chosen in ([1, 5], [0]):  # two calls of the layer
+                bench.use(layer, chosen)
+        assert bench.pool.counts.fetched == 18 * number
+    bench.pool.begin(True)
+    for layer in (2, 0, 2, 1, 0):  # in no order: experts that are ahead are dropped, and asked for again
+        bench.use(layer, [3])
+    bench.pool.begin(False)
+    before = bench.pool.counts
+    for layer in range(3):
+        bench.use(layer, [4, 2, 4])
+    assert bench.pool.counts.since(before).fetched == bench.pool.counts.since(before).misses == 4, (
+        "layer 0 is still in the slot"
+    )
+    bench.close()
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import log2
+from sys import maxsize
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from zinfer.engine.stream.prefetch import Event, PrefetchRing
 from zinfer.engine.stream.trace import mark
 
 UNIT = 16  # bytes; kernels that unpack write to multiples of it
+END = maxsize, 0  # behind all experts, in the order of layers
 HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache that keeps those used most
 
 Key = tuple[int, int]  # numbers of a layer and of an expert in it
@@ -254,11 +256,10 @@ class ExpertCache:
             return first
         return None
 
-    def drop_first(self) -> Key:
-        """Drop the expert that goes first, and return it."""
-        first = min(self._inside, key=lambda key: self._ranks.get(key, 0.0))
-        self._inside.remove(first)
-        return first
+    def clear(self) -> None:
+        """Drop all experts; their uses are remembered."""
+        self._inside.clear()
+        self._order.clear()
 
     def _void(self, entry: tuple[float, int, Key]) -> bool:
         return entry[2] not in self._inside or self._ranks.get(entry[2], 0.0) != entry[0]
@@ -315,7 +316,8 @@ class ExpertPool:
         self._at: dict[Key, int] = {}  # number of the buffer of each expert that is coming or stays
         self._coming: dict[Key, None] = {}  # experts whose copy was issued and that were not used yet, in order
         self._asked: deque[Key] = deque()  # experts needed now whose copy waits for a free buffer
-        self._ahead: Iterator[Key] = iter(())
+        self._ahead: Iterator[Key] = iter(())  # experts to bring before they are needed, in order
+        self._reached: Key = -1, -1  # the last of them that was taken up
         self._free: deque[int] = deque()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._arrived: list[Event] = []
@@ -369,18 +371,19 @@ class ExpertPool:
             return
         if self._queues is not None:
             self._queues.finish()
-            self._staging = self._cached = 0
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            count = staging + cached
+        self._cache.clear()
+        self._at, self._coming, self._ahead = {}, {}, iter(())
+        self._asked.clear()
+        self._free.clear()
+        self._staging = self._cached = 0  # until all of them are there: the device may be short of memory
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        count = staging + cached
+        if self._queues is not None:
             self._memory = torch.empty(count * self.buffer_bytes, dtype=torch.uint8, device=self._device)
             self._arrived = [self._queues.event() for _ in range(count)]
             self._freed = [self._queues.event() for _ in range(count)]
-        while len(self._cache):
-            self._cache.drop_first()
         self._staging, self._cached = staging, cached
-        self._at, self._coming, self._ahead = {}, {}, iter(())
-        self._asked.clear()
-        self._free = deque(range(staging + cached))
+        self._free.extend(range(count))
 
     def begin(self, scanning: bool) -> None:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order."""
@@ -389,12 +392,10 @@ class ExpertPool:
         while self._coming:
             self._drop(next(iter(self._coming)))
         self._ring.holds = frozenset() if scanning else frozenset(self.images)
-        self._ahead = iter(())
+        self._ahead, self._reached = iter(()), (-1, -1)
         if scanning:
-            every = (
-                (layer, expert) for layer, one in sorted(self.images.items()) for expert in range(len(one.experts))
-            )
-            self._ahead = (key for key in every if key not in self._at)
+            sizes = sorted((layer, len(one.experts)) for layer, one in self.images.items())
+            self._ahead = ((layer, expert) for layer, count in sizes for expert in range(count))
             self._issue()
         else:
             self._cache.next_pass()
@@ -413,7 +414,7 @@ class ExpertPool:
         others = [key for key in missing if key not in self._cache]
         if not self.scanning:
             self._count(hits=len(here), misses=len(others))
-        self._asked.extend(key for key in others if key not in self._at)
+        self._asked.extend(key for key in others if key not in self._at and not self._will_come(key))
         self._issue()
         self._ring.resume()
         if self._unpacked is not None:
@@ -437,12 +438,18 @@ class ExpertPool:
     def _image(self, key: Key) -> ExpertImage:
         return self.images[key[0]].experts[key[1]]
 
+    def _will_come(self, key: Key) -> bool:
+        return self.scanning and key > self._reached
+
     def _issue(self) -> None:
         """Issue copies into free buffers: first of experts that are needed, then of those that will be."""
         while self._free and len(self._coming) < self._staging:
-            following = self._asked.popleft() if self._asked else next(self._ahead, None)
-            if following is None:
-                return
+            if self._asked:
+                following = self._asked.popleft()
+            else:
+                self._reached = following = next(self._ahead, END)
+                if following == END:
+                    return
             if following not in self._at:
                 self._copy(following, self._free.popleft())
 
@@ -464,7 +471,7 @@ class ExpertPool:
     def _use(self, key: Key) -> None:
         """Unpack an expert into its place in the slot; it stays then, or makes room."""
         while key not in self._at:  # it was asked for, or dropped
-            if key not in self._asked:
+            if key not in self._asked and not self._will_come(key):
                 self._asked.appendleft(key)
             if not self._free or len(self._coming) >= self._staging:
                 self._drop(next(reversed(self._coming)))

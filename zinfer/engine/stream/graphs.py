@@ -15,6 +15,7 @@ The memory of a retired micro-batch is kept for the next one of the same shape, 
 micro-batch that is admitted frees it first (`Graphs.make_room`).
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -62,7 +63,17 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._open_pool()
+
+    def _open_pool(self) -> None:
+        """Begin a pool of memory. An empty graph keeps it: PyTorch cannot record into a pool whose graphs are gone
+        while a result of theirs is not."""
+        self._pool, self._keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an empty graph is meant
+            self._keeper.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._keeper.capture_end()
 
     def record(self, run: Run) -> Run:
         try:
@@ -83,8 +94,8 @@ class CudaRecorder:
             self._rehearse(run)
             self._stream.synchronize()
             # Other threads (telemetry) go on with their own work meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 result = run()
             except BaseException:
                 self._abandon(graph)
@@ -115,7 +126,7 @@ class CudaRecorder:
             graph.capture_end()
         with suppress(Exception):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._open_pool()
 
     def timed(self, run: Run) -> tuple[Tensor, float]:
         torch.cuda.synchronize(self._device)

@@ -365,6 +365,7 @@ print(returned, faults())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 def test_intermediate_results_of_attention_stay_with_the_process() -> None:
     returned, kept = map(int, subprocess.check_output([sys.executable, "-c", FAULTS]).split())

@@ -89,7 +89,7 @@ def test_layers_that_all_stay_are_recorded_with_their_unpacking(
     directory, dtype = checkpoint("llama"), "bfloat16" if codec == "lossless" else "float32"
     found = []
     for option in ("off", "auto"):
-        engine = load("stream", directory, "cpu", tmp_path, dtype=dtype, weight_codec=codec, cuda_graphs=option)  # type: ignore[arg-type]
+        engine = load("stream", directory, "cpu", tmp_path, dtype=dtype, weight_codec=codec, cuda_graphs=option)
         plan = engine.plan
         tokens = greedy(engine, BATCHES[0])
         assert status(engine) == ("off" if option == "off" else "weights cross the link")

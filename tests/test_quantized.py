@@ -271,7 +271,7 @@ def test_the_kernel_unpacks_every_format(names: tuple[str, ...], made: Callable[
         entry = next(iter(matrices(made(name))), None)
         if entry is not None and entry[2]:
             layout, data = pieces(entry[2][0], entry[1].dtype, 500)[0]  # few rows: the interpreter is slow
-            codes, rows = layout.views(data).to(torch.device("cpu")), min(3, layout.rows)
+            codes, rows = layout.views(data).to(torch.device("cpu")), min(2, layout.rows)
             codes = replace(codes, numbers=codes.numbers[:rows])
             jobs.append((name, codes, entry[1].flatten(0, -2)[:rows]))
     torch.save(jobs, tmp_path / "jobs")

@@ -355,6 +355,22 @@ def test_a_pool_keeps_what_was_freed_and_joins_it() -> None:
     assert pool.size == 0
 
 
+def test_host_memory_that_is_short_is_told_by_the_batch_that_needs_it(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A scheduler that expects more rows than there is memory for begins, and then runs fewer."""
+    engine: Any = load("stream", checkpoint("bloom"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
+
+    def short(_pool: HostPool, _size: int) -> None:
+        raise MemoryError("host memory is short")
+
+    monkeypatch.setattr(HostPool, "reserve", short)
+    engine.expect(Workload(batch_size=4, input_len=9, output_len=4))
+    with pytest.raises(MemoryError, match="short"):
+        passes.prefill(engine, *prompts((9, 5)), 4)
+    engine.close()
+
+
 def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:

@@ -7,7 +7,7 @@ layers and across steps: while the head turns the last layer's output into a tok
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -378,12 +378,13 @@ class Stream(Decoder):
         if load is None or self._own_cache:
             return
         placement = self._placement(load)
-        if self._ring is not None:
-            self._share_out(self._ring, placement)
-        if placement.host_rows(load.batch_size):  # what takes seconds is done before any row waits for it
-            self._host_pool(placement, load)
-            if placement.kv_on_cpu or self._ring is None:
-                library()
+        with suppress(MemoryError, torch.OutOfMemoryError):  # micro-batches will tell
+            if self._ring is not None:
+                self._share_out(self._ring, placement)
+            if placement.host_rows(load.batch_size):  # what takes seconds is done before any row waits for it
+                self._host_pool(placement, load)
+                if placement.kv_on_cpu or self._ring is None:
+                    library()
 
     def _cannot_have(self, option: str) -> str | None:
         """Return the reason why the model's cache cannot be as `option` says; None if it can."""

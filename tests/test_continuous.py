@@ -95,6 +95,18 @@ def run(
     return [one for group in arrivals for one in group]
 
 
+def come_and_go(engine: Engine, count: int = 14) -> tuple[list[scheduler.Sequence], list[int], schedule.Tally]:
+    """Run sequences that arrive in three groups; return them, the tokens that each may have, and what was counted."""
+    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
+    running.schedule.step = 8
+    rows = sequences(count, 3)
+    limits = [one.left for one in rows]
+    found = run(running, [rows[:5], rows[5:6], rows[6:]])
+    tally = running.schedule.tally
+    running.end()
+    return found, limits, tally
+
+
 def check(engine: Engine, found: list[scheduler.Sequence], limits: list[int]) -> None:
     for one, limit in zip(found, limits, strict=True):
         assert (one.error, one.finish_reason) == (None, "length")
@@ -111,14 +123,8 @@ def test_tokens_are_those_of_each_sequence_alone(
     if options.get("kv_offload") == "auto":
         keep_here(monkeypatch, 3)
     engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
-    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 8
-    rows = sequences(10, 3)
-    limits = [one.left for one in rows]
-    found = run(running, [rows[:5], rows[5:6], rows[6:]])
-    tally = running.schedule.tally
+    found, limits, tally = come_and_go(engine, 10)
     assert tally.again == 0
-    running.end()
     if way == "int8 by the cpu":
         assert all(len(one.output_ids) == limit for one, limit in zip(found, limits, strict=True))
     else:

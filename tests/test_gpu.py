@@ -29,7 +29,6 @@ from zinfer.engine.stream.codec import BLOCK, encode
 from zinfer.engine.stream.cpu_attention import _landed
 from zinfer.engine.stream.quantized import pieces, unpack
 from zinfer.engine.stream.triton_check import trouble
-from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Offload
 
@@ -208,12 +207,7 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     if way == "some by the CPU":
         keep_here(monkeypatch, 3)
     engine = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
-    running = ContinuousScheduler(engine, test_continuous.Words(), test_continuous.LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 8
-    rows = test_continuous.sequences(14, 3)
-    limits = [one.left for one in rows]
-    found = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
-    running.end()
+    found, limits, _ = test_continuous.come_and_go(engine)
     test_continuous.check(engine, found, limits)
     engine.close()
 
@@ -269,12 +263,7 @@ def test_cuda_graphs_of_micro_batches_that_come_and_go(
 ) -> None:
     test_continuous.small(monkeypatch)
     engine = load("stream", checkpoint("llama"), "none", tmp_path, cuda_graphs="auto")
-    running = ContinuousScheduler(engine, test_continuous.Words(), test_continuous.LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 8
-    rows = test_continuous.sequences(14, 3)
-    limits = [one.left for one in rows]
-    found = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
-    running.end()
+    found, limits, _ = test_continuous.come_and_go(engine)
     assert engine.effective().settings["cuda_graphs"] == "on"
     test_continuous.check(engine, found, limits)
     engine.close()

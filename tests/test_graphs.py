@@ -18,7 +18,6 @@ from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import graphs, ragged
 from zinfer.engine.stream.graphs import PAYS, Run, end_of
 from zinfer.generation import passes
-from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.plan.plan import make_plan
 
 Checkpoints = Callable[..., Path]
@@ -128,12 +127,7 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     """Rows retire and are regrouped; the memory of their graphs goes with them."""
     test_continuous.small(monkeypatch)
     engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
-    running = ContinuousScheduler(engine, test_continuous.Words(), test_continuous.LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 8
-    rows = test_continuous.sequences(14, 3)
-    limits = [one.left for one in rows]
-    found = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
-    running.end()
+    found, limits, _ = test_continuous.come_and_go(engine)
     assert recorder.recorded
     test_continuous.check(engine, found, limits)
     engine.clear()

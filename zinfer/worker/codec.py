@@ -256,14 +256,13 @@ def _bound(values: "torch.Tensor") -> float:
 
     from zinfer.engine.stream.codec import BITS, BLOCK
 
-    whole, bits = values[: len(values) // BLOCK * BLOCK], BITS[values.dtype]
-    blocks = whole.view(torch.int16 if bits == 16 else torch.uint8).view(-1, BLOCK)
+    bits = BITS[values.dtype]
+    kind, shift, mask = (torch.int16, 7, 255) if bits == 16 else (torch.uint8, 3, 15)
+    blocks = values[: len(values) // BLOCK * BLOCK].view(kind).view(-1, BLOCK)
 
     def entropies() -> Iterator[float]:
         for part in blocks.split(1024):
-            keys = (part.int() >> 7 & 255 if bits == 16 else part.int() >> 3 & 15) + 256 * torch.arange(
-                len(part), device=part.device
-            )[:, None]
+            keys = (part.int() >> shift & mask) + 256 * torch.arange(len(part), device=part.device)[:, None]
             counts = keys.view(-1).bincount(minlength=256 * len(part)).view(-1, 256)
             yield float(torch.special.entr(counts.double() / BLOCK).sum()) / math.log(2)
 

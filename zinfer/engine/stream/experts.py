@@ -267,9 +267,7 @@ class ExpertCache:
     def _enter(self, key: Key) -> None:
         heappush(self._order, (self._ranks.get(key, 0.0), self._uses, key))
         if len(self._order) > 64 + 4 * len(self._inside):
-            self._order = [
-                one for one in self._order if one[2] in self._inside and self._ranks.get(one[2], 0.0) == one[0]
-            ]
+            self._order = [one for one in self._order if not self._void(one)]
             heapify(self._order)
 
 

@@ -11,12 +11,14 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.grid import covering
 from tests.running import decode, prefill, snapshot
 from tests.test_parity import OUTPUT_LEN, load, prompts
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.kv_file import read, read_label, write
 from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
+from zinfer.spec.case import Offload
 from zinfer.spec.checkpoint import CheckpointError
 
 Checkpoints = Callable[..., Path]
@@ -38,13 +40,14 @@ def second_turn(token_ids: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
     return whole, torch.ones_like(whole)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("name", "offload"), [("stream", "cpu"), ("stream", "none"), ("accelerate", "cpu")])
+@pytest.mark.parametrize(
+    ("architecture", "way"), covering([*ARCHITECTURES], [("stream", "cpu"), ("stream", "none"), ("accelerate", "cpu")])
+)
 def test_tokens_are_those_of_computing_everything(
-    name: str, offload: str, architecture: str, checkpoint: Checkpoints, tmp_path: Path
+    architecture: str, way: tuple[str, Offload], checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    directory = checkpoint(architecture)
-    engine = load(name, directory, offload, tmp_path)  # type: ignore[arg-type]
+    (name, offload), directory = way, checkpoint(architecture)
+    engine = load(name, directory, offload, tmp_path)
     assert engine.cannot_snapshot() is None
     token_ids, mask = prompts((9,))
     answer = go_on(engine, token_ids, mask)

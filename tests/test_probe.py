@@ -250,8 +250,8 @@ def test_writing_where_one_may_not_is_one_line(tmp_path: Path) -> None:
         ({}, True),
         ({"details": {"host": {"cores": 1000}}}, False),
         ({"host_bytes": 1 << 50}, False),
-        ({"host_bytes": None}, False),
-        ({"host_bytes": 1 << 50, "details": {}}, True),  # written by hand: unknown
+        pytest.param({"host_bytes": None}, False, marks=pytest.mark.slow),
+        pytest.param({"host_bytes": 1 << 50, "details": {}}, True, marks=pytest.mark.slow),  # by hand: unknown
     ],
 )
 def test_figures_of_another_host_are_left_to_it(

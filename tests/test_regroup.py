@@ -105,7 +105,9 @@ def test_rows_are_merged_split_and_compacted(
     engine.close()
 
 
-@pytest.mark.parametrize("name", [*kinds.KINDS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in kinds.ALIKE)) for name in kinds.KINDS]
+)
 def test_every_kind_of_layer_moves_or_says_why_not(
     name: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests import mentions
 from tests.browser import CHROMIUM, Browser, browsing
+from tests.grid import covering
 from tests.results import case, point, sweep
 from tests.test_report import HOSTILE, WHOLE, invoke, store
 from zinfer.record.measurement import Measurement
@@ -110,8 +111,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder / "report.html"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "scheme"), covering(WIDTHS, ["light", "dark"]))
 def test_the_page_is_quiet_alone_and_fits(browser: Browser, report: Path, width: int, scheme: str) -> None:
     seen = browser.open(report, width, scheme)
     assert seen.errors == ()

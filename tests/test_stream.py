@@ -240,7 +240,7 @@ def tokens(loaded: Engine) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["bloom", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "opt"))]
+    "architecture", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "llama", "opt"))]
 )
 def test_the_engine_gives_the_same_tokens_from_fewer_bytes(
     architecture: str, checkpoint: Callable[..., Path], tmp_path: Path

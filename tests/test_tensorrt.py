@@ -137,7 +137,15 @@ def test_networks_give_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype"), covering(["bloom", "opt", "llama", "qwen2"], ["bfloat16", "float16"])
+    ("architecture", "dtype"),
+    [
+        *covering(["bloom", "opt"], ["bfloat16", "float16"]),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name in ("llama", "qwen2")
+            for dtype in ("bfloat16", "float16")
+        ),
+    ],
 )
 def test_the_library_builds_what_users_build(
     architecture: str, dtype: str, library: Library, checkpoint: Checkpoints

@@ -147,10 +147,9 @@ def test_repeats_end_when_the_spread_is_small() -> None:
     ("fail", "status"),
     [
         ("oom_gpu", "oom_gpu"),
-        ("oom_host", "oom_host"),
         ("nan", "nan_output"),
         ("error", "crashed"),
-        ("io_error", "io_error"),
+        *(pytest.param(status, status, marks=pytest.mark.slow) for status in ("oom_host", "io_error")),
     ],
 )
 def test_what_the_engine_raises_becomes_a_status_and_the_worker_lives(fail: str, status: str) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests import test_cache_kinds as kinds
-from tests import test_continuous, test_parity, test_ragged
-from tests.test_parity import BATCHES, OUTPUT_LEN, check, greedy, prompts, reference
+from tests import test_continuous, test_ragged
+from tests.test_parity import BATCHES, OUTPUT_LEN, check, greedy, load, prompts, reference
 from tests.test_passes import close
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import graphs, ragged
@@ -23,11 +23,6 @@ from zinfer.plan.plan import make_plan
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
-
-
-def load(*arguments: Any, **options: Any) -> Any:
-    """Return an engine that records its steps, unless `options` say otherwise."""
-    return test_parity.load(*arguments, **{"cuda_graphs": "auto"} | options)
 
 
 class Rerun:

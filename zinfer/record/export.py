@@ -148,7 +148,8 @@ _REQUEST_COLUMNS: dict[str, _Column[Any]] = {
     "busy_ms": _Column(float, lambda p: p.busy_ms if p.usable else None),
     "passes": _Column(int, lambda p: len(p.pass_ms) or None),
     **{name: _Column(float, attrgetter(name))
-       for name in ("output_tok_s", "input_tok_s", "request_s", "waiting_tok_s", "padding", "link_busy")},
+       for name in ("output_tok_s", "input_tok_s", "request_s", "waiting_tok_s", "steady_tok_s", "padding",
+                    "link_busy")},
     **{f"{metric}_{name}": _Column(float, _statistic(metric, name)) for metric in METRICS for name in Summary._fields},
     **{name: _Column(int, lambda p, name=name: getattr(p.counts, name) if p.pass_ms else None)  # type: ignore[misc]
        for name in PassCounts.model_fields},

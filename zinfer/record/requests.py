@@ -6,8 +6,9 @@ its arrival; its last token ends E2E. TPOT is the mean time of its tokens after 
 tokens. Percentiles are by nearest rank.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import mean
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
@@ -215,6 +216,30 @@ class RequestPoint(Recorded):
     def waiting_tok_s(self) -> float | None:
         """Output tokens a second while further requests waited; None if none ever did."""
         return self.waiting_tokens / self.waiting_ms * 1e3 if self.usable and self.waiting_ms else None
+
+    @property
+    def steady_tok_s(self) -> float | None:
+        """Output tokens a second between the pass that filled the last free place and the one in which the last request
+        began: without the first prompts, and without the last answers, which end alone. None if requests arrive at a
+        rate, or if fewer passes lie between than an answer takes."""
+        firsts, places = sorted(one.runs[0][0] for one in self.samples if one.runs), self._places
+        if not self.usable or not 0 < places < len(firsts):
+            return None
+        begin, end = firsts[places - 1], firsts[-1]
+        if end - begin < self.output_tokens / len(self.samples):
+            return None
+        tokens = sum(begin < number <= end for one in self.samples for number in one.passes)
+        return tokens / (self.pass_ms[end] - self.pass_ms[begin]) * 1e3
+
+    @property
+    def _places(self) -> int:
+        """Requests in flight at a time: as asked for, or the most that there were; 0 if they arrived at a rate."""
+        asked = self.requests.in_flight
+        if asked is None or isinstance(asked, int):
+            return asked or 0
+        begun = Counter(one.passes[0] for one in self.samples if one.runs)
+        ended = Counter(one.passes[-1] + 1 for one in self.samples if one.runs)
+        return max(accumulate(begun[number] - ended[number] for number in range(len(self.pass_ms))), default=0)
 
     @property
     def padding(self) -> float | None:

@@ -11,7 +11,7 @@ from zinfer.spec.units import duration, figures
 
 RATES = (
     "configuration", "requests", "arrival", "#tokens in / out", "#loads", "#output tok/s", "#range",
-    "#tok/s while others waited", "outcome",
+    "#tok/s while others waited", "#steady tok/s", "outcome",
 )  # fmt: skip
 PASSES = (
     "configuration", "arrival", "#prompt tok/s", "#requests/s", "#goodput", "#within SLA", "#padding", "#link busy",
@@ -21,9 +21,9 @@ TIMES = ("configuration", "arrival", "time", "#mean", "#p50", "#p90", "#p99")
 WORDS = (
     "Requests of different lengths that come and end at any time, unlike the equal sequences of other tables, with "
     "which they are not compared. Output tok/s are the tokens of answers over the time of the whole load, its end "
-    "included, in which few requests are left. Prompts are computed in the same passes as answers: the rates of both "
-    "are over the same time. Link busy: the weights' bytes of a pass at the link's measured rate, over the time of the "
-    "passes."
+    "included, in which few requests are left; steady tok/s leave out the time before all places were taken and that "
+    "after the last request began. Prompts are computed in the same passes as answers: the rates of both are over the "
+    "same time. Link busy: the weights' bytes of a pass at the link's measured rate, over the time of the passes."
 )
 
 
@@ -69,13 +69,14 @@ def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
         measured = [one.output_tok_s or 0.0 for one in good]
         shown = good[-1] if good else last
         lengths, waiting = shown.mean_lengths, shown.waiting_tok_s
+        steady = [rate for one in good if (rate := one.steady_tok_s) is not None]
         outcome = shown.status if shown.usable else f"{shown.status}: {shown.error or ''}".rstrip(": ")[:120]
         cells = (
             key.case.label(), f"{key.requests.requests:,} of {key.requests.source.replace(',', ', ')}",
             key.requests.loop, "" if lengths is None else " / ".join(f"{one:.0f}" for one in lengths),
             str(len(good)) if good else "", figures(mean(measured), 4) if good else "",
             f"{figures(min(measured), 4)} to {figures(max(measured), 4)}" if len(good) > 1 else "",
-            "" if waiting is None else figures(waiting, 4), outcome,
+            "" if waiting is None else figures(waiting, 4), figures(mean(steady), 4) if steady else "", outcome,
         )  # fmt: skip
         rows.append(Row(cells, "" if shown.status == "ok" else "failed"))
     return Table(f"{name}: loads of requests, the mean over all loads of the model.", RATES, tuple(rows))

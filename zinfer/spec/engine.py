@@ -91,7 +91,7 @@ class StreamOptions(EngineOptions):
     )
     kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache; auto: that of the weights.")
     cuda_graphs: Literal["auto", "off"] = Field(
-        "off", description="Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
+        "auto", description="Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
     )
     experts: Experts = Field(
         "auto",

@@ -237,7 +237,7 @@ def test_models_without_such_experts_are_refused_or_streamed_whole(
     with pytest.raises(EngineError, match="cannot come on demand: it has none; take experts=all"):
         load(checkpoint("llama"))
     with monkeypatch.context() as other_kind:
-        other_kind.setattr(on_demand, "_through_interface", lambda module: False)
+        other_kind.setattr(on_demand, "through_interface", lambda module: False)
         with pytest.raises(EngineError, match=r"do not go through the ExpertsInterface .*experts=all"):
             load(mixture("mixtral"))
         monkeypatch.setattr("zinfer.plan.plan.LEAST_EXPERT_BYTES", 1)
@@ -281,7 +281,7 @@ def test_a_weight_that_is_not_stacked_or_shared_is_not_taken_apart() -> None:
 
 @pytest.mark.parametrize("name", sorted(WHOLE_EXPERTS))
 def test_plans_know_the_experts_that_come_with_their_layer(name: str) -> None:
-    assert not any(map(on_demand._through_interface, small_model(Subject(name)).modules()))
+    assert not any(map(on_demand.through_interface, small_model(Subject(name)).modules()))
 
 
 # The cache's order

@@ -4,6 +4,7 @@ These tests do not run by default (`pytest -m gpu`); `test_parity`, `test_stream
 CPU.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from tests import quantized, test_codec, test_continuous, test_experts, test_quantized, test_ragged
+from tests import quantized, test_codec, test_continuous, test_experts, test_few_experts, test_quantized, test_ragged
 from tests import test_cache_kinds as kinds
 from tests.checkpoints import save_config
 from tests.running import decode, prefill
@@ -24,7 +25,7 @@ from tests.test_state import GLM
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.cache import RowCache, make_cache
-from zinfer.engine.stream import graphs
+from zinfer.engine.stream import few_experts, graphs
 from zinfer.engine.stream.codec import BLOCK, encode
 from zinfer.engine.stream.cpu_attention import _landed
 from zinfer.engine.stream.quantized import pieces, unpack
@@ -228,7 +229,8 @@ def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpo
         for lengths, expected in zip(BATCHES, reference(checkpoint(architecture)), strict=True):
             assert torch.equal(tokens(engine, lengths), expected)
     told = str(engine.effective().settings["cuda_graphs"])
-    # Experts in float32 are computed one after the other, by numbers that the CPU waits for; Falcon waits for its mask.
+    # Experts in float32 that no kernel takes are computed one after the other, by numbers that the CPU waits for; Falcon
+    # waits for its mask.
     waits = architecture in ("mixtral", "falcon-old")
     assert told == "on" or (waits and told.startswith("a decode step cannot be recorded")), told
     engine.close()
@@ -349,6 +351,46 @@ def test_experts_on_demand_give_the_tokens_of_whole_layers(
     test_ragged.check(engine, None)
     assert engine.effective().settings["experts"] == "on-demand"
     engine.close()
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", test_experts.MIXTURES)
+def test_experts_of_few_tokens_give_the_same_tokens(name: str, mixture: kinds.Kinds, tmp_path: Path) -> None:
+    """Kernels for them and CUDA graphs: steps of one and of three rows, which are believed only if nothing differs."""
+    lengths, runs = ((9, 5, 7), (6,)), list[list[Tensor]]()
+    for option in ("off", "auto"):
+        engine: Any = load(
+            "stream", mixture(name), "none", tmp_path, dtype="float32", cuda_graphs="auto", experts_kernel=option
+        )
+        runs += [[tokens(engine, one) for one in lengths] for _ in range(TURNS)]
+        told = engine.effective().settings
+        assert told["experts_kernel"] == {"off": "off", "auto": "on"}[option]
+        if option == "auto":
+            assert {kind[-1][0] for kind in engine._few_experts._checked} >= {1}
+            assert not re.search("cannot be recorded|differ", str(told["cuda_graphs"]))
+        engine.close()
+    for run in runs:
+        assert all(map(torch.equal, run, runs[0]))
+
+
+def test_kernels_for_few_tokens_round_as_transformers_does() -> None:
+    """Tiles as a GPU has them, in the shapes of Mixtral's and gpt-oss's experts, a quarter as large."""
+    sizes: dict[str, dict[str, Any]] = {
+        "mixtral": {"hidden_size": 1024, "intermediate_size": 3584},
+        "gpt_oss": {"hidden_size": 720, "intermediate_size": 720},
+    }
+    for name, size in sizes.items():
+        _, module = test_few_experts.experts_of(name, **size)
+        for dtype in (torch.bfloat16, torch.float32):
+            module.to("cuda", dtype)
+            for count in (1, 2, 4):
+                states = [one.cuda() for one in test_few_experts.call(module, count, dtype)]
+                assert few_experts._serves(module, *states)
+                found = few_experts._compute(module, *states)
+                expected = test_few_experts.eager(module, *states)
+                bound = 1e-5 if dtype == torch.float32 else 0.02
+                assert test_few_experts.error(found, expected) < bound
+                assert torch.equal(found, few_experts._compute(module, *states))
 
 
 @pytest.mark.parametrize("source", ["bf16", "fp8"])

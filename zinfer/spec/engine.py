@@ -102,6 +102,10 @@ class StreamOptions(EngineOptions):
         "lru",
         description="Experts on demand that leave the cache first: those not used for longest, or those used least.",
     )
+    experts_kernel: Literal["auto", "off"] = Field(
+        "auto",
+        description="Routed experts in passes of few tokens by a kernel of its own; auto: on a GPU that runs Triton.",
+    )
 
     def transport(self) -> Transport:
         graphs = self.cuda_graphs == "auto"

@@ -42,6 +42,7 @@ from zinfer.engine.stream.experts import (
     padding,
     plain_experts,
 )
+from zinfer.engine.stream.few_experts import FewExperts
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
@@ -104,6 +105,7 @@ class Stream(Decoder):
         self._stacks = heads_apart and "attention_mask" in self._accepted and not self._own_cache
         recorder = graphs.recorder_of(self.device) if self.options.cuda_graphs == "auto" else None
         self._graphs = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._trip)
+        self._few_experts = FewExperts(self.model, self.device) if self.options.experts_kernel == "auto" else None
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
             if getattr(self.options, option) not in any_model and (why_not := self._cannot_have(option)) is not None:
                 raise EngineError(why_not)
@@ -701,6 +703,9 @@ class Stream(Decoder):
             "attention": str(self.model.config._attn_implementation),
             "cuda_graphs": "off" if self.options.cuda_graphs == "off" else self._graphs.status,
         }
+        if self.plan.model.num_experts > 1:
+            few = self._few_experts
+            cache["experts_kernel"] = "off" if few is None else few.status or "no experts that it knows"
         if self._ring is None or self._arena is None:
             return Effective(gpu_weight_bytes=self._resident_bytes, settings=cache)
         experts = 0 if self._pool is None else self._pool.kept_bytes

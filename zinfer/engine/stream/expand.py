@@ -146,7 +146,7 @@ def _expand(
         scale = tl.div_rn(scale, tl.zeros([BLOCK], tl.float32) + divisor)
     if MULTIPLIED:
         scale = scale * factor
-    value = _rounded(_rounded(value * scale, INNER).to(tl.float32), out.dtype.element_ty)
+    value = rounded(rounded(value * scale, INNER).to(tl.float32), out.dtype.element_ty)
     tl.store(out + row * columns + column, value, mask=inside)
 
 
@@ -284,12 +284,12 @@ def _number(bits):
 def _bits(value, INNER: tl.constexpr, TYPE: tl.constexpr):
     """Return the bits (uint32) of float32 values that are rounded to `INNER` and then to `TYPE`, one of 16 bits."""
     if INNER != TYPE:
-        value = _rounded(value, INNER).to(tl.float32)
-    return _rounded(value, TYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
+        value = rounded(value, INNER).to(tl.float32)
+    return rounded(value, TYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @triton.jit
-def _rounded(value, TYPE: tl.constexpr):
+def rounded(value, TYPE: tl.constexpr):
     """Return float32 values in another type, rounded to the nearest, to even ones in between; bf16 by its bits, since
     Triton's interpreter cuts them off. NaN stays NaN."""
     if tl.bfloat16 == TYPE:

@@ -54,7 +54,7 @@ class Experts:
 def find_experts(layer: nn.Module, entries: Mapping[str, Entry]) -> Experts | str | None:
     """Return the routed experts of `layer`, whose `entries` go by their names within it; None if it has none, and the
     reason if they cannot come on demand."""
-    found = [(name, module) for name, module in layer.named_modules() if _through_interface(module)]
+    found = [(name, module) for name, module in layer.named_modules() if through_interface(module)]
     if len(found) != 1:
         return "a layer has several modules of experts" if found else None
     ((path, module),) = found
@@ -74,7 +74,7 @@ def find_experts(layer: nn.Module, entries: Mapping[str, Entry]) -> Experts | st
     return Experts(module, weights, count)
 
 
-def _through_interface(module: nn.Module) -> bool:
+def through_interface(module: nn.Module) -> bool:
     """Tell whether `transformers` dispatches the module's forward pass through its `ExpertsInterface`: its decorator
     gives the class these attributes."""
     dispatched = hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")

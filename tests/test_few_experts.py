@@ -1,0 +1,293 @@
+"""Experts of a few tokens by kernels of their own: the results of `transformers`' implementations, and the way back to
+them.
+
+The interpreter must be chosen before triton is imported, which other tests may have done: hence a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import moe
+
+from tests.checkpoints import save_config
+from tests.test_experts import MIXTURES, load, steps
+from zinfer.engine.stream import few_experts
+from zinfer.engine.stream.experts import through_interface
+from zinfer.engine.stream.few_experts import NAME, FewExperts, pays
+
+CPU = torch.device("cpu")
+Patch = pytest.MonkeyPatch
+# Sizes that tiles do not divide, and some that they do.
+SIZES: dict[str, dict[str, Any]] = {
+    "mixtral": {"hidden_size": 72, "intermediate_size": 40},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 48},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 40},
+    "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 48},
+}
+CALLS = {torch.float32: (2,), torch.bfloat16: (2,)}  # numbers of tokens
+
+
+def experts_of(name: str, **other: Any) -> tuple[Any, nn.Module]:
+    """Return a small model, and its first module of experts with random weights."""
+    options = MIXTURES[name] | SIZES[name] | other
+    common = {"vocab_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **common | options)).eval()
+    module = next(filter(through_interface, model.modules()))
+    generator = torch.Generator().manual_seed(7)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 4
+    return model.requires_grad_(False), module
+
+
+def call(module: Any, tokens: int, dtype: torch.dtype, each: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, numbers of experts and their weights for `tokens` tokens."""
+    generator = torch.Generator().manual_seed(tokens)
+    columns = module.gate_up_proj.shape[1 if module.is_transposed else 2]
+    states = torch.randn((tokens, columns), generator=generator).to(dtype)
+    chosen = torch.rand((tokens, module.num_experts), generator=generator).topk(each)
+    # The router of Mixtral gives weights in float32, those of others are in the type of the states.
+    weights = chosen.values if type(module).__name__.startswith("Mixtral") else chosen.values.to(dtype)
+    return states, chosen.indices, weights
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.fixture(scope="module")
+def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what `main` saved."""
+    path = tmp_path_factory.mktemp("few") / "results"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__, path], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = torch.load(path)
+    return found
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_experts_are_those_of_transformers(name: str, by_kernel: dict[str, Any]) -> None:
+    for tokens in CALLS[torch.float32]:
+        found, expected, _ = by_kernel[f"{name} float32 {tokens}"]
+        assert found.shape == expected.shape
+        assert error(found, expected) < 1e-5
+    for tokens in CALLS[torch.bfloat16]:
+        found, expected, same_steps = by_kernel[f"{name} bfloat16 {tokens}"]
+        assert found.dtype == torch.bfloat16
+        assert error(found, expected) < 0.02
+        assert error(found, same_steps) < 0.002, "results are rounded at other places"
+
+
+def test_experts_without_a_gate_and_columns_that_are_split(by_kernel: dict[str, Any]) -> None:
+    assert by_kernel["splits"] > 1
+    assert error(*by_kernel["no gate"]) < 1e-5
+
+
+def test_numbers_that_name_no_expert_add_nothing(by_kernel: dict[str, Any]) -> None:
+    assert error(*by_kernel["beyond"]) < 1e-5
+
+
+def test_an_engine_gives_the_same_logits(by_kernel: dict[str, Any]) -> None:
+    """Few tokens of the prompt and of the steps by the kernels, experts on demand whose other places hold NaN."""
+    ran, told, found, expected = by_kernel["engine"]
+    assert ran > 0
+    assert told == {"auto": "on", "off": "off"}
+    for one, other in zip(found, expected, strict=True):
+        assert error(one, other) < 1e-5
+
+
+def test_kernels_are_for_few_tokens() -> None:
+    assert [pays(tokens, 2, 8) for tokens in (1, 2, 4, 8, 64)] == [True, True, True, False, False]
+    assert [pays(tokens, 8, 128) for tokens in (1, 4, 8, 9, 64)] == [True, True, True, False, False]
+    assert pays(1, 1, 1)
+    assert not pays(0, 2, 8)
+
+
+@pytest.fixture
+def few(monkeypatch: Patch) -> FewExperts:
+    """Dispatch of a model whose module of experts is `few.module`, with kernels that count their calls."""
+    monkeypatch.setattr(few_experts, "cannot_run", lambda device: None)
+    model, module = experts_of("mixtral")
+    found: Any = FewExperts(model, CPU)
+    found.model, found.module, found.calls = model, module, 0
+
+    def counted(module: Any, *args: Tensor) -> Tensor:
+        found.calls += 1
+        return eager(module, *args)
+
+    monkeypatch.setattr(few_experts, "_compute", counted)
+    return found  # type: ignore[no-any-return]
+
+
+def eager(module: Any, *args: Any) -> Tensor:
+    found: Tensor = type(module).forward.__wrapped__(module, *args)
+    return found
+
+
+def test_calls_that_kernels_do_not_serve_go_to_transformers(few: Any) -> None:
+    module = few.module
+    served = call(module, 1, torch.float32)
+    assert error(module(*served), eager(module, *served)) < 1e-6
+    assert few.calls == 1
+    many = call(module, 9, torch.float32)
+    assert error(module(*many), eager(module, *many)) < 1e-5
+    states, chosen, weights = served
+    assert module(states, top_k_index=chosen, top_k_weights=weights).shape == states.shape
+    for attribute in ("_is_expert_parallel", "has_post_expert_norm"):
+        before = getattr(module, attribute, False)
+        setattr(module, attribute, True)
+        assert not few_experts._serves(module, *served)
+        setattr(module, attribute, before)
+    assert not few_experts._serves(module, states.double(), chosen, weights)
+    assert not few_experts._serves(module, states, chosen, weights[:, :1])
+    assert not few_experts._serves(module, states[:, :8], chosen, weights)
+    assert few_experts._serves(module, *served)
+    module.down_proj.data = module.down_proj.data.transpose(1, 2)
+    assert not few_experts._serves(module, *served), "its weights are not contiguous"
+    assert few.calls == 1
+    assert few.status == "on"
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (RuntimeError("no code for\nthis GPU"), "the kernels failed: RuntimeError: no code for this GPU"),
+        (None, "the kernels' results differ from those of transformers"),
+    ],
+)
+def test_kernels_that_fail_are_given_up(fault: Exception | None, reason: str, few: Any, monkeypatch: Patch) -> None:
+    calls = []
+
+    def wrong(module: Any, *args: Tensor) -> Tensor:
+        calls.append(module)
+        if fault is not None:
+            raise fault
+        return 1.2 * eager(module, *args)
+
+    monkeypatch.setattr(few_experts, "_compute", wrong)
+    served = call(few.module, 2, torch.float32)
+    for _ in range(2):
+        assert error(few.module(*served), eager(few.module, *served)) < 1e-5
+    assert few.status == reason
+    assert len(calls) == 1
+
+
+def test_a_lack_of_memory_is_the_callers(few: Any, monkeypatch: Patch) -> None:
+    def none_left(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(few_experts, "_compute", none_left)
+    with pytest.raises(torch.OutOfMemoryError):
+        few.module(*call(few.module, 1, torch.float32))
+    assert few.status == "on"
+
+
+def test_without_a_gpu_models_are_left_as_they_are() -> None:
+    model, _ = experts_of("mixtral")
+    before = model.config._experts_implementation
+    assert FewExperts(model, CPU).status == "no GPU"
+    assert model.config._experts_implementation == before != NAME
+    assert FewExperts(nn.Linear(2, 2), CPU).status is None  # type: ignore[arg-type]
+
+
+def test_the_kernels_compile_for_an_h100(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Weights are read 16 bytes a thread, whichever side is contiguous."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from zinfer.engine.stream import expert_kernel as kernel
+
+    pointers = {"states": "*bf16", "weights": "*bf16", "experts": "*i64", "out": "*fp32", "bias": "*bf16"}
+    jobs: list[tuple[Any, dict[str, Any], dict[str, str]]] = []
+    for rows, columns, matrices, transposed in ((14336, 4096, 2, False), (5760, 2880, 1, True)):
+        tiles = kernel.Tiles.of(rows, columns, 2, transposed, matrices)
+        known: dict[str, Any] = {
+            "EXPERTS": 8, "ROWS": rows, "COLUMNS": columns, "EACH": 2, "GATED": matrices == 2, "ONCE": True,
+            "TRANSPOSED": transposed, "TYPE": tl.bfloat16, "BLOCK_ROWS": tiles.rows, "BLOCK_COLUMNS": tiles.columns,
+        }  # fmt: skip
+        jobs.append((kernel._multiply, known, pointers | ({"out": "*bf16"} if matrices == 2 else {})))
+    known = {
+        "EXPERTS": 8, "ROWS": 4096, "EACH": 2, "BIASED": True, "WEIGHTED": True, "PRODUCT": tl.float32,
+        "BLOCK": kernel.COMBINED,
+    }  # fmt: skip
+    jobs.append((kernel._combine, known, pointers | {"partial": "*fp32", "weights": "*fp32", "out": "*bf16"}))
+    for function, constants, types in jobs:
+        types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
+        aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(types.values()) if "*" in kind}
+        source = ASTSource(function, types, constants, aligned)
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernel.WARPS}).asm
+        assert code["cubin"]
+        if function is kernel._multiply:
+            reads = [line for line in code["ptx"].splitlines() if "ld.global" in line and "evict_first" in line]
+            assert reads
+            assert all("v4.b32" in line for line in reads)
+
+
+def main(path: Path) -> None:
+    """Compute calls by the kernels and by transformers, and save both."""
+    from zinfer.engine.stream import expert_kernel as kernel
+
+    torch.set_grad_enabled(False)
+    results: dict[str, Any] = {}
+
+    def both(module: Any, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert few_experts._serves(module, *args)
+        found = few_experts._compute(module, *args)
+        return found, eager(module, *args), moe.batched_mm_experts_forward(module, *args)
+
+    kernel.TILE, least, tile = 1 << 14, kernel.LEAST_READ, kernel.TILE  # the interpreter is slow for each tile
+    for name in SIZES:
+        module: Any = experts_of(name)[1]
+        assert few_experts._plain_gate(module) == (name != "gpt_oss")
+        for dtype, counts in CALLS.items():
+            module.to(dtype)
+            for tokens in counts:
+                results[f"{name} {str(dtype)[6:]} {tokens}"] = both(module, *call(module, tokens, dtype))
+    kernel.TILE = tile
+    module = experts_of("mixtral")[1]
+    states, chosen, weights = call(module, 2, torch.float32)
+    expected = eager(module, states, chosen, weights * torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    chosen = chosen.clone()
+    chosen[0, 1] = len(module.down_proj)
+    results["beyond"] = few_experts._compute(module, states, chosen, weights), expected
+
+    kernel.LEAST_READ = 64
+    results["splits"] = kernel.Tiles.of(72, 192, 2, False).splits
+    module = experts_of("mixtral", intermediate_size=192)[1]
+    module.has_gate, module.up_proj = False, nn.Parameter(module.gate_up_proj[:, :192].contiguous())
+    one = call(module, 1, torch.float32)
+    results["no gate"] = few_experts._compute(module, *one), moe.batched_mm_experts_forward(module, *one)
+
+    kernel.LEAST_READ, kernel.TILE = least, 1 << 14
+    compute, ran = few_experts._compute, 0
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal ran
+        ran += 1
+        return compute(*args)
+
+    few_experts._compute = counted
+    directory = save_config(path.parent, "qwen3_moe", **MIXTURES["qwen3_moe"] | {"num_hidden_layers": 2})
+    told, logits = {}, []
+    for option in ("auto", "off"):
+        loaded = load(directory, share="40%", experts_kernel=option)
+        logits.append(steps(loaded, 2, 1))
+        told[option] = loaded.effective().settings["experts_kernel"]
+        loaded.close()
+    results["engine"] = ran, told, *logits
+    torch.save(results, path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

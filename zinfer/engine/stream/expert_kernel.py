@@ -1,0 +1,267 @@
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
+"""Triton kernels that compute routed experts for a few tokens at the speed of the GPU's memory.
+
+A pair is a token and one of its experts. `_multiply` multiplies each pair's hidden states with its expert's matrix, as
+many rows at a time as make a tile of some 8 KiB; the weights are read once, 16 bytes a thread, and several programs on
+each multiprocessor keep some 64 KiB of them on their way. Pairs are the fastest axis of the grid: those that share an
+expert read a tile at about the same time, so that it comes from the L2 cache for all but one. No row is sorted, padded,
+or moved, and the host never waits for the router, so a CUDA graph can hold the kernels.
+
+Sums are in float32, without atomic additions: columns that are split among programs give partial sums, which `_combine`
+adds in order. Results are rounded where `transformers` rounds them: after each matrix, bias, activation, gate and
+weight.
+
+With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zinfer.engine.stream.expand import rounded
+
+TILE = 4096  # weights of a tile: 32 a thread, which leaves registers for their sums and for 4 to 8 programs at a time
+WARPS = 4
+LONGEST = 1024  # weights along a tile's contiguous side, at most: those that all threads read at 16 bytes each
+PROGRAMS = 4096  # programs of a launch, at least, if they have enough to read: four waves of an H100
+LEAST_READ = 16384  # weights of a program, at least, where columns are split
+COMBINED = 256  # values of a program that adds partial sums
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Division of a matrix ``[rows, columns]`` of each expert into tiles, and of its columns among programs."""
+
+    rows: int
+    columns: int
+    steps: int  # tiles of a program, one after the other
+    splits: int  # programs that share a block of rows
+
+    @classmethod
+    def of(cls, rows: int, columns: int, pairs: int, transposed: bool, matrices: int = 1) -> "Tiles":
+        """Choose tiles for `pairs` pairs; `matrices`, if they are not 1, are read side by side, and no column is
+        split."""
+        contiguous, other = (rows, columns) if transposed else (columns, rows)
+        length = _divisor(contiguous, LONGEST if not transposed else LONGEST // 8)
+        count = min(TILE // length, triton.next_power_of_2(other))
+        own = (length, count) if transposed else (count, length)
+        blocks, steps = triton.cdiv(rows, own[0]) * pairs, triton.cdiv(columns, own[1])
+        splits = 1
+        if matrices == 1:
+            least = max(1, LEAST_READ // (own[0] * own[1]))
+            splits = max(1, min(triton.cdiv(PROGRAMS, blocks), steps // least))
+        each = triton.cdiv(steps, splits)
+        return cls(*own, each, triton.cdiv(steps, each))
+
+
+def _divisor(size: int, most: int) -> int:
+    """Return the length of a tile's side: the largest power of two up to `most` that divides `size`, or the next one
+    above it, up to 256, where that is small."""
+    largest = min(most, size & -size)
+    return largest if largest >= 64 else min(most, 256, triton.next_power_of_2(size))
+
+
+def gated(states: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` of each pair, ``[pairs, rows]``.
+
+    `states` is ``[tokens, columns]``, `weights` ``[E, 2 * rows, columns]``, gate before up, `experts` ``[tokens, k]``.
+    """
+    rows, columns = weights.shape[1] // 2, weights.shape[2]
+    pairs, tokens = experts.numel(), len(states)
+    tiles = Tiles.of(rows, columns, pairs, False, matrices=2)
+    out = torch.empty((pairs, rows), dtype=states.dtype, device=states.device)
+    _launch(states, weights, experts, out, tiles, rows, columns, pairs // tokens, gate=True, transposed=False)
+    return out
+
+
+def multiplied(states: Tensor, weights: Tensor, experts: Tensor, transposed: bool) -> Tensor:
+    """Return partial products of each pair, float32 ``[pairs, splits, rows]``, to be added along `splits`.
+
+    `states` is ``[tokens, columns]``, or ``[pairs, columns]``; `weights` are ``[E, rows, columns]``, or if `transposed`
+    ``[E, columns, rows]``.
+    """
+    rows, columns = weights.shape[1:] if not transposed else (weights.shape[2], weights.shape[1])
+    pairs = experts.numel()
+    tiles = Tiles.of(rows, columns, pairs, transposed)
+    out = torch.empty((pairs, tiles.splits, rows), dtype=torch.float32, device=states.device)
+    _launch(states, weights, experts, out, tiles, rows, columns, pairs // len(states), False, transposed)
+    return out
+
+
+def _launch(
+    states: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    tiles: Tiles,
+    rows: int,
+    columns: int,
+    each: int,
+    gate: bool,
+    transposed: bool,
+) -> None:
+    _multiply[(experts.numel(), triton.cdiv(rows, tiles.rows), tiles.splits)](
+        states,
+        weights,
+        experts,
+        out,
+        tiles.steps,
+        EXPERTS=weights.shape[0],
+        ROWS=rows,
+        COLUMNS=columns,
+        EACH=each,
+        GATED=gate,
+        TRANSPOSED=transposed,
+        ONCE=len(experts) == 1,
+        TYPE=_TYPES[states.dtype],
+        BLOCK_ROWS=tiles.rows,
+        BLOCK_COLUMNS=tiles.columns,
+        num_warps=WARPS,
+    )
+
+
+def combined(
+    partial: Tensor, experts: Tensor, count: int, bias: Tensor | None, weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the sums of `partial`, ``[pairs, splits, rows]``, as `dtype`: ``[pairs, rows]``, or with `weights`,
+    ``[tokens, k]``, the weighted sums of the pairs of each token, ``[tokens, rows]``.
+
+    `bias` is ``[E, rows]`` with ``E = count``. An expert whose number is not below `count` adds nothing.
+    """
+    pairs, splits, rows = partial.shape
+    each = 1 if weights is None else weights.shape[1]
+    out = torch.empty((pairs // each, rows), dtype=dtype, device=partial.device)
+    product = dtype if weights is None else torch.promote_types(dtype, weights.dtype)
+    _combine[(pairs // each, triton.cdiv(rows, COMBINED))](
+        partial,
+        experts,
+        partial if bias is None else bias,
+        partial if weights is None else weights,
+        out,
+        splits,
+        EXPERTS=count,
+        ROWS=rows,
+        EACH=each,
+        BIASED=bias is not None,
+        WEIGHTED=weights is not None,
+        PRODUCT=_TYPES[product],
+        BLOCK=COMBINED,
+        num_warps=2,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["steps"])
+def _multiply(
+    states,
+    weights,
+    experts,
+    out,
+    steps,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EACH: tl.constexpr,
+    GATED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ONCE: tl.constexpr,
+    TYPE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Multiply a block of rows of an expert's matrix, `steps` tiles of it, with the states of one pair; `ONCE` means
+    that no other pair has the same expert."""
+    pair = tl.program_id(0)
+    expert = tl.load(experts + pair).to(tl.int64)
+    expert = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1)
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    MATRIX: tl.constexpr = ROWS * COLUMNS
+    states += pair // EACH * COLUMNS
+    weights += expert * (2 * MATRIX if GATED else MATRIX)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    other = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    first = tl.program_id(2) * steps
+    for step in range(first, tl.minimum(first + steps, tl.cdiv(COLUMNS, BLOCK_COLUMNS))):
+        column = step * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        place = column[None, :] * ROWS + row[:, None] if TRANSPOSED else row[:, None] * COLUMNS + column[None, :]
+        tile = _tile(weights + place, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
+        if COLUMNS % BLOCK_COLUMNS == 0:
+            state = tl.load(states + column).to(tl.float32)[None, :]
+        else:
+            state = tl.load(states + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            second = _tile(weights + MATRIX + place, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
+            other += second.to(tl.float32) * state
+        total += tile.to(tl.float32) * state
+    value = tl.sum(total, 1)
+    if GATED:
+        gate = rounded(value, TYPE).to(tl.float32)
+        gate = rounded(gate / (1.0 + tl.exp(-gate)), TYPE).to(tl.float32)
+        up = rounded(tl.sum(other, 1), TYPE).to(tl.float32)
+        tl.store(out + pair * ROWS + row, rounded(gate * up, TYPE), mask=row < ROWS)
+    else:
+        place = (pair * tl.num_programs(2) + tl.program_id(2)) * ROWS + row
+        tl.store(out + place, value, mask=row < ROWS)
+
+
+@triton.jit
+def _tile(
+    places,
+    row,
+    column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Load a tile of weights, with zeros outside of the matrix."""
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    if ROWS % BLOCK_ROWS == 0 and COLUMNS % BLOCK_COLUMNS == 0:
+        return tl.load(places, eviction_policy=POLICY)
+    else:
+        inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+        return tl.load(places, mask=inside, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine(
+    partial,
+    experts,
+    bias,
+    weights,
+    out,
+    splits,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    EACH: tl.constexpr,
+    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the partial sums of `EACH` pairs, one after the other, with bias and weight."""
+    TYPE: tl.constexpr = out.dtype.element_ty
+    token = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < ROWS
+    total = tl.zeros([BLOCK], tl.float32)
+    for number in range(EACH):
+        pair = token * EACH + number
+        value = tl.zeros([BLOCK], tl.float32)
+        for split in range(splits):
+            value += tl.load(partial + (pair * splits + split) * ROWS + row, mask=inside, other=0.0)
+        expert = tl.load(experts + pair).to(tl.int64)
+        known = (expert >= 0) & (expert < EXPERTS)
+        value = rounded(value, TYPE).to(tl.float32)
+        if BIASED:
+            own = tl.load(bias + tl.where(known, expert, 0) * ROWS + row, mask=inside, other=0.0).to(tl.float32)
+            value = rounded(value + own, TYPE).to(tl.float32)
+        if WEIGHTED:
+            value = rounded(value * tl.load(weights + pair).to(tl.float32), PRODUCT).to(tl.float32)
+        total += tl.where(known, value, 0.0)
+    tl.store(out + token * ROWS + row, rounded(total, TYPE), mask=inside)

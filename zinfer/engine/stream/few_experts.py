@@ -1,0 +1,190 @@
+"""Routed experts in passes of few tokens, by kernels that read the chosen experts at the speed of the GPU's memory.
+
+`transformers` computes experts by grouped matrix products. Their tiles are made for many rows, and around them rows are
+sorted, counted, moved and moved back, so that a token or two takes twice as long as reading its experts. The kernels
+(`zinfer.engine.stream.expert_kernel`) read each chosen expert once and nothing else.
+
+The classes of experts that `transformers` dispatches through its `ExpertsInterface` give the place for it, without code
+for architectures. A call that the kernels do not serve goes to the implementation that `transformers` chose: one with
+many tokens, with experts on other devices, or with a norm behind each expert. The first call of each kind is computed
+both ways: kernels that do not compile, or give other results, are not used any more, and the reason is told.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations import moe
+
+from zinfer.engine.stream.experts import through_interface
+from zinfer.engine.stream.triton_check import trouble
+from zinfer.spec.errors import one_line
+
+NAME = "zinfer_few"  # name of the implementation
+ATTRIBUTE = "zinfer_few_experts"  # of a module of experts
+
+# Pairs of a token and an expert, at most. Each pair reads its expert, from the L2 cache if another one just did. That
+# cache of an H100 gives some 1.6 times the bytes of its memory; grouped products read an expert once, at about half of
+# the memory's speed. So up to 1.5 reads of an expert the kernels are faster by far.
+MOST_PAIRS = 64
+MOST_READS = 1.5
+# Largest difference from what `transformers` computes, relative to the norm, by bytes of a value: that of rounding.
+TOLERANCE = {2: 0.03, 4: 1e-4}
+
+Implementation = Callable[..., Tensor]
+
+
+def cannot_run(device: torch.device) -> str | None:
+    """Return the reason why no kernel runs on a device; None if kernels run."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return trouble() if device.type == "cuda" else "no GPU"
+
+
+def pays(tokens: int, each: int, experts: int) -> bool:
+    """Tell whether the kernels are faster for `tokens` tokens with `each` of `experts` experts, evenly routed."""
+    pairs, touched = tokens * each, experts * (1 - (1 - min(1.0, each / experts)) ** tokens)
+    return 0 < pairs <= min(MOST_PAIRS, MOST_READS * touched)
+
+
+class FewExperts:
+    """Dispatch of a model's experts: to the kernels in passes of few tokens, else to what `transformers` chose.
+
+    `status` is ``on``, the reason why the kernels are not used, or None for a model without such experts.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        modules = [module for module in model.modules() if through_interface(module)]
+        self.status = (cannot_run(device) or "on") if modules else None
+        self._checked = set[tuple[object, ...]]()
+        self._chosen: dict[int, str | None] = {}  # the implementation that transformers chose, by the id of its config
+        if self.status != "on":
+            return
+        moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _dispatch)
+        for module in modules:
+            setattr(module, ATTRIBUTE, self)
+            if id(module.config) not in self._chosen:
+                self._chosen[id(module.config)] = module.config._experts_implementation
+                module.config._experts_implementation = NAME
+
+    def compute(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the experts of a call: hidden states ``[tokens, H]``, numbers of the chosen experts and their weights
+        ``[tokens, k]`` each; the result is ``[tokens, H]``."""
+        chosen = self._implementation(module)
+        if self.status != "on" or kwargs or not _serves(module, *args):
+            return chosen(module, *args, **kwargs)
+        kind = _kind(module, *args)
+        try:
+            found = _compute(module, *args)
+            if kind in self._checked:
+                return found
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.status = f"the kernels failed: {one_line(error)[:120]}"
+            return chosen(module, *args)
+        expected = chosen(module, *args)
+        if _alike(found, expected):
+            self._checked.add(kind)
+            return found
+        self.status = "the kernels' results differ from those of transformers"
+        return expected
+
+    def _implementation(self, module: nn.Module) -> Implementation:
+        """Return the implementation that transformers chose for a module of experts."""
+        name = self._chosen[id(module.config)]
+        found: Implementation = (
+            type(module).forward.__wrapped__  # type: ignore[attr-defined]
+            if name is None or name == "eager"
+            else moe.ALL_EXPERTS_FUNCTIONS[name]
+        )
+        return found
+
+
+def _dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Forward pass of a module of experts, as transformers' `ExpertsInterface` calls it."""
+    found: Tensor = getattr(module, ATTRIBUTE).compute(module, *args, **kwargs)
+    return found
+
+
+def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None:
+    """Return the stacked weights of a module's first and second matrices, with their biases; None if it has others."""
+    found = []
+    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+        weights = getattr(module, name, None)
+        bias = getattr(module, f"{name}_bias", None) if getattr(module, "has_bias", False) else None
+        if not isinstance(weights, Tensor) or weights.dim() != 3 or not weights.is_contiguous():
+            return None
+        rows = weights.shape[2] if module.is_transposed else weights.shape[1]
+        if getattr(module, "has_bias", False) and (
+            not isinstance(bias, Tensor) or bias.shape != (len(weights), rows) or not bias.is_contiguous()
+        ):
+            return None
+        found.append((weights, bias))
+    return found[0], found[1]
+
+
+def _serves(module: nn.Module, *args: Any) -> bool:
+    """Tell whether the kernels serve a call, and are faster."""
+    if len(args) != 3 or not all(isinstance(one, Tensor) and one.dim() == 2 for one in args):
+        return False
+    states, experts, weights = args
+    if getattr(module, "_is_expert_parallel", False) or getattr(module, "has_post_expert_norm", False):
+        return False
+    if module.has_gate and not hasattr(module, "_apply_gate"):
+        return False
+    if experts.shape != weights.shape or len(experts) != len(states) or experts.is_floating_point():
+        return False
+    matrices = _matrices(module)
+    if matrices is None or states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    ((up, up_bias), (down, down_bias)), columns = matrices, 1 if module.is_transposed else 2
+    tensors = [one for one in (up, down, up_bias, down_bias) if one is not None]
+    same = all(one.dtype == states.dtype and one.device == states.device for one in tensors)
+    fits = up.shape[columns] == states.shape[1] == down.shape[3 - columns] and len(up) == len(down)
+    small = max(up[0].numel(), down[0].numel()) < 1 << 31  # places within a matrix have 32 bits
+    known = weights.dtype in (states.dtype, torch.float32)
+    return same and fits and small and known and pays(*experts.shape, len(up))
+
+
+def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> tuple[object, ...]:
+    """Return what the kernels are compiled for: calls of one kind differ in numbers only."""
+    names = ("gate_up_proj", "up_proj", "down_proj")
+    shapes = tuple(getattr(module, name).shape for name in names if hasattr(module, name))
+    return type(module), shapes, states.dtype, weights.dtype, tuple(experts.shape)
+
+
+def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """Compute a call that `_serves` by the kernels."""
+    from zinfer.engine.stream.expert_kernel import combined, gated, multiplied
+
+    matrices = _matrices(module)
+    assert matrices is not None
+    ((up, up_bias), (down, down_bias)), transposed = matrices, bool(module.is_transposed)
+    states, experts, weights, count = states.contiguous(), experts.contiguous(), weights.contiguous(), len(up)
+    if _plain_gate(module) and up_bias is None and not transposed:
+        inner = gated(states, up, experts)
+    else:
+        partial = multiplied(states, up, experts, transposed)
+        inner = combined(partial, experts, count, up_bias, None, states.dtype)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)  # type: ignore[operator]
+    partial = multiplied(inner.contiguous(), down, experts, transposed)
+    return combined(partial, experts, count, down_bias, weights, states.dtype)
+
+
+def _plain_gate(module: nn.Module) -> bool:
+    """Tell whether a module's gate is that of SwiGLU, which a kernel applies."""
+    default = getattr(moe, "_default_apply_gate", None)
+    own = getattr(type(module), "_apply_gate", None)
+    activation = type(getattr(module, "act_fn", None)).__name__
+    return bool(module.has_gate) and own is not None and own is default and activation in ("SiLU", "SiLUActivation")
+
+
+def _alike(found: Tensor, expected: Tensor) -> bool:
+    """Tell whether results ``[tokens, H]`` differ by rounding alone; padding may be NaN in both."""
+    one, other = (torch.nan_to_num(states.double(), 0.0, 0.0, 0.0) for states in (found, expected))
+    error = (one - other).norm() / other.norm().clamp(min=1e-30)
+    return float(error) < TOLERANCE[found.dtype.itemsize]

@@ -229,8 +229,8 @@ def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpo
         for lengths, expected in zip(BATCHES, reference(checkpoint(architecture)), strict=True):
             assert torch.equal(tokens(engine, lengths), expected)
     told = str(engine.effective().settings["cuda_graphs"])
-    # Experts in float32 that no kernel takes are computed one after the other, by numbers that the CPU waits for; Falcon
-    # waits for its mask.
+    # Experts in float32 that no kernel takes are computed one after the other, by numbers that the CPU waits for;
+    # Falcon waits for its mask.
     waits = architecture in ("mixtral", "falcon-old")
     assert told == "on" or (waits and told.startswith("a decode step cannot be recorded")), told
     engine.close()

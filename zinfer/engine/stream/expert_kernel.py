@@ -48,14 +48,14 @@ class Tiles:
         contiguous, other = (rows, columns) if transposed else (columns, rows)
         length = _divisor(contiguous, LONGEST if not transposed else LONGEST // 8)
         count = min(TILE // length, triton.next_power_of_2(other))
-        own = (length, count) if transposed else (count, length)
-        blocks, steps = triton.cdiv(rows, own[0]) * pairs, triton.cdiv(columns, own[1])
+        tall, wide = (length, count) if transposed else (count, length)
+        blocks, steps = triton.cdiv(rows, tall) * pairs, triton.cdiv(columns, wide)
         splits = 1
         if matrices == 1:
-            least = max(1, LEAST_READ // (own[0] * own[1]))
+            least = max(1, LEAST_READ // (tall * wide))
             splits = max(1, min(triton.cdiv(PROGRAMS, blocks), steps // least))
         each = triton.cdiv(steps, splits)
-        return cls(*own, each, triton.cdiv(steps, each))
+        return cls(tall, wide, each, triton.cdiv(steps, each))
 
 
 def _divisor(size: int, most: int) -> int:

@@ -147,7 +147,7 @@ def _serves(module: nn.Module, *args: Any) -> bool:
     fits = up.shape[columns] == states.shape[1] == down.shape[3 - columns] and len(up) == len(down)
     small = max(up[0].numel(), down[0].numel()) < 1 << 31  # places within a matrix have 32 bits
     known = weights.dtype in (states.dtype, torch.float32)
-    return same and fits and small and known and pays(*experts.shape, len(up))
+    return same and fits and small and known and pays(len(experts), experts.shape[1], len(up))
 
 
 def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> tuple[object, ...]:

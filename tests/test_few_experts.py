@@ -278,7 +278,7 @@ def main(path: Path) -> None:
         return compute(*args)
 
     few_experts._compute = counted  # type: ignore[assignment]
-    directory = save_config(path.parent, "qwen3_moe", **MIXTURES["qwen3_moe"] | {"num_hidden_layers": 2})
+    directory = save_config(path.parent, "mixtral", **MIXTURES["mixtral"] | {"num_hidden_layers": 1})
     told, logits = {}, []
     for option in ("auto", "off"):
         loaded = load(directory, share="40%", experts_kernel=option)

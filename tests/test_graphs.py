@@ -3,7 +3,7 @@ recorded runs as before. `Rerun` takes the place of CUDA graphs; `test_gpu` reco
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from zinfer.engine.stream import graphs, ragged
 from zinfer.engine.stream.graphs import PAYS, Run, end_of
 from zinfer.generation import passes
 from zinfer.plan.plan import make_plan
+from zinfer.spec.model import Dtype
 
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
@@ -80,7 +81,7 @@ def test_recorded_steps_give_the_tokens_of_transformers(
 def test_layers_that_all_stay_are_recorded_with_their_unpacking(
     codec: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
 ) -> None:
-    directory, dtype = checkpoint("llama"), "bfloat16" if codec == "lossless" else "float32"
+    directory, dtype = checkpoint("llama"), cast("Dtype", "bfloat16" if codec == "lossless" else "float32")
     found = []
     for option in ("off", "auto"):
         engine = load("stream", directory, "cpu", tmp_path, dtype=dtype, weight_codec=codec, cuda_graphs=option)

@@ -144,6 +144,7 @@ SHORTHANDS = {  # options of `stream` that have a flag of their own
     "weight_codec": "How weights cross the link; auto: lossless where that pays.",
     "kv_offload": "Sequences with their KV cache in host memory; auto: those that the GPU has no room for.",
     "kv_cache_dtype": "Type of the KV cache; auto: that of the weights.",
+    "draft": "Tokens guessed ahead, which one pass verifies; ngram: what followed the last tokens before.",
     "experts": "Routed experts that cross the link: all, or those that the router chose (on-demand).",
 }
 

@@ -158,6 +158,8 @@ def command(
     for text in plan.sla:
         if sla.parse(text).metric == "decode_tok_s":
             raise sla.SlaError(f"{text!r}: requests have no decode_tok_s: write user_tok_s or output_tok_s")
+    if plan.batch_size != () and any(dict(load.options).get("draft", "none") != "none" for load in plan.loads()):
+        raise OptionError("draft: equal batches of random tokens say nothing about drafts; measure requests alone")
     served = request_sets(plan)
     options.check_nvme(plan.offload, nvme_path)
     conflicts = [load.conflict for load in plan.loads()]

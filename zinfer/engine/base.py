@@ -145,6 +145,11 @@ class Engine(ABC):
         can."""
         return f"engine {self.plan.case.engine} computes whole prompts and single tokens"
 
+    def cannot_draft(self) -> str | None:
+        """Return the reason why a pass cannot verify drafts, several tokens of which each row keeps some; None if it
+        can."""
+        return f"engine {self.plan.case.engine} cannot forget positions"
+
     def cannot_score(self) -> str | None:
         """Return the reason why a pass cannot return the logits of all positions of a prompt; None if it can."""
         return None

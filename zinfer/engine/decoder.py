@@ -247,6 +247,15 @@ class Decoder(Engine):
             return f"layers of {self.plan.model.name} take a prompt as a whole: they hold more than keys and values"
         return None
 
+    def cannot_draft(self) -> str | None:
+        layers, name = self._kinds_of_layers(), self.plan.model.name
+        if not layers or not RowCache(layers=layers).only_keys:
+            return f"layers of {name} hold a state that cannot forget single tokens: drafts are not for them"
+        windows = [one.slots.window for one in RowCache(layers=layers).attention.values() if one.slots.window]
+        if windows:
+            return f"rows of {name} go on by one length within its window of {min(windows)} tokens: no drafts"
+        return self.cannot_chunk()
+
     def cannot_regroup(self) -> str | None:
         name = self.plan.model.name
         if not self._kinds_of_layers():

@@ -30,7 +30,7 @@ def cache_identity(plan: Plan) -> dict[str, str]:
 
 
 class Piece(NamedTuple):
-    """The text that a token completes, empty within a character; `finish_reason` is ``stop`` or ``length`` at the
+    """The text that new tokens complete, empty within a character; `finish_reason` is ``stop`` or ``length`` at the
     answer's end, else None."""
 
     text: str
@@ -91,7 +91,7 @@ class Chat:
         sampling = self._sampling.model_copy(update={"seed": f"{self._sampling.seed}/{self._turns}"})
         self._turns += 1
         self._answer = Sequence(ids, left, sampling, ignore_eos=self._ignore_eos)
-        self._detokenizer = Detokenizer(self._tokenizer.hf)
+        self._detokenizer, self._shown = Detokenizer(self._tokenizer.hf), 0
         self._scheduler.start([self._answer], left, past)
         return self._piece(), reloaded, len(ids) - reloaded
 
@@ -126,7 +126,6 @@ class Chat:
         if answer.error is not None:
             self._scheduler.end()
             raise NotFiniteError
-        if answer.finish_reason == "stop":  # the end token, which is no part of the answer
-            return Piece(self._detokenizer.rest(), "stop")
-        text = self._detokenizer.add(answer.output_ids[-1])
+        text = "".join(map(self._detokenizer.add, answer.output_ids[self._shown :]))
+        self._shown = len(answer.output_ids)
         return Piece(text + (self._detokenizer.rest() if answer.ended else ""), answer.finish_reason)

@@ -13,10 +13,11 @@ Nothing here runs a model: `Schedule.plan` returns the `Move`s and the works of 
 `zinfer.generation.scheduler.ContinuousScheduler` carries out; tests carry them out on a clock.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from zinfer.plan import cost
@@ -81,6 +82,7 @@ class Group:
         self.rows: list[Row | None] = list(rows)
         self._pads = [width - count for count in real]
         self.width, self.capacity, self.length = width, capacity, length
+        self.gaps = False  # True once positions between others were forgotten
 
     @property
     def running(self) -> bool:
@@ -114,6 +116,13 @@ class Group:
         """Most tokens that a row may still get."""
         row = self.rows[place]
         return 0 if row is None else row.left
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Count the positions that rows keep of a pass, one at least each; the others were forgotten."""
+        most = max(kept)
+        self.length += most
+        self._pads = [pad + most - own for pad, own in zip(self._pads, kept, strict=True)]
+        self.gaps = self.gaps or min(kept) < most
 
     def remove(self, places: Collection[int]) -> None:
         """Take rows out; the others close up."""
@@ -218,7 +227,7 @@ def load_of_pass(works: "Sequence[GroupWork]") -> PassLoad:
     """Return the work of a pass that has not been done yet."""
     decoding = [group for group, _ in works if group.running]
     return PassLoad(
-        rows=sum(len(group.rows) for group in decoding),
+        rows=sum(len(group.rows) * count for group, count in works if group.running),
         positions=sum(group.positions for group in decoding),
         prompt_tokens=sum(len(group.rows) * count for group, count in works if not group.running),
         groups=sum(not group.hosted for group in decoding) + any(group.hosted for group in decoding),
@@ -288,6 +297,13 @@ class PassTimes:
             return self.tokens
         if self.launching(load) > self.link_s:
             return 0
+        return max(0, int((self.link_s - self.computing(load)) / self._prompt_s))
+
+    def room_for_drafts(self, load: PassLoad) -> int:
+        """Return the further tokens of running rows that hide behind the link beside `load`; all if the plan does not
+        know."""
+        if not self.known:
+            return 1 << 30
         return max(0, int((self.link_s - self.computing(load)) / self._prompt_s))
 
     def prompt_seconds(self, tokens: int) -> float:
@@ -372,8 +388,9 @@ class Schedule:
     """The rows that wait and run, and the plan of each pass.
 
     Call `plan`, carry it out, then `done` with its works, seconds and the rows that got a token and ended. `ending` is
-    the chance that a row ends at a token before its limit. `reusable` tells of a waiting row how many of its first
-    positions are kept in host memory, and need not be computed; not all of them.
+    the chance that a row ends at a token before its limit. `slack` is the room that is taken besides for the tokens to
+    come where it cannot be made later, as a share of them: forgotten positions stay between others. `reusable` tells of
+    a waiting row how many of its first positions are kept in host memory, and need not be computed; not all of them.
     """
 
     times: PassTimes
@@ -381,6 +398,7 @@ class Schedule:
     able: Abilities = field(default_factory=Abilities)
     order: Callable[[Row], tuple[int, int, int]] = like_order
     step: int = STEP
+    slack: float = 0.0
     ending: float = 0.0
     reusable: Callable[[Row], int] = lambda _row: 0
     groups: list[Group] = field(default_factory=list)
@@ -438,15 +456,25 @@ class Schedule:
             works = [GroupWork(group, 1) for group in self.groups if group.running]
         return PassPlan(moves, works[:1] if len(works) < 2 else self._in_turn(works))
 
-    def done(self, works: Sequence[GroupWork], seconds: float, ended: Iterable[int]) -> None:
-        """Count a pass that took `seconds`: each row of a work whose known tokens were computed has got a token, but
-        those that `ended` (keys) are over."""
+    def done(
+        self,
+        works: Sequence[GroupWork],
+        seconds: float,
+        ended: Iterable[int],
+        gained: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """Count a pass that took `seconds`: each row of a work whose known tokens were computed has got a token, or as
+        many as `gained` says by key, but those that `ended` (keys) are over. A row keeps a position for each token that
+        it got; the others of a work of several tokens were forgotten."""
         over, tally = set(ended), self.tally
         load = load_of_pass(works)
         for group, count in works:
             if not group.running:
                 tally.prompts += len(group.rows) * count
-            group.length += count
+            if group.running and count > 1:
+                group.keep([1 if row is None else gained.get(row.key, 1) for row in group.rows])
+            else:
+                group.length += count
             tally.read += group.positions
             tally.padded += group.positions - group.needed
             tally.computed += len(group.rows) * count
@@ -454,9 +482,10 @@ class Schedule:
                 for place in group.alive:
                     row = group.rows[place]
                     assert row is not None
-                    row.length += 1
-                    row.left -= 1
-                    self._tokens += 1
+                    tokens = gained.get(row.key, 1)
+                    row.length += tokens
+                    row.left -= tokens
+                    self._tokens += tokens
                     self._early += row.key in over and row.left > 0
                     if row.key in over or row.left <= 0:
                         group.rows[place] = None
@@ -502,7 +531,7 @@ class Schedule:
         """Return the capacity of a group with `length` positions whose rows may get `left` more tokens."""
         most = length + max(1, left)
         if self.able.regroups is not True:
-            return most
+            return most + ceil(self.slack * left)
         return min(most, -(-(length + 1) // self.step) * self.step + self.step // 2)
 
     def _compact(self, moves: list[Move]) -> None:
@@ -583,7 +612,7 @@ class Schedule:
             self.waiting.sort(key=self.order)
             self._sorted = True
             return
-        if len(victim.alive) < len(victim.rows):
+        if len(victim.alive) < len(victim.rows) or victim.gaps:
             victim = self._regroup(moves, [victim])
         self.suspended.append(victim)
         self.tally.suspended += len(victim.rows)
@@ -718,7 +747,7 @@ class Schedule:
                 for index, later in enumerate(_TIMES):
                     if later >= row.left:
                         break
-                    need[index] += row.length + row.left
+                    need[index] += row.length + row.left + ceil(self.slack * row.left)
                 continue
             for index, later in enumerate(_TIMES):
                 if later >= row.left:

@@ -7,7 +7,7 @@ what it has so far. `ContinuousScheduler` runs sequences that come at any time: 
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.generation import passes
+from zinfer.generation.drafts import MOST, Drafter, Drafts, drafter_of
 from zinfer.generation.prefix_cache import PrefixCache
 from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, scores
 from zinfer.generation.schedule import (
@@ -36,6 +37,7 @@ from zinfer.generation.schedule import (
     arrival_order,
     like_order,
     load_of,
+    load_of_pass,
     positions_of,
 )
 from zinfer.generation.tokenizer import NO_TOKENS, Tokenizer
@@ -93,6 +95,28 @@ class DecodeLoop:
             raise
         self.steps += 1
         return self._choose(logits)
+
+    def verify(self, token_ids: Tensor) -> Tensor:
+        """Compute the tokens chosen last with drafts behind them, ``[B, n]``; return all their logits, ``[B, n, V]``.
+        `keep` must follow."""
+        try:
+            (logits,) = self.engine.forward([Work(self.batch, token_ids, token_ids.shape[1])])
+        except BaseException:
+            self._abandon()
+            raise
+        return logits
+
+    def keep(self, tokens: Tensor, count: int) -> None:
+        """Count `count` steps and forget the positions behind them; `tokens`, ``[B]``, were chosen last."""
+        try:
+            lengths = torch.full((self.batch.batch_size,), self.batch.prompt_len + self.steps + count)
+            if int(lengths[0]) < self.batch.length:
+                self.engine.rollback(self.batch, lengths)
+        except BaseException:
+            self._abandon()
+            raise
+        self.steps += count
+        self.tokens = tokens
 
     def end(self) -> None:
         """Free the batch's KV cache. Safe to call twice."""
@@ -161,13 +185,16 @@ class Sequence:
 
 
 class Scheduler:
-    """Scheduler of one batch, from its start until its end: decides which sequences are in the next pass."""
+    """Scheduler of one batch, from its start until its end: decides which sequences are in the next pass. A single
+    sequence gets several tokens from a pass if the engine's options ask for drafts."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.sequences: list[Sequence] = []
         self.loop = DecodeLoop(engine, self._choose)
         self._tokenizer = tokenizer
         self._reserve = 0
+        drafter = drafter_of(engine)
+        self._drafts = None if drafter is None else Drafts(drafter)
 
     @property
     def running(self) -> bool:
@@ -187,7 +214,36 @@ class Scheduler:
 
     def step(self) -> list[Sequence]:
         """Run a decode step of the batch, while it is `running`. Returns the sequences that ended with it."""
-        return self._extend(self.loop.step())
+        drafts = self._draft()
+        return self._verify(self.sequences[0], drafts) if drafts else self._extend(self.loop.step())
+
+    def _draft(self) -> list[int]:
+        """Return drafts for a single sequence."""
+        if self._drafts is None or len(self.sequences) > 1:
+            return []
+        (one,) = self.sequences
+        known = one.prompt_ids + one.output_ids
+        return self._drafts.propose({0: (known, min(one.left, self._reserve))}, MOST).get(0, [])
+
+    def _verify(self, sequence: Sequence, drafts: list[int]) -> list[Sequence]:
+        """Run a decode step of one sequence with drafts; add the tokens that it gets."""
+        asked = torch.tensor([[int(self.loop.tokens[0]), *drafts]], device=self.loop.tokens.device)
+        logits, place = self.loop.verify(asked)[0], len(sequence.output_ids)
+        places = list(range(place, place + len(logits)))
+        tokens, finite = choose(logits, [sequence.sampling] * len(logits), places)
+        count = 0
+        for token, fine, draft in zip(tokens.tolist(), finite.tolist(), [*drafts, -1], strict=True):
+            add_token(self._tokenizer, sequence, token, fine)
+            count += 1
+            if sequence.ended or token != draft:
+                break
+        self.loop.keep(tokens[count - 1 : count], count)
+        self._reserve -= count
+        if self._drafts is not None:
+            self._drafts.saw(0, len(drafts), count - 1)
+            if sequence.ended:
+                self._drafts.forget(0)
+        return [sequence] if sequence.ended else []
 
     def end(self) -> None:
         """End the batch, however far its sequences are. Safe to call twice."""
@@ -251,6 +307,9 @@ class ContinuousScheduler:
     Keys and values of complete prompts and of rows that end are kept in up to `cache_size` bytes of host memory, in
     `prefixes`; a later row reuses its longest prefix that is there. `cannot_reuse` is the reason why the engine does
     not, if it cannot.
+
+    With a `drafter`, by default the one that the engine's options ask for, a pass may give a row several tokens. Raises
+    EngineError then where `Engine.cannot_draft` gives a reason.
     """
 
     def __init__(
@@ -261,8 +320,13 @@ class ContinuousScheduler:
         rows: int | None = None,
         arrivals: bool = False,
         cache_size: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
+        drafter = drafter_of(engine) if drafter is None else drafter
+        if drafter is not None and (why_not := engine.cannot_draft()) is not None:
+            raise EngineError(why_not)
         self.engine, self._tokenizer = engine, tokenizer
+        self.drafts = None if drafter is None else Drafts(drafter)
         self.sequences: dict[int, Sequence] = {}  # those that have not ended, by key
         engine.clear()
         engine.expect(load)
@@ -272,7 +336,8 @@ class ContinuousScheduler:
         limits = Limits(positions, rows or 1 << 20, group_positions(engine.plan))
         order = arrival_order if arrivals else like_order
         able = abilities(engine, setup.kv_host_share > 0)
-        self.schedule = Schedule(times, limits, able, order, reusable=self._reusable)
+        slack = SLACK if self.drafts is not None else 0.0
+        self.schedule = Schedule(times, limits, able, order, slack=slack, reusable=self._reusable)
         self.cannot_reuse = engine.cannot_snapshot() or engine.cannot_chunk()
         self.prefixes: PrefixCache | None = None
         self._matched: dict[int, tuple[int, int]] = {}  # by key: version of `prefixes`, tokens found there
@@ -281,6 +346,7 @@ class ContinuousScheduler:
             identity, pin = {"model": engine.plan.model.name}, engine.device.type == "cuda"
             spare = int(SPARE * host_bytes())
             self.prefixes = PrefixCache(identity, cache_size, pin=pin, piece=PIECE, spare=spare)
+        self.gained: dict[int, int] = {}  # tokens that the last pass gave to each sequence, by key
         self._batches: dict[int, MicroBatch] = {}  # by the id of their group
         self._kept: dict[int, KVSnapshot] = {}  # of suspended groups, by the id of their group
 
@@ -309,6 +375,8 @@ class ContinuousScheduler:
         gone = [key for key in keys if self.sequences.pop(key, None) is not None]
         for key in gone:
             self._matched.pop(key, None)
+            if self.drafts is not None:
+                self.drafts.forget(key)
         self.schedule.drop(gone)
 
     @property
@@ -333,10 +401,14 @@ class ContinuousScheduler:
         planned = planned._replace(works=[self._bounded(work) for work in planned.works])
         began = time.monotonic()
         touched: list[Sequence] | None = None
+        gained: dict[int, int] = {}
+        self.gained = gained
         try:
             if self._carry_out(planned.moves):
+                planned, drafts = self._drafted(planned)
                 try:
-                    touched = self._compute(planned.works)
+                    touched = self._compute(planned.works, drafts, gained)
+                    self._forget_rejected(planned.works, gained)
                 except (torch.OutOfMemoryError, MemoryError):
                     if len(self.schedule.running) <= 1:
                         raise
@@ -350,10 +422,45 @@ class ContinuousScheduler:
             return []
         ended = [one.key for one in touched if one.ended]
         self._note_computed(planned.works)
-        self.schedule.done(planned.works, time.monotonic() - began, ended)
+        self.schedule.done(planned.works, time.monotonic() - began, ended, gained)
         for key in ended:
             del self.sequences[key]
+            if self.drafts is not None:
+                self.drafts.forget(key)
         return touched
+
+    # Drafts
+
+    def _drafted(self, planned: PassPlan) -> tuple[PassPlan, dict[int, list[int]]]:
+        """Return the plan of a pass with room for drafts in the works of running groups, and the drafts by key."""
+        running = [group for group, _ in planned.works if group.running]
+        if self.drafts is None or not running:
+            return planned, {}
+        most = min(group.capacity - group.length - 1 for group in running)
+        if self.schedule.able.regroups is not True:  # gaps take room that is not made anew
+            most = min(group.capacity - group.length - group.most_left for group in running)
+        rows = {
+            row.key: (one.prompt_ids + one.output_ids, min(row.left, 1 + most))
+            for group in running for row in group.rows
+            if row is not None and (one := self.sequences.get(row.key)) is not None
+        }  # fmt: skip
+        room = min(
+            self.schedule.times.room_for_drafts(load_of_pass(planned.works)),
+            SCORED_LOGITS // self.engine.plan.model.vocab_size,
+        )
+        drafts = self.drafts.propose(rows, room)
+        count = 1 + max(map(len, drafts.values()), default=0)
+        works = [GroupWork(group, count) if group.running else GroupWork(group, own) for group, own in planned.works]
+        return planned._replace(works=works), drafts
+
+    def _forget_rejected(self, works: Several[GroupWork], gained: dict[int, int]) -> None:
+        """Have the engine forget the positions of drafts that were rejected."""
+        for group, count in works:
+            if not group.running or count == 1:
+                continue
+            kept = [1 if row is None else gained.get(row.key, 1) for row in group.rows]
+            if min(kept) < count:
+                self.engine.rollback(self._batches[id(group)], group.length + torch.tensor(kept))
 
     def release(self) -> None:
         """Free the memory of sequences that have ended."""
@@ -469,7 +576,8 @@ class ContinuousScheduler:
                 if row is None or sequence is None or sequence.error is not None:
                     continue
                 scored = sequence.echo and sequence.logprobs is not None  # as those that are like it will be
-                if row.length >= LEAST_KEPT and not scored and (sequence.ended or not group.running):
+                whole = not group.gaps and (count == 1 or not group.running)
+                if row.length >= LEAST_KEPT and not scored and (not group.running or (sequence.ended and whole)):
                     known = (sequence.prompt_ids + sequence.output_ids)[: row.length]
                     self._to_keep.append((known, self._batches[id(group)], place))
 
@@ -525,15 +633,16 @@ class ContinuousScheduler:
     def _lengths(self, group: Group) -> list[int]:
         return [0 if row is None else row.length for row in group.rows]
 
-    def _tokens(self, group: Group, count: int) -> Tensor:
-        """Return the next `count` token ids of each row, ``[B, count]``."""
+    def _tokens(self, group: Group, count: int, drafts: Mapping[int, list[int]]) -> Tensor:
+        """Return the next `count` token ids of each row, ``[B, count]``: of a prompt, or the last token and drafts."""
         padding, rows = self._tokenizer.padding, []
         for row in group.rows:
             sequence = None if row is None else self.sequences.get(row.key)
             if sequence is None:
                 rows.append([padding] * count)
             elif group.running:
-                rows.append([sequence.output_ids[-1] if sequence.output_ids else sequence.prompt_ids[-1]])
+                known = sequence.output_ids or sequence.prompt_ids
+                rows.append((known[-1:] + drafts.get(sequence.key, []) + [padding] * count)[:count])
             else:
                 known = sequence.prompt_ids + sequence.output_ids
                 skip = group.length - (group.width - len(known))
@@ -552,11 +661,17 @@ class ContinuousScheduler:
         most = SCORED_LOGITS // (self.engine.plan.model.vocab_size * len(work.group.rows))
         return work._replace(tokens=max(1, min(work.tokens, most)))
 
-    def _compute(self, works: Several[GroupWork]) -> list[Sequence]:
-        """Run the pass; return the sequences that got a token."""
+    def _compute(
+        self, works: Several[GroupWork], drafts: Mapping[int, list[int]], gained: dict[int, int]
+    ) -> list[Sequence]:
+        """Run the pass; return the sequences that got a token. `gained` gets the number of tokens of each, by key."""
         scored = [self._scored(group) for group, _ in works]
         asked = [
-            Work(self._batches[id(group)], self._tokens(group, count), count if all_positions else 1)
+            Work(
+                self._batches[id(group)],
+                self._tokens(group, count, drafts),
+                count if all_positions or group.running else 1,
+            )
             for (group, count), all_positions in zip(works, scored, strict=True)
         ]
         found = self.engine.forward(asked)
@@ -568,19 +683,41 @@ class ContinuousScheduler:
             if group.length + count < group.width:  # prompts that are not complete
                 continue
             sequences = [None if row is None else self.sequences.get(row.key) for row in group.rows]
-            samplings = [GREEDY if one is None else one.sampling for one in sequences]
-            places = [0 if one is None else len(one.output_ids) for one in sequences]
-            tokens, finite = choose(logits[:, -1], samplings, places)
-            chosen.append((sequences, tokens.tolist(), finite.tolist(), _scores(sequences, logits[:, -1], tokens)))
+            logits = logits if group.running else logits[:, -1:]
+            chosen.append((sequences, *self._choose(sequences, logits)))
         del found
         for sequences, ids, finites, scored_rows in chosen:
-            for place, (sequence, token, fine) in enumerate(zip(sequences, ids, finites, strict=True)):
-                if sequence is not None:
+            for place, sequence in enumerate(sequences):
+                if sequence is None:
+                    continue
+                own = drafts.get(sequence.key, []) if len(ids[place]) > 1 else []
+                gained[sequence.key] = 0
+                for position, (token, fine) in enumerate(zip(ids[place], finites[place], strict=True)):
                     add_token(self._tokenizer, sequence, token, fine)
-                    if place in scored_rows and fine:
-                        sequence.scores.append(scored_rows[place])
-                    touched.append(sequence)
+                    gained[sequence.key] += 1
+                    if (place, position) in scored_rows and fine:
+                        sequence.scores.append(scored_rows[place, position])
+                    if sequence.ended or position >= len(own) or own[position] != token:
+                        break
+                if own and self.drafts is not None:
+                    self.drafts.saw(sequence.key, len(own), gained[sequence.key] - 1)
+                touched.append(sequence)
         return touched
+
+    @staticmethod
+    def _choose(
+        sequences: Several[Sequence | None], logits: Tensor
+    ) -> tuple[list[list[int]], list[list[bool]], dict[tuple[int, int], Score]]:
+        """Return the token of each row and position of ``[B, n, V]`` logits, as if those before it were right, whether
+        its logits are numbers, and the scores that are asked for, by row and position."""
+        count = logits.shape[1]
+        samplings = [GREEDY if one is None else one.sampling for one in sequences for _ in range(count)]
+        places = [0 if one is None else len(one.output_ids) + ahead for one in sequences for ahead in range(count)]
+        flat = logits.reshape(-1, logits.shape[-1])
+        tokens, finite = choose(flat, samplings, places)
+        asking = [one for one in sequences for _ in range(count)]
+        found = {divmod(number, count): score for number, score in _scores(asking, flat, tokens).items()}
+        return tokens.view(-1, count).tolist(), finite.view(-1, count).tolist(), found
 
     def _score_prompts(self, group: Group, logits: Tensor) -> None:
         """Add the scores that `logits`, ``[B, count, V]`` of a group's next positions, have for tokens of prompts."""
@@ -613,6 +750,7 @@ def _scores(sequences: Several[Sequence | None], logits: Tensor, tokens: Tensor)
     }
 
 
+SLACK = 0.5  # room for forgotten positions, as a share of the tokens to come, where drafts are verified
 LEAST_KEPT = 16  # tokens of a prefix that is worth keeping and reusing
 SPARE = 0.02  # share of the host's memory that kept KV caches leave free
 PIECE = 512  # tokens whose keys and values are kept, and dropped, together at most

@@ -8,7 +8,7 @@ tokens. Percentiles are by nearest rank.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from statistics import mean
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
@@ -26,8 +26,9 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class RequestSample(Frozen):
-    """One request: tokens of its prompt, tokens asked for, the time at which it arrived, and the passes that gave it a
-    token, as runs of (number of the first pass, passes in a row).
+    """One request: tokens of its prompt, tokens asked for, the time at which it arrived, and the passes that gave it
+    tokens, as runs of (number of the first pass, passes in a row that gave it one each). A negative second number
+    belongs to one pass alone that gave it so many: with drafts that were right.
 
     Stored as a row, ``[245,106,1503.2,17,106]``.
     """
@@ -35,7 +36,7 @@ class RequestSample(Frozen):
     input_len: Count
     output_len: Count
     arrived_ms: Moment
-    runs: tuple[tuple[Count, Count], ...] = ()
+    runs: tuple[tuple[Count, int], ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -50,8 +51,10 @@ class RequestSample(Frozen):
 
     @model_validator(mode="after")
     def _forwards(self) -> Self:
-        if any(first + count > later for (first, count), (later, _) in pairwise(self.runs)):
+        if any(first + max(1, count) > later for (first, count), (later, _) in pairwise(self.runs)):
             raise ValueError("the passes of a request are not in order")
+        if any(count in (0, -1) for _, count in self.runs):
+            raise ValueError("a run of passes without tokens")
         return self
 
     @model_serializer
@@ -61,18 +64,27 @@ class RequestSample(Frozen):
     @property
     def tokens(self) -> int:
         """Tokens that it got."""
-        return sum(count for _, count in self.runs)
+        return sum(abs(count) for _, count in self.runs)
 
     @property
     def passes(self) -> list[int]:
         """Number of the pass of each of its tokens."""
-        return [number for first, count in self.runs for number in range(first, first + count)]
+        return [
+            number
+            for first, count in self.runs
+            for number in (range(first, first + count) if count > 0 else repeat(first, -count))
+        ]
+
+    @property
+    def last_pass(self) -> int:
+        """Number of the pass of its last token; -1 without one."""
+        return self.runs[-1][0] + max(1, self.runs[-1][1]) - 1 if self.runs else -1
 
 
 class PassCounts(Frozen):
     """Counts over all passes of a load: positions of KV cache that were read, those of them that were padding,
-    positions computed, those of them that had been computed before; rows moved to host memory, and retries for want of
-    memory."""
+    positions computed, those of them that had been computed before; rows moved to host memory, retries for want of
+    memory; drafts that were verified, and those of them that were right."""
 
     read: Count = 0
     padded: Count = 0
@@ -80,6 +92,8 @@ class PassCounts(Frozen):
     again: Count = 0
     suspended: Count = 0
     retries: Count = 0
+    drafted: Count = 0
+    accepted: Count = 0
 
 
 class Summary(NamedTuple):
@@ -128,8 +142,8 @@ class RequestPoint(Recorded):
         if any(later <= one for one, later in pairwise(self.pass_ms)):
             raise ValueError("pass_ms: times that do not ascend")
         for sample in self.samples:
-            if sample.runs and sum(sample.runs[-1]) > len(self.pass_ms):
-                raise ValueError(f"samples: a token of pass {sum(sample.runs[-1])}, and there are {len(self.pass_ms)}")
+            if sample.last_pass >= len(self.pass_ms):
+                raise ValueError(f"samples: a token of pass {sample.last_pass}, and there are {len(self.pass_ms)}")
             if sample.tokens > sample.output_len or (self.status == "ok" and sample.tokens < sample.output_len):
                 raise ValueError(f"samples: {sample.tokens} tokens of a request for {sample.output_len}")
             if sample.runs and self.pass_ms[sample.runs[0][0]] <= sample.arrived_ms:
@@ -245,6 +259,11 @@ class RequestPoint(Recorded):
     def padding(self) -> float | None:
         """Share of the positions of KV cache read that were padding."""
         return self.counts.padded / self.counts.read if self.counts.read else None
+
+    @property
+    def drafts_right(self) -> float | None:
+        """Share of the verified drafts that were right; None without drafts."""
+        return self.counts.accepted / self.counts.drafted if self.counts.drafted else None
 
     @property
     def link_busy(self) -> float | None:

@@ -15,7 +15,7 @@ RATES = (
 )  # fmt: skip
 PASSES = (
     "configuration", "arrival", "#prompt tok/s", "#requests/s", "#goodput", "#within SLA", "#padding", "#link busy",
-    "#passes", "#computed again", "#retries",
+    "#passes", "#tokens a pass", "#drafts right", "#computed again", "#retries",
 )  # fmt: skip
 TIMES = ("configuration", "arrival", "time", "#mean", "#p50", "#p90", "#p99")
 WORDS = (
@@ -92,7 +92,9 @@ def _passes(name: str, points: Iterable[RequestPoint]) -> Table:
             figures(point.request_s or 0.0), "" if per_second is None else f"{figures(per_second)} requests/s",
             "" if share is None else f"{share:.0%}", "" if point.padding is None else f"{point.padding:.1%}",
             "" if point.link_busy is None else f"{point.link_busy:.0%}", f"{len(point.pass_ms):,}",
-            f"{point.counts.again:,}", f"{point.counts.retries:,}",
+            figures(point.output_tokens / len(point.pass_ms), 3) if point.pass_ms else "",
+            "" if point.drafts_right is None else f"{point.drafts_right:.0%}", f"{point.counts.again:,}",
+            f"{point.counts.retries:,}",
         )  # fmt: skip
         rows.append(Row(cells))
     return Table(f"{name}: passes of the last load.", PASSES, tuple(rows))

@@ -93,6 +93,10 @@ class StreamOptions(EngineOptions):
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto", description="Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
     )
+    draft: Literal["none", "ngram"] = Field(
+        "none",
+        description="Tokens guessed ahead, which one pass verifies; ngram: those that followed the last tokens before.",
+    )
     experts: Experts = Field(
         "auto",
         description="Routed experts that cross the link: all, or those that the router chose; auto: on-demand where a "

@@ -59,10 +59,12 @@ class LoadSamples:
     counts: PassCounts = field(default_factory=PassCounts)
     gpu: dict[str, Any] = field(default_factory=dict)
 
-    def token(self, key: int) -> None:
-        """Note that the last pass gave a request a token."""
+    def tokens(self, key: int, count: int) -> None:
+        """Note that the last pass gave a request `count` tokens."""
         number, runs = len(self.pass_s) - 1, self.runs.setdefault(key, [])
-        if runs and sum(runs[-1]) == number:
+        if count > 1:
+            runs.append((number, -count))
+        elif runs and runs[-1][1] > 0 and sum(runs[-1]) == number:
             runs[-1] = runs[-1][0], runs[-1][1] + 1
         else:
             runs.append((number, 1))
@@ -205,6 +207,8 @@ class _Load:
             samples.counts = PassCounts(
                 read=tally.read, padded=tally.padded, computed=tally.computed, again=tally.again,
                 suspended=tally.suspended, retries=tally.retries,
+                drafted=0 if running.drafts is None else running.drafts.drafted,
+                accepted=0 if running.drafts is None else running.drafts.accepted,
             )  # fmt: skip
             running.end()
 
@@ -241,8 +245,9 @@ class _Load:
         for request in touched:
             if request.error is not None:
                 raise NotFiniteError
-            samples.token(request.key)
-        self._done += len(touched)
+            samples.tokens(request.key, running.gained[request.key])
+        gained = sum(running.gained[request.key] for request in touched)
+        self._done += gained
         if schedule.waiting or (self._coming and self._load.in_flight is not None):
             samples.waiting_s += end - start
-            samples.waiting_tokens += len(touched)
+            samples.waiting_tokens += gained

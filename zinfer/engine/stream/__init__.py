@@ -48,7 +48,7 @@ from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias_of, split, stacked_inputs
+from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias_of, is_decode, split, stacked_inputs
 from zinfer.engine.stream.stacked import NotStackedError
 from zinfer.engine.stream.triton_check import trouble
 from zinfer.plan.cost import Placement
@@ -58,6 +58,7 @@ from zinfer.spec.case import Option, Workload
 from zinfer.spec.engine import StreamOptions
 from zinfer.spec.source import revision_of
 
+VERIFIED = 16  # tokens of a row that a decode step takes at most; more of them are a prompt's
 DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
 
 
@@ -109,6 +110,8 @@ class Stream(Decoder):
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
             if getattr(self.options, option) not in any_model and (why_not := self._cannot_have(option)) is not None:
                 raise EngineError(why_not)
+        if self.options.draft != "none" and (why_not := self.cannot_draft()) is not None:
+            raise EngineError(why_not)
         streamed = plan.case.offload == "cpu"
         self._experts = self._on_demand()
         # Counts of experts of the latest decode steps since nothing ran: a step differs from the next one.
@@ -416,23 +419,24 @@ class Stream(Decoder):
         host, cache, here = batch.host, batch.cache, batch.here
         if not isinstance(cache, RowCache):
             return super()._rows(batch, count)
-        parts = self._split(slice(0, here), count) if here and count > 1 else [slice(0, here)] if here else []
-        if batch.length and here > (step := self._rows_at_once(cache, here)):
-            step = min(step, parts[0].stop)
-            parts = [slice(start, min(start + step, here)) for start in range(0, here, step)]
+        step = batch.length and (count == 1 or (count <= VERIFIED and batch.length >= batch.prompt_len))
+        parts = [slice(0, here)] if here and step else self._split(slice(0, here), count) if here else []
+        if batch.length and here > (most := self._rows_at_once(cache, here)):
+            most = min(most, parts[0].stop)
+            parts = [slice(start, min(start + most, here)) for start in range(0, here, most)]
         if host is None:
             return parts
-        if isinstance(host, LinkCache) or (batch.length and count == 1):
+        if isinstance(host, LinkCache) or step:
             return [*parts, *host.parts]
         # Rows go to the host whole, with room for all tokens still to come, so only a few at a time.
         whole = count if batch.length else max(count, host.capacity // 4)
         return [*parts, *self._split(host.rows, whole)]
 
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:
-        ragged = [part for part in parts if self._ragged.takes(part)]
+        ragged = _alike([part for part in parts if self._ragged.takes(part)])
         stacks = not ragged and self._stacks_on_device
-        stacked = [part for part in parts if stacks and self._stacks_part(part, FixedLayer)]
-        hosted = [part for part in parts if _on_cpu(part) and self._stacks_part(part, SplitLayer)]
+        stacked = _alike([part for part in parts if stacks and self._stacks_part(part, FixedLayer)])
+        hosted = _alike([part for part in parts if _on_cpu(part) and self._stacks_part(part, SplitLayer)])
         shared = [some for some in (ragged, stacked, hosted) if len(some) > 1]
         together = {id(part) for some in shared for part in some}
         passes = [*shared, *([part] for part in parts if id(part) not in together)]
@@ -455,8 +459,7 @@ class Stream(Decoder):
         cache = part.batch.cache
         rows = part.batch.host.rows if kind is SplitLayer else slice(0, part.batch.batch_size)  # type: ignore[attr-defined]
         return (
-            self._stacks and part.keep == 1 and part.token_ids.shape[1] == 1 and part.batch.length > 0
-            and part.rows == rows and isinstance(cache, RowCache)
+            self._stacks and is_decode(part) and part.rows == rows and isinstance(cache, RowCache)
             and all(type(layer) is kind and layer.slots.window is None for layer in cache.layers)
         )  # fmt: skip
 
@@ -544,7 +547,7 @@ class Stream(Decoder):
         if not self._is_ragged(parts):
             return self._joined(parts, *stacked_inputs(parts, _on_cpu(parts[0])))
         caches = [part.batch.cache.layers for part in parts if part.batch.cache is not None]
-        masks = [bias_of(part.batch, self.model.dtype) for part in parts]
+        masks = [bias_of(part, self.model.dtype) for part in parts]
         with self._ragged.cache(caches, [len(part.token_ids) for part in parts], masks) as cache:
             return self._joined(parts, cache, None)
 
@@ -553,18 +556,18 @@ class Stream(Decoder):
         return len(parts) > 1 and self._ragged.takes(parts[0])
 
     def _joined(self, parts: Sequence[Part], cache: Cache, mask: Tensor | None) -> Tensor:
-        """Run one forward pass, a decode step, of parts that share it; return its logits ``[B, 1, V]``."""
+        """Run one forward pass, a decode step of as many tokens in all `parts`; return its logits ``[B, n, V]``."""
         inputs: dict[str, object] = {
             "input_ids": torch.cat([part.token_ids for part in parts]),
             "attention_mask": mask,
             "position_ids": torch.cat([part.positions for part in parts]),
-            "logits_to_keep": 1,
+            "logits_to_keep": parts[0].keep,
             self._cache_name: cache,
             "use_cache": True,
         }
         inputs = {name: value for name, value in inputs.items() if name in self._accepted}
         logits: Tensor = self.model(**inputs).logits
-        return logits[:, -1:]
+        return logits[:, -parts[0].keep :]
 
     def _begin_trip(self, parts: Sequence[Part]) -> None:
         """Have the experts of a trip come as the number of its tokens demands."""
@@ -750,11 +753,16 @@ class Stream(Decoder):
         self._close_kv()
 
 
+def _alike(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts with as many tokens a row as the one with most of them."""
+    most = max((part.token_ids.shape[1] for part in parts), default=0)
+    return [part for part in parts if part.token_ids.shape[1] == most]
+
+
 def _on_cpu(part: Part) -> bool:
     """Tell whether a part is a decode step of rows that the CPU attends to."""
     host = part.batch.host if isinstance(part.batch, StreamBatch) else None
-    step = part.batch.length > 0 and part.token_ids.shape[1] == 1
-    return isinstance(host, CpuCache) and step and part.rows == host.rows
+    return isinstance(host, CpuCache) and is_decode(part) and part.rows == host.rows
 
 
 def _fetch(part: Part) -> PartFetch | None:

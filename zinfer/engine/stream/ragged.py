@@ -1,6 +1,7 @@
 """Ragged decode steps: one forward pass for the rows of several micro-batches, whose lengths differ.
 
-All of a decoder layer but attention treats one token like any other. So the rows of all micro-batches go through it
+A step has one token a row, or several where drafts are verified, as many in all micro-batches. All of a decoder layer
+but attention treats one token like any other. So the rows of all micro-batches go through it
 together: its kernels are launched, and its weights are read from the GPU's memory, once. Attention runs for each
 micro-batch, over its own keys and values.
 
@@ -25,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zinfer.engine.cache import FixedLayer, RowCache
-from zinfer.engine.decoder import DecoderBatch, Part, rope_switch
+from zinfer.engine.decoder import Part, rope_switch
 from zinfer.engine.stream.cpu_attention import fetched, hosted_rows
 from zinfer.engine.stream.stacked import stack
 
@@ -44,11 +45,11 @@ class NotRaggedError(RuntimeError):
 
 class RaggedLayer(DynamicLayer):  # type: ignore[misc]
     """A layer of several caches, `stores`, as one: it hands new keys and values on to `attend`, which stores them.
-    `rows` counts the rows of each, `masks` are as `Ragged.cache` takes them."""
+    `rows` counts the rows of each, `masks` are their biases, shared by all layers."""
 
     is_sliding = False
 
-    def __init__(self, stores: Sequence[DynamicLayer], rows: Sequence[int], masks: Sequence[Tensor | None]) -> None:
+    def __init__(self, stores: Sequence[DynamicLayer], rows: Sequence[int], masks: "Sequence[Bias | None]") -> None:
         super().__init__()
         self._stores, self._rows, self._masks = stores, rows, masks
         self._length: int = max(store.get_seq_length() for store in stores)
@@ -67,8 +68,8 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         return 1, 0
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """Store the new keys and values of each micro-batch and attend to all that it has; `query` is ``[B, heads, 1,
-        head_dim]``, the result ``[B, 1, heads, head_dim]``."""
+        """Store the new keys and values of each micro-batch and attend to all that it has; `query` is ``[B, heads, n,
+        head_dim]``, the result ``[B, n, heads, head_dim]``."""
         key, value, self.key, self.value = self.key, self.value, torch.empty(0), torch.empty(0)
         del key.zinfer_layer  # type: ignore[attr-defined]
         self.attended = True
@@ -77,11 +78,13 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
             rows = slice(first, first + count)
             first = rows.stop
             keys, values = store.update(key[rows], value[rows])
-            seen = None if mask is None else _last(mask, keys.shape[2])
+            shared, tokens = query.shape[1] // keys.shape[1], query.shape[2]
+            seen = None if mask is None else mask.of(keys.shape[2], shared if tokens > 1 else 1)
             # Query heads that share keys stand where several tokens would: no key is copied for them.
-            asked = query[rows].reshape(len(keys), keys.shape[1], -1, query.shape[-1])
+            asked = query[rows].reshape(len(keys), keys.shape[1], shared * tokens, query.shape[-1])
             mixed = scaled_dot_product_attention(asked, keys, values, attn_mask=seen, scale=scaling)
-            found.append(mixed.reshape(len(keys), 1, -1, values.shape[-1]))
+            apart = mixed.view(*keys.shape[:2], shared, tokens, values.shape[-1])
+            found.append(apart.permute(0, 3, 1, 2, 4).reshape(len(keys), tokens, -1, values.shape[-1]))
         return torch.cat(found)
 
 
@@ -93,7 +96,7 @@ def attention(
     other = {name for name, content in options.items() if content is not None and content is not False} - HARMLESS
     if (
         layer is None or key is not layer.key or value is not layer.value or layer.attended
-        or attention_mask is not None or other or query.shape[2] != 1 or len(query) != len(key)
+        or attention_mask is not None or other or query.shape[2] != key.shape[2] or len(query) != len(key)
         or query.shape[1] % key.shape[1]
     ):  # fmt: skip
         raise NotRaggedError(f"layer {getattr(module, 'layer_idx', '?')} attends in a way of its own {sorted(other)}")
@@ -132,20 +135,21 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
         return max(part.batch.length for part in self._parts)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        return self.get_seq_length() + 1, 0
+        return self.get_seq_length() + self._parts[0].token_ids.shape[1], 0
 
 
 def stacked_inputs(parts: Sequence[Part], on_cpu: bool) -> tuple[Cache, Tensor | None]:
-    """Return the cache and the mask ``[B, n]`` of a pass of `parts`, decode steps, as one rectangle; no mask if there
-    is no padding."""
+    """Return the cache and the mask ``[B, n]`` of a pass of `parts`, decode steps of as many tokens, as one rectangle;
+    no mask if there is no padding."""
     layers = getattr(parts[0].batch.cache, "layers", ())
     cache = Cache(layers=[StackedLayer(index, parts, on_cpu) for index in range(len(layers))])
-    longest = max(part.batch.length for part in parts) + 1
-    if all(part.batch.mask is None and part.batch.length + 1 == longest for part in parts):
+    count = parts[0].token_ids.shape[1]
+    longest = max(part.batch.length for part in parts) + count
+    if all(part.batch.mask is None and part.batch.length + count == longest for part in parts):
         return cache, None
     masks = []
     for batch, rows, tokens, *_ in parts:
-        end = batch.length + 1
+        end = batch.length + count
         own = tokens.new_ones((len(tokens), end)) if batch.mask is None else batch.mask[rows, :end]
         masks.append(pad(own, (longest - end, 0)))
     return cache, torch.cat(masks)
@@ -174,13 +178,14 @@ class Ragged:
         )
 
     def takes(self, part: Part) -> bool:
-        """Tell whether a part can be joined with others: one token of each of a micro-batch's rows, which have nothing
-        but keys and values, all of them on the device."""
-        batch, cache = part.batch, part.batch.cache
+        """Tell whether a part can be joined with others of as many tokens: a decode step of a micro-batch's rows, which
+        have nothing but keys and values, all of them on the device. Rows with a sliding window have one token."""
+        batch, cache, count = part.batch, part.batch.cache, part.token_ids.shape[1]
         return (
-            self.able and part.token_ids.shape[1] == 1 and part.keep == 1 and batch.length > 0
+            self.able and is_decode(part)
             and isinstance(cache, RowCache) and all(type(layer) is FixedLayer for layer in cache.layers)
             and part.rows == slice(0, batch.batch_size)
+            and (count == 1 or all(layer.slots.window is None for layer in cache.layers))
         )  # fmt: skip
 
     def switch(self, on: bool) -> None:
@@ -199,7 +204,8 @@ class Ragged:
 
         Raises NotRaggedError after a pass in which a layer did not attend.
         """
-        layers = [RaggedLayer(stores, rows, masks) for stores in zip(*caches, strict=True)]
+        biases = [None if mask is None else Bias(mask) for mask in masks]
+        layers = [RaggedLayer(stores, rows, biases) for stores in zip(*caches, strict=True)]
         self.switch(True)
         try:
             yield Cache(layers=layers)
@@ -209,29 +215,60 @@ class Ragged:
             raise NotRaggedError("a layer stores keys and values, and does not attend to them as others do")
 
 
-def bias_of(batch: DecoderBatch, dtype: torch.dtype) -> Tensor | None:
-    """Return the bias of attention for the next token of each row of a micro-batch; None without padding."""
-    return None if batch.mask is None else bias(batch.mask[:, : batch.length + 1] != 0, dtype)
+def bias_of(part: Part, dtype: torch.dtype) -> Tensor | None:
+    """Return the bias of attention for a part, a decode step; None if its tokens see all positions."""
+    batch, (rows, count) = part.batch, part.token_ids.shape
+    if batch.mask is None and count == 1:
+        return None
+    if batch.mask is None:
+        seen = torch.ones((rows, batch.length + count), dtype=torch.bool, device=part.token_ids.device)
+    else:
+        seen = batch.mask[:, : batch.length + count] != 0
+    return bias(seen, dtype, count)
 
 
-def bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bias of attention, ``[B, 1, 1, n]``, for one token a row: 0 where `seen`, bool ``[B, n]``, is true,
-    else the lowest number."""
-    made = _aligned(len(seen), seen.shape[1], dtype, seen.device)
-    return made.masked_fill_(~seen[:, None, None], torch.finfo(dtype).min)
+def bias(seen: Tensor, dtype: torch.dtype, count: int = 1) -> Tensor:
+    """Return the bias of attention, ``[B, 1, count, n]``, for the last `count` positions of each row: 0 where `seen`,
+    bool ``[B, n]``, is true and no position comes later, else the lowest number."""
+    rows, end = seen.shape
+    made = _aligned(rows, count, end, dtype, seen.device)
+    hidden = ~seen[:, None, None]
+    if count > 1:
+        place = torch.arange(end, device=seen.device)
+        hidden = hidden | (place > place[end - count :, None])
+    return made.masked_fill_(hidden, torch.finfo(dtype).min)
 
 
-def _last(whole: Tensor, count: int) -> Tensor:
-    """Return the bias of the last `count` positions: those of a window."""
-    if count == whole.shape[-1]:
-        return whole
-    return _aligned(len(whole), count, whole.dtype, whole.device).copy_(whole[..., whole.shape[-1] - count :])
+class Bias:
+    """Bias of attention ``[B, 1, count, n]`` in the forms that layers need, each made once in a pass."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self._forms = {(whole.shape[-1], 1): whole}
+        self._whole = whole
+
+    def of(self, length: int, heads: int) -> Tensor:
+        """Return the bias of the last `length` positions (those of a window), ``[B, 1, heads * count, length]``: as
+        many heads ask, each with all tokens."""
+        if (length, heads) not in self._forms:
+            rows, _, count, end = self._whole.shape
+            made = _aligned(rows, heads * count, length, self._whole.dtype, self._whole.device)
+            for head in range(heads):
+                made[:, :, head * count : (head + 1) * count].copy_(self._whole[..., end - length :])
+            self._forms[length, heads] = made
+        return self._forms[length, heads]
 
 
-def _aligned(rows: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros ``[rows, 1, 1, count]`` whose rows begin at multiples of 8 values: kernels of attention read a bias
-    in vectors, and fail at any other place."""
-    return torch.zeros((rows, 1, 1, -(-count // 8) * 8), dtype=dtype, device=device)[..., :count]
+def _aligned(rows: int, tokens: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros ``[rows, 1, tokens, count]`` whose rows begin at multiples of 8 values: kernels of attention read a
+    bias in vectors, and fail at any other place."""
+    return torch.zeros((rows, 1, tokens, -(-count // 8) * 8), dtype=dtype, device=device)[..., :count]
+
+
+def is_decode(part: Part) -> bool:
+    """Tell whether a part is a decode step: the next token of each row, or several that are verified, with logits of
+    all."""
+    count, batch = part.token_ids.shape[1], part.batch
+    return part.keep == count and batch.length >= (1 if count == 1 else batch.prompt_len)
 
 
 def split(parts: Sequence[Part], logits: Tensor) -> list[Tensor]:

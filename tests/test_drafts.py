@@ -1,0 +1,284 @@
+"""Drafts: the tokens are those of decoding one by one, whatever is drafted, on every engine and KV cache."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import test_cache_kinds as kinds
+from tests.command import zinfer
+from tests.test_cli import folder  # noqa: F401
+from tests.test_continuous import LOAD, MORE, Words, alike, greedy, keeping, run, sequences, small
+from tests.test_parity import load
+from tests.test_passes import WAYS, keep_here, small_blocks
+from zinfer.engine import EngineError
+from zinfer.engine.base import Engine
+from zinfer.generation import schedule, scheduler
+from zinfer.generation.drafts import LONGEST, MOST, SHORTEST, Drafts, NgramDrafter
+from zinfer.generation.sampling import Sampling, choose
+from zinfer.generation.scheduler import ContinuousScheduler
+
+Checkpoints = Callable[..., Path]
+Patch = pytest.MonkeyPatch
+kind = kinds.kind  # the fixture
+Answers = Mapping[int, tuple[list[int], list[int]]]  # prompt and answer by key
+DRAFTED = {name: (WAYS | MORE)[name] for name in ("none", "kv auto by the cpu", "kv auto over the link")}
+
+
+class Oracle:
+    """Drafter that knows the answers, and is `wrong` in a share of its tokens."""
+
+    def __init__(self, answers: Answers, wrong: float) -> None:
+        self._answers, self._wrong, self._dice = answers, wrong, random.Random(1)
+
+    def draft(self, key: int, token_ids: Sequence[int], count: int) -> list[int]:
+        prompt, answer = self._answers[key]
+        at, dice = len(token_ids) - len(prompt), self._dice
+        found = [one if dice.random() >= self._wrong else one % 80 + 7 for one in answer[at : at + count]]
+        return found[: dice.randint(0, count)]
+
+    def forget(self, key: int) -> None:
+        assert key in self._answers
+
+
+def answers(engine: Engine, rows: Sequence[scheduler.Sequence]) -> Answers:
+    return {one.key: (one.prompt_ids, greedy(engine, one.prompt_ids, one.left)) for one in rows}
+
+
+def drafting(engine: Engine, patch: Patch, known: Answers, wrong: float, **settings: Any) -> ContinuousScheduler:
+    """Return a scheduler with an `Oracle`, for which any number of drafts hides behind the link."""
+    patch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
+    running = ContinuousScheduler(engine, Words(), LOAD, drafter=Oracle(known, wrong), **settings)  # type: ignore[arg-type]
+    running.schedule.step = 8
+    return running
+
+
+def check(found: Sequence[scheduler.Sequence], known: Answers) -> None:
+    for one in found:
+        assert (one.error, one.finish_reason) == (None, "length")
+        assert one.output_ids == known[one.key][1], one.key
+
+
+@pytest.mark.parametrize("wrong", [0, 0.4, 1])
+@pytest.mark.parametrize("way", [*DRAFTED, "accelerate cpu"])
+def test_tokens_are_those_of_decoding_one_by_one(
+    way: str, wrong: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small_blocks(monkeypatch, 20)
+    small(monkeypatch)
+    name, offload, options = DRAFTED.get(way, ("accelerate", "cpu", {}))
+    if options.get("kv_offload") == "auto":
+        keep_here(monkeypatch, 3)
+    engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
+    rows = sequences(14, 3)
+    known = answers(engine, rows)
+    running = drafting(engine, monkeypatch, known, wrong)
+    found = run(running, [rows[:5], rows[5:6], rows[6:]])
+    assert running.drafts is not None
+    drafted, accepted = running.drafts.drafted, running.drafts.accepted
+    assert drafted > 20
+    assert {0: accepted == drafted, 0.4: 0 < accepted < drafted, 1: accepted == 0}[wrong]
+    if wrong == 0 and name == "stream":
+        assert running.schedule.tally.passes < 20  # 25 without drafts
+    running.end()
+    engine.close()
+    check(found, known)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("bloom", {}), ("bloom", {"kv_offload": "auto", "kv_attention": "cpu"}), ("deepseek_v3", {}),
+        pytest.param("gpt_neox", {}, marks=pytest.mark.slow), pytest.param("qwen3", {}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_models_that_attend_in_ways_of_their_own(
+    name: str, options: dict[str, Any], checkpoint: Checkpoints, kind: Any, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small(monkeypatch)
+    if options:
+        keep_here(monkeypatch, 3)
+    engine = load(
+        "stream", checkpoint(name) if name in ("bloom", "gpt_neox") else kind(name), "cpu", tmp_path, **options
+    )
+    rows = sequences(9, 5)
+    known = answers(engine, rows)
+    found = run(drafting(engine, monkeypatch, known, 0.3), [rows[:4], rows[4:]])
+    engine.close()
+    check(found, known)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("mistral", "window of"), ("mamba", "state that cannot forget")])
+def test_models_that_cannot_forget_are_refused(name: str, reason: str, kind: Any, tmp_path: Path) -> None:
+    engine = load("stream", kind(name), "cpu", tmp_path)
+    with pytest.raises(EngineError, match=reason):
+        ContinuousScheduler(engine, Words(), LOAD, drafter=NgramDrafter())  # type: ignore[arg-type]
+    engine.close()
+
+
+def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Rows are drawn, end at a token inside of drafts, and ask for log-probabilities."""
+    small(monkeypatch)
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+
+    def rows() -> list[scheduler.Sequence]:
+        found = sequences(10, 8, most=12)
+        for one in found:
+            one.sampling = Sampling(temperature=0.8, top_p=(1.0, 0.9)[one.key % 2], seed=str(one.key))
+            one.logprobs = 2 if one.key % 3 == 0 else None
+        return found
+
+    plain = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
+    whole = run(plain, [rows()])
+    known = {one.key: (one.prompt_ids, one.output_ids) for one in whole}
+    words = Words()
+    words.ends = frozenset({Counter(token for one in whole for token in one.output_ids[1:]).most_common(1)[0][0]})
+    found: list[list[scheduler.Sequence]] = []
+    for drafter in (None, Oracle(known, 0.2)):
+        monkeypatch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
+        running = ContinuousScheduler(engine, words, LOAD, drafter=drafter)  # type: ignore[arg-type]
+        found.append(run(running, [rows()]))
+        running.end()
+    engine.close()
+    assert any(one.finish_reason == "stop" for one in found[0])
+    for one, other in zip(*found, strict=True):
+        assert (one.output_ids, one.finish_reason, one.text) == (other.output_ids, other.finish_reason, other.text)
+        assert [score.token for score in one.scores] == [score.token for score in other.scores]
+        assert [score.logprob for score in one.scores] == pytest.approx(
+            [score.logprob for score in other.scores], abs=1e-4
+        )
+
+
+def test_ties_go_to_the_same_token(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Half of the vocabulary has the logits of the other half."""
+    small(monkeypatch)
+    engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
+    with torch.inference_mode():
+        head = engine.model.get_output_embeddings().weight
+        half = len(head) // 2
+        head[half : 2 * half] = head[:half]
+    rows = sequences(8, 4)
+    known = answers(engine, rows)
+    found = run(drafting(engine, monkeypatch, known, 0.3), [rows])
+    engine.close()
+    check(found, known)
+
+
+def test_rows_with_gaps_wait_in_host_memory_and_come_back(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small(monkeypatch, 60)
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    rows = alike(8, 8, 24)
+    known = answers(engine, rows)
+    running = drafting(engine, monkeypatch, known, 0.5)
+    running.schedule.step = 4
+    running.schedule.limits = running.schedule.limits._replace(positions=90)
+    running.schedule.ending = 0.5
+    found = run(running, [rows])
+    assert running.schedule.tally.suspended > 0
+    running.end()
+    engine.close()
+    check(found, known)
+
+
+def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    small(monkeypatch)
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    first = sequences(6, 6, most=8)
+    known = dict(answers(engine, first))
+    second = [scheduler.Sequence(prompt + answer[:-1], 6, key=10 + key) for key, (prompt, answer) in known.items()]
+    known |= answers(engine, second)
+    monkeypatch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
+    running = keeping(engine, monkeypatch, drafter=Oracle(known, 0.3))
+    found = run(running, [first])
+    found += run(running, [second])
+    assert sum(one.cached for one in second) > 20
+    running.end()
+    engine.close()
+    check(found, known)
+
+
+def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F811
+    """Answers of `run` and `run --chat`, and the counts of a load of requests."""
+    model = ["--model", str(checkpoint("bloom")), "--engine", "stream", "--offload", "cpu", "--dtype", "fp32"]
+    for words in (["--prompt", "abcabcabc", "--output-len", "24"], ["--chat", "--output-len", "12"]):
+        found = [
+            zinfer(folder, "run", *model, *words, "--ignore-eos", "--draft", draft, stdin="hello hello\nand again\n")
+            for draft in ("none", "ngram")
+        ]
+        assert [one.returncode for one in found] == [0, 0], found[1].stderr
+        assert found[0].stdout == found[1].stdout != ""
+    load = ["--request-lengths", "fixed:9,30", "--num-requests", "4", "--in-flight", "2", "-o", "load.jsonl"]
+    done = zinfer(folder, "sweep", *model, "--draft", "none,ngram", *load)
+    assert done.returncode == 0, done.stderr
+    plain, drafted = (json.loads(one) for one in (folder / "load.jsonl").read_text().splitlines()[1:])
+    assert plain["counts"]["drafted"] == 0 < drafted["counts"]["accepted"] <= drafted["counts"]["drafted"]
+    assert len(drafted["pass_ms"]) < len(plain["pass_ms"]) == 60
+    refused = zinfer(folder, "sweep", *model, "--draft", "ngram", "--batch-size", "1")
+    assert "equal batches of random tokens say nothing about drafts" in refused.stderr
+
+
+def test_n_grams_are_looked_up_in_all_tokens() -> None:
+    dice = random.Random(2)
+    drafter, tokens = NgramDrafter(), [dice.randint(0, 3) for _ in range(3)]
+    for _ in range(300):
+        count = dice.randint(1, 6)
+        expected: list[int] = []
+        for size in range(LONGEST, SHORTEST - 1, -1):
+            places = [end for end in range(size, len(tokens)) if tokens[end - size : end] == tokens[-size:]]
+            if places and size <= len(tokens):
+                whole = list(tokens)
+                for place in range(places[-1], places[-1] + count):
+                    whole.append(whole[place])
+                expected = whole[len(tokens) :]
+                break
+        assert drafter.draft(0, tokens, count) == expected
+        tokens += [dice.randint(0, 3) for _ in range(dice.randint(1, 3))]
+    drafter.forget(0)
+    assert drafter.draft(0, [1, 2, 3], 4) == []
+
+
+def test_the_number_of_drafts_follows_what_is_accepted() -> None:
+    def drafts_of(right: float, passes: int = 60, room: int = 1000) -> list[int]:
+        dice, drafts, sizes = random.Random(3), Drafts(NgramDrafter()), []
+        rows = {key: ([1, 2, 3] * 4, 100) for key in range(4)}
+        for _ in range(passes):
+            found = drafts.propose(rows, room)
+            sizes.append(max(map(len, found.values()), default=0))
+            for key, tokens in found.items():
+                accepted = next((place for place in range(len(tokens)) if dice.random() > right), len(tokens))
+                drafts.saw(key, len(tokens), accepted)
+        return sizes
+
+    assert set(drafts_of(1.0)[20:]) == {MOST}
+    assert sum(size > 0 for size in drafts_of(0.0)) < 15, "drafts that are never right are tried now and then"
+    assert 2 <= sorted(drafts_of(0.6))[30] < MOST
+    assert max(drafts_of(1.0, room=4 * 3)) == 3, "no more than there is time for"
+    assert set(drafts_of(1.0, room=3)) == {0}
+
+
+def test_drafts_leave_the_distribution_as_it_is() -> None:
+    """Two tokens in a row, drawn from known distributions with any draft in the first place."""
+    torch.manual_seed(0)
+    first, after = torch.randn(5) * 1.5, torch.randn(5, 5) * 1.5
+    count = 20_000
+    for draft in (0, 3):
+        logits = torch.stack([first, after[draft]]).repeat(count, 1)
+        samplings = [Sampling(temperature=1.0, seed=str(row)) for row in range(count) for _ in range(2)]
+        ids, _ = choose(logits, samplings, [0, 1] * count)
+        one, two = ids.view(count, 2).T
+        right = one == draft
+        missed = torch.nonzero(~right)[:, 0]
+        own = [Sampling(temperature=1.0, seed=str(row)) for row in missed.tolist()]
+        two = two.clone()
+        two[missed] = choose(after[one[missed]], own, [1] * len(missed))[0]
+        seen = Counter(zip(one.tolist(), two.tolist(), strict=True))
+        wanted = first.softmax(-1)[:, None] * after.softmax(-1) * count
+        chi = sum((seen[a, b] - float(wanted[a, b])) ** 2 / float(wanted[a, b]) for a in range(5) for b in range(5))
+        assert chi < 51.2, "24 degrees of freedom: larger in one of 1,000 cases"

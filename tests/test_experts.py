@@ -25,7 +25,7 @@ from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import Stream, packed_layer
 from zinfer.engine.stream import experts as on_demand
-from zinfer.engine.stream.experts import HALF_LIFE, ExpertCache, ExpertPool, Experts, Key
+from zinfer.engine.stream.experts import HALF_LIFE, UNIT, ExpertCache, ExpertPool, Experts, Key
 from zinfer.engine.stream.packed_layer import PackedLayer, plain
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 from zinfer.plan.plan import WHOLE_EXPERTS, make_plan
@@ -86,6 +86,12 @@ def poisoned(loaded: Stream) -> None:
         bring(layer, chosen)
 
     pool.bring = brought  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: Patch) -> None:
+    """Have the experts of small models come in several parts."""
+    monkeypatch.setattr(on_demand, "PART", 40)
 
 
 @pytest.fixture
@@ -215,11 +221,27 @@ def test_coded_experts_give_the_logits_of_whole_layers(
             assert any(images.coded for images in loaded._pool.images.values())
             assert loaded._pool.buffer_bytes < 0.8 * loaded.plan.model.expert_bytes
         found.append(steps(loaded))
+        if loaded._pool is not None and loaded._ring is not None:
+            assert loaded._ring.depth >= 2 * max(len(image.pieces) for image in loaded._ring.images)
         wire.append(loaded.effective().wire_bytes_per_step or 0)
         loaded.close()
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
     assert wire[1] < wire[0]
+
+
+def test_an_expert_is_unpacked_as_its_parts_come(monkeypatch: Patch) -> None:
+    bench = Bench(1, 4, FakeQueues(), monkeypatch)
+    image = bench.pool.images[0].experts[2]
+    assert len(image.parts) > 1
+    assert image.parts[-1] == image.size
+    for piece in image.pieces:
+        part = image.part_of(piece)
+        assert piece.end - image.start <= image.parts[part]
+        assert part == 0 or image.parts[part - 1] < piece.end - image.start
+    monkeypatch.setattr(on_demand, "PART", 16 << 20)
+    assert type(image)(image.pieces, image.unpacked).parts == (image.size,), "small copies would slow the link"
+    bench.close()
 
 
 def test_the_timeline_shows_experts(mixture: Kinds) -> None:
@@ -371,28 +393,20 @@ class Bench:
                 on_demand.fill_plain(images[layer], name, tensor, self.arena.memory)
         self.ring = PrefetchRing(self.arena.memory, dense, 3, CPU, queues)
         self.pool = ExpertPool(self.arena.memory, images, CPU, self.ring, policy)
-        real_copy, real_unpack, pool = ExpertPool._copy, packed_layer.unpack, self.pool
+        real_write, real_unpack, pool = ExpertPool._write, packed_layer.unpack, self.pool
 
-        def copy(own: ExpertPool, key: Key, number: int) -> None:
-            event = own._freed[number]
-            wait = event.wait
-
-            def waited() -> None:  # a copy begins with this wait
-                wait()
-                queues.write(own._buffer(number))
-
-            event.wait = waited  # type: ignore[method-assign]
-            try:
-                real_copy(own, key, number)
-            finally:
-                event.wait = wait  # type: ignore[method-assign]
+        def write(own: ExpertPool, key: Key, number: int, start: int, end: int) -> None:
+            for unit in range(start, end, UNIT):
+                queues.write(own._buffer(number)[unit : unit + UNIT])
+            real_write(own, key, number, start, end)
 
         def unpack(piece: packed_layer.Chunk, content: Tensor, slot: Tensor) -> None:
-            offset = content.data_ptr() - pool._memory.data_ptr()
-            queues.read(pool._buffer(offset // pool.buffer_bytes))
+            assert content.data_ptr() >= pool._memory.data_ptr()
+            for unit in range(0, piece.size, UNIT):
+                queues.read(content[unit : unit + UNIT])
             real_unpack(piece, content, slot)
 
-        patch.setattr(ExpertPool, "_copy", copy)
+        patch.setattr(ExpertPool, "_write", write)
         patch.setattr(on_demand, "unpack", unpack)
         for layer, one in experts.items():
             for name, block in images[layer].blocks.items():

@@ -109,6 +109,15 @@ def test_buffers_for_experts_grow_up_to_a_layer() -> None:
     assert plan(place=H100.model_copy(update={"gpu_count": 0, "gpu_bytes": 0})).placement.buffers == 1
 
 
+def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
+    """The next layer is there before this one's experts are, and the link brings the one behind it meanwhile."""
+    large = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"parameters": one.parameters + (1 << 28)})
+                                                       for one in MIXTRAL.layers)})  # fmt: skip
+    setup = plan(model=large, experts="on-demand").placement
+    assert setup.layer_pieces == -(-large.dense_layer_bytes // cost.PIECE_BYTES) > DENSE_DEPTH
+    assert setup.ring_depth == 2 * setup.layer_pieces
+
+
 def test_the_table_says_which_experts_come() -> None:
     words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu", "--experts", "all,auto"]
     shown = CliRunner().invoke(cli, [*words, "--batch-size", "1"]).output

@@ -297,16 +297,18 @@ def _expert_buffers(common: Placement, model: ModelSpec, machine: Machine, count
     piece, expert = cost.piece_bytes(common, model), max(1, round(model.expert_bytes * common.wire_ratio))
     least = -(-RING_DEPTH * round(cost.PIECE_BYTES * common.wire_ratio) // expert)
     count = max(2, min(model.num_experts, max(count, least)))
-    buffers = DENSE_DEPTH * piece + count * expert if machine.gpu_count else 0
+    pieces = max(1, -(-model.dense_layer_bytes // cost.PIECE_BYTES))
+    depth = max(DENSE_DEPTH, 2 * pieces)  # a layer computes, and the next one comes while the router chooses
+    buffers = depth * piece + count * expert if machine.gpu_count else 0
     layer = model.dense_layer_bytes + model.expert_bytes * model.num_experts
     return {
         "experts": "on-demand",
         "whole_tokens": cost.whole_tokens(model),
         "layer_experts": model.num_experts,
-        "layer_pieces": max(1, -(-model.dense_layer_bytes // cost.PIECE_BYTES)),
+        "layer_pieces": pieces,
         "expert_buffers": count,
-        "ring_depth": DENSE_DEPTH,
-        "buffers": DENSE_DEPTH if machine.gpu_count else 1,
+        "ring_depth": depth,
+        "buffers": depth if machine.gpu_count else 1,
         "slots": (layer + buffers) / model.layer_bytes,
     }
 

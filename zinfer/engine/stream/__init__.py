@@ -336,7 +336,8 @@ class Stream(Decoder):
         """Give the ring its buffers, and the GPU its layers, as `placement` says."""
         buffers = placement.ring_depth
         if buffers >= placement.layer_pieces:  # room for a whole layer, whose tensors are cut one by one
-            buffers = max(buffers, *(len(image.pieces) for image in ring.images))
+            layers = 1 if self._pool is None else 2  # the next layer is there when its turn comes
+            buffers = max(buffers, *(layers * len(image.pieces) for image in ring.images))
         pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
         if set(placement.resident_layers) != set(range(len(ring.images))) - set(ring.streamed):

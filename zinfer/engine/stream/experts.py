@@ -15,10 +15,13 @@ experts and their weights, and read no expert that is not among the indices.
 """
 
 import inspect
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heapify, heappop, heappush
+from itertools import groupby
 from math import log2
 from sys import maxsize
 from typing import Any, Literal, NamedTuple
@@ -34,6 +37,7 @@ from zinfer.engine.stream.prefetch import Event, PrefetchRing
 from zinfer.engine.stream.trace import mark
 
 UNIT = 16  # bytes; kernels that unpack write to multiples of it
+PART = 16 << 20  # bytes of an expert that are unpacked when they have arrived, at least: enough for the link's rate
 END = maxsize, 0  # behind all experts, in the order of layers
 HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache that keeps those used most
 
@@ -96,6 +100,22 @@ class ExpertImage:
     def size(self) -> int:
         """Bytes that cross the link."""
         return self.pieces[-1].end - self.start
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """Ends of the parts that cross the link one by one, in bytes from the beginning: a chunk each, or several small
+        ones."""
+        ends = [0]
+        for piece in self.pieces:
+            if piece.end - self.start - ends[-1] >= PART:
+                ends.append(piece.end - self.start)
+        if ends[-1] == self.size:
+            return tuple(ends[1:])
+        return (*ends[1:], self.size)
+
+    def part_of(self, piece: Chunk) -> int:
+        """Return the number of the part that brings the end of `piece`."""
+        return bisect_left(self.parts, piece.end - self.start)
 
 
 @dataclass(frozen=True)
@@ -290,8 +310,9 @@ class ExpertPool:
     `images`, by number, compute from.
 
     A buffer is free, or holds an expert that is coming (asked for, or ahead of compute, and not used yet), or one that
-    stays. At most `staging` are coming. The rules of `zinfer.engine.stream.prefetch` hold here, too: a buffer is read
-    behind its event `arrived`; it is written behind its event `freed`, recorded behind its last read; and a copy into
+    stays. At most `staging` are coming. An expert crosses the link in parts, so that the first ones are unpacked while
+    the last ones come. The rules of `zinfer.engine.stream.prefetch` hold here, too: a part of a buffer is read behind
+    its event `arrived`; a buffer is written behind its event `freed`, recorded behind its last read; and a copy into
     it is issued only once that has been recorded, since only then it is free. Without queues there are no buffers, and
     experts are unpacked from where they are; everything else is the same.
     """
@@ -318,7 +339,7 @@ class ExpertPool:
         self._reached: Key = -1, -1  # the last of them that was taken up
         self._free: deque[int] = deque()
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._arrived: list[Event] = []
+        self._arrived: list[list[Event]] = []  # of each buffer: of each part
         self._freed: list[Event] = []
         self._unpacked = None if self._queues is None else self._queues.event()
         self._choice = _Choice()
@@ -378,7 +399,8 @@ class ExpertPool:
         count = staging + cached
         if self._queues is not None:
             self._memory = torch.empty(count * self.buffer_bytes, dtype=torch.uint8, device=self._device)
-            self._arrived = [self._queues.event() for _ in range(count)]
+            most = max(len(image.parts) for one in self.images.values() for image in one.experts)
+            self._arrived = [[self._queues.event() for _ in range(most)] for _ in range(count)]
             self._freed = [self._queues.event() for _ in range(count)]
         self._staging, self._cached = staging, cached
         self._free.extend(range(count))
@@ -460,11 +482,17 @@ class ExpertPool:
         with self._queues.copying():
             self._freed[number].wait()  # rule 2
             begin = mark(self._device.type == "cuda")
-            source = self._source[image.start : image.start + image.size]
-            self._buffer(number)[: image.size].copy_(source, non_blocking=True)
-            self._arrived[number].record()
-            end = mark(self._device.type == "cuda")
-        self._ring.copied(key[0], begin, end)
+            for start, end, arrived in zip((0, *image.parts), image.parts, self._arrived[number], strict=False):
+                self._write(key, number, start, end)
+                arrived.record()
+            copy = key[0], begin, mark(self._device.type == "cuda")
+        self._ring.copied(*copy)
+
+    def _write(self, key: Key, number: int, start: int, end: int) -> None:
+        """Copy bytes `start` to `end` of an expert into buffer `number`."""
+        first = self._image(key).start
+        source = self._source[first + start : first + end]
+        self._buffer(number)[start:end].copy_(source, non_blocking=True)
 
     def _use(self, key: Key) -> None:
         """Unpack an expert into its place in the slot; it stays then, or makes room."""
@@ -478,13 +506,15 @@ class ExpertPool:
         if self._queues is None:
             content = self._source[image.start : image.start + image.size]
         else:
-            with self._ring.aside(key[0]):
-                self._arrived[number].wait()  # rule 1
             self._freed[number].wait()  # another queue may have read it before: the event is behind both then
             content = self._buffer(number)
-        with self._ring.aside(key[0], unpacks=True):
-            for piece in image.pieces:
-                unpack(piece, content[piece.start - image.start :], self._slot)
+        for part, pieces in groupby(image.pieces, image.part_of):
+            if self._queues is not None:
+                with self._ring.aside(key[0]):
+                    self._arrived[number][part].wait()  # rule 1
+            with self._ring.aside(key[0], unpacks=True):
+                for piece in pieces:
+                    unpack(piece, content[piece.start - image.start :], self._slot)
         if self._queues is not None:
             self._freed[number].record()  # rule 2
         self._settle(key)

@@ -1,8 +1,9 @@
 """Experts on demand: the tokens of whole layers, whichever experts come, stay, or make room; and the pool's protocol on
 queues that record who waited for whom."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from zinfer.engine.stream import experts as on_demand
 from zinfer.engine.stream.experts import HALF_LIFE, UNIT, ExpertCache, ExpertPool, Experts, Key
 from zinfer.engine.stream.packed_layer import PackedLayer, plain
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
+from zinfer.engine.stream.routers import NO_ROUTER, Routers
 from zinfer.plan.plan import WHOLE_EXPERTS, make_plan
 from zinfer.spec import resolve
 from zinfer.spec.case import Case, Workload
@@ -94,6 +96,13 @@ def small_parts(monkeypatch: Patch) -> None:
     monkeypatch.setattr(on_demand, "PART", 40)
 
 
+def poison(loaded: Stream) -> None:
+    """Fill the slot with NaN: nothing of earlier passes may be read."""
+    assert loaded._pool is not None
+    loaded._pool._filled = -1, set()
+    loaded._pool._slot.fill_(255)
+
+
 @pytest.fixture
 def queued(monkeypatch: Patch) -> None:
     """Give engines queues, and so buffers whose contents are copies, without a GPU."""
@@ -120,6 +129,172 @@ def test_tokens_are_those_of_transformers(name: str, mixture: Kinds, queued: Non
     assert told.settings["cached_experts"] > 0
     assert told.settings["experts_hits_per_step"] > 0 < told.settings["experts_fetched_per_step"]
     loaded.close()
+
+
+@pytest.fixture
+def waiting(monkeypatch: Patch) -> None:
+    """Give engines queues on which a choice is known after three looks at an event, or after one, in turn."""
+    passed = cycle([False, True, True, False, True, False, True, True, True, True])
+    monkeypatch.setattr("zinfer.engine.stream.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed)))
+    monkeypatch.setattr(on_demand, "GUESSED", 1 << 12)
+
+
+Brought = list[tuple[int, Tensor]]
+
+
+def foretold(loaded: Stream, calls: Brought, wrong: bool, patch: Patch) -> Brought:
+    """Have the guesses of an engine be what it chooses, as `calls` tell in order, or the first experts that it does not
+    choose; return a list that gets its choices."""
+    pool, seen = loaded._pool, Brought()
+    assert pool is not None
+    bring = pool.bring
+
+    def brought(layer: int, chosen: Tensor) -> None:
+        seen.append((layer, chosen.clone()))
+        bring(layer, chosen)
+
+    def guess(own: Routers, layer: int, states: Tensor) -> tuple[int, Tensor] | None:
+        if len(seen) >= len(calls) or calls[len(seen)][0] <= layer:
+            return None
+        following, chosen = calls[len(seen)]
+        others = [one for one in range(8) if one not in chosen.unique().tolist()]
+        return following, torch.tensor([others]) if wrong else chosen
+
+    patch.setattr(pool, "bring", brought)
+    patch.setattr(Routers, "guess", guess)
+    return seen
+
+
+@pytest.mark.parametrize("share", [None, "40%"])
+def test_guesses_change_no_token_whether_right_or_wrong(
+    share: str | None, mixture: Kinds, waiting: None, monkeypatch: Patch
+) -> None:
+    """With an expert cache that thrashes, and none; with prompts of several rows, and steps of tokens that route
+    apart."""
+    loaded, counts = load(mixture("mixtral"), share=share), []
+    assert loaded._pool is not None
+    calls = Brought()
+    monkeypatch.setattr(on_demand, "TRIALS", 1 << 30)  # wrong guesses do not end
+    for wrong in (None, False, True):
+        with monkeypatch.context() as patch:
+            seen, before = foretold(loaded, calls, wrong is True, patch), loaded._pool.counts
+            for lengths, expected in zip(BATCHES, reference(mixture("mixtral")), strict=True):
+                poison(loaded)
+                assert torch.equal(greedy(loaded, lengths), expected)
+                loaded.clear()
+            calls = seen
+            counts.append(loaded._pool.counts.since(before))
+    _, right, wrong_ones = counts
+    assert right.right > 8
+    assert right.right > 0.7 * right.guessed
+    assert wrong_ones.guessed > 8 > wrong_ones.right == 0
+    assert right.hits == wrong_ones.hits
+    assert wrong_ones.fetched >= right.fetched
+    loaded.close()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_layers_own_states_give_its_own_choice(name: str, mixture: Kinds, waiting: None, monkeypatch: Patch) -> None:
+    """So norm, router and states are found, whatever the architecture; and guesses of the next layer are made."""
+    loaded = load(mixture(name))
+    expected = steps(loaded)
+    pool = loaded._pool
+    assert pool is not None
+    assert pool._routers is not None
+    assert pool.guessing == loaded.effective().settings["expert_guess"] == "on"
+    model = loaded.plan.model
+    least = len(pool.images) * (model.num_experts + 1) * model.hidden_size * 4  # routers and norms
+    assert least <= pool.router_bytes <= 1.05 * least
+    assert loaded.effective().settings["experts_guessed_per_step"] > 0
+    bring, routers, checked = pool.bring, pool._routers, []
+
+    def brought(layer: int, chosen: Tensor) -> None:
+        if not pool.scanning:
+            following, routers._following[layer] = routers._following.get(layer), layer
+            found = routers.guess(layer, routers._states[layer])
+            assert found is not None
+            assert torch.equal(found[1], chosen)
+            checked.append(layer)
+            del routers._following[layer]
+            if following is not None:
+                routers._following[layer] = following
+        bring(layer, chosen)
+
+    monkeypatch.setattr(pool, "bring", brought)
+    for one, other in zip(steps(loaded), expected, strict=True):
+        assert close(one, other)
+    assert set(checked) == set(pool.images)
+    assert not routers._states, "a long pass would hold them"
+    loaded.close()
+
+
+def test_guesses_can_be_left_out(mixture: Kinds, waiting: None) -> None:
+    loaded = load(mixture("mixtral"), expert_guess="off")
+    steps(loaded)
+    told = loaded.effective().settings
+    assert (told["expert_guess"], told["experts_guessed_per_step"]) == ("off", 0)
+    assert loaded._pool is not None
+    assert loaded._pool.router_bytes == 0
+    loaded.close()
+
+
+class Choosing(nn.Module):
+    """A layer that chooses experts by a router of its own; `inside` chooses in the layer itself, `both` by two
+    things."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm, self.gate, self.experts = nn.LayerNorm(8), nn.Linear(8, 4), nn.Module()
+        self.router = Picking()
+
+    def forward(self, states: Tensor) -> Tensor:
+        if self.kind != "no norm":
+            states = self.norm(states)
+        if self.kind == "inside":
+            logits: Tensor = self.gate(states)
+            return logits.topk(2).indices
+        chosen: Tensor = self.router(states, 1) if self.kind == "both" else self.router(states)
+        return chosen
+
+
+class Picking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, states: Tensor, number: int = 0) -> Tensor:
+        return (states @ self.weight.T).topk(2).indices
+
+
+@pytest.mark.parametrize("kind", ["norm", "no norm", "inside", "both"])
+def test_a_router_is_found_or_there_are_no_guesses(kind: str) -> None:
+    routers, layers = Routers(), [Choosing(kind), Choosing(kind)]
+    for number, layer in enumerate(layers):
+        routers.attach(number, layer, layer.experts)
+    for _ in range(2):
+        states = torch.randn(3, 8)
+        for number, layer in enumerate(layers):
+            chosen = layer(states)
+            routers.see(number, chosen)
+            taken = routers.take(number)
+    found = None if taken is None else routers.guess(0, taken)
+    if kind in ("inside", "both"):
+        assert found is None
+        assert routers.why_not == NO_ROUTER
+        assert not any(module._forward_hooks for layer in layers for module in layer.modules())
+    else:
+        assert routers.why_not is None
+        assert found is not None
+        assert found[0] == 1
+        assert torch.equal(found[1], chosen), "the same states went into both layers"
+        layers[1].router.weight.data.zero_()
+        layers[1].norm.weight.data.zero_()
+        assert taken is not None
+        again = routers.guess(0, taken)
+        assert again is not None
+        assert torch.equal(again[1], chosen), "copies have memory of their own"
+    routers.close()
 
 
 def test_a_step_brings_the_bytes_of_the_experts_that_were_chosen(mixture: Kinds) -> None:
@@ -412,6 +587,11 @@ class Bench:
             for name, block in images[layer].blocks.items():
                 one.weights[name].put(block.view(self.pool._slot))
 
+    def foretell(self, guesses: Iterable[list[int]]) -> "Foretold":
+        """Have the pool get `guesses`, one in each call of a layer but the last one."""
+        self.pool._routers = foretold = Foretold(guesses, self.layers)
+        return foretold
+
     def use(self, layer: int, chosen: list[int]) -> None:
         """Bring experts and check that they are in their places."""
         self.pool.bring(layer, torch.tensor(chosen))
@@ -429,6 +609,21 @@ class Bench:
         self.pool.close()
         self.ring.close()
         self.arena.close()
+
+
+class Foretold(Routers):
+    """Guesses that are given, for a pool without a model."""
+
+    def __init__(self, guesses: Iterable[list[int]], layers: int) -> None:
+        super().__init__()
+        self.guesses, self.layers = iter(guesses), layers
+
+    def take(self, number: int) -> Tensor | None:
+        return torch.empty(0)
+
+    def guess(self, number: int, states: Tensor) -> tuple[int, Tensor] | None:
+        following = next(self.guesses, [])
+        return (number + 1, torch.tensor([following])) if following and number + 1 < self.layers else None
 
 
 @pytest.mark.parametrize("staging", [2, 3, 5, 12])
@@ -454,23 +649,35 @@ def test_a_pass_that_brings_all_brings_each_once(staging: int, monkeypatch: Patc
     bench.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     count=st.integers(2, 6),
     staging=st.integers(1, 5),
     cached=st.integers(0, 9),
     policy=st.sampled_from(["lru", "lfu"]),
+    guesses=st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=16),
+    passed=st.lists(st.booleans(), max_size=90),
     passes=st.lists(
         st.tuples(st.booleans(), st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=4)), max_size=8
     ),
 )
 def test_no_buffer_is_read_early_or_overwritten_late(
-    count: int, staging: int, cached: int, policy: Any, passes: list[tuple[bool, list[list[int]]]]
+    count: int,
+    staging: int,
+    cached: int,
+    policy: Any,
+    guesses: list[list[int]],
+    passed: list[bool],
+    passes: list[tuple[bool, list[list[int]]]],
 ) -> None:
-    """Passes of any mixture: that bring all experts or those chosen, end early, and call a layer several times."""
+    """Passes of any mixture: that bring all experts or those chosen, end early, and call a layer several times; with
+    guesses, whose copies end at any point."""
     with Patch.context() as patch:
-        bench = Bench(3, count, FakeQueues(), patch, policy)
+        patch.setattr(on_demand, "PART", 40)
+        patch.setattr(on_demand, "GUESSED", 32)
+        bench = Bench(3, count, FakeQueues(passed=passed), patch, policy)
         bench.pool.resize(staging, cached)
+        bench.foretell([[one % count for one in own] for own in guesses])
         for scanning, calls in passes:
             bench.pool.begin(scanning)
             for number, chosen in enumerate(calls):
@@ -484,6 +691,94 @@ def test_the_clocks_see_a_wait_that_is_missing(forget: str, message: str, monkey
     bench.pool.begin(False)
     with pytest.raises(Race, match=message):
         bench.whole_pass()
+
+
+@pytest.mark.parametrize(("forget", "message"), [("compute", "before its content"), ("copy", "overwritten before")])
+def test_the_clocks_see_a_wait_that_is_missing_for_a_guess(forget: str, message: str, monkeypatch: Patch) -> None:
+    """Only guessed experts cross in several copies here, and the missing wait is that before one of them."""
+    queues = FakeQueues()
+    bench = Bench(2, 4, queues, monkeypatch)
+    monkeypatch.setattr(on_demand, "GUESSED", 1 << 10)
+    bench.foretell([[3]] * 9)
+    for forgotten in ("", forget):
+        bench.pool.begin(False)
+        bench.use(0, [0, 1])
+        queues.passed = iter([False, True, True])
+        if not forgotten:
+            bench.use(1, [3])
+            assert bench.pool.counts.right == 1
+            continue
+        take = ExpertPool._take_guess
+
+        def deaf(own: ExpertPool, take: Callable[[ExpertPool], bool] = take) -> bool:
+            queues.forget_waits = forget
+            return take(own)
+
+        monkeypatch.setattr(ExpertPool, "_take_guess", deaf)
+        queues.finish = lambda: None  # type: ignore[method-assign]
+        with pytest.raises(Race, match=message):
+            bench.use(1, [3])
+
+
+def test_guessed_experts_come_last_and_end_with_the_choice(monkeypatch: Patch) -> None:
+    """Behind all that is needed, as long as the choice is awaited; then what is missing of right ones comes first."""
+    log, queues = list[tuple[Key, int, int]](), FakeQueues()
+    bench, real = Bench(3, 6, queues, monkeypatch), ExpertPool._copy
+    bench.pool.resize(4, 0)
+    size = bench.pool.images[1].experts[0].size
+    monkeypatch.setattr(on_demand, "GUESSED", 32)
+
+    def copied(pool: ExpertPool, key: Key, start: int, end: int) -> None:
+        log.append((key, start, end))
+        real(pool, key, start, end)
+
+    monkeypatch.setattr(ExpertPool, "_copy", copied)
+    bench.foretell([[4, 2], [5]])
+    bench.pool.begin(False)
+    bench.use(0, [0, 1])
+    assert [key for key, *_ in log] == [(0, 0), (0, 1)], "nothing is guessed before the choice is awaited"
+    log.clear()
+    # The choice is not known; the guess is; the link is done with what is needed. Then one copy is under way, then two.
+    queues.passed = iter([False, True, True, False, True, False, False, True, False])
+    bench.use(1, [4, 0])
+    assert log == [((1, 4), 0, 32), ((1, 4), 32, 64), ((1, 4), 64, size), ((1, 0), 0, size)]
+    assert (1, 2) not in bench.pool._at, "its copy was not begun"
+    log.clear()
+    queues.passed = iter([False, True, True, True])
+    bench.use(2, [4, 1])
+    assert log == [((2, 5), 0, 32), ((2, 1), 0, size), ((2, 4), 0, size)]
+    assert (2, 5) not in bench.pool._at
+    counts = bench.pool.counts
+    assert (counts.guessed, counts.right, counts.fetched, counts.misses) == (2, 1, 6, 6)
+    assert counts.wire == 6 * size + 32
+    bench.close()
+
+
+def test_guesses_that_cost_more_than_they_save_end(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(on_demand, "TRIALS", 3)
+    queues = FakeQueues()
+    never = FakeQueues(passed=cycle([False])).event()
+    for right, late, ends in ((3, 0, False), (0, 0, False), (0, 3, True), (2, 3, True), (2, 1, False)):
+        guesses = on_demand._Guesses()
+        for layer in range(3):  # each of 8 bytes; those that are late are under way when the choice is known
+            key = layer, layer
+            guesses.begun[key] = 8
+            guesses.flight.append((never if layer < late else queues.event(), key, 8))
+            guesses.judge(layer, {layer} if 3 - layer <= right else set())
+            guesses.clear()
+        assert guesses.cost_too_much == ends, (right, late)
+    bench = Bench(2, 4, queues, monkeypatch)
+    bench.pool.resize(3, 0)
+    bench.foretell([[2]] * 99)
+    for _ in range(9):
+        bench.pool.begin(False)
+        bench.use(0, [0])
+        queues.passed = iter([False, True, True, False])  # the copy is still under way
+        bench.use(1, [1])
+        queues.passed = iter(())
+    assert bench.pool.counts.guessed == 3
+    assert "cost more" in bench.pool.guessing
+    bench.close()
 
 
 def test_a_pass_that_brings_all_runs_ahead_and_never_beyond_its_buffers(monkeypatch: Patch) -> None:
@@ -526,9 +821,9 @@ def test_experts_that_are_asked_for_come_before_what_later_layers_need(monkeypat
         log.append(f"layer {one.layer}")
         copy(ring, one)
 
-    def fetched(pool: ExpertPool, key: Key, number: int) -> None:
+    def fetched(pool: ExpertPool, key: Key, start: int, end: int) -> None:
         log.append(f"expert {key}")
-        real(pool, key, number)
+        real(pool, key, start, end)
 
     monkeypatch.setattr(PrefetchRing, "_copy", copied)
     monkeypatch.setattr(ExpertPool, "_copy", fetched)

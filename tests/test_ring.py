@@ -6,7 +6,7 @@ waited, directly or through others, for an event recorded behind it. The queues 
 whether a device, which runs them at any time, would have been held to the same result.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -46,14 +46,22 @@ class FakeEvent:
         for queue, time in (self._clock or {}).items():
             self._queues.clock[queue] = max(self._queues.clock.get(queue, 0), time)
 
+    def query(self) -> bool:
+        return next(self._queues.passed, True)
+
+    def synchronize(self) -> None:  # the CPU gives no work before, and what it gives is in order all the same
+        pass
+
 
 class FakeQueues:
-    """Two compute queues and a copy queue. `forget_waits` drops the waits of the queue of that name: a broken ring."""
+    """Two compute queues and a copy queue. `forget_waits` drops the waits of the queue of that name: a broken ring.
+    `passed` tells, query by query, whether an event is passed; all are when it ends."""
 
-    def __init__(self, forget_waits: str = "") -> None:
+    def __init__(self, forget_waits: str = "", passed: Iterable[bool] = ()) -> None:
+        self.passed = iter(passed)
         self._clocks: dict[str, Clock] = {"compute": {}, "copy": {}, "beside": {}}
         self._current = "compute"
-        self._forget_waits = forget_waits
+        self.forget_waits = forget_waits
         self.writes: dict[int, tuple[str, int]] = {}  # a buffer's last write: queue and time
         self.reads: dict[int, Clock] = {}  # a buffer's last read in each queue
 
@@ -63,7 +71,7 @@ class FakeQueues:
 
     @property
     def forgets(self) -> bool:
-        return self._forget_waits == self._current
+        return self.forget_waits == self._current
 
     def event(self) -> FakeEvent:
         return FakeEvent(self)

@@ -301,6 +301,7 @@ def _expert_buffers(common: Placement, model: ModelSpec, machine: Machine, count
     depth = max(DENSE_DEPTH, 2 * pieces)  # a layer computes, and the next one comes while the router chooses
     buffers = depth * piece + count * expert if machine.gpu_count else 0
     layer = model.dense_layer_bytes + model.expert_bytes * model.num_experts
+    routers = model.num_layers * model.num_experts * model.hidden_size * model.dtype_bytes  # they stay, for guesses
     return {
         "experts": "on-demand",
         "whole_tokens": cost.whole_tokens(model),
@@ -309,7 +310,7 @@ def _expert_buffers(common: Placement, model: ModelSpec, machine: Machine, count
         "expert_buffers": count,
         "ring_depth": depth,
         "buffers": depth if machine.gpu_count else 1,
-        "slots": (layer + buffers) / model.layer_bytes,
+        "slots": (layer + buffers + routers) / model.layer_bytes,
     }
 
 

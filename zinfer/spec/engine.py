@@ -110,6 +110,11 @@ class StreamOptions(EngineOptions):
         "auto",
         description="Routed experts in passes of few tokens by a kernel of its own; auto: on a GPU that runs Triton.",
     )
+    expert_guess: Literal["auto", "off"] = Field(
+        "auto",
+        description="Experts on demand that the next layer is guessed to choose, copied while the link would idle; "
+        "auto: as long as that saves time.",
+    )
 
     def transport(self) -> Transport:
         graphs = self.cuda_graphs == "auto"

@@ -133,10 +133,13 @@ class Stream(Decoder):
             for number, layer in enumerate(self._layers):
                 self._ring.attach(number, layer, state.of_layer(number))
             if self._expert_images:
-                policy = self.options.expert_cache
-                self._pool = ExpertPool(self._arena.memory, self._expert_images, self.device, self._ring, policy)
+                options = self.options
+                self._pool = ExpertPool(
+                    self._arena.memory, self._expert_images, self.device, self._ring, options.expert_cache,
+                    options.expert_guess == "auto",
+                )  # fmt: skip
                 for number, experts in self._experts.items():
-                    self._pool.attach(number, experts)
+                    self._pool.attach(number, self._layers[number], experts)
             self._ring.start()
         else:
             for name, tensor in state.load(self.device, self.progress):
@@ -686,13 +689,15 @@ class Stream(Decoder):
         pool = self._pool
         if pool is None:
             return {"experts": "all"} if self.plan.model.num_experts > 1 and self._ring is not None else {}
-        counts = {name: round(self._experts_per_step(name), 3) for name in ("fetched", "hits", "misses")}
+        names = ("fetched", "hits", "misses", "guessed", "right")
+        counts = {name: round(self._experts_per_step(name), 3) for name in names}
         return {
             "experts": "on-demand",
             "expert_buffers": pool.staging,
             "expert_buffer_bytes": pool.buffer_bytes,
             "expert_cache": self.options.expert_cache,
             "cached_experts": pool.cached,
+            "expert_guess": pool.guessing,
             **{f"experts_{name}_per_step": count for name, count in counts.items()},
         }
 
@@ -712,7 +717,8 @@ class Stream(Decoder):
             cache["experts_kernel"] = "off" if few is None else few.status or "no experts that it knows"
         if self._ring is None or self._arena is None:
             return Effective(gpu_weight_bytes=self._resident_bytes, settings=cache)
-        experts = 0 if self._pool is None else self._pool.kept_bytes
+        pool = self._pool
+        experts = 0 if pool is None else pool.kept_bytes
         return Effective(
             gpu_weight_bytes=self._resident_bytes + self._ring.kept_bytes + experts,
             host_weight_bytes=self._arena.size,
@@ -722,7 +728,7 @@ class Stream(Decoder):
             settings={
                 "ring_depth": self._ring.depth,
                 "buffer_bytes": self._ring.buffer_bytes,
-                "slot_bytes": self._ring.slot_bytes + (0 if self._pool is None else self._pool.slot_bytes),
+                "slot_bytes": self._ring.slot_bytes + (0 if pool is None else pool.slot_bytes + pool.router_bytes),
                 "weight_codec": "lossless" if self._lossless else "none",
                 "numa_node": self._arena.numa_node,
                 "resident_layers": len(self._layers) - len(self._ring.streamed),

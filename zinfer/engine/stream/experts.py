@@ -6,6 +6,10 @@ CPU reads the choice (a few numbers, the only thing that it waits for), and the 
 not on the device into the buffers of a pool. They are unpacked into the layer's slot, in which each expert has its
 place, and the model's own function computes: it reads the places of the chosen experts and no others.
 
+While a choice is awaited, the link has brought all that is needed and would idle. It brings experts that the router is
+guessed to choose then (`zinfer.engine.stream.routers`), in small copies, and no more as soon as the choice is known: a
+wrong guess costs the rest of a copy under way.
+
 A pass with so many tokens that they touch nearly all experts brings all of them, in order and ahead of compute, without
 waiting for any router. Buffers that hold experts of earlier passes are the cache.
 
@@ -16,7 +20,7 @@ experts and their weights, and read no expert that is not among the indices.
 
 import inspect
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,11 +37,16 @@ from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, lay_out
 from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.packed_layer import Chunk, pack, plain, unpack
-from zinfer.engine.stream.prefetch import Event, PrefetchRing
+from zinfer.engine.stream.prefetch import Event, PrefetchRing, Queues
+from zinfer.engine.stream.routers import Routers
 from zinfer.engine.stream.trace import mark
 
 UNIT = 16  # bytes; kernels that unpack write to multiples of it
 PART = 16 << 20  # bytes of an expert that are unpacked when they have arrived, at least: enough for the link's rate
+GUESSED = 8 << 20  # bytes of a guessed expert in one copy: little waits for it if the guess is wrong
+AHEAD = 2  # such copies that are issued and not done, at most, so that the link does not wait for the CPU
+TRIALS = 64  # layers whose guesses are judged before wrong ones may end them
+FADING = 0.98  # weight of what guesses brought before the latest layer
 END = maxsize, 0  # behind all experts, in the order of layers
 HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache that keeps those used most
 
@@ -293,16 +302,63 @@ class ExpertCache:
 
 class ExpertCounts(NamedTuple):
     """Counts of experts since the load: copied bytes, as they cross the link and as they are in the slot, copies, and
-    needs of a pass met by the cache, or not; a pass that brings all experts has neither hits nor misses."""
+    needs of a pass met by the cache, or not; a pass that brings all experts has neither hits nor misses. Copies of
+    guessed experts that were begun, and those among them that were needed; bytes of the others count as copied."""
 
     wire: int = 0
     delivered: int = 0
     fetched: int = 0
     hits: int = 0
     misses: int = 0
+    guessed: int = 0
+    right: int = 0
 
     def since(self, before: "ExpertCounts") -> "ExpertCounts":
         return ExpertCounts(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+class _Guesses:
+    """Guessed experts whose copies were begun and that no layer has chosen yet, and what guesses were worth.
+
+    A right guess saves the time in which its bytes crossed the link before the choice was known. A wrong one costs the
+    time of what is still under way then. Guesses end once they cost more than they save.
+    """
+
+    def __init__(self) -> None:
+        self.wanted: deque[Key] = deque()  # experts to copy, the most probable ones first
+        self.begun: dict[Key, int] = {}  # bytes whose copies were issued
+        self.flight: deque[tuple[Event, Key, int]] = deque()  # copies under way, and their bytes
+        self._layers = 0
+        self._balance = 0.0  # bytes saved, less bytes that cost
+
+    @property
+    def cost_too_much(self) -> bool:
+        return self._layers >= TRIALS and self._balance < 0
+
+    def under_way(self) -> int:
+        """Return the number of copies that are not done."""
+        while self.flight and self.flight[0][0].query():
+            self.flight.popleft()
+        return len(self.flight)
+
+    def judge(self, layer: int, chosen: set[int]) -> None:
+        """Judge the guesses for `layer`, which has chosen."""
+        begun = {key: size for key, size in self.begun.items() if key[0] == layer}
+        if not begun:
+            return
+        self.under_way()
+        late = Counter[bool]()
+        for _, key, size in self.flight:
+            late[key in begun and key[1] in chosen] += size
+        saved = sum(size for key, size in begun.items() if key[1] in chosen) - late[True]
+        self._balance = FADING * self._balance + saved - late[False]
+        self._layers += 1
+
+    def clear(self) -> None:
+        """Forget the copies that were begun."""
+        self.wanted.clear()
+        self.begun.clear()
+        self.flight.clear()
 
 
 class ExpertPool:
@@ -313,8 +369,9 @@ class ExpertPool:
     stays. At most `staging` are coming. An expert crosses the link in parts, so that the first ones are unpacked while
     the last ones come. The rules of `zinfer.engine.stream.prefetch` hold here, too: a part of a buffer is read behind
     its event `arrived`; a buffer is written behind its event `freed`, recorded behind its last read; and a copy into
-    it is issued only once that has been recorded, since only then it is free. Without queues there are no buffers, and
-    experts are unpacked from where they are; everything else is the same.
+    it is issued only once that has been recorded, since only then it is free. A guessed expert is coming, too, and
+    makes room for one that is needed. Without queues there are no buffers and no guesses, and experts are unpacked from
+    where they are; everything else is the same.
     """
 
     def __init__(
@@ -324,6 +381,7 @@ class ExpertPool:
         device: torch.device,
         ring: PrefetchRing,
         policy: Policy,
+        guess: bool = False,
     ) -> None:
         self.images = images
         self.counts = ExpertCounts()
@@ -342,7 +400,12 @@ class ExpertPool:
         self._arrived: list[list[Event]] = []  # of each buffer: of each part
         self._freed: list[Event] = []
         self._unpacked = None if self._queues is None else self._queues.event()
-        self._choice = _Choice()
+        self._routers = Routers() if guess and self._queues is not None else None
+        self._guesses, self._guessed_layer = _Guesses(), -1
+        self._choice, self._guess = _Choice(self._queues), _Choice(self._queues)
+        # Points in the copy queue: behind the latest expert that was used, and behind all that was issued with it.
+        self._needed: Event | None = None
+        self._tail = None if self._queues is None else self._queues.event()
         self._staging = self._cached = 0
         whole = max((image.size for one in images.values() for image in one.experts), default=0)
         self.buffer_bytes = -(-whole // ALIGNMENT) * ALIGNMENT
@@ -367,9 +430,23 @@ class ExpertPool:
         """Number of buffers for experts that stay."""
         return self._cached
 
-    def attach(self, layer: int, experts: Experts) -> None:
-        """Make the weights of the experts of `layer` views of the slot, and bring those that its router chose before
-        they compute."""
+    @property
+    def guessing(self) -> str:
+        """State of guesses: ``on``, or the reason why there are none."""
+        if self._routers is None:
+            return "off"
+        if self._guesses.cost_too_much:
+            return "ended: wrong guesses cost more than right ones saved"
+        return self._routers.why_not or "on"
+
+    @property
+    def router_bytes(self) -> int:
+        """Bytes of routers that stay on the device for guesses."""
+        return 0 if self._routers is None else self._routers.nbytes
+
+    def attach(self, layer: int, module: nn.Module, experts: Experts) -> None:
+        """Make the weights of the experts of `module`, the decoder layer number `layer`, views of the slot, and bring
+        those that its router chose before they compute."""
         blocks = self.images[layer].blocks
         for name, entry in experts.weights.items():
             entry.put(blocks[name].view(self._slot))
@@ -377,9 +454,13 @@ class ExpertPool:
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             _, chosen, *_ = list(signature.bind(module, *args, **kwargs).arguments.values())[1:]
+            if self._routers is not None:
+                self._routers.see(layer, chosen)
             self.bring(layer, chosen)
 
         experts.module.register_forward_pre_hook(before, with_kwargs=True)
+        if self._routers is not None:
+            self._routers.attach(layer, module, experts.module)
 
     def resize(self, staging: int, cached: int) -> None:
         """Have `staging` buffers for experts that are coming, two at least, and `cached` for those that stay; if that
@@ -393,6 +474,7 @@ class ExpertPool:
         self._cache.clear()
         self._at, self._coming, self._ahead = {}, {}, iter(())
         self._asked.clear()
+        self._forget_guesses()
         self._free.clear()
         self._staging = self._cached = 0  # until all of them are there: the device may be short of memory
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -411,6 +493,7 @@ class ExpertPool:
         self._asked.clear()
         while self._coming:
             self._drop(next(iter(self._coming)))
+        self._forget_guesses()
         self._ring.holds = frozenset() if scanning else frozenset(self.images)
         self._ahead, self._reached = iter(()), (-1, -1)
         if scanning:
@@ -426,7 +509,10 @@ class ExpertPool:
         numbers: Iterable[int] = range(count)
         if not self.scanning:
             with self._ring.aside(layer):
-                numbers = self._choice.read(chosen, count)
+                self._choice.send(chosen)
+                self._copy_guesses(self._choice.event)
+                numbers = sorted(set(self._choice.numbers(count)))
+            self._end_guesses(layer, set(numbers))
         if self._filled[0] != layer:
             self._filled = layer, set()
         missing = [(layer, expert) for expert in numbers if expert not in self._filled[1]]
@@ -434,9 +520,15 @@ class ExpertPool:
         others = [key for key in missing if key not in self._cache]
         if not self.scanning:
             self._count(hits=len(here), misses=len(others))
+        for key in others:
+            self._complete(key)
         self._asked.extend(key for key in others if key not in self._at and not self._will_come(key))
         self._issue()
         self._ring.resume()
+        if self._queues is not None and self._tail is not None and self._routers is not None:
+            with self._queues.copying():
+                self._tail.record()
+            self._guess_next(layer)
         if self._unpacked is not None:
             self._unpacked.wait()  # if another queue unpacked the experts that are there
         if missing:
@@ -450,6 +542,9 @@ class ExpertPool:
         if self._queues is not None:
             self._queues.finish()
         self._at, self._coming, self._ahead = {}, {}, iter(())
+        self._forget_guesses()
+        if self._routers is not None:
+            self._routers.close()
         self._source = self._memory = self._slot = torch.empty(0, dtype=torch.uint8)
 
     def _buffer(self, number: int) -> Tensor:
@@ -463,30 +558,137 @@ class ExpertPool:
 
     def _issue(self) -> None:
         """Issue copies into free buffers: first of experts that are needed, then of those that will be."""
-        while self._free and len(self._coming) < self._staging:
+        while True:
+            if self._asked and not self._has_room and self._guesses.begun:
+                self._drop(next(reversed(self._guesses.begun)))
+            if not self._has_room:
+                return
             if self._asked:
                 following = self._asked.popleft()
             else:
                 self._reached = following = next(self._ahead, END)
                 if following == END:
                     return
-            if following not in self._at:
-                self._copy(following, self._free.popleft())
+            if following in self._at:
+                self._complete(following)
+            else:
+                self._begin_copy(following)
+                self._copy(following, 0, self._image(following).size)
 
-    def _copy(self, key: Key, number: int) -> None:
-        image = self._image(key)
+    @property
+    def _has_room(self) -> bool:
+        return bool(self._free) and len(self._coming) < self._staging
+
+    def _begin_copy(self, key: Key) -> None:
+        """Give an expert a free buffer."""
+        number = self._free.popleft()
         self._at[key], self._coming[key] = number, None
-        self._count(wire=image.size, delivered=image.unpacked, fetched=1)
+        if self._queues is not None:
+            with self._queues.copying():
+                self._freed[number].wait()  # rule 2
+
+    def _copy(self, key: Key, start: int, end: int) -> None:
+        """Issue the copy of bytes `start` to `end` of an expert into its buffer."""
+        image, number = self._image(key), self._at[key]
+        whole = end == image.size
+        self._count(wire=end - start, delivered=image.unpacked if whole else 0, fetched=int(whole))
         if self._queues is None:
             return
         with self._queues.copying():
-            self._freed[number].wait()  # rule 2
             begin = mark(self._device.type == "cuda")
-            for start, end, arrived in zip((0, *image.parts), image.parts, self._arrived[number], strict=False):
+            for part, stop in enumerate(image.parts):
+                if start < stop <= end:
+                    self._write(key, number, start, stop)
+                    self._arrived[number][part].record()
+                    start = stop
+            if start < end:
                 self._write(key, number, start, end)
-                arrived.record()
             copy = key[0], begin, mark(self._device.type == "cuda")
         self._ring.copied(*copy)
+
+    def _complete(self, key: Key) -> None:
+        """Issue the copy of what is left of a guessed expert, which is needed."""
+        begun = self._guesses.begun.pop(key, None)
+        if begun is None:
+            return
+        self._count(right=1)
+        if begun < self._image(key).size:
+            self._copy(key, begun, self._image(key).size)
+
+    def _guess_next(self, layer: int) -> None:
+        """Have the device guess what the layer behind `layer` will choose, before it waits for experts."""
+        assert self._routers is not None
+        states = self._routers.take(layer)
+        if self.scanning or states is None or self.guessing != "on":
+            return
+        with self._ring.aside(layer):
+            found = self._routers.guess(layer, states)
+            if found is not None:
+                self._guessed_layer, chosen = found
+                self._guess.send(chosen)
+
+    def _copy_guesses(self, choice: Event | None) -> None:
+        """Copy guessed experts while nothing else is under way, until `choice` is passed."""
+        guesses = self._guesses
+        if choice is None or self._needed is None or not (self._guess.sent or guesses.wanted):
+            return
+        self._needed.synchronize()  # nothing is chosen before
+        while not choice.query():
+            if self._guess.sent and not self._take_guess():
+                continue
+            if guesses.wanted and self._tail is not None and self._tail.query() and guesses.under_way() < AHEAD:
+                self._copy_guess()
+            if not guesses.wanted:
+                return
+
+    def _take_guess(self) -> bool:
+        """Take the experts of the latest guess, most votes of tokens first; return False if the device is not there
+        yet."""
+        event, layer = self._guess.event, self._guessed_layer
+        if event is None or not event.query():
+            return False
+        votes = Counter(self._guess.numbers(len(self.images[layer].experts)))
+        own = ((layer, expert) for expert, _ in votes.most_common())
+        self._guesses.wanted.extend(key for key in own if key not in self._at and key not in self._guesses.wanted)
+        return True
+
+    def _copy_guess(self) -> None:
+        """Issue one copy of the expert that comes first among those guessed."""
+        guesses = self._guesses
+        key = guesses.wanted[0]
+        if key not in guesses.begun:
+            if key in self._at or not self._has_room:
+                guesses.wanted.popleft()
+                return
+            self._begin_copy(key)
+            guesses.begun[key] = 0
+            self._count(guessed=1)
+        start, size = guesses.begun[key], self._image(key).size
+        end = min(start + GUESSED, size)
+        self._copy(key, start, end)
+        guesses.begun[key] = end
+        assert self._queues is not None
+        with self._queues.copying():
+            done = self._queues.event()
+            done.record()
+        guesses.flight.append((done, key, end - start))
+        if end == size:
+            guesses.wanted.popleft()
+
+    def _end_guesses(self, layer: int, chosen: set[int]) -> None:
+        """Give up the guesses for `layer`, and those for layers before it, that it has not chosen."""
+        guesses = self._guesses
+        guesses.judge(layer, chosen)
+        if self._guessed_layer <= layer:
+            self._guess.sent = False
+        guesses.wanted = deque(key for key in guesses.wanted if key[0] > layer)
+        for key in [key for key in guesses.begun if key[0] < layer or (key[0] == layer and key[1] not in chosen)]:
+            self._drop(key)
+
+    def _forget_guesses(self) -> None:
+        self._guesses.clear()
+        self._guess.sent = False
+        self._needed = None
 
     def _write(self, key: Key, number: int, start: int, end: int) -> None:
         """Copy bytes `start` to `end` of an expert into buffer `number`."""
@@ -499,9 +701,10 @@ class ExpertPool:
         while key not in self._at:  # it was asked for, or dropped
             if key not in self._asked and not self._will_come(key):
                 self._asked.appendleft(key)
-            if not self._free or len(self._coming) >= self._staging:
+            if not self._has_room:
                 self._drop(next(reversed(self._coming)))
             self._issue()
+        self._complete(key)
         number, image = self._at[key], self._image(key)
         if self._queues is None:
             content = self._source[image.start : image.start + image.size]
@@ -517,6 +720,7 @@ class ExpertPool:
                     unpack(piece, content[piece.start - image.start :], self._slot)
         if self._queues is not None:
             self._freed[number].record()  # rule 2
+            self._needed = self._arrived[number][len(image.parts) - 1]
         self._settle(key)
         self._issue()
 
@@ -536,6 +740,7 @@ class ExpertPool:
 
     def _drop(self, key: Key) -> None:
         """Give up the copy of an expert that was not used."""
+        self._guesses.begun.pop(key, None)
         del self._coming[key]
         self._free.append(self._at.pop(key))
 
@@ -544,21 +749,32 @@ class ExpertPool:
 
 
 class _Choice:
-    """The experts that a router chose, as the CPU knows them: one small copy from the device, for which it waits."""
+    """Experts that a router chose, as the CPU gets to know them: one small copy from the device."""
 
-    def __init__(self) -> None:
-        self._host = torch.empty(0, dtype=torch.int64)
+    def __init__(self, queues: Queues | None) -> None:
+        self.sent = False  # a choice is on its way, or there, and was not taken
+        self.event = None if queues is None else queues.event()  # behind the copy
+        self._memory = self._host = torch.empty(0, dtype=torch.int64)
+        self._columns = 1
 
-    def read(self, chosen: Tensor, count: int) -> list[int]:
-        """Return the different numbers below `count` in `chosen`, ascending."""
+    def send(self, chosen: Tensor) -> None:
+        """Have the device copy `chosen`, ``[.., K]``, to the host."""
+        self.sent, self._columns = True, max(1, chosen.shape[-1]) if chosen.dim() > 1 else 1
         chosen = chosen.reshape(-1)
-        if chosen.is_cuda:
-            if self._host.numel() < chosen.numel() or self._host.dtype != chosen.dtype:
-                with torch.inference_mode(False):
-                    self._host = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=True)
-            host, there = self._host[: chosen.numel()], torch.cuda.Event()
-            host.copy_(chosen, non_blocking=True)
-            there.record()
-            there.synchronize()
-            chosen = host
-        return sorted(number for number in set(chosen.tolist()) if 0 <= number < count)
+        if self.event is None:
+            self._host = chosen
+            return
+        if self._memory.numel() < chosen.numel() or self._memory.dtype != chosen.dtype:
+            with torch.inference_mode(False):
+                self._memory = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=chosen.is_cuda)
+        self._host = self._memory[: chosen.numel()]
+        self._host.copy_(chosen, non_blocking=True)
+        self.event.record()
+
+    def numbers(self, count: int) -> list[int]:
+        """Return the numbers below `count` that were sent, each token's first choice first; wait for them."""
+        if self.event is not None:
+            self.event.synchronize()
+        self.sent = False
+        rows = self._host.view(-1, self._columns).T.flatten().tolist()
+        return [number for number in rows if 0 <= number < count]

@@ -44,6 +44,8 @@ class Event(Protocol):
 
     def record(self) -> None: ...  # behind all work of the current queue
     def wait(self) -> None: ...  # make the current queue wait until the point is passed
+    def query(self) -> bool: ...  # tell whether the point is passed
+    def synchronize(self) -> None: ...  # make the CPU wait until the point is passed
 
 
 class Queues(Protocol):

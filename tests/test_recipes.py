@@ -90,7 +90,7 @@ def test_folders_say_what_they_hold(folder: str) -> None:
 
 
 def test_committed_records_are_whole_and_their_machines_are_described() -> None:
-    studies = {f"{kind}.jsonl" for kind in ("codec", "reuse", "accuracy")}
+    studies = {f"{kind}.jsonl" for kind in ("codec", "reuse", "accuracy", "routing")}
     files = sorted((ROOT / "sweeps" / "results").glob("*/*.jsonl"))  # those of sweeps; the campaign's lies beside
     assert files
     for path in [path for path in files if path.name not in studies]:

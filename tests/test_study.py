@@ -72,7 +72,7 @@ def test_committed_records_are_readable(kind: type[Study]) -> None:
 
 
 def test_committed_sweeps_are_readable_and_written_as_they_stand(tmp_path: Path) -> None:
-    studies = {f"{kind}.jsonl" for kind in ("codec", "reuse", "accuracy")}
+    studies = {f"{kind}.jsonl" for kind in ("codec", "reuse", "accuracy", "routing")}
     for file in [one for one in files(RESULTS) if one.parent != RESULTS]:  # the campaign's record belongs to no machine
         if file.name in studies:
             continue

@@ -3,7 +3,8 @@
 `python -m tests.trained FOLDER` trains a Llama of 25 million weights to predict the bytes of Python's own standard
 library, and writes a whole checkpoint: the weights as bf16, with a description of their training; a tokenizer with one
 token per byte; and `held-out.txt`, source that was not trained on. This takes half a minute on a GPU; on a CPU use
-fewer `--steps` and a smaller `--batch`.
+fewer `--steps` and a smaller `--batch`. With `--experts 32` each layer is a mixture of as many experts, of which a
+token takes 4, balanced by the auxiliary loss of published mixtures.
 
 Published models are much larger and trained on far more. The description states how much of the weights comes from
 training and not from their initial values: little, and they are still Gaussian. Heads are as large as those of
@@ -24,7 +25,14 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 LENGTH = 512  # bytes in a sample
@@ -49,13 +57,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=built, padding_side="left", clean_up_tokenization_spaces=False)
 
 
-def layers_of(model: LlamaForCausalLM) -> Tensor:
+def layers_of(model: PreTrainedModel) -> Tensor:
     """Return the matrices of the model's layers, end to end, on the CPU."""
-    return torch.cat([p.detach().flatten().cpu() for p in model.model.layers.parameters() if p.dim() == 2])
+    return torch.cat([p.detach().flatten().cpu() for p in model.model.layers.parameters() if p.dim() > 1])
 
 
 @torch.inference_mode()
-def prominence(model: LlamaForCausalLM, tokens: Tensor) -> float:
+def prominence(model: PreTrainedModel, tokens: Tensor) -> float:
     """Return the ratio of the largest channel of a head's keys to its median channel, as the mean over all heads."""
     keys = torch.stack([layer.keys for layer in model(input_ids=tokens, use_cache=True).past_key_values.layers])
     channels = keys.float().square().mean((1, 3)).sqrt()  # [layers, heads, head_dim]
@@ -63,21 +71,39 @@ def prominence(model: LlamaForCausalLM, tokens: Tensor) -> float:
 
 
 def train(
-    folder: Path, steps: int, batch: int, hidden_size: int = 512, layers: int = 6, learning_rate: float = 1e-3
+    folder: Path,
+    steps: int,
+    batch: int,
+    hidden_size: int = 512,
+    layers: int = 6,
+    learning_rate: float = 1e-3,
+    experts: int = 0,
 ) -> str:
     """Train, write the checkpoint to `folder`, and return its description."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=hidden_size, intermediate_size=4 * hidden_size, num_hidden_layers=layers,
-        num_attention_heads=max(hidden_size // 64, 1), max_position_embeddings=LENGTH, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+    shape: dict[str, Any] = {
+        "vocab_size": 256, "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": layers, "num_attention_heads": max(hidden_size // 64, 1),
+        "max_position_embeddings": LENGTH, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(device)
+    model: PreTrainedModel
+    if experts:
+        heads = shape["num_attention_heads"]
+        shape |= {
+            "num_key_value_heads": heads, "head_dim": 64, "num_experts": experts, "num_experts_per_tok": 4,
+            "moe_intermediate_size": hidden_size, "norm_topk_prob": True, "router_aux_loss_coef": 0.01,
+            "output_router_logits": True,
+        }  # fmt: skip
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    model, config = model.to(device), model.config
     drawn = layers_of(model)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() != 2]},
+        {"params": [p for p in model.parameters() if p.dim() <= 1]},
     ]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     seen, unseen = texts()
@@ -90,7 +116,7 @@ def train(
             group["lr"] = learning_rate * rate
         starts = torch.randint(len(data) - LENGTH, (batch, 1), device=device)
         tokens = data[starts + window].long()
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=not experts):
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -103,14 +129,16 @@ def train(
     count = sum(p.numel() for p in tensors.values())
     trained = 1 - float(torch.corrcoef(torch.stack([drawn, layers_of(model)]))[0, 1]) ** 2
     last = torch.stack(losses[-20:]).mean().item()
+    kind = type(model).__name__.removesuffix("ForCausalLM")
     source = (
-        f"Llama of {count / 1e6:.0f} million weights, trained for this on {steps * batch * LENGTH / 1e6:.1f} million "
+        f"{kind} of {count / 1e6:.0f} million weights, trained for this on {steps * batch * LENGTH / 1e6:.1f} million "
         f"bytes of the standard library of Python {platform.python_version()}, to {last:.2f} nats a byte; "
         f"{trained:.0%} of their variance is not that of their first values; the largest channel of a head's keys is "
         f"{prominence(model, tokens):.1f} times its median one"
     )
     folder.mkdir(parents=True, exist_ok=True)
-    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
+    config.output_router_logits = False
     config.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     (folder / "held-out.txt").write_text(unseen.decode(errors="replace"), encoding="utf-8")
@@ -123,5 +151,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=64)
-    arguments = parser.parse_args()
-    print(train(arguments.folder, arguments.steps, arguments.batch))
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--experts", type=int, default=0)
+    print(train(**vars(parser.parse_args())))

@@ -40,6 +40,7 @@ GROUPS = {
         "codec": "Measure size and speed of losslessly coded weights, and whether coding pays.",
         "accuracy": "Measure the cost of an engine's setting in accuracy.",
         "reuse": "Measure TTFT with a conversation's KV cache kept, and computed again.",
+        "routing": "Measure which experts a trained mixture needs, and what a cache of them would meet.",
         "pack": "Store a checkpoint in the lossless wire format.",
         "build": "Build a TensorRT plan.",
         "completion": "Print the completion script of a shell.",

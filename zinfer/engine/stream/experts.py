@@ -67,7 +67,7 @@ class Experts:
 def find_experts(layer: nn.Module, entries: Mapping[str, Entry]) -> Experts | str | None:
     """Return the routed experts of `layer`, whose `entries` go by their names within it; None if it has none, and the
     reason if they cannot come on demand."""
-    found = [(name, module) for name, module in layer.named_modules() if through_interface(module)]
+    found = routed_experts(layer)
     if len(found) != 1:
         return "a layer has several modules of experts" if found else None
     ((path, module),) = found
@@ -85,6 +85,11 @@ def find_experts(layer: nn.Module, entries: Mapping[str, Entry]) -> Experts | st
     if sum(entry.tensor.dim() == 3 for entry in weights.values()) < 2:
         return f"{path} does not keep its matrices stacked"
     return Experts(module, weights, count)
+
+
+def routed_experts(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of routed experts of `layer`, by their names within it."""
+    return [(name, module) for name, module in layer.named_modules() if through_interface(module)]
 
 
 def through_interface(module: nn.Module) -> bool:
@@ -284,6 +289,19 @@ class ExpertCache:
             self.add(key)
             return first
         return None
+
+    def settle(self, key: Key, room: int, counts: bool = True) -> Key | None:
+        """Decide on an expert that was used, in a cache with `room` for so many: return the one that leaves, `key`
+        itself perhaps; None if nobody has to. Unless this use `counts`, it drives no other one out."""
+        if counts:
+            self.use(key)
+        if key in self:
+            return None
+        if len(self) < room:
+            self.add(key)
+            return None
+        gone = self.replace_for(key) if room and counts else None
+        return key if gone is None else gone
 
     def clear(self) -> None:
         """Drop all experts; their uses are remembered."""
@@ -726,17 +744,11 @@ class ExpertPool:
 
     def _settle(self, key: Key) -> None:
         """Decide on the buffer of an expert that was used: it stays, in place of another perhaps, or is free."""
-        if not self.scanning:
-            self._cache.use(key)
-        if key in self._cache:
-            return
-        del self._coming[key]
-        if len(self._cache) < self._cached:
-            self._cache.add(key)
-            return
+        self._coming.pop(key, None)
         # A pass that brings all experts would leave only the last ones of the last layers.
-        gone = self._cache.replace_for(key) if self._cached and not self.scanning else None
-        self._free.append(self._at.pop(key if gone is None else gone))
+        gone = self._cache.settle(key, self._cached, counts=not self.scanning)
+        if gone is not None:
+            self._free.append(self._at.pop(gone))
 
     def _drop(self, key: Key) -> None:
         """Give up the copy of an expert that was not used."""

@@ -1,0 +1,108 @@
+"""Routing of mixtures: the record of `zinfer routing`, what a cache would have met, and the share of right guesses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests import trained
+from tests.checkpoints import save_config
+from tests.test_experts import MIXTURES
+from zinfer.cli import cli
+from zinfer.engine.stream.experts import ExpertCache, Policy
+from zinfer.record import study
+from zinfer.record.routing import Hits, RoutingRecord
+from zinfer.spec import resolve
+from zinfer.worker import routing
+
+TEXT = "def f(x):\n    return x + 1  # a function\n" * 20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Make the checkpoint of one of `MIXTURES`, or of a model without experts, with a tokenizer of bytes."""
+
+    def make(name: str) -> Path:
+        more = {"vocab_size": 256, "max_position_embeddings": 128}
+        folder = save_config(tmp_path_factory.mktemp(name), name, **MIXTURES.get(name, {}) | more)
+        trained.tokenizer().save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def measured(folder: Path, *more: str) -> tuple[int, str, Path]:
+    text = folder / "text.txt"
+    text.write_text(TEXT)
+    words = ["routing", "-m", str(folder), "--prompt-file", str(text), "--samples", "3", "--length", "40"]
+    done = CliRunner().invoke(cli, [*words, "-o", str(folder / "r.jsonl"), *more])
+    return done.exit_code, f"{done.output}{done.exception or ''}", folder / "r.jsonl"
+
+
+def test_a_run_is_recorded_and_shown(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("qwen3_moe")
+    code, shown, path = measured(folder)
+    assert code == 0, shown
+    run = study.last(path, RoutingRecord)
+    assert (run.num_layers, run.num_experts, run.experts_per_token, run.tokens) == (4, 16, 3, 120)
+    assert run.sizes == (6, 16, 32, 48)
+    assert run.guessed is not None
+    assert 0 < run.guessed < 1
+    assert run.hits("lru", 6) == 0, "a step needs 12: in their order, each is dropped before it is needed again"
+    assert 0 < run.hits("lfu", 16) < run.hits("lfu", 48) < 1
+    assert [run.hits("lru", size) for size in run.sizes] == sorted(run.hits("lru", size) for size in run.sizes)
+    assert "hits with lfu" in shown
+    assert "% right; at random, 19% would be." in shown
+    code, shown, path = measured(folder, "--json")
+    assert code == 0
+    assert json.loads(shown[shown.index("{") : shown.rindex("}") + 1])["tokens"] == 120
+    assert len(study.read(path, RoutingRecord).runs) == 2
+
+
+def test_a_model_without_routed_experts_or_a_short_text_is_refused(checkpoint: Callable[[str], Path]) -> None:
+    code, shown, path = measured(checkpoint("llama"))
+    assert code != 0
+    assert "no routed experts" in shown
+    assert not path.exists()
+    code, shown, _ = measured(checkpoint("mixtral"), "--samples", "900")
+    assert code != 0
+    assert "take fewer" in shown
+
+
+def test_a_forward_pass_over_text_gives_the_choices_of_single_steps(checkpoint: Callable[[str], Path]) -> None:
+    spec = resolve.from_directory(checkpoint("mixtral")).with_dtype("float32")
+    tokens = list(TEXT.encode()[:24])
+
+    def choices(count: int) -> dict[int, torch.Tensor]:
+        (seen,) = routing.trace(spec, [tokens[:count]])
+        return seen.chosen
+
+    whole = choices(24)
+    for end in (5, 24):
+        for number, chosen in choices(end).items():
+            assert torch.equal(chosen[-1], whole[number][end - 1])
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_a_cache_that_holds_all_misses_each_expert_once(policy: Policy) -> None:
+    steps = [[(0, [step % 4]), (1, [3, 3, step % 2])] for step in range(20)]
+    needs = sum(len(set(experts)) for step in steps for _, experts in step)
+    assert routing.replay(steps, policy, 99) == pytest.approx(1 - (4 + 3) / needs)
+    assert routing.replay(steps, policy, 0) == 0
+    cache = ExpertCache(policy)
+    assert cache.settle((0, 0), 0) == (0, 0), "no room: it leaves at once"
+
+
+def test_hits_are_those_of_the_largest_cache_that_is_not_larger() -> None:
+    run = RoutingRecord(
+        machine="h100", device="CPU", model="m", told="drawn", text="t", tokens=9, num_layers=2, num_experts=8,
+        experts_per_token=2, guessed=0.75,
+        rows=(Hits(policy="lru", experts=4, hits=0.4), Hits(policy="lfu", experts=4, hits=0.5),
+              Hits(policy="lru", experts=8, hits=0.8), Hits(policy="lfu", experts=8, hits=0.7)),
+    )  # fmt: skip
+    assert [run.hits("lru", size) for size in (3, 4, 7, 8, 99)] == [0, 0.4, 0.4, 0.8, 0.8]
+    assert run.cells() == [("25%", "4", "40.0%", "50.0%"), ("50%", "8", "80.0%", "70.0%")]
+    assert run.verdict().startswith("lru meets more needs at 1 of 2 sizes")

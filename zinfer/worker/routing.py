@@ -1,0 +1,143 @@
+"""Measurement behind `zinfer routing`: the experts that a mixture's routers choose for a text, and what a cache of
+experts would have met.
+
+A forward pass over a piece of the text gives the choices of each of its tokens, which are those of a decode step that
+gets this token. The pieces follow each other through the cache, as requests do.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zinfer import __version__
+from zinfer.engine.state import ModelState
+from zinfer.engine.stream.experts import ExpertCache, Policy, routed_experts
+from zinfer.engine.stream.routers import Routers
+from zinfer.generation.tokenizer import load_tokenizer
+from zinfer.record.routing import POLICIES, Hits, RoutingRecord
+from zinfer.spec import host, local
+from zinfer.spec.errors import ENVIRONMENT, ZinferError
+from zinfer.spec.model import ModelSpec
+
+SHARES = (0.1, 0.25, 0.5, 0.75)  # sizes of a cache, as shares of all experts
+Step = Sequence[tuple[int, Sequence[int]]]  # numbers of layers, ascending, and of the experts that each chose
+
+
+class RoutingError(ZinferError):
+    """A model or a text whose routing cannot be measured; the message says what to do next."""
+
+    exit_code = ENVIRONMENT
+
+
+class Watched:
+    """Choices of a model's layers, and guesses of them, in one forward pass after another."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.chosen: dict[int, Tensor] = {}  # by layer, [T, K]
+        self.right = self.guessed = 0
+        self._routers, self._guess = Routers(), dict[int, Tensor]()
+        self.count = 0  # experts of a layer
+        for number, layer in enumerate(layers):
+            found = routed_experts(layer)
+            if len(found) == 1:
+                ((_, experts),) = found
+                self.count = max(one.shape[0] for one in experts.parameters(recurse=False))
+                self._routers.attach(number, layer, experts)
+                experts.register_forward_pre_hook(self._hook(number), with_kwargs=True)
+
+    def _hook(self, number: int) -> Callable[..., None]:
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            chosen = [*args, *kwargs.values()][1]
+            self._routers.see(number, chosen)
+            self.chosen[number] = chosen
+            guess, states = self._guess.pop(number, None), self._routers.take(number)
+            if guess is not None:
+                self.guessed += guess.numel()
+                self.right += int((guess.unsqueeze(-1) == chosen.unsqueeze(-2)).sum())
+            following = None if states is None else self._routers.guess(number, states)
+            if following is not None:
+                self._guess[following[0]] = following[1]
+
+        return before
+
+
+def replay(steps: Iterable[Step], policy: Policy, room: int) -> float:
+    """Return the share of the needs of decode steps at batch 1 that a cache of `room` experts meets."""
+    cache, hits, needs = ExpertCache(policy), 0, 0
+    for step in steps:
+        cache.next_pass()
+        for layer, experts in step:
+            keys = [(layer, expert) for expert in sorted(set(experts))]
+            here = [key for key in keys if key in cache]
+            hits, needs = hits + len(here), needs + len(keys)
+            for key in (*here, *(key for key in keys if key not in here)):
+                cache.settle(key, room)
+    return hits / max(1, needs)
+
+
+@torch.inference_mode()
+def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]:
+    """Yield the choices for each of `pieces`, token numbers, of the model's checkpoint. Raises RoutingError."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    state = ModelState(spec, "safetensors")
+    weights = {name: torch.empty_like(entry.tensor, device=device) for name, entry in state.entries.items()}
+    for name, tensor in state.load(device):
+        weights[name].copy_(tensor)
+    for name, tensor in weights.items():
+        state.entries[name].put(tensor)
+    model = state.model.to(device).eval()  # type: ignore[arg-type]
+    watched = Watched(state.layers)
+    if not watched.count:
+        raise RoutingError(f"{spec.name} has no routed experts that transformers' ExpertsInterface dispatches")
+    for number, piece in enumerate(pieces):
+        token_ids = torch.tensor([piece], device=device)
+        if number == 0:
+            model(input_ids=token_ids, use_cache=False)  # which finds the routers
+        watched.chosen.clear()
+        model(input_ids=token_ids, use_cache=False)
+        yield watched
+
+
+def measure(
+    spec: ModelSpec, text: tuple[str, str], count: int, length: int, told: str, progress: Callable[[str], None]
+) -> RoutingRecord:
+    """Measure `count` pieces of `length` tokens, evenly spread over `text`: its name and its content. Raises
+    RoutingError."""
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    token_ids = list(load_tokenizer(spec)(text[1], add_special_tokens=False, verbose=False).input_ids)
+    if len(token_ids) < count * length:
+        raise RoutingError(f"{text[0]} has {len(token_ids)} tokens, and {count} x {length} are asked for: take fewer")
+    last = len(token_ids) - length
+    pieces = [token_ids[start : start + length] for start in (one * last // max(1, count - 1) for one in range(count))]
+    steps: list[Step] = []
+    watched = None
+    for watched in trace(spec, pieces):
+        layers = sorted((number, chosen.tolist()) for number, chosen in watched.chosen.items())
+        steps += ([(number, rows[token]) for number, rows in layers] for token in range(length))
+        progress(f"{len(steps)} of {count * length} tokens")
+    assert watched is not None
+    every = len(watched.chosen) * watched.count
+    rows = [
+        Hits(policy=policy, experts=size, hits=replay(steps, policy, size))
+        for size in dict.fromkeys(max(1, round(share * every)) for share in SHARES)
+        for policy in POLICIES
+    ]
+    versions = {name: host.metadata_version(name) for name in ("torch", "transformers")} | {"zinfer": __version__}
+    return RoutingRecord(
+        machine=local.name(),
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else host.cpu_model(),
+        started_at=started,
+        versions={name: version for name, version in versions.items() if version},
+        model=spec.name,
+        told=told,
+        text=text[0],
+        tokens=len(steps),
+        num_layers=len(watched.chosen),
+        num_experts=watched.count,
+        experts_per_token=len(steps[0][0][1]),
+        guessed=watched.right / watched.guessed if watched.guessed else None,
+        rows=tuple(rows),
+    )

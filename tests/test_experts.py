@@ -428,6 +428,19 @@ def test_the_timeline_shows_experts(mixture: Kinds) -> None:
     loaded.close()
 
 
+def test_the_timeline_tells_chosen_and_guessed_experts_apart(mixture: Kinds, waiting: None) -> None:
+    loaded = load(mixture("mixtral"))
+    token_ids, mask = prompts((5,))
+    prefill(loaded, token_ids, mask, reserve=9)
+    found = set[tuple[str | None, bool]]()
+    for token in range(6):
+        spans = loaded.timeline([base.Work(loaded.batches[-1], torch.tensor([[token]]))])
+        found |= {(span.carries, span.layer == 0) for span in spans if span.lane == "copy" and span.start_ms > 0}
+        assert all(span.carries is None for span in spans if span.lane != "copy")
+    assert found == {(None, True), (None, False), ("expert", True), ("expert", False), ("guess", False)}
+    loaded.close()
+
+
 def test_models_without_such_experts_are_refused_or_streamed_whole(
     mixture: Kinds, checkpoint: Callable[..., Path], monkeypatch: Patch
 ) -> None:

@@ -178,6 +178,20 @@ def test_the_timeline_shows_the_fastest_configurations_whole_and_magnified() -> 
     assert {"waits 6.9 ms", "layer 2", "layer 4", "0"} <= set(labels(figure.axes[1]))
 
 
+def test_the_timeline_tells_chosen_and_guessed_experts_apart() -> None:
+    spans = traced(copy_ms=60.5, decode_ms=6.2)
+    shared = tuple(
+        span.model_copy(update={"carries": (None, "expert", "guess")[(span.layer or 0) % 3]})
+        if span.lane == "copy"
+        else span
+        for span in spans
+    )
+    for some, expected in ((spans, 0), (shared, 2)):
+        figure = drawn([point(case(8), timeline=some)])["timeline"]
+        told = {patch.get_label() for axes in figure.axes for patch in axes.patches}
+        assert sum(f"{kind} experts cross the link" in told for kind in ("chosen", "guessed")) == expected
+
+
 def test_only_traced_steps_over_a_link_make_a_timeline() -> None:
     compute = tuple(span for span in traced() if span.lane == "compute")
     assert "timeline" not in shown("sweep")

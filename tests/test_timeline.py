@@ -1,6 +1,7 @@
 """Timeline of a step: busy and idle times, from spans with known sums."""
 
 import pytest
+from pydantic import ValidationError
 
 from tests.results import LINK, case, point, traced
 from zinfer.analysis.timeline import Waits, busy, busy_bandwidth, focus, idle, length_ms, share, waits
@@ -9,6 +10,15 @@ from zinfer.record.measurement import Effective, Span
 
 def spans(*rows: tuple[str, int | None, float, float]) -> tuple[Span, ...]:
     return tuple(Span.model_validate(row) for row in rows)
+
+
+def test_copies_of_experts_are_told_apart_in_a_row() -> None:
+    rows = ["copy", 1, 2.0, 3.5], ["copy", 1, 2.0, 3.5, "guess"]
+    one, other = (Span.model_validate(row) for row in rows)
+    assert (one.carries, other.carries) == (None, "guess")
+    assert [list(span.model_dump()) for span in (one, other)] == [*rows]
+    with pytest.raises(ValidationError):
+        Span.model_validate([*rows[0], "another"])
 
 
 # link: 10 idle, 30 busy, 5 idle, 20 busy in two overlapping copies, 5 idle; meanwhile layers compute

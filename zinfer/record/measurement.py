@@ -46,6 +46,7 @@ class Effective(Frozen):
 
 
 Lane = Literal["copy", "unpack", "compute"]  # copy over the link, unpack the wire's code, compute with the weights
+Carried = Literal["expert", "guess"]  # what a copy carries: experts that were chosen, or guessed to be
 Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
 
 
@@ -53,19 +54,22 @@ class Span(Frozen):
     """Time that one lane worked for one layer, in ms from the beginning of a decode step, to the microsecond.
 
     No layer stands for the embedding, the head, and all else outside the layers. Stored as a row,
-    ``["copy",3,17.204,35.391]``, since a step has hundreds of them.
+    ``["copy",3,17.204,35.391]``, since a step has hundreds of them; a copy of experts on demand tells so at its end:
+    ``["copy",3,17.204,35.391,"expert"]``.
     """
 
     lane: Lane
     layer: int | None
     start_ms: Moment  # negative if it was under way when the step began
     end_ms: Moment
+    carries: Carried | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _from_row(cls, value: Any) -> Any:
         if isinstance(value, list | tuple):
-            value = dict(zip(cls.model_fields, value, strict=True))
+            own = value if len(value) == len(cls.model_fields) else (*value, None)
+            value = dict(zip(cls.model_fields, own, strict=True))
         if isinstance(value, dict) and value.get("lane") == "decode":  # name of the lane in earlier records
             value = value | {"lane": "unpack"}
         return value
@@ -77,8 +81,9 @@ class Span(Frozen):
         return self
 
     @model_serializer
-    def _to_row(self) -> tuple[Lane, int | None, float, float]:
-        return self.lane, self.layer, self.start_ms, self.end_ms
+    def _to_row(self) -> tuple[Any, ...]:
+        row = self.lane, self.layer, self.start_ms, self.end_ms
+        return row if self.carries is None else (*row, self.carries)
 
 
 class Recorded(Frozen):

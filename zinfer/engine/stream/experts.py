@@ -621,8 +621,8 @@ class ExpertPool:
                     start = stop
             if start < end:
                 self._write(key, number, start, end)
-            copy = key[0], begin, mark(self._device.type == "cuda")
-        self._ring.copied(*copy)
+            end_mark = mark(self._device.type == "cuda")
+        self._ring.copied((key[0], begin, end_mark, "guess" if key in self._guesses.begun else "expert"))
 
     def _complete(self, key: Key) -> None:
         """Issue the copy of what is left of a guessed expert, which is needed."""

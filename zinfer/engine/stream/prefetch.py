@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, unpack
-from zinfer.engine.stream.trace import Mark, Trace, mark
+from zinfer.engine.stream.trace import Copy, Trace, mark
 
 
 class Event(Protocol):
@@ -134,7 +134,7 @@ class PrefetchRing:
         self._issued = self._taken = self._returned = 0
         self._buffers: list[Tensor] = []
         self._depth = self._buffer_bytes = 0
-        self._copies: deque[tuple[int, Mark, Mark]] = deque(maxlen=256)  # latest copies: layer, begin, end
+        self._copies: deque[Copy] = deque(maxlen=256)  # latest ones
         self._trace: Trace | None = None
         self._next: tuple[Fetch, ...] | None = None  # fetches prefetched for the next trip; None: begin anew
         self._trip: _Trip | None = None
@@ -309,11 +309,11 @@ class PrefetchRing:
             if self._queues is not None:
                 self._fill()
 
-    def copied(self, layer: int, begin: Mark, end: Mark) -> None:
-        """Note a copy for `layer` that somebody else issued on the copy queue, for the timeline."""
-        self._copies.append((layer, begin, end))
+    def copied(self, copy: Copy) -> None:
+        """Note a copy on the copy queue, for the timeline."""
+        self._copies.append(copy)
         if self._trace is not None:
-            self._trace.add("copy", layer, begin, end)
+            self._trace.add("copy", *copy)
 
     @contextmanager
     def aside(self, index: int, unpacks: bool = False) -> Iterator[None]:
@@ -406,10 +406,8 @@ class PrefetchRing:
             begin = mark(self._cuda)
             self._buffers[buffer][: source.numel()].copy_(source, non_blocking=True)
             self._arrived[buffer].record()
-            copy = (transfer.layer, begin, mark(self._cuda))
-        self._copies.append(copy)
-        if self._trace is not None:
-            self._trace.add("copy", *copy)
+            copy = (transfer.layer, begin, mark(self._cuda), None)
+        self.copied(copy)
         self._issued += 1
 
     def _take(self, index: int, piece: Chunk | None) -> Tensor:

@@ -5,9 +5,10 @@ from time import perf_counter
 
 import torch
 
-from zinfer.record.measurement import Lane, Span
+from zinfer.record.measurement import Carried, Lane, Span
 
 Mark = torch.cuda.Event | float
+Copy = tuple[int, Mark, Mark, Carried | None]  # layer, begin, end, and the experts that it carries, if any
 
 
 def mark(cuda: bool) -> Mark:
@@ -21,14 +22,14 @@ def mark(cuda: bool) -> Mark:
 
 
 class Trace:
-    """Spans collected from the creation of the trace on. `copies` (layer, begin, end) were issued before it; some may
-    still be under way."""
+    """Spans collected from the creation of the trace on. `copies` were issued before it; some may still be under
+    way."""
 
-    def __init__(self, cuda: bool, copies: Iterable[tuple[int, Mark, Mark]] = ()) -> None:
+    def __init__(self, cuda: bool, copies: Iterable[Copy] = ()) -> None:
         self._cuda = cuda
         self._zero = mark(cuda)
         self._open: dict[tuple[Lane, int | None], Mark] = {}
-        self._spans: list[tuple[Lane, int | None, Mark, Mark]] = [("copy", *copy) for copy in copies]
+        self._spans: list[tuple[Lane, int | None, Mark, Mark, Carried | None]] = [("copy", *copy) for copy in copies]
 
     def begin(self, lane: Lane, layer: int | None) -> None:
         self._open[lane, layer] = mark(self._cuda)
@@ -36,20 +37,21 @@ class Trace:
     def end(self, lane: Lane, layer: int | None) -> None:
         self.add(lane, layer, self._open.pop((lane, layer)), mark(self._cuda))
 
-    def add(self, lane: Lane, layer: int | None, begin: Mark, end: Mark) -> None:
-        self._spans.append((lane, layer, begin, end))
+    def add(self, lane: Lane, layer: int | None, begin: Mark, end: Mark, carries: Carried | None = None) -> None:
+        self._spans.append((lane, layer, begin, end, carries))
 
     def spans(self) -> tuple[Span, ...]:
         """Return the spans of each lane in order, in ms; adjacent spans of a layer are merged. Waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
         merged: dict[Lane, list[Span]] = {"copy": [], "unpack": [], "compute": []}
-        for lane, layer, begin, end in self._spans:
-            span = Span(lane=lane, layer=layer, start_ms=self._ms(begin), end_ms=self._ms(end))
+        for lane, layer, begin, end, carries in self._spans:
+            span = Span(lane=lane, layer=layer, start_ms=self._ms(begin), end_ms=self._ms(end), carries=carries)
             if span.end_ms <= 0:
                 continue  # before the trace
             last = merged[lane][-1] if merged[lane] else None
-            if last is not None and last.layer == layer and span.start_ms - last.end_ms < 0.05:
+            alike = last is not None and (last.layer, last.carries) == (layer, carries)
+            if last is not None and alike and span.start_ms - last.end_ms < 0.05:
                 merged[lane][-1] = last.model_copy(update={"end_ms": span.end_ms})
             else:
                 merged[lane].append(span)

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter
 from zinfer.analysis.group import Group, Points
 from zinfer.analysis.rates import best_by_load
 from zinfer.analysis.timeline import Interval, Spans, Waits, busy, busy_bandwidth, focus, idle, length_ms, share, waits
-from zinfer.record.measurement import Lane, Measurement, Span
+from zinfer.record.measurement import Carried, Lane, Measurement, Span
 from zinfer.report.plot.style import DRAWN, GREY, INK, PALETTE, Sheet, lighter, shortened
 from zinfer.spec.units import figures, gb
 
@@ -28,6 +28,10 @@ _LOOKS: dict[Lane, tuple[str, str, str]] = {  # colour, name at the axis, meanin
     "copy": (_SKY, "link", "weights cross the link"),
     "unpack": (_ORANGE, "unpack", "a layer is unpacked"),
     "compute": (_BLACK, "compute", "the model computes"),
+}
+_CARRIES: dict[Carried, tuple[str, str]] = {  # colour and meaning of copies of experts on demand
+    "expert": ("#2f6f95", "chosen experts cross the link"),
+    "guess": (PALETTE[2], "guessed experts cross the link"),
 }
 _LANE, _WIDE_LANE = 0.2, 0.34  # inches, as are the next three: above the first block, above a further one, within one
 _FIRST, _FURTHER, _WITHIN = 0.95, 1.4, 0.3
@@ -142,10 +146,13 @@ def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inche
     axes.grid(axis="y", visible=False)
     for row, lane in enumerate(lanes):
         own = [span for span in spans if span.lane == lane and limits[0] < span.end_ms and span.start_ms < limits[1]]
-        for odd in (False, True):
-            label = _LOOKS[lane][2] if named and not odd else None
-            pairs = [(span.start_ms, span.end_ms) for span in own if _odd(span) is odd]
-            _boxes(axes, pairs, row, label, color=_tone(lane, odd), linewidth=0 if inches else 0.3)
+        for carries in (None, *(one for one in _CARRIES if any(span.carries == one for span in own))):
+            alike = [span for span in own if span.carries == carries]
+            told = _LOOKS[lane][2] if carries is None else _CARRIES[carries][1]
+            for odd in (False, True):
+                label = told if named and not odd else None
+                pairs = [(span.start_ms, span.end_ms) for span in alike if _odd(span) is odd]
+                _boxes(axes, pairs, row, label, color=_tone(lane, odd, carries), linewidth=0 if inches else 0.3)
         for span in own if inches else ():
             _name(axes, span, row, limits, inches)
     row = lanes.index("copy")
@@ -169,8 +176,8 @@ def _odd(span: Span) -> bool:
     return span.layer is not None and span.layer % 2 == 1
 
 
-def _tone(lane: Lane, odd: bool) -> str:
-    return lighter(_LOOKS[lane][0], 0.45 if odd else 0.0)
+def _tone(lane: Lane, odd: bool, carries: Carried | None) -> str:
+    return lighter(_LOOKS[lane][0] if carries is None else _CARRIES[carries][0], 0.45 if odd else 0.0)
 
 
 def _name(axes: Axes, span: Span, row: int, limits: Interval, inches: float) -> None:
@@ -179,7 +186,7 @@ def _name(axes: Axes, span: Span, row: int, limits: Interval, inches: float) -> 
     room = (stop - start) / (limits[1] - limits[0]) * inches
     names = ("other",) if span.layer is None else (f"layer {span.layer}", f"{span.layer}")
     if text := next((name for name in names if 0.075 * len(name) + 0.05 < room), ""):
-        ink = "white" if sum(to_rgb(_tone(span.lane, _odd(span)))) < 1.5 else INK
+        ink = "white" if sum(to_rgb(_tone(span.lane, _odd(span), span.carries))) < 1.5 else INK
         axes.text((start + stop) / 2, row, text, ha="center", va="center", size=8, color=ink)
 
 

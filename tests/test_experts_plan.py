@@ -1,6 +1,7 @@
 """Plans of experts on demand: bytes of a step, room for buffers and experts that stay, and the batch from which on all
 experts come anyway."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +9,12 @@ from click.testing import CliRunner
 
 from zinfer.analysis import calibrate
 from zinfer.cli import cli
+from zinfer.commands.plan import _hits
 from zinfer.plan import cost
 from zinfer.plan.plan import DENSE_DEPTH, Plan, make_plan
+from zinfer.record import study
 from zinfer.record.measurement import Effective, Measurement
+from zinfer.record.routing import Hits, RoutingRecord
 from zinfer.spec import machine, resolve
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.engine import OptionError, parse_options
@@ -125,6 +129,28 @@ def test_the_table_says_which_experts_come() -> None:
     assert "stream cpu experts=all, batch 1: all experts come in every step." in told
     assert "stream cpu, batch 1: experts on demand; a step brings 16.9 GB, 25% of the experts;" in told
     assert "passes of 9 tokens or more bring all." in told
+
+
+def test_hits_are_those_of_a_recorded_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu", "--gpu-weights", "50%"]
+
+    def told(*more: str) -> str:
+        return " ".join(CliRunner().invoke(cli, [*words, "--batch-size", "1", *more]).output.split())
+
+    assert "expert_cache=lru: the experts that stay meet 48% of what a token needs, if experts are chosen" in told()
+    rows = Hits(policy="lru", experts=100, hits=0.61), Hits(policy="lfu", experts=99, hits=0.7)
+    run = RoutingRecord(
+        machine="h", device="d", model="mixtral-8x7b", told="", text="a book", tokens=9, num_layers=32, num_experts=8,
+        experts_per_token=2, rows=rows,
+    )  # fmt: skip
+    study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", run)
+    other = run.model_copy(update={"num_layers": 4})  # of a slice
+    study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", other)
+    assert "expert_cache=lru: the experts that stay meet 61% of what a token needs, by the routing" in told()
+    assert "recorded on a book." in told()
+    assert _hits(plan(share="50%", expert_cache="lfu")).startswith("expert_cache=lfu: the experts that stay meet 70%")
+    assert "expert_cache" not in told("--experts", "all")
 
 
 @pytest.mark.parametrize(

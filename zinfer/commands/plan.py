@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import product
 from pathlib import Path
@@ -445,6 +446,33 @@ def _experts(plans: "Sequence[Plan]") -> "Iterator[str]":
             f"{where}: experts on demand; a step brings {gb(plan.streamed_bytes)}, {touched:.0%} of the experts"
             f"{stay}; passes of {setup.whole_tokens} tokens or more bring all."
         )
+        if setup.cached_experts and batch < setup.whole_tokens:
+            yield _hits(plan)
+
+
+def _hits(plan: "Plan") -> str:
+    """Return the share of a token's needs that the experts on the GPU meet: by the routing recorded for the model, or,
+    without a record, if experts were chosen evenly."""
+    from zinfer.record import study
+    from zinfer.record.routing import RoutingRecord
+    from zinfer.spec.engine import StreamOptions
+    from zinfer.spec.errors import ZinferError
+    from zinfer.spec.local import RESULTS
+
+    model, cached = plan.model, plan.placement.cached_experts
+    policy = dict(plan.case.options).get("expert_cache", StreamOptions().expert_cache)
+    found: list[RoutingRecord] = []
+    for path in study.files(RESULTS, RoutingRecord) if RESULTS.is_dir() else ():
+        with suppress(ZinferError):
+            found += [run for run in study.read(path, RoutingRecord).runs if run.model == model.name]
+    every = model.routed_bytes // model.expert_bytes
+    runs = [run for run in found if run.num_layers * run.num_experts == every]
+    if not runs:
+        met = f"{min(1.0, cached / every):.0%} of what a token needs, if experts are chosen evenly (`zinfer routing`)"
+    else:
+        hits = runs[-1].hits(str(policy), cached)
+        met = f"{hits:.0%} of what a token needs, by the routing recorded on {runs[-1].text}"
+    return f"expert_cache={policy}: the experts that stay meet {met}."
 
 
 def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Efficiency]") -> None:

@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install $(OPTIONS)
 # Where the environment keeps Python from writing what it compiled, each of the demo's workers would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test quick lint conformance judges campaign catalogue readme codec accuracy plots report
+.PHONY: setup demo test quick lint conformance judges campaign catalogue readme codec accuracy routing plots report
 
 setup: .venv/installed .venv/installed-dev
 
@@ -76,6 +76,13 @@ codec: .venv/installed .scratch/trained/model.safetensors .scratch/published/res
 accuracy: .venv/installed .scratch/trained/model.safetensors
 	$(BIN)/zinfer accuracy --model .scratch/trained --offload cpu --kv-cache-dtype int8,fp8 \
 	  --prompt-file .scratch/trained/held-out.txt --input-len 384 --output-len 128 --samples 64 --batch-size 64
+
+# Measure which experts a small mixture needs, trained first (minutes on one core), on source it was not trained on.
+routing: .venv/installed .scratch/mixture/model.safetensors
+	$(BIN)/zinfer routing --model .scratch/mixture --prompt-file .scratch/mixture/held-out.txt --samples 32
+
+.scratch/mixture/model.safetensors: tests/trained.py
+	$(BIN)/python -m tests.trained $(@D) --experts 32 --hidden-size 128 --steps 500 --batch 4
 
 .scratch/trained/model.safetensors: tests/trained.py
 	$(BIN)/python -m tests.trained $(@D)

@@ -21,7 +21,7 @@ from zinfer.analysis.calibrate import fit, load_machines, load_points
 from zinfer.cli import cli
 from zinfer.commands.demo import explanation
 from zinfer.plan.plan import make_plan
-from zinfer.record import accuracy, codec, prefix_reuse, study
+from zinfer.record import accuracy, codec, prefix_reuse, routing, study
 from zinfer.record.measurement import Measurement, latest
 from zinfer.record.store import read
 from zinfer.report import requests
@@ -120,6 +120,13 @@ def accuracies() -> str:
 def codecs() -> str:
     """Return the table of `zinfer codec`'s record."""
     return markdown(codec.COLUMNS, study.last(RESULTS, codec.CodecRecord).cells())
+
+
+def routings() -> str:
+    """Return the table of `zinfer routing`'s record, and its verdict."""
+    run = study.last(RESULTS, routing.RoutingRecord)
+    table = markdown(routing.COLUMNS, run.cells())
+    return f"{table}\n\n{textwrap.fill(f'({run.told}; {run.tokens:,} tokens of {run.text}.) {run.verdict()}', WIDTH, break_on_hyphens=False)}"
 
 
 def engines() -> str:

@@ -138,7 +138,7 @@ def test_hits_are_those_of_a_recorded_routing(tmp_path: Path, monkeypatch: pytes
     def told(*more: str) -> str:
         return " ".join(CliRunner().invoke(cli, [*words, "--batch-size", "1", *more]).output.split())
 
-    assert "expert_cache=lru: the experts that stay meet 48% of what a token needs, if experts are chosen" in told()
+    assert "expert_cache=lfu: the experts that stay meet 48% of what a token needs, if experts are chosen" in told()
     rows = Hits(policy="lru", experts=100, hits=0.61), Hits(policy="lfu", experts=99, hits=0.7)
     run = RoutingRecord(
         machine="h", device="d", model="mixtral-8x7b", told="", text="a book", tokens=9, num_layers=32, num_experts=8,
@@ -147,9 +147,9 @@ def test_hits_are_those_of_a_recorded_routing(tmp_path: Path, monkeypatch: pytes
     study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", run)
     other = run.model_copy(update={"num_layers": 4})  # of a slice
     study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", other)
-    assert "expert_cache=lru: the experts that stay meet 61% of what a token needs, by the routing" in told()
+    assert "expert_cache=lfu: the experts that stay meet 70% of what a token needs, by the routing" in told()
     assert "recorded on a book." in told()
-    assert _hits(plan(share="50%", expert_cache="lfu")).startswith("expert_cache=lfu: the experts that stay meet 70%")
+    assert _hits(plan(share="50%", expert_cache="lru")).startswith("expert_cache=lru: the experts that stay meet 61%")
     assert "expert_cache" not in told("--experts", "all")
 
 

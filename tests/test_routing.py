@@ -16,6 +16,7 @@ from zinfer.engine.stream.experts import ExpertCache, Policy
 from zinfer.record import study
 from zinfer.record.routing import Hits, RoutingRecord
 from zinfer.spec import resolve
+from zinfer.spec.engine import StreamOptions
 from zinfer.worker import routing
 
 TEXT = "def f(x):\n    return x + 1  # a function\n" * 20
@@ -94,6 +95,15 @@ def test_a_cache_that_holds_all_misses_each_expert_once(policy: Policy) -> None:
     assert routing.replay(steps, policy, 0) == 0
     cache = ExpertCache(policy)
     assert cache.settle((0, 0), 0) == (0, 0), "no room: it leaves at once"
+
+
+def test_the_default_policy_is_the_one_that_met_more_needs() -> None:
+    run = study.last(Path(__file__).parents[1] / "sweeps" / "results", RoutingRecord)
+    default = StreamOptions.model_fields["expert_cache"].default
+    other = "lru" if default == "lfu" else "lfu"
+    assert sum(run.hits(default, size) for size in run.sizes) > sum(run.hits(other, size) for size in run.sizes)
+    assert run.guessed is not None
+    assert run.guessed > 3 * run.experts_per_token / run.num_experts
 
 
 def test_hits_are_those_of_the_largest_cache_that_is_not_larger() -> None:

@@ -11,6 +11,7 @@ from zinfer.record.accuracy import AccuracyRecord
 from zinfer.record.codec import CodecRecord
 from zinfer.record.jsonl import StoreError, seal, unseal
 from zinfer.record.prefix_reuse import Run
+from zinfer.record.routing import Hits, RoutingRecord
 from zinfer.record.store import Store, files, read
 from zinfer.record.study import Study, StudyError
 
@@ -19,6 +20,18 @@ RUNS: dict[str, Study] = {
     "codec": codec_run("gaussian", "laplace"),
     "nothing": codec_run(),
     "accuracy": accuracy_run(),
+    "routing": RoutingRecord(
+        machine="h100",
+        device="H100",
+        model="m",
+        told="drawn",
+        text="book",
+        tokens=9,
+        num_layers=2,
+        num_experts=8,
+        experts_per_token=2,
+        rows=(Hits(policy="lru", experts=4, hits=0.25), Hits(policy="lfu", experts=4, hits=0.5)),
+    ),
     "reuse": reuse_run(kept_point(8, 1, 1), kept_point(16, 2, 1)),
 }
 
@@ -59,7 +72,7 @@ def test_a_document_of_an_earlier_version_is_read_and_continued(name: str, tmp_p
     assert study.read(path, type(run)) == ((*earlier, run), ())
 
 
-@pytest.mark.parametrize("kind", [CodecRecord, AccuracyRecord, Run])
+@pytest.mark.parametrize("kind", [CodecRecord, AccuracyRecord, RoutingRecord, Run])
 def test_committed_records_are_readable(kind: type[Study]) -> None:
     found = study.files(RESULTS, kind)
     assert found

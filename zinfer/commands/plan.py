@@ -460,7 +460,7 @@ def _hits(plan: "Plan") -> str:
     from zinfer.spec.local import RESULTS
 
     model, cached = plan.model, plan.placement.cached_experts
-    policy = dict(plan.case.options).get("expert_cache", StreamOptions().expert_cache)
+    policy = dict(plan.case.options).get("expert_cache", StreamOptions.model_fields["expert_cache"].default)
     found: list[RoutingRecord] = []
     for path in study.files(RESULTS, RoutingRecord) if RESULTS.is_dir() else ():
         with suppress(ZinferError):

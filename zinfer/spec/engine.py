@@ -103,7 +103,7 @@ class StreamOptions(EngineOptions):
         "step at batch 1 then brings clearly fewer bytes.",
     )
     expert_cache: Literal["lru", "lfu"] = Field(
-        "lru",
+        "lfu",
         description="Experts on demand that leave the cache first: those not used for longest, or those used least.",
     )
     experts_kernel: Literal["auto", "off"] = Field(

@@ -88,7 +88,7 @@ def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]
         weights[name].copy_(tensor)
     for name, tensor in weights.items():
         state.entries[name].put(tensor)
-    model = state.model.to(device).eval()  # type: ignore[arg-type]
+    model = state.model.to(device).eval()
     watched = Watched(state.layers)
     if not watched.count:
         raise RoutingError(f"{spec.name} has no routed experts that transformers' ExpertsInterface dispatches")

@@ -125,8 +125,9 @@ def codecs() -> str:
 def routings() -> str:
     """Return the table of `zinfer routing`'s record, and its verdict."""
     run = study.last(RESULTS, routing.RoutingRecord)
+    told = f"({run.told}; {run.tokens:,} tokens of {run.text}.) {run.verdict()}"
     table = markdown(routing.COLUMNS, run.cells())
-    return f"{table}\n\n{textwrap.fill(f'({run.told}; {run.tokens:,} tokens of {run.text}.) {run.verdict()}', WIDTH, break_on_hyphens=False)}"
+    return f"{table}\n\n{textwrap.fill(told, WIDTH, break_on_hyphens=False)}"
 
 
 def engines() -> str:

@@ -188,8 +188,10 @@ def test_guesses_change_no_token_whether_right_or_wrong(
     assert right.right > 8
     assert right.right > 0.7 * right.guessed
     assert wrong_ones.guessed > 8 > wrong_ones.right == 0
-    assert right.hits == wrong_ones.hits
-    assert wrong_ones.fetched >= right.fetched
+    assert right.hits + right.misses == wrong_ones.hits + wrong_ones.misses
+    if share is None:
+        assert (right.fetched, right.delivered) == (wrong_ones.fetched, wrong_ones.delivered), "only what was needed"
+        assert right.wire == right.delivered < wrong_ones.wire
     loaded.close()
 
 
@@ -745,6 +747,13 @@ def test_guessed_experts_come_last_and_end_with_the_choice(monkeypatch: Patch) -
         log.append((key, start, end))
         real(pool, key, start, end)
 
+    used, use = list[Key](), ExpertPool._use
+
+    def using(pool: ExpertPool, key: Key) -> None:
+        used.append(key)
+        use(pool, key)
+
+    monkeypatch.setattr(ExpertPool, "_use", using)
     monkeypatch.setattr(ExpertPool, "_copy", copied)
     bench.foretell([[4, 2], [5]])
     bench.pool.begin(False)
@@ -760,6 +769,7 @@ def test_guessed_experts_come_last_and_end_with_the_choice(monkeypatch: Patch) -
     queues.passed = iter([False, True, True, True])
     bench.use(2, [4, 1])
     assert log == [((2, 5), 0, 32), ((2, 1), 0, size), ((2, 4), 0, size)]
+    assert used == [(0, 0), (0, 1), (1, 4), (1, 0), (2, 1), (2, 4)], "a guessed one is unpacked first"
     assert (2, 5) not in bench.pool._at
     counts = bench.pool.counts
     assert (counts.guessed, counts.right, counts.fetched, counts.misses) == (2, 1, 6, 6)

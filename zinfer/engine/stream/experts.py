@@ -321,7 +321,8 @@ class ExpertCache:
 class ExpertCounts(NamedTuple):
     """Counts of experts since the load: copied bytes, as they cross the link and as they are in the slot, copies, and
     needs of a pass met by the cache, or not; a pass that brings all experts has neither hits nor misses. Copies of
-    guessed experts that were begun, and those among them that were needed; bytes of the others count as copied."""
+    guessed experts that were begun, and those among them that were needed; of the others only bytes on the link
+    count."""
 
     wire: int = 0
     delivered: int = 0
@@ -535,7 +536,8 @@ class ExpertPool:
             self._filled = layer, set()
         missing = [(layer, expert) for expert in numbers if expert not in self._filled[1]]
         here = [key for key in missing if key in self._cache]
-        others = [key for key in missing if key not in self._cache]
+        # What was guessed is there first, and is unpacked while the rest comes.
+        others = sorted((key for key in missing if key not in self._cache), key=lambda key: key not in self._at)
         if not self.scanning:
             self._count(hits=len(here), misses=len(others))
         for key in others:
@@ -591,6 +593,7 @@ class ExpertPool:
                 self._complete(following)
             else:
                 self._begin_copy(following)
+                self._count(delivered=self._image(following).unpacked, fetched=1)
                 self._copy(following, 0, self._image(following).size)
 
     @property
@@ -608,8 +611,7 @@ class ExpertPool:
     def _copy(self, key: Key, start: int, end: int) -> None:
         """Issue the copy of bytes `start` to `end` of an expert into its buffer."""
         image, number = self._image(key), self._at[key]
-        whole = end == image.size
-        self._count(wire=end - start, delivered=image.unpacked if whole else 0, fetched=int(whole))
+        self._count(wire=end - start)
         if self._queues is None:
             return
         with self._queues.copying():
@@ -629,7 +631,7 @@ class ExpertPool:
         begun = self._guesses.begun.pop(key, None)
         if begun is None:
             return
-        self._count(right=1)
+        self._count(right=1, delivered=self._image(key).unpacked, fetched=1)
         if begun < self._image(key).size:
             self._copy(key, begun, self._image(key).size)
 

@@ -27,7 +27,7 @@ DEVICE_SHARE = 0.97
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
 FP8_RATIO = 0.83  # the same over those of FP8 codes (e4m3)
 RING_DEPTH = 6  # least number of ring buffers: they hold what arrives while a layer of a decode step computes
-# Ring buffers beside experts on demand: little is in flight, so that experts which are asked for come next.
+# Least number of ring buffers beside experts on demand: little is in flight, so that those asked for come next.
 DENSE_DEPTH = 3
 # With ``auto`` experts come on demand where a step at batch 1 then brings at most this share of the bytes, and an
 # expert is no smaller than this on the wire: its copy and its unpacking take about 20 us of launches.

@@ -66,7 +66,10 @@ def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what `main` saved."""
     path = tmp_path_factory.mktemp("few") / "results"
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__, path], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_few_experts", path],
+        env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = torch.load(path)
     return found

@@ -3,7 +3,7 @@ recorded runs as before. `Rerun` takes the place of CUDA graphs; `test_gpu` reco
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +81,8 @@ def test_recorded_steps_give_the_tokens_of_transformers(
 def test_layers_that_all_stay_are_recorded_with_their_unpacking(
     codec: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
 ) -> None:
-    directory, dtype = checkpoint("llama"), cast("Dtype", "bfloat16" if codec == "lossless" else "float32")
+    directory = checkpoint("llama")
+    dtype: Dtype = "bfloat16" if codec == "lossless" else "float32"
     found = []
     for option in ("off", "auto"):
         engine = load("stream", directory, "cpu", tmp_path, dtype=dtype, weight_codec=codec, cuda_graphs=option)

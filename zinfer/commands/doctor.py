@@ -20,6 +20,7 @@ PACKAGES = {
     "fastapi": "serve",
     "uvicorn": "serve",
     "prometheus-client": "serve",
+    "torchao": "torchao",
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }

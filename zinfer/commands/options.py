@@ -394,7 +394,7 @@ def locate(load: "SweepLoad") -> str | None:
     """
     from zinfer import engine
 
-    kind = engine.kind(load.engine)
+    kind = engine.kind(load.engine, load.weights)
     if load.offload not in kind.offloads:
         return None
     if load.gpu_weights is not None and not kind.gpu_weights:

@@ -7,14 +7,16 @@ from importlib import util
 
 from zinfer.spec.engine import ENGINES, EngineKind
 from zinfer.spec.errors import ZinferError, did_you_mean, not_here
+from zinfer.spec.model import Weights
 
 
 class EngineError(ZinferError):
     """An engine that cannot be used for what was asked; the message says what to do next."""
 
 
-def kind(name: str) -> EngineKind:
-    """Return the entry of engine `name` in `ENGINES`, once everything that it requires is found installed.
+def kind(name: str, weights: Weights = "as-released") -> EngineKind:
+    """Return the entry of engine `name` in `ENGINES`, once everything that it requires for `weights` is found
+    installed.
 
     Raises EngineError when there is no such engine, or when a package is missing.
     """
@@ -25,4 +27,8 @@ def kind(name: str) -> EngineKind:
     if missing:
         packages = ", ".join(" or ".join(wanted.split("|")) for wanted in missing)
         raise not_here(EngineError(f"engine {name} needs {packages}: pip install 'zinfer[{found.extra}]'"))
+    if weights in found.own_formats and found.own_package and util.find_spec(found.own_package) is None:
+        package = found.own_package
+        needs = f"engine {name} needs {package} for --weights {weights}: pip install 'zinfer[{package}]'"
+        raise not_here(EngineError(needs))
     return found

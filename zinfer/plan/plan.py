@@ -251,6 +251,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         coded_fp8 = model.fp8_ratio if model.dtype_bytes == 2 else 0.0  # a GPU decodes to 16 bits
         wire = model.stored_ratio - coded_fp8 * (1 - FP8_RATIO)
     own = ENGINES[case.engine].own_formats.get(case.weights) if case.engine in ENGINES else None
+    own = own and own * 2 / model.dtype_bytes
     common = Placement(
         tier=TIERS[case.offload],
         gpus=options.gpus,

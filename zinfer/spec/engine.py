@@ -212,6 +212,8 @@ class EngineKind:
     gpu_weights: bool = False  # part of the offloaded weights can stay on the GPU
     only_as_released: str | None = None  # reason why it takes no other format of weights; None if it does
     own_formats: Mapping[Weights, float] = field(default_factory=dict)  # own ones instead: bytes over those of 16 bits
+    own_package: str = ""  # import name, and pip extra, of the package that `own_formats` need besides
+    own_not_for: frozenset[Offload] = frozenset()  # offloads without `own_formats`
     extra: str = "engines"  # pip extra that installs `requires`
     builds: Mapping[Offload, str] = field(default_factory=dict)  # system packages that an offload is built with
 
@@ -222,6 +224,7 @@ class EngineKind:
 
 
 _GROUPS_OF_64 = 2 / 64  # a scale and a minimum of 16 bits for 64 weights
+_GROUPS_OF_128 = 2 / 128  # a scale and a zero point of 16 bits for 128 weights
 _TRANSFORMERS = ("torch", "transformers", "accelerate", "safetensors")
 
 ENGINES: dict[str, EngineKind] = {
@@ -245,7 +248,9 @@ ENGINES: dict[str, EngineKind] = {
         offloads=frozenset({"none", "cpu", "nvme"}),
         requires=_TRANSFORMERS,
         options=AccelerateOptions,
-        only_as_released="its hooks copy each matrix in the type that it computes in, 16 bits",
+        own_formats={"int4": _GROUPS_OF_128 + 4 / 16, "int8": 8 / 16},
+        own_package="torchao",
+        own_not_for=frozenset({"nvme"}),
     ),
     "tensorrt": EngineKind(
         "zinfer.engine.tensorrt:TensorRT",
@@ -357,6 +362,11 @@ def conflict(engine: str, options: Options, offload: Offload, weights: Weights =
             return f"--weights {weights} is for {able}: engine {engine} has no packed weights ({kind.only_as_released})"
         if kind.own_formats:
             return f"--weights {weights} is for {able}: engine {engine} takes {', '.join(kind.own_formats)}"
+    if weights != "as-released" and kind is not None and offload in kind.own_not_for:
+        return (
+            f"--weights {weights} of engine {engine} does not go with offload {offload}: its files hold plain tensors, "
+            f"not {kind.own_package}'s; choose from {', '.join(sorted(kind.offloads - kind.own_not_for))}"
+        )
     return read_options(engine, options).conflict(offload)
 
 

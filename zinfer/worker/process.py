@@ -29,6 +29,7 @@ from zinfer.record.requests import RequestPoint
 from zinfer.spec import lease
 from zinfer.spec.case import Case
 from zinfer.spec.ending import PARENT, at_end
+from zinfer.spec.model import Weights
 from zinfer.spec.progress import Progress, silent
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.tasks import NAMES, TASKS, Answer, Load, Measure, MeasureRequests, Request
@@ -231,15 +232,17 @@ def _oom_kills() -> int:
     return 0
 
 
-def versions(engine_name: str) -> dict[str, str]:
-    """Return the versions of Python, zinfer, the driver, and the packages that the engine requires."""
+def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, str]:
+    """Return the versions of Python, zinfer, the driver, and the packages that the engine requires for `weights`."""
     import platform
     from importlib import metadata
 
     from zinfer.spec.engine import ENGINES
 
     found = {"python": platform.python_version(), "zinfer": __version__}
-    for package in ENGINES[engine_name].requires if engine_name in ENGINES else ("torch",):
+    kind = ENGINES.get(engine_name)
+    own = (kind.own_package,) if kind is not None and kind.own_package and weights in kind.own_formats else ()
+    for package in (*(kind.requires if kind is not None else ("torch",)), *own):
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     with suppress(Exception):

@@ -149,7 +149,10 @@ def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, 
         import torch
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        facts: dict[str, Any] = {"versions": versions(plan.case.engine), "link_bandwidth": measure_link(device)}
+        facts: dict[str, Any] = {
+            "versions": versions(plan.case.engine, plan.case.weights),
+            "link_bandwidth": measure_link(device),
+        }
         session.facts = session.facts.model_copy(update=facts)
         started = time.monotonic()
         session.engine = make(plan, session.beat)

@@ -20,6 +20,7 @@ from zinfer.spec.case import Case, Offload, Workload
 from zinfer.spec.engine import conflict
 from zinfer.spec.model import Dtype, Weights
 from zinfer.spec.resolve import from_directory, with_weights
+from zinfer.worker.process import versions
 
 
 def test_only_decoder_layers_are_offloaded(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -46,9 +47,7 @@ def test_nvme_wants_a_folder(checkpoint: Callable[..., Path], tmp_path: Path) ->
         load("accelerate", checkpoint("llama"), "nvme", tmp_path / "nowhere")
 
 
-def _quantised(
-    directory: Path, weights: Weights, offload: Offload, path: Path, dtype: Dtype = "bfloat16"
-) -> Accelerate:
+def quantised(directory: Path, weights: Weights, offload: Offload, path: Path, dtype: Dtype = "bfloat16") -> Accelerate:
     case = Case(
         model=str(directory), engine="accelerate", offload=offload, weights=weights, dtype=dtype,
         workload=Workload(batch_size=2, input_len=9, output_len=4), load_format="safetensors",
@@ -73,7 +72,7 @@ def test_weights_of_torchao_cross_as_codes_and_give_its_logits(
 ) -> None:
     pytest.importorskip("torchao")
     directory = checkpoint("bloom", 128)
-    loaded = _quantised(directory, weights, offload, tmp_path)
+    loaded = quantised(directory, weights, offload, tmp_path)
     model = _kept_by_torchao(directory, weights)
     token_ids, mask = prompts((9, 9))
     found, nxt = prefill(loaded, token_ids, mask, reserve=4), torch.tensor([5, 6])
@@ -85,7 +84,10 @@ def test_weights_of_torchao_cross_as_codes_and_give_its_logits(
     assert torch.allclose(decode(loaded, nxt), expected, atol=0.05)
     effective, plan = loaded.effective(), loaded.plan
     assert effective.settings["torchao"] == {"int8": "Int8Tensor", "int4": "Int4OpaqueTensor"}[weights]
+    assert "torchao" in versions("accelerate", weights)
+    assert "torchao" not in versions("accelerate")
     if offload == "cpu":
+        assert loaded._offloaded is not None
         sizes = [
             part.nbytes for name, one in loaded._offloaded.state_dict.items() for part in _parts(name, one).values()
         ]
@@ -111,7 +113,12 @@ def test_host_memory_holds_codes_in_the_layout_of_gpus(monkeypatch: pytest.Monke
     host.copy_(given)
     assert sum(part.nbytes for part in (codes, given.scale_and_zero)) == size
     seen: list[Any] = []
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda inputs, weight, bias: seen.append(weight) or inputs)
+
+    def linear(inputs: Any, weight: Any, _bias: Any) -> Any:
+        seen.append(weight)
+        return inputs
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
     attach_align_device_hook_on_blocks(
         module, execution_device={"": torch.device("cpu"), "0": torch.device("cpu")}, offload={"0": True},
         weights_map={"0.weight": host},
@@ -127,9 +134,9 @@ def test_host_memory_holds_codes_in_the_layout_of_gpus(monkeypatch: pytest.Monke
 
 def test_formats_that_torchao_does_not_have_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"torchao's int4 weights are for bfloat16, not for float32"):
-        _quantised(checkpoint("bloom"), "int4", "cpu", tmp_path, "float32")
+        quantised(checkpoint("bloom"), "int4", "cpu", tmp_path, "float32")
     with pytest.raises(EngineError, match=r"linear modules, which hold \d+% of the layers of .*: leave --weights out"):
-        _quantised(checkpoint("mixtral"), "int8", "cpu", tmp_path)
+        quantised(checkpoint("mixtral"), "int8", "cpu", tmp_path)
     found = conflict("accelerate", (), "cpu", "fp8")
     assert found == "--weights fp8 is for stream: engine accelerate takes int4, int8"
     found = conflict("accelerate", (), "nvme", "int8")
@@ -142,7 +149,7 @@ def test_formats_that_torchao_does_not_have_are_refused(checkpoint: Callable[...
 def test_groups_that_do_not_divide_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     with pytest.raises(EngineError, match=r"groups of 128: .* has 64 inputs"):
-        _quantised(checkpoint("bloom"), "int4", "cpu", tmp_path)
+        quantised(checkpoint("bloom"), "int4", "cpu", tmp_path)
 
 
 def test_torchao_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from tests import quantized, test_codec, test_continuous, test_experts, test_few_experts, test_quantized, test_ragged
+from tests import (
+    quantized,
+    test_codec,
+    test_continuous,
+    test_engine_accelerate,
+    test_experts,
+    test_few_experts,
+    test_quantized,
+    test_ragged,
+)
 from tests import test_cache_kinds as kinds
 from tests.checkpoints import save_config
 from tests.running import decode, prefill
@@ -32,6 +41,7 @@ from zinfer.engine.stream.quantized import pieces, unpack
 from zinfer.engine.stream.triton_check import trouble
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Offload
+from zinfer.spec.model import Weights
 
 pytestmark = pytest.mark.gpu
 
@@ -291,6 +301,22 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(
     torch.cuda.empty_cache()
     for one in (engine, other):
         one.close()
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_of_torchao_give_the_same_logits_from_host_memory(
+    weights: Weights, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao")
+    directory = checkpoint("bloom", 1024)  # inputs that fill int4's layout for GPUs without padding
+    here, away = (test_engine_accelerate.quantised(directory, weights, place, tmp_path) for place in ("none", "cpu"))
+    given = torch.randint(4, 100, (3, OUTPUT_LEN))
+    assert all(map(torch.equal, follow(away, given, BATCHES[0]), follow(here, given, BATCHES[0])))
+    effective = away.effective()
+    assert effective.host_weight_bytes == effective.streamed_bytes_per_step == effective.pinned_bytes
+    assert effective.host_weight_bytes == pytest.approx(
+        away.plan.model.streamed_bytes * away.plan.placement.wire_ratio, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("name", test_quantized.FORMATS)

@@ -203,6 +203,7 @@ def headlines() -> str:
 
 
 def _headline(point: Measurement, result: str, beside: str, ratio: float | None) -> list[str]:
+    assert not point.case.lossy, "headlines are of settings that keep the model's own numbers"
     load = point.case.workload
     whole = "all" if point.num_layers == point.total_layers else f"{point.num_layers} of {point.total_layers} layers"
     return [

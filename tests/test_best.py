@@ -182,6 +182,9 @@ def test_lossy_settings_have_a_table_of_their_own(tmp_path: Path) -> None:
     decided = best(tmp_path, "--objective", "latency")
     assert mentions(decided.stdout, "Best by latency", "stream cpu", "batch 8")
     assert mentions(decided.stdout, "Best lossy setting", "int8", "`zinfer accuracy`")
+    asked = best(tmp_path, "--sla", "tpot:p99:<=:1.5s")  # which the exact setting misses
+    assert mentions(asked.stdout, "No point of 1 keeps every level")
+    assert mentions(asked.stdout, "Best lossy setting", "int8")
 
 
 def test_noise_makes_no_winner(tmp_path: Path) -> None:

@@ -390,8 +390,46 @@ def test_lossy_settings_are_last_and_said_to_be(tmp_path: Path) -> None:
     text = written(tmp_path / "results").text
     assert mentions(section(text, "Answer"), "Lossy, apart", "int8", "`zinfer accuracy`")
     assert "**stream cpu, batch 8:" in text
-    table = section(text, "Results")
-    assert table.index("| stream cpu |") < table.index("| stream cpu kv\\_cache\\_dtype=int8 (lossy) |")
+    for title in ("Results", "Sizing and cost"):
+        table = section(text, title)
+        assert table.index("| stream cpu |") < table.index("| stream cpu kv\\_cache\\_dtype=int8 (lossy) |")
+
+
+def test_the_cheapest_is_exact_and_losses_stand_beside_lossy_settings(tmp_path: Path) -> None:
+    whole = case(8, model="m", layers=None, load_format="safetensors")
+    int8 = whole.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
+    int4 = whole.model_copy(update={"weights": "int4"})
+    folder = tmp_path / "results" / "h100"
+    store(folder / "a.jsonl", [point(int8, 0.5), point(int4, 0.6), point(whole, 0.7)])
+    text, page = written(tmp_path / "results", "--gpu-hour-usd", 2.5)
+    costs = page[page.index("USD a million tokens<") :]
+    (best,) = re.findall(r'<tr class="?best"?>\s*<t[dh][^>]*>([^<]*)', costs)
+    assert best == "stream cpu"
+    assert mentions(section(text, "Answer"), "Lossy, apart", "`zinfer accuracy` tells how far")
+    study.append(folder / "accuracy.jsonl", accuracy_run())
+    text, _ = written(tmp_path / "results")
+    told = "the same most likely token at 80.00% of 5 positions"
+    assert mentions(section(text, "Answer"), "Lossy, apart", told)
+    found = section(text, "Results")
+    assert found.index("(lossy)") < found.index("accuracy of the lossy settings")
+    assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% |" in found
+    assert "| batch 2" not in found
+
+
+def test_an_accuracy_belongs_to_its_model_engine_and_setting() -> None:
+    run = accuracy_run()
+    whole = case(8, model="./m", layers=None)
+    int8: dict[str, object] = {"options": (("kv_cache_dtype", "int8"),)}
+    int4: dict[str, object] = {"weights": "int4"}
+    assert [one.along for one in run.of(whole.model_copy(update=int8))] == ["own", "text"]
+    others: tuple[dict[str, object], ...] = (int4, int8 | int4, int8 | {"model": "n"}, int8 | {"layers": 2}, {})
+    assert [run.of(whole.model_copy(update=one)) for one in others] == [()] * len(others)
+    random = run.reference.model_copy(update={"load_format": "dummy"})
+    assert accuracy_run(reference=random).of(whole.model_copy(update=int8)) == ()
+    copy = run.deviations[1].model_copy(update={"case": run.reference.model_copy(update={"model": "packed/m-int4"})})
+    packed = accuracy_run(deviations=(copy,))
+    assert packed.of(whole.model_copy(update=int4)) == (copy,)
+    assert packed.of(whole.model_copy(update=int4 | {"engine": "accelerate"})) == ()  # a format of its own
 
 
 def test_details_are_no_markup_in_markdown() -> None:

@@ -78,6 +78,11 @@ def best_by_load(points: Points, objective: RateObjective = "output_tok_s") -> t
     return tuple(sorted(found, key=lambda point: -getattr(point, objective)))
 
 
+def ranked(points: Points) -> tuple[Measurement, ...]:
+    """Return the best points of loads as `best_by_load` does, those with lossy settings after all others."""
+    return (*best_by_load(exact(points)), *best_by_load(lossy(points)))
+
+
 def exact(points: Points) -> Points:
     """Return the points whose settings keep the model's own numbers; lossy ones are ranked apart."""
     return tuple(point for point in points if not point.case.lossy)

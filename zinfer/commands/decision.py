@@ -91,6 +91,7 @@ def show(answer: GroupDecision) -> None:
             click.echo(f"The nearest is {_named(found.nearest)}:")
             for kept in found.kept:
                 click.echo(f"  {kept.describe()}{kept.missed}")
+        _show_lossy(found)
         return
     choice = f"{found.keeping} of {counted(found.usable, 'point')} to choose from"
     click.echo(f"Best by {found.objective}, {choice}: {_named(point)}")
@@ -101,13 +102,17 @@ def show(answer: GroupDecision) -> None:
     for line in costs(answer):
         click.echo(f"  {line}")
     show_commands(point)
-    if found.lossy is not None:
-        click.echo(f"Best lossy setting, ranked apart: {_named(found.lossy)}; {ACCURACY}.")
+    _show_lossy(found)
     if answer.show_front:
         click.echo("\nPareto front of output tok/s and tok/s of one user:")
         for one in found.front:
             user = 1e3 / one.tpot_ms if one.tpot_ms else 0.0
             click.echo(f"  {_named(one)}: {figures(one.output_tok_s or 0)} tok/s, {figures(user)} a user")
+
+
+def _show_lossy(found: "Decision") -> None:
+    if found.lossy is not None:
+        click.echo(f"Best lossy setting, ranked apart: {_named(found.lossy)}; {ACCURACY}.")
 
 
 def show_commands(point: Measurement) -> None:

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from math import exp, inf
 from pathlib import PurePath
 from statistics import fmean, median_low
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
 from zinfer.record.measurement import Status
 from zinfer.record.study import Study
 from zinfer.spec.case import Case
+from zinfer.spec.engine import plan_options
 from zinfer.spec.errors import ZinferError
+from zinfer.spec.model import Weights
 from zinfer.spec.units import figures
 from zinfer.spec.value import Frozen
 
@@ -156,8 +158,19 @@ class AccuracyRecord(Study):
         found += [f"batch {batch_size}"] * (batch_size != self.reference.workload.batch_size)
         return " ".join(found) or "none"
 
-    def cells(self) -> list[tuple[str, ...]]:
-        """Return a row of text for each deviation, under `COLUMNS`."""
+    def of(self, case: Case) -> tuple[Deviation, ...]:
+        """Return the deviations by the settings that make a measured `case` lossy; none if they were not compared on
+        its model and engine, or with random weights."""
+        reference = self.reference
+        if (PurePath(case.model), case.layers) != (PurePath(reference.model), reference.layers):
+            return ()
+        if not case.lossy or reference.load_format == "dummy":
+            return ()
+        found = (one for one in self.deviations if one.case.engine == case.engine)
+        return tuple(one for one in found if _rounding(one.case, reference.model) == _rounding(case, case.model))
+
+    def cells(self, deviations: Sequence[Deviation] | None = None) -> list[tuple[str, ...]]:
+        """Return a row of text for each deviation, or each of `deviations`, under `COLUMNS`."""
         return [
             (
                 self.label(one.case),
@@ -172,8 +185,17 @@ class AccuracyRecord(Study):
                 "" if one.identical is None else f"{one.identical:.0%} of {one.rows}",
                 _tokens(one.first_difference, one.case.workload.output_len),
             )
-            for one in self.deviations
+            for one in (self.deviations if deviations is None else deviations)
         ]
+
+
+def _rounding(case: Case, model: str) -> tuple[str, str]:
+    """Return the formats of the weights and of the KV cache. A copy of `model` that `zinfer pack --weights` wrote has
+    the format at the end of its name."""
+    formats = (name for name in get_args(Weights) if case.model.endswith(f"-{name}"))
+    weights = case.weights if case.model == model else next(formats, case.model)
+    options = plan_options(case.engine, case.options)
+    return weights, options.kv_cache_dtype if options.kv_in_8_bits else ""
 
 
 def _percent(share: float) -> str:

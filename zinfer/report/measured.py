@@ -142,9 +142,11 @@ def results(findings: Findings) -> Section:
         blocks += [Heading(workload.name), Text(f"{workload.group.conditions}. Sweep: {workload.sweep}.")]
         drawn, every = (_throughput(workload), Links(workload.figures)), _points(workload)
         if workload in findings.slices:
-            blocks += [_tops(workload), Details(f"Figure and every point: {workload.name}", (*drawn, *every))]
+            blocks += [_tops(workload), *_losses(workload, findings)]
+            blocks.append(Details(f"Figure and every point: {workload.name}", (*drawn, *every)))
         else:
-            blocks += [*drawn, _tops(workload), Details(f"Every point: {workload.name}", every)]
+            blocks += [*drawn, _tops(workload), *_losses(workload, findings)]
+            blocks.append(Details(f"Every point: {workload.name}", every))
         if workload.group.caution:
             blocks.append(Text(workload.group.caution, "caution"))
     blocks += requests.section(findings.requests)
@@ -205,6 +207,11 @@ def named(point: Measurement) -> str:
     return f"{point.case.label()}, batch {point.case.workload.batch_size}"
 
 
+def titled(point: Measurement) -> str:
+    """Return the name of the point's configuration in a table that ranks; lossy ones are marked."""
+    return point.case.label() + " (lossy)" * point.case.lossy
+
+
 def _card(workloads: Sequence[WorkloadFindings], findings: Findings) -> Recommendation:
     """Return the card of one model on one machine: the first pair of lengths in large, the others in a line each."""
     first = next((one for one in workloads if rates.winner(one.points)), workloads[0])
@@ -219,14 +226,16 @@ def _card(workloads: Sequence[WorkloadFindings], findings: Findings) -> Recommen
     facts = [
         ("Measured", f"{lengths(first)}, {group.dtype}: {waits}. {_evidence(first, winner)}."),
         *(("Offload", verdict.text) for verdict in rates.offload_verdicts(first.points)[:1] if _judged(verdict)),
-        *_apart(first, winner),
+        *_apart(first, winner, findings),
         *_costs(winner, findings),
-        ("Risks", "; ".join(_risks(first, winner)) or "none known"),
+        ("Risks", "; ".join(_risks(first, winner, findings)) or "none known"),
     ]
     for other in workloads:
         if other is not first:
             top = rates.winner(other.points)
-            told = "no point succeeded" if top is None else f"{rate(top)[0]} tok/s{_single(other, top)}: {named(top)}"
+            told = "no point succeeded"
+            if top is not None:
+                told = f"{rate(top)[0]} tok/s{_single(other, top)}: {named(top)}" + " (lossy)" * top.case.lossy
             facts.append((lengths(other), told))
     where = {"none": "on the GPU", "cpu": "in host memory", "nvme": "on the drive"}[winner.case.offload]
     size = winner.case.workload.batch_size
@@ -264,14 +273,35 @@ def _evidence(workload: WorkloadFindings, point: Measurement) -> str:
     return f"{len(found)} loads of the model, {rated(min(found))} to {rated(max(found))} tok/s; the last: {own}"
 
 
-def _apart(workload: WorkloadFindings, winner: Measurement) -> Iterator[tuple[str, str]]:
+def _apart(workload: WorkloadFindings, winner: Measurement, findings: Findings) -> Iterator[tuple[str, str]]:
     """Yield the fastest lossy setting, which is ranked apart."""
     other = rates.best(rates.lossy(workload.points))
     if other is not None and not winner.case.lossy:
         yield (
             "Lossy, apart",
-            f"{rate(other)[0]} tok/s: {named(other)}; `zinfer accuracy` tells how far its text differs",
+            f"{rate(other)[0]} tok/s: {named(other)}; "
+            + (_loss(other, findings) or "`zinfer accuracy` tells how far its text differs"),
         )
+
+
+def _loss(point: Measurement, findings: Findings) -> str:
+    """Return how far the point's lossy settings change the output of its model, as measured; empty if they were not."""
+    for record in findings.accuracies:
+        for one in record.of(point.case):
+            return (
+                f"`zinfer accuracy`: the same most likely token at {one.agreement:.2%} of {one.positions:,} positions"
+            )
+    return ""
+
+
+def _losses(workload: WorkloadFindings, findings: Findings) -> Iterator[Table]:
+    """Yield the measured accuracy of the workload's lossy settings."""
+    cases = [point.case for point in rates.lossy(workload.points)]
+    for record in findings.accuracies:
+        found = [one for one in record.deviations if any(one in record.of(case) for case in cases)]
+        if found:
+            caption = f"{workload.name}: accuracy of the lossy settings. {record.title}."
+            yield Table(caption, accuracy.COLUMNS, tuple(map(Row, record.cells(found))))
 
 
 def _costs(point: Measurement, findings: Findings) -> Iterator[tuple[str, str]]:
@@ -285,7 +315,7 @@ def _costs(point: Measurement, findings: Findings) -> Iterator[tuple[str, str]]:
         yield "Cost", f"{found.usd_per_mtok:,.2f} USD a million output tokens; {day}"
 
 
-def _risks(workload: WorkloadFindings, point: Measurement) -> Iterator[str]:
+def _risks(workload: WorkloadFindings, point: Measurement, findings: Findings) -> Iterator[str]:
     """Yield what speaks against relying on the headline."""
     group = workload.group
     if len(workload.loads.get(point.case, ())) < LOADS:
@@ -296,7 +326,7 @@ def _risks(workload: WorkloadFindings, point: Measurement) -> Iterator[str]:
     if group.layers is not None:
         yield "a slice: the whole model is slower and its memory differs"
     if point.case.lossy:
-        yield "a lossy setting: check the text with `zinfer accuracy`"
+        yield f"a lossy setting: {_loss(point, findings) or 'check the text with `zinfer accuracy`'}"
     if point.gpu.get("throttle_reasons"):
         yield "the driver held the GPU's clocks back"
     if point.effective is not None and point.effective.shortfall:
@@ -322,7 +352,7 @@ def _slices(workloads: Sequence[WorkloadFindings]) -> Table:
         runs = len(workload.loads.get(winner.case, (0.0,)))
         first = duration(sum(winner.ttft_ms) / len(winner.ttft_ms) / 1e3)
         cells = (
-            winner.case.label(), str(winner.case.workload.batch_size), " ".join(rate(winner)).strip(),
+            titled(winner), str(winner.case.workload.batch_size), " ".join(rate(winner)).strip(),
             " / ".join(filter(None, phases(winner))),
             f"{first} / {duration(winner.tpot_ms / 1e3)}" if winner.tpot_ms else first, gain,
             "single run" if runs == 1 else f"{runs} loads",
@@ -453,12 +483,10 @@ def _tops(workload: WorkloadFindings) -> Table:
     winner = rates.winner(workload.points)
     edges = {edge.load: edge for edge in rates.edges(workload.points)}
     rows = []
-    for exact in (True, False):
-        points = rates.exact(workload.points) if exact else rates.lossy(workload.points)
-        for point in rates.best_by_load(points):
-            name, *cells = _cells(point)[:-1]
-            name += "" if exact else " (lossy)"
-            rows.append(Row((name, *cells, str(edges[point.case.load].smallest_oom or "")), _kind(point, winner)))
+    for point in rates.ranked(workload.points):
+        cells = _cells(point)[1:-1]
+        end = str(edges[point.case.load].smallest_oom or "")
+        rows.append(Row((titled(point), *cells, end), _kind(point, winner)))
     caption = f"{workload.name}: each configuration at its own best batch" + (
         "; lossy settings last, see `zinfer accuracy`." if rates.lossy(workload.points) else "."
     )

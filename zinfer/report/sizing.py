@@ -5,7 +5,7 @@ from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost, fleet
 from zinfer.record.measurement import Measurement
 from zinfer.report.document import Block, Command, Details, Plain, Row, Section, Table, Text
 from zinfer.report.findings import Demand, Findings, WorkloadFindings
-from zinfer.report.measured import rate, rated
+from zinfer.report.measured import rate, rated, titled
 from zinfer.spec.units import duration
 
 _SLICE = "A slice: the whole model is slower in proportion and its largest batch smaller, so it costs more than this."
@@ -62,8 +62,9 @@ def _given(findings: Findings) -> list[Block]:
 
 
 def _costs(workload: WorkloadFindings, prices: Prices) -> Table:
-    known = [(point, *_cost(point, prices)) for point in rates.best_by_load(workload.points)]
-    paid = [found.usd_per_mtok for _, found, _ in known if found and found.usd_per_mtok is not None]
+    known = [(point, *_cost(point, prices)) for point in rates.ranked(workload.points)]
+    costs = [(point, found.usd_per_mtok) for point, found, _ in known if found and found.usd_per_mtok is not None]
+    cheapest = min(costs, key=lambda one: (one[0].case.lossy, one[1]), default=(None, None))[0]
     rows = []
     for point, found, why in known:
         usd, joules = (found.usd_per_mtok, found.j_per_token) if found else (None, None)
@@ -73,7 +74,7 @@ def _costs(workload: WorkloadFindings, prices: Prices) -> Table:
             f"{rated(joules)} J" if joules else "",
             why or (found.method if found and found.method else "not read"),
         )
-        rows.append(Row(cells, "best" if usd is not None and usd == min(paid) else ""))
+        rows.append(Row(cells, "best" if point is cheapest else ""))
     columns = ("configuration", "#batch", "#tok/s", "#USD a million tokens", "#GPU energy a token", "energy from")
     caption = f"{workload.name}: each configuration at its own best batch, on one GPU that always has work."
     return Table(caption, columns, tuple(rows))
@@ -89,7 +90,7 @@ def _cost(point: Measurement, prices: Prices) -> tuple[Cost | None, str]:
 
 def _fleets(workload: WorkloadFindings, demand: Demand, prices: Prices) -> Table:
     rows = []
-    for point in rates.best_by_load(workload.points):
+    for point in rates.ranked(workload.points):
         found = fleet(point, demand.tokens, demand.seconds, demand.utilisation, demand.spare, prices.gpus_per_server)
         amounts = (
             f"{found.working:,}", str(found.spare), f"{found.gpus:,}", f"{found.servers:,}", f"{found.load:.0%}",
@@ -114,4 +115,4 @@ def _fleets(workload: WorkloadFindings, demand: Demand, prices: Prices) -> Table
 
 
 def _named(point: Measurement) -> tuple[str, str, str]:
-    return point.case.label(), str(point.case.workload.batch_size), rate(point)[0]
+    return titled(point), str(point.case.workload.batch_size), rate(point)[0]

@@ -64,8 +64,14 @@ def check(found: Sequence[scheduler.Sequence], known: Answers) -> None:
         assert one.output_ids == known[one.key][1], one.key
 
 
-@pytest.mark.parametrize("wrong", [0, 0.4, 1])
-@pytest.mark.parametrize("way", [*DRAFTED, "accelerate cpu"])
+@pytest.mark.parametrize(
+    ("way", "wrong"),
+    [
+        pytest.param(way, wrong, marks=() if way == "none" or wrong == 0.4 else pytest.mark.slow)
+        for way in [*DRAFTED, "accelerate cpu"]
+        for wrong in (0, 0.4, 1)
+    ],
+)
 def test_tokens_are_those_of_decoding_one_by_one(
     way: str, wrong: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:

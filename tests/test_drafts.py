@@ -119,6 +119,19 @@ def test_models_that_attend_in_ways_of_their_own(
     check(found, known)
 
 
+def test_no_row_goes_beyond_the_positions_of_its_model(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A row that ends at the last of 64 learned positions shares its passes with rows that have many tokens to come."""
+    small(monkeypatch, 100)
+    engine = load("stream", checkpoint("opt"), "cpu", tmp_path)
+    rows = alike(4, 60, 4)[:1] + alike(4, 50, 14)[1:]
+    known = answers(engine, rows)
+    found = run(drafting(engine, monkeypatch, known, 0.2), [rows])
+    engine.close()
+    check(found, known)
+
+
 @pytest.mark.parametrize(("name", "reason"), [("mistral", "window of"), ("mamba", "state that cannot forget")])
 def test_models_that_cannot_forget_are_refused(name: str, reason: str, kind: Any, tmp_path: Path) -> None:
     engine = load("stream", kind(name), "cpu", tmp_path)

@@ -389,8 +389,9 @@ class Schedule:
 
     Call `plan`, carry it out, then `done` with its works, seconds and the rows that got a token and ended. `ending` is
     the chance that a row ends at a token before its limit. `slack` is the room that is taken besides for the tokens to
-    come where it cannot be made later, as a share of them: forgotten positions stay between others. `reusable` tells of
-    a waiting row how many of its first positions are kept in host memory, and need not be computed; not all of them.
+    come where it cannot be made later, as a share of them: forgotten positions stay between others. `ahead` is the room
+    that drafts take in a pass, behind the next token. `reusable` tells of a waiting row how many of its first positions
+    are kept in host memory, and need not be computed; not all of them.
     """
 
     times: PassTimes
@@ -399,6 +400,7 @@ class Schedule:
     order: Callable[[Row], tuple[int, int, int]] = like_order
     step: int = STEP
     slack: float = 0.0
+    ahead: int = 0
     ending: float = 0.0
     reusable: Callable[[Row], int] = lambda _row: 0
     groups: list[Group] = field(default_factory=list)
@@ -529,10 +531,10 @@ class Schedule:
 
     def _capacity(self, length: int, left: int) -> int:
         """Return the capacity of a group with `length` positions whose rows may get `left` more tokens."""
-        most = length + max(1, left)
+        most = length + max(1, left) + self.ahead
         if self.able.regroups is not True:
             return most + ceil(self.slack * left)
-        return min(most, -(-(length + 1) // self.step) * self.step + self.step // 2)
+        return min(most, -(-(length + 1 + self.ahead) // self.step) * self.step + self.step // 2)
 
     def _compact(self, moves: list[Move]) -> None:
         """Compact groups with much padding, and the worst ones while there is much in all."""
@@ -588,7 +590,8 @@ class Schedule:
 
     def _grow(self, moves: list[Move]) -> None:
         """Give room to groups that are full; where there is none, move rows out of the way."""
-        for group in [one for one in self.groups if one.running and one.length >= one.capacity]:
+        ahead = self.ahead if self.able.regroups is True else 0
+        for group in [one for one in self.groups if one.running and one.length + ahead >= one.capacity]:
             if group not in self.groups:  # moved out of the way meanwhile
                 continue
             rows, length = group.compact
@@ -747,7 +750,7 @@ class Schedule:
                 for index, later in enumerate(_TIMES):
                     if later >= row.left:
                         break
-                    need[index] += row.length + row.left + ceil(self.slack * row.left)
+                    need[index] += row.length + row.left + self.ahead + ceil(self.slack * row.left)
                 continue
             for index, later in enumerate(_TIMES):
                 if later >= row.left:

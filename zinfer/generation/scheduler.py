@@ -336,8 +336,9 @@ class ContinuousScheduler:
         limits = Limits(positions, rows or 1 << 20, group_positions(engine.plan))
         order = arrival_order if arrivals else like_order
         able = abilities(engine, setup.kv_host_share > 0)
-        slack = SLACK if self.drafts is not None else 0.0
-        self.schedule = Schedule(times, limits, able, order, slack=slack, reusable=self._reusable)
+        self.schedule = Schedule(times, limits, able, order, reusable=self._reusable)
+        if self.drafts is not None:
+            self.schedule.slack, self.schedule.ahead = SLACK, MOST
         self.cannot_reuse = engine.cannot_snapshot() or engine.cannot_chunk()
         self.prefixes: PrefixCache | None = None
         self._matched: dict[int, tuple[int, int]] = {}  # by key: version of `prefixes`, tokens found there
@@ -439,6 +440,9 @@ class ContinuousScheduler:
         most = min(group.capacity - group.length - 1 for group in running)
         if self.schedule.able.regroups is not True:  # gaps take room that is not made anew
             most = min(group.capacity - group.length - group.most_left for group in running)
+        if (last := self.engine.plan.model.max_position) is not None:  # every row computes as many positions
+            longest = max((row.length for group in running for row in group.rows if row is not None), default=0)
+            most = min(most, last - longest)
         rows = {
             row.key: (one.prompt_ids + one.output_ids, min(row.left, 1 + most))
             for group in running for row in group.rows

@@ -183,13 +183,13 @@ def test_a_full_disk_as_stdout_is_one_line(words: list[str]) -> None:
     assert "No space left on device" in result.stderr
 
 
-# A worker that starts a compiler, which starts another program; all of them write their ids.
+# A worker that starts a compiler, which starts another program; it writes the ids of all three as one line.
 WORKER = """
 import os, subprocess, time
 from zinfer.spec.ending import with_parent
 with_parent()
-child = subprocess.Popen(["sh", "-c", "trap '' TERM INT; sleep 600 & echo $$ $!; wait"])
-print(os.getpid(), flush=True)
+child = subprocess.Popen(["sh", "-c", "trap '' TERM INT; sleep 600 & echo $$ $!; wait"], stdout=subprocess.PIPE)
+os.write(1, b"%d %s" % (os.getpid(), child.stdout.readline()))
 {then}
 """
 PARENT = """
@@ -216,9 +216,9 @@ def test_what_a_worker_has_started_ends_with_it(way: str) -> None:
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert parent.stdout is not None
-    lines = [parent.stdout.readline().split(), parent.stdout.readline().split()]
-    (worker,), compilers = sorted(([int(number) for number in line] for line in lines), key=len)
+    worker, *compilers = map(int, parent.stdout.readline().split())
     try:
+        assert len(compilers) == 2
         assert all(map(alive, compilers))
         if way == "the parent is killed":
             parent.kill()

@@ -19,6 +19,7 @@ from tests import (
     quantized,
     test_codec,
     test_continuous,
+    test_drafts,
     test_engine_accelerate,
     test_experts,
     test_few_experts,
@@ -221,6 +222,34 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     found, limits, _ = test_continuous.come_and_go(engine)
     test_continuous.check(engine, found, limits)
     engine.close()
+
+
+@pytest.mark.parametrize("wrong", [0, 0.4])
+@pytest.mark.parametrize("architecture", ["llama", "bloom"])
+@pytest.mark.parametrize("way", ["resident", "here", "over the link", "some by the CPU"])
+def test_drafts_leave_the_tokens_as_they_are(
+    way: str, architecture: str, wrong: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Rows advance by different lengths and forget wrong drafts, on the GPU, in host memory and in CUDA graphs."""
+    test_continuous.small(monkeypatch)
+    options: dict[str, Any] = {
+        "resident": {},
+        "here": {},
+        "over the link": {"kv_offload": "cpu", "kv_attention": "gpu"},
+        "some by the CPU": {"kv_offload": "auto", "kv_attention": "cpu"},
+    }[way]
+    if way == "some by the CPU":
+        keep_here(monkeypatch, 3)
+    engine = load("stream", checkpoint(architecture), "none" if way == "resident" else "cpu", tmp_path, **options)
+    rows = test_continuous.sequences(14, 3)
+    known = test_drafts.answers(engine, rows)
+    running = test_drafts.drafting(engine, monkeypatch, known, wrong)
+    found = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
+    assert running.drafts is not None
+    assert running.drafts.accepted > 10
+    running.end()
+    engine.close()
+    test_drafts.check(found, known)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install $(OPTIONS)
 # Where the environment keeps Python from writing what it compiled, each of the demo's workers would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test quick lint conformance judges campaign catalogue readme codec accuracy routing plots report
+.PHONY: setup demo test quick lint conformance judges campaign catalogue readme codec accuracy routing drafts plots report
 
 setup: .venv/installed .venv/installed-dev
 
@@ -80,6 +80,15 @@ accuracy: .venv/installed .scratch/trained/model.safetensors
 # Measure which experts a small mixture needs, trained first (minutes on one core), on source it was not trained on.
 routing: .venv/installed .scratch/mixture/model.safetensors
 	$(BIN)/zinfer routing --model .scratch/mixture --prompt-file .scratch/mixture/held-out.txt --samples 32
+
+# Measure drafts: the text of that small model, and the bytes of a model of 75 GB (a GPU, and 90 GB of host memory).
+DRAFTS := --engine stream --offload cpu -O weight_codec=none --draft none,ngram --rounds 3
+drafts: .venv/installed .scratch/padded/requests.jsonl
+	$(BIN)/zinfer sweep -m .scratch/padded --requests .scratch/padded/requests.jsonl $(DRAFTS) --in-flight 32
+	$(BIN)/zinfer sweep -m .scratch/padded --requests .scratch/padded/requests.jsonl $(DRAFTS) --in-flight 1 --num-requests 2
+
+.scratch/padded/requests.jsonl: tests/padded.py .scratch/trained/model.safetensors
+	$(BIN)/python -m tests.padded .scratch/trained $(@D)
 
 .scratch/mixture/model.safetensors: tests/trained.py
 	$(BIN)/python -m tests.trained $(@D) --experts 32 --hidden-size 128 --steps 500 --batch 4

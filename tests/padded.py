@@ -1,0 +1,135 @@
+"""Trained model in the shape of a large one: its text, and the bytes of many more weights.
+
+`python -m tests.padded SOURCE FOLDER` writes a Llama checkpoint that computes what the small one at SOURCE does. What
+is added are zeros: channels of the hidden state, attention heads and columns of the feed-forward layers beside the
+trained ones, and whole layers behind the trained ones, which leave the hidden state as it is. So a pass moves the bytes
+of a large model, and the text, and with it the share of drafts that are right, is that of trained weights.
+
+The zeros are holes in the file, so that it takes next to no room on the disk. A codec would find them: measure with
+`-O weight_codec=none`. FOLDER gets `requests.jsonl`, too: prompts from `held-out.txt` of a model that `tests.trained`
+wrote.
+"""
+
+import argparse
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+
+Shape = tuple[int, ...]
+BYTES = 2  # of a weight in bfloat16
+ALIGNMENT = 4096  # of the tensors in the file, so that its holes are whole pages
+
+
+def shapes(config: Any) -> dict[str, Shape]:
+    """Return the shapes of all tensors of a Llama with untied embeddings, by name."""
+    hidden, wide, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    found: dict[str, Shape] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (config.vocab_size, hidden),
+    }
+    for layer in range(config.num_hidden_layers):
+        found |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+                "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
+                "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
+                "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden), "mlp.down_proj": (hidden, wide),
+            }.items()
+        }  # fmt: skip
+    return found
+
+
+def pad(source: Path, folder: Path, hidden_size: int, intermediate_size: int, layers: int) -> str:
+    """Write the checkpoint, and return its description. Raises ValueError for a source or a shape that cannot be."""
+    config = AutoConfig.from_pretrained(source)
+    ratio = hidden_size // config.hidden_size
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    trained = config.num_hidden_layers
+    if config.model_type != "llama" or config.tie_word_embeddings:
+        raise ValueError(f"{source} is not a Llama with embeddings and output of their own")
+    if hidden_size != ratio * config.hidden_size or 4 ** round(math.log(ratio, 4)) != ratio:
+        raise ValueError(f"{hidden_size} channels are not {config.hidden_size} times 4, 16, 64, ..: a norm would round")
+    if intermediate_size < config.intermediate_size or layers < trained:
+        raise ValueError("the padded model has to be larger")
+    # The mean over all channels is that over the trained ones, divided by the ratio.
+    scale = 1 / math.sqrt(ratio)
+    heads = config.num_attention_heads
+    config.head_dim, config.hidden_size, config.intermediate_size = head, hidden_size, intermediate_size
+    config.num_hidden_layers, config.num_attention_heads = layers, heads * ratio
+    config.rms_norm_eps /= ratio
+    # A key head serves the same trained query heads as before, and further ones that are zero.
+    group = heads // config.num_key_value_heads
+    queries = torch.arange(heads) // group * group * ratio + torch.arange(heads) % group
+    rows = (queries[:, None] * head + torch.arange(head)).flatten().numpy()
+    entries, offset = dict[str, Any](), 0
+    for name, shape in shapes(config).items():
+        size = math.prod(shape) * BYTES
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    folder.mkdir(parents=True, exist_ok=True)
+    with safe_open(source / "model.safetensors", "pt") as weights:
+        told = (weights.metadata() or {}).get("source", "trained weights")
+        added = f"padded with zeros to {offset / 1e9:.0f} GB: {layers - trained} layers of {layers} change nothing"
+        description = f"{told}; {added}"
+        header = json.dumps({"__metadata__": {"source": description, "format": "pt"}, **entries}).encode()
+        header += b" " * (-(8 + len(header)) % ALIGNMENT)
+        path = folder / "model.safetensors"
+        with path.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + offset)
+        for name in weights.keys():  # noqa: SIM118 (safe_open is no dictionary)
+            begin, shape = 8 + len(header) + entries[name]["data_offsets"][0], entries[name]["shape"]
+            tensor = weights.get_tensor(name).bfloat16()
+            if "norm" in name:
+                tensor = tensor * scale
+            into = np.memmap(path, np.uint16, "r+", begin, shape)
+            places: list[Any] = [slice(0, size) for size in tensor.shape]
+            if name.endswith("q_proj.weight"):
+                places[0] = rows
+            if name.endswith("o_proj.weight"):
+                places[1] = rows
+            into[tuple(places)] = tensor.view(torch.int16).numpy().view(np.uint16)
+            into.flush()
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
+    for one in source.glob("*token*"):
+        shutil.copy(one, folder)
+    return description
+
+
+def requests(text: str, count: int, input_len: int, output_len: int) -> str:
+    """Return requests for greedy continuations of places of `text` far from each other, as JSON lines."""
+    apart = len(text) // count
+    bodies = [
+        {"prompt": text[place * apart :][:input_len], "max_tokens": output_len, "temperature": 0}
+        for place in range(count)
+    ]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--hidden-size", type=int, default=8192)
+    parser.add_argument("--intermediate-size", type=int, default=28672)
+    parser.add_argument("--layers", type=int, default=44)
+    parser.add_argument("--requests", type=int, default=32, help="requests, of 384 tokens in, 64 out")
+    options = vars(parser.parse_args())
+    asked = requests((options["source"] / "held-out.txt").read_text(encoding="utf-8"), options.pop("requests"), 384, 64)
+    print(pad(**options))
+    (options["folder"] / "requests.jsonl").write_text(asked, encoding="utf-8")

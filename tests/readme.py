@@ -4,12 +4,13 @@ The pages call these functions between cog's markers; `make readme` writes the o
 docs/results.md are written by hand: `figures` returns what they must quote, and tests/test_readme.py compares.
 """
 
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from unittest.mock import patch
 
 from click.testing import CliRunner
@@ -34,7 +35,8 @@ from zinfer.spec.units import gib
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "sweeps" / "results"
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
-SHIPPED = ("nvidia-h100-80gb-hbm3", "nvidia-h200")  # as in the Makefile: other folders are of whoever runs this
+# Machines whose records are in git; other folders are of whoever runs this.
+SHIPPED = re.findall(r"^SHIPPED := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split(",")
 # Record of a `zinfer demo`. Its name does not end as a results file's does, so that no demo resumes it, and no answer
 # from the folder has it; a renewed one is a copy of sweeps/results/MACHINE/demo.jsonl.
 DEMO = RESULTS / "demo.record"
@@ -47,6 +49,7 @@ ENGINE_LINES = {
 }
 OFFLOADS = ("none", "cpu", "nvme")
 UNTRIED = "experimental: no plan has run on a GPU"
+LOADS = ("batch", "loads", "output tok/s", "decode tok/s", "TTFT", "decode step", "range", "link share")
 COLUMNS = ("batch", "output tok/s", "prefill tok/s", "decode tok/s", "TTFT", "decode step", "link share")
 WIDTH = 120
 
@@ -103,6 +106,32 @@ def cells(point: Measurement) -> list[str]:
         f"{step_ms(point) / 1e3:.3f} s",
         f"{point.link_share:.0%}" if point.link_share else "-",
     ]
+
+
+def loads(name: str) -> dict[tuple[str, int], list[Measurement]]:
+    """Return the points of a sweep whose model is loaded several times, by label and batch size."""
+    (path,) = RESULTS.rglob(f"{name}.jsonl")
+    found: dict[tuple[str, int], list[Measurement]] = {}
+    for point in read(path).points:
+        if point.usable:
+            found.setdefault((point.case.label(), point.case.workload.batch_size), []).append(point)
+    return dict(sorted(found.items(), key=lambda one: (list(ENGINES).index(one[1][0].case.engine), one[0])))
+
+
+def table_of_loads(name: str) -> str:
+    """Return a table of a sweep whose model is loaded several times: means over the loads, and the range of the decode
+    steps."""
+    rows = []
+    for (label, batch), found in loads(name).items():
+        steps = [step_ms(point) for point in found]
+        shares = [point.link_share for point in found if point.link_share]
+        rows.append((
+            label, f"{batch}", f"{len(found)}", f"{mean(p.output_tok_s or 0 for p in found):,.2f}",
+            f"{mean(p.decode_tok_s or 0 for p in found):,.2f}", f"{mean(p.ttft_ms[0] for p in found):,.0f} ms",
+            f"{mean(steps):,.1f} ms", f"{min(steps):,.1f} to {max(steps):,.1f}",
+            f"{mean(shares):.0%}" if shares else "-",
+        ))  # fmt: skip
+    return markdown(("configuration", *(f"#{column}" for column in LOADS)), rows)
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -309,7 +338,49 @@ def figures() -> dict[str, list[str]]:
         "Batches beyond the GPU's memory": _kv(),
         "Resident layers": [f"{_resident():.2f}x"],
         "Reloading a KV cache": _reload(),
+        "Experts on demand": _experts(),
+        "FP8 as released": _fp8(),
+        "Small batches without offload": _small(),
     }
+
+
+def _ratios(name: str, batch: int, one: str, other: str) -> tuple[float, float, float]:
+    """Return the mean, least and largest ratio of the decode steps of two labels, load by load."""
+    found = loads(name)
+    ratios = [step_ms(a) / step_ms(b) for a, b in zip(found[one, batch], found[other, batch], strict=True)]
+    return mean(ratios), min(ratios), max(ratios)
+
+
+def _experts() -> list[str]:
+    told = []
+    for batch in (1, 4):
+        found = _ratios("mixtral-experts", batch, "stream cpu experts=all", "stream cpu experts=on-demand")
+        told += [f"{one:.2f}x" for one in found]
+    brought = [
+        (point.effective.wire_bytes_per_step or 0) / 1e9
+        for label in ("stream cpu experts=all", "stream cpu experts=on-demand")
+        for point in loads("mixtral-experts")[label, 1][-1:]
+        if point.effective is not None
+    ]
+    return [*(f"{one:.1f} GB" for one in brought), *told]
+
+
+def _fp8() -> list[str]:
+    gains = []
+    for found in loads("deepseek-v3-codec").values():
+        for point in found:
+            assert point.effective is not None
+            assert point.link_bandwidth
+            released = (point.effective.streamed_bytes_per_step or 0) / 2  # the record counts them as 16 bits
+            gains.append(released / (step_ms(point) / 1e3) / point.link_bandwidth)
+    return [f"{min(gains):.2f}x", f"{max(gains):.2f}x"]
+
+
+def _small() -> list[str]:
+    opt = loads("resident-opt-30b")["stream none", 1]
+    rate = mean((point.effective.gpu_weight_bytes if point.effective else 0) / step_ms(point) * 1e3 for point in opt)
+    one = machine.load(RESULTS / opt[0].machine)
+    return [f"{rate / 1e12:.1f} TB/s", f"{rate / (one.hbm_bandwidth or 1):.0%}"]
 
 
 def _whole() -> list[str]:

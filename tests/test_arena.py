@@ -167,3 +167,7 @@ def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: pytest.M
     made.close()
     assert locked == []
     assert torch.numel(made.memory) == 0
+    dropped = PinnedArena(3 * PAGE + 1, pin=True)
+    assert locked == [(dropped.memory.data_ptr(), 3 * PAGE + 1)]
+    del dropped
+    assert locked == []

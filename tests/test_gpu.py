@@ -346,6 +346,8 @@ def test_weights_of_torchao_give_the_same_logits_from_host_memory(
     assert effective.host_weight_bytes == pytest.approx(
         away.plan.model.streamed_bytes * away.plan.placement.wire_ratio, rel=0.02
     )
+    here.close()
+    away.close()
 
 
 @pytest.mark.parametrize("name", test_quantized.FORMATS)

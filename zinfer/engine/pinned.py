@@ -8,6 +8,7 @@ range: this needs no extra memory and takes a fraction of the time. Copies from 
 import ctypes
 import mmap
 import os
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,7 +80,8 @@ class PinnedArena:
 
     Raises MemoryError, with the bytes requested and the bytes available, before it touches more memory than is free,
     and where the driver refuses to lock that much. The memory is private and anonymous: it goes with the process,
-    however that ends, and is neither inherited by children nor part of a core dump.
+    however that ends, and is neither inherited by children nor part of a core dump. An arena that is dropped without
+    `close` unlocks its memory, too.
     """
 
     def __init__(
@@ -162,6 +164,9 @@ class PinnedArena:
                 f"({runtime.cudaGetErrorString(code)}); {limit or f'{gb(available_bytes())} more are free'}. {LESS}"
             )
         self.pinned = True
+        # Memory that is unmapped while it is locked stays taken, and nothing else can be locked at its address.
+        self._unlock = weakref.finalize(self, _unlock, self.memory.data_ptr())
+        self._unlock.atexit = False
 
     def views(self, blocks: Mapping[str, TensorPlace], base: int = 0) -> dict[str, Tensor]:
         """Return the tensors of a layout that begins at byte `base`, as views."""
@@ -171,10 +176,15 @@ class PinnedArena:
         """Unlock and unmap the memory. Its views must not be used afterwards."""
         self._stop()
         if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+            self._unlock()
             self.pinned = False
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._map = None  # unmapped with its last view; closing it under a live view would raise
+
+
+def _unlock(address: int) -> None:
+    """Unlock the memory that was page-locked from `address` on."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def check_free(size: int) -> None:

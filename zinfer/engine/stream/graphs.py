@@ -9,26 +9,29 @@ one is recorded.
 
 Models run unchanged. Those that take their attention function by name run as ragged passes do (`ragged`), several
 micro-batches in one graph; the others get the mask, one micro-batch at a time. A graph is believed only if its logits
-are those of the same step without it, and it is used only if it is faster.
+are those of the same step without it, and it is used only if it is faster. In a mixture of experts, rounding may lead a
+token to other experts, and from there on to other logits; so a graph whose logits differ is compared again, with the
+experts' choice of the step without it (`Choices`).
 
 The memory of a retired micro-batch is kept for the next one of the same shape, together with its graphs; any other
 micro-batch that is admitted frees it first (`Graphs.make_room`).
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part
+from zinfer.engine.stream.experts import through_interface
 from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias
 
 BUCKET = 128  # positions: least step by which recorded lengths grow
@@ -268,6 +271,50 @@ class Together:
         return tuple((seat.rows, seat.capacity) for seat in self.seats)
 
 
+class Choices:
+    """Choice of experts of each call of a model's routed experts: the arguments behind the hidden states, which are
+    numbers of experts and their weights. For models whose experts `transformers` dispatches; others have none."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._modules = [module for module in model.modules() if through_interface(module)]
+        self.found: list[tuple[Any, ...]] = []  # of each call, in order
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Keep the choices of the calls within."""
+        self.found = []
+
+        def keep(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            self.found.append(tuple(one.clone() if isinstance(one, Tensor) else one for one in args[1:]))
+
+        with self._hooked(keep):
+            yield
+
+    @contextmanager
+    def imposed(self) -> Iterator[list[tuple[Any, ...]]]:
+        """Give the calls within the choices that were kept, in order; yield those that no call has had yet. A call for
+        other tokens than the kept one keeps its own choice."""
+        left = self.found[::-1]
+
+        def give(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            fits = left and [getattr(one, "shape", None) for one in left[-1]] == [
+                getattr(one, "shape", None) for one in args[1:]
+            ]
+            return (args[0], *left.pop()) if fits else None
+
+        with self._hooked(give):
+            yield left
+
+    @contextmanager
+    def _hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
+        hooks = [module.register_forward_pre_hook(hook) for module in self._modules]
+        try:
+            yield
+        finally:
+            for one in hooks:
+                one.remove()
+
+
 class Graphs:
     """Graphs of the decode passes of `model`. `trip` surrounds each pass that is recorded."""
 
@@ -289,6 +336,7 @@ class Graphs:
         self._sets = dict[tuple[int, ...], Together]()  # by the ids of their seats
         self._wait = 1  # steps without a graph before a pass is recorded
         self._checks, self._differences = 0, 0
+        self._choices = Choices(model)
         self._useless = set[tuple[tuple[int, int], ...]]()  # rows and capacities of micro-batches without use for them
 
     @property
@@ -405,14 +453,16 @@ class Graphs:
     def _both_ways(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...], eager: Run) -> Tensor:
         """Compute a pass without a graph, then with one, recorded if need be; return the logits of the former."""
         assert self._recorder is not None
-        logits, without_s = self._recorder.timed(eager)
+        with self._choices.recorded():
+            logits, without_s = self._recorder.timed(eager)
         views = [
             view for seat, part in zip(found.seats, parts, strict=True) for view in seat.written(part.batch.length)
         ]
         kept = [view.clone() for view in views]
         try:
             graph = found.graphs.get(ends) or self._record(found, parts, ends)
-            same = alike(self._replay(found, graph, parts), logits)
+            replayed = self._replay(found, graph, parts)
+            same = alike(replayed, logits) or self._rerouted(found, ends, graph, replayed, logits)
             with_s = self._recorder.timed(graph.replay)[1]
         except NotRaggedError:
             self._ragged.able = False  # its micro-batches run one by one from now on
@@ -429,10 +479,21 @@ class Graphs:
                 self._give_up(found, reason, for_good=self._differences >= TRIES)
             elif with_s > without_s and self._recorder.timed(graph.replay)[1] > without_s:
                 self._give_up(found, "a step without them is faster")
-            else:
-                return logits
-        torch._foreach_copy_(views, kept)  # what the replay wrote is not believed
+        torch._foreach_copy_(views, kept)  # the keys and values that go with the logits
         return logits
+
+    def _rerouted(self, found: Together, ends: tuple[int, ...], graph: Graph, replayed: Tensor, logits: Tensor) -> bool:
+        """Tell whether `replayed` differs from the `logits` of the step without a graph by the choice of experts alone:
+        the graph gives what its pass gives that is not recorded, and that pass gives `logits` if its experts are those
+        of the step without it."""
+        if not self._choices.found:
+            return False
+        replayed = replayed.clone()
+        if not alike(self._static(found.seats, ends, graph), replayed):
+            return False
+        with self._choices.imposed() as unused:
+            same = alike(self._static(found.seats, ends, graph), logits)
+        return same and not unused
 
     def _give_up(self, found: Together, reason: str, for_good: bool = False) -> None:
         """Use no graphs for micro-batches of these shapes, or for none any more."""

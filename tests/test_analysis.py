@@ -227,8 +227,8 @@ def test_a_gain_beyond_the_noise_has_its_spread() -> None:
 
 def test_single_runs_are_called_so() -> None:
     assert mentions(offload_verdicts([exact(8, 1.0), exact(4, 1.0, offload="none")])[0].text, "2.00x, single run")
-    assert any("single run" in caution for caution in cautions([exact(8, 1.0)]))
-    assert not any("single run" in caution for caution in cautions(sweep()))
+    assert any("one repeat" in caution for caution in cautions([exact(8, 1.0)]))
+    assert not any("one repeat" in caution for caution in cautions(sweep()))
 
 
 def test_lossy_settings_are_ranked_apart() -> None:

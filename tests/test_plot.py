@@ -444,4 +444,4 @@ def test_a_noisy_winner_is_not_the_fastest_alone() -> None:
     ((group, own),) = groups(points).items()
     note = said(plot.draw(group, own, ["throughput"])["throughput"], "note")
     assert mentions(note, "stream cpu", "±", "As fast within the noise: stream none at batch 8")
-    assert "a single run" in said(plot.draw(group, [point(case(8), repeats=1)], ["throughput"])["throughput"], "note")
+    assert "one repeat" in said(plot.draw(group, [point(case(8), repeats=1)], ["throughput"])["throughput"], "note")

@@ -75,6 +75,11 @@ def test_the_focus_is_where_the_link_waits_longest() -> None:
     assert (low, high) == (59.5, 79.5), "a wait in the middle of the step is in the middle of the stretch"
     assert focus(spans(*(("copy", n, 10 * n, 10 * n + 10) for n in range(10)))) == (0, 35)
     assert focus(STEP, layers=100) == (0, 70)
+    experts = [
+        one.model_copy(update={"carries": "expert"}) if nth % 2 else one
+        for nth, one in enumerate(spans(*(("copy", n // 2, 5 * n, 5 * n + 5) for n in range(20))))
+    ]
+    assert focus(experts) == (0, 35), "several copies a layer"
 
 
 def test_an_empty_trace_has_no_timeline() -> None:

@@ -111,7 +111,7 @@ def tied(points: Points, first: Measurement) -> str:
 
 
 def cautions(points: Points) -> tuple[str, ...]:
-    """Return sentences that a reader needs to read the rates right: random weights, single runs, no GPU."""
+    """Return sentences that a reader needs to read the rates right: random weights, single repeats, no GPU."""
     usable = [point for point in points if point.usable]
     found = []
     if any(point.case.load_format == "dummy" for point in usable):
@@ -125,8 +125,8 @@ def cautions(points: Points) -> tuple[str, ...]:
         )
     single = sum(len(point.ttft_ms) == 1 for point in usable)
     if single:
-        some = "Every point is" if single == len(usable) else f"{single} of {len(usable)} points are"
-        found.append(f"{some} a single run, whose noise is unknown: differences may be chance.")
+        some = "Every point has" if single == len(usable) else f"{single} of {len(usable)} points have"
+        found.append(f"{some} one repeat, whose noise is unknown: differences may be chance.")
     return tuple(found)
 
 

@@ -84,11 +84,15 @@ def busy_bandwidth(point: Measurement) -> float | None:
 
 
 def focus(spans: Spans, layers: float = 3.5) -> Interval:
-    """Return the interval of about `layers` copies in which the link waits longest, with the wait in its middle if
-    possible."""
+    """Return the interval in which about `layers` layers are copied and in which the link waits longest, with the wait
+    in its middle if possible. Experts on demand are several copies a layer."""
     end = length_ms(spans)
-    copies = [span.end_ms - span.start_ms for span in spans if span.lane == "copy"]
-    width = min(end, layers * median(copies)) if copies else end
+    copies = [span for span in spans if span.lane == "copy"]
+    if any(span.carries for span in copies):
+        each = end / len({span.layer for span in copies})
+    else:
+        each = median(span.end_ms - span.start_ms for span in copies) if copies else end
+    width = min(end, layers * each)
     gaps = idle(spans)
     wanted = [at for start, stop in gaps for at in ((start + stop - width) / 2, start, stop - width)]
     starts = [min(max(0.0, at), end - width) for at in wanted] or [0.0]

@@ -125,7 +125,7 @@ def _show(points: "Points", command: bool) -> None:
         click.echo(f"{verdict.engine or 'Any engine'}: {verdict.text}")
     if command:
         named = f"{winner.case.label()}, batch {winner.case.workload.batch_size}"
-        single = ", a single run" if len(winner.ttft_ms) == 1 else ""
+        single = ", one repeat" if len(winner.ttft_ms) == 1 else ""
         click.echo(f"\nBest: {named}, {rates.rate_text(winner)} tok/s{single}")
         if tied := rates.tied(points, winner):
             click.echo(tied)

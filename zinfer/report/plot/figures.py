@@ -327,7 +327,7 @@ def _bars(points: Points) -> str:
 
 def _alone(point: Measurement) -> str:
     """Return the words for a point whose noise is unknown, and for one with lossy settings."""
-    return ", a single run" * (len(point.ttft_ms) == 1) + ", a lossy setting" * point.case.lossy
+    return ", one repeat" * (len(point.ttft_ms) == 1) + ", a lossy setting" * point.case.lossy
 
 
 def _values(axes: Axes, points: Points) -> None:

@@ -1,9 +1,10 @@
 """`zinfer batch`: answer every prompt of a file, in the OpenAI batch format."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from zinfer.cli import Failure
 from zinfer.commands import options
@@ -15,8 +16,24 @@ if TYPE_CHECKING:
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.openai import BatchRequest
     from zinfer.job.batch.run import Standing
+    from zinfer.job.batch.shard import Shard
     from zinfer.spec.model import ModelSpec
     from zinfer.worker.process import Client
+
+
+class ShardOf(click.ParamType[Any]):
+    """A shard: ``2/4``."""
+
+    name = "i/n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from zinfer.job.batch.shard import Shard
+
+        try:
+            return Shard.parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
 
 AT_ONCE = 500  # prompts of one request to the worker: progress shows in between
 
@@ -30,20 +47,32 @@ AT_ONCE = 500  # prompts of one request to the worker: progress shows in between
     required=True,
     help="JSON-lines file of the answers, each appended when it is complete.",
 )
-@click.option("-m", "--model", required=True, help=options.MODEL_HELP)
+@click.option("-m", "--model", help=f"{options.MODEL_HELP}  [required, but for --merge]")
 @options.job_options
-@click.option("--force", is_flag=True, help="Add to the answers of a job with other prompts, model or settings.")
+@click.option(
+    "--shard",
+    type=ShardOf(),
+    help="Answer the lines i, i+n, i+2n, .. only, into a file beside --output: the part of a job of an array.",
+)
+@click.option("--merge", is_flag=True, help="Put the answers of all shards together, in the order of PROMPTS.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Add to the answers of a job with other prompts, model or settings; with --merge: replace other answers.",
+)
 @click.pass_obj
 def command(
     debug: bool,
     /,
     prompts: Path,
     output: Path,
-    model: str,
+    model: str | None,
     output_len: int,
     dtype: Any,
     load_format: Any,
     layers: int | None,
+    shard: "Shard | None",
+    merge: bool,
     force: bool,
     **how: Any,
 ) -> None:
@@ -56,21 +85,27 @@ def command(
     \b
     zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint
     zinfer batch prompts.jsonl -o out.jsonl --model bigscience/bloom-560m --offload cpu --batch-size 64
+    zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint --shard 2/8      on each of eight machines
+    zinfer batch prompts.jsonl -o out.jsonl --merge                                  when all shards have ended
 
     A line: {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon a time",
     "max_tokens": 64, "temperature": 0}}, or with "messages" and /v1/chat/completions, if the model has a chat template.
     A line's "model" is ignored. As in OpenAI's API, a line without a temperature is sampled at 1.
     """
     import time
-    from hashlib import sha256
 
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.ledger import Ledger
-    from zinfer.job.batch.openai import Fault, read_requests, refusal
+    from zinfer.job.batch.openai import Fault, digest, read_requests, refusal
     from zinfer.record.jsonl import MAX_BYTES
     from zinfer.spec.documents import read_bytes
     from zinfer.spec.tokenizer_files import require
 
+    if merge:
+        _merge(prompts, output, force)
+    if model is None:
+        raise click.MissingParameter(param_hint="'-m' / '--model'", param_type="option")
+    output = output if shard is None else shard.path(output)
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
     names = ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
@@ -80,12 +115,13 @@ def command(
     lines = read_requests(content)
     if not lines:
         raise click.UsageError(f"{prompts} holds no request")
+    lines = lines if shard is None else [*shard.of(lines)]
     source = options.weights_of(model, dtype, layers, load_format, how["weights"])
     if source.spec.directory is not None:
         require(Path(source.spec.directory))
     identity = {
-        "prompts": sha256(content).hexdigest()[:16], "model": model, "model_revision": source.revision,
-        "dtype": source.spec.dtype, "layers": layers, "output_len": output_len,
+        "prompts": digest(content), "model": model, "model_revision": source.revision, "dtype": source.spec.dtype,
+        "layers": layers, "output_len": output_len, "shard": shard and str(shard),
     }  # fmt: skip
     with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
         for number, reason in ledger.damaged:
@@ -96,7 +132,42 @@ def command(
         ledger.finish()
         errors = sum(not ledger.done[line.id].ok for line in lines)
         watch.say(_summary(len(lines) - errors, errors, output, standing))
-    raise SystemExit(0 if not errors else PARTIAL if errors < len(lines) else NOTHING)
+    raise SystemExit(_exit_code(errors, len(lines)))
+
+
+def _exit_code(errors: int, lines: int) -> int:
+    return 0 if not errors else PARTIAL if errors < lines else NOTHING
+
+
+def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
+    """Put the shards of `output` together, and exit. Raises UsageError if other options are given, ShardError if the
+    shards are not whole."""
+    from zinfer.job.batch.openai import digest, read_requests
+    from zinfer.job.batch.shard import merge
+    from zinfer.record.jsonl import MAX_BYTES
+    from zinfer.spec.documents import read_bytes
+
+    context = click.get_current_context()
+    of_a_job = [
+        parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name not in ("prompts", "output", "merge", "force")
+        and context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+    ]
+    if of_a_job:
+        raise click.UsageError(f"--merge runs no model: leave out {', '.join(of_a_job)}")
+    content = read_bytes(prompts, MAX_BYTES)
+    requests = read_requests(content)
+    if output.exists() and output.samefile(prompts):
+        raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
+    if not requests:
+        raise click.UsageError(f"{prompts} holds no request")
+    merged = merge(output, digest(content), requests, force)
+    for line in merged.damaged:
+        click.echo(f"left out {line}", err=True)
+    errors = sum(not done.ok for done in merged.done)
+    click.echo(_summary(len(requests) - errors, errors, output, None), err=True)
+    raise SystemExit(_exit_code(errors, len(requests)))
 
 
 def _run(

@@ -13,7 +13,7 @@ EXIT_CODES = {
     str(PARTIAL): "some points, or lines of a batch job, failed; the results are usable",
     str(NOTHING): "nothing succeeded",
     str(ENVIRONMENT): "this machine cannot do it (memory, disk, missing package, hub out of reach)",
-    str(INTEGRITY): "the results have other settings or were taken away, or the codec returned wrong bits",
+    str(INTEGRITY): "results have other settings, were taken away or lack a shard; or the codec returned wrong bits",
     str(REGRESSION): "a regression (`zinfer compare --fail-on-regression 5%`)",
     "130, 143": "interrupted",
 }

@@ -64,7 +64,7 @@ class Ledger(Closing):
 
     def _open(self, settings: Mapping[str, Any], created: int, force: bool) -> None:
         path = job_path(self._output.path)
-        before, made = _read_job(path)
+        before, made = read_job(path)
         if before is None and not force and path.exists() and path.stat().st_size:
             raise StoreError(f"{path} is no job file of `zinfer batch`: name another file with --output")
         self.done = {done.id: done for done in _answers(self._output.path)}
@@ -82,7 +82,7 @@ class Ledger(Closing):
         self.damaged = self._output.mend(decode, "batch output")
         started = (before or {}).get("created")
         self.created = started if isinstance(started, int) and not changes else created
-        self._header = {**settings, "zinfer_batch": FORMAT, "created": self.created}
+        self._header = header_of(settings, self.created)
         self.made = made if changes.keys() <= {"prompts"} else {}  # another model cannot continue these tokens
         if changes:
             self._begin(path)
@@ -156,7 +156,7 @@ def _progress(line: bytes) -> dict[str, Any]:
     raise Garbled("not a line of a job file")
 
 
-def _read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
+def read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
     """Return the first line of a .job file (None if there is none), and the tokens of unfinished rows by id."""
     made: dict[str, list[int]] = {}
     header: dict[str, Any] | None = None
@@ -170,6 +170,11 @@ def _read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
         elif len(made.setdefault(fields["id"], [])) == fields["at"]:
             made[fields["id"]] += fields["tokens"]
     return header, made if header is not None else {}
+
+
+def header_of(settings: Mapping[str, Any], created: int) -> dict[str, Any]:
+    """Return the first line of a .job file, for a job that was first started at `created`."""
+    return {**settings, "zinfer_batch": FORMAT, "created": created}
 
 
 def _changes(before: dict[str, Any] | None, settings: Mapping[str, Any]) -> dict[str, str]:

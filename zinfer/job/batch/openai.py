@@ -62,6 +62,11 @@ class Done(NamedTuple):
     tokens: int
 
 
+def digest(content: bytes) -> str:
+    """Return the digest of a file of requests, as .job files name it."""
+    return sha256(content).hexdigest()[:16]
+
+
 def read_requests(content: bytes) -> list[BatchRequest | Fault]:
     """Return the requests of a file, in its order; blank lines are skipped, lines that cannot be served are Faults.
     Never raises."""
@@ -72,7 +77,7 @@ def read_requests(content: bytes) -> list[BatchRequest | Fault]:
         line = line.strip()
         if not line:
             continue
-        digest = sha256(b"%d\n%s" % (seen[line], line)).hexdigest()[:24]
+        key = sha256(b"%d\n%s" % (seen[line], line)).hexdigest()[:24]
         seen[line] += 1
         custom_id: str | None = None
         try:
@@ -83,9 +88,9 @@ def read_requests(content: bytes) -> list[BatchRequest | Fault]:
                     "duplicate_custom_id", f"line {number}: line {first[custom_id]} has the custom_id {custom_id!r} too"
                 )
             first[custom_id] = number
-            found.append(_request(digest, custom_id, fields))
+            found.append(_request(key, custom_id, fields))
         except Refused as refused:
-            found.append(Fault(f"batch_req_{digest}", custom_id, refused.code, str(refused), refused.param))
+            found.append(Fault(f"batch_req_{key}", custom_id, refused.code, str(refused), refused.param))
     return found
 
 
@@ -109,7 +114,7 @@ def _custom_id(fields: dict[str, Any], number: int) -> str:
     return custom_id
 
 
-def _request(digest: str, custom_id: str, fields: dict[str, Any]) -> BatchRequest:
+def _request(key: str, custom_id: str, fields: dict[str, Any]) -> BatchRequest:
     if fields.get("method") != "POST":
         raise Refused("invalid_method", "method must be POST", "method")
     url, body = fields.get("url"), fields.get("body")
@@ -119,9 +124,9 @@ def _request(digest: str, custom_id: str, fields: dict[str, Any]) -> BatchReques
         raise Refused("missing_required_parameter", "the line has no body, or it is not an object", "body")
     asked = read_body(body, chat=url == CHAT)
     return BatchRequest(
-        id=f"batch_req_{digest}", custom_id=custom_id, chat=asked.chat, prompt=asked.prompts[0],
+        id=f"batch_req_{key}", custom_id=custom_id, chat=asked.chat, prompt=asked.prompts[0],
         output_len=asked.output_len, temperature=asked.temperature, top_p=asked.top_p, stop=asked.stop,
-        seed=asked.seed or digest,
+        seed=asked.seed or key,
     )  # fmt: skip
 
 

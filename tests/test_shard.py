@@ -1,0 +1,213 @@
+"""Shards of a batch job: each request is answered by one of them, and what is put together is whole or refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.command import zinfer
+from tests.test_batch_command import line
+from tests.test_cli import folder
+from zinfer.job.batch.ledger import Ledger, job_path
+from zinfer.job.batch.openai import BatchRequest, digest, failure, read_requests
+from zinfer.job.batch.shard import Shard, ShardError, merge
+
+assert folder  # a fixture
+
+COUNT, TOTAL = 10, 3
+CONTENT = "".join(line(f"r{number}", prompt="x", max_tokens=2) for number in range(COUNT)).encode()
+REQUESTS = read_requests(CONTENT)
+PROMPTS = digest(CONTENT)
+
+
+def shards(total: int = TOTAL) -> list[Shard]:
+    return [Shard(number, total) for number in range(1, total + 1)]
+
+
+@given(st.integers(0, 40), st.integers(1, 50))
+def test_shards_are_disjoint_complete_and_even(lines: int, total: int) -> None:
+    parts = [shard.of(range(lines)) for shard in shards(total)]
+    assert sorted(place for part in parts for place in part) == list(range(lines))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "1/0", "4", "1/4/2", "-1/4", "1/100000", "", "a/b", "1 / 4", "１/4"])
+def test_what_is_no_shard_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="i/n"):
+        Shard.parse(text)
+
+
+def answer(output: Path, shard: Shard, leave_out: int = 0, **settings: object) -> Path:
+    """Answer a shard's requests but the last `leave_out`, last first, as a job whose rows end in any order does."""
+    path = shard.path(output)
+    own = [request for request in shard.of(REQUESTS) if isinstance(request, BatchRequest)]
+    identity = {"prompts": PROMPTS, "model": "m", "shard": str(shard)} | settings
+    with Ledger.open(path, identity, 7 + shard.number) as ledger:
+        waiting = [request for request in own[: len(own) - leave_out] if request.id not in ledger.done]
+        ledger.add(failure(request, "oom_gpu", "no") for request in reversed(waiting))
+        ledger.finish()
+    return path
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    for shard in shards():
+        answer(tmp_path / "out.jsonl", shard)
+    return tmp_path / "out.jsonl"
+
+
+def test_shards_come_together_in_the_order_of_the_requests(output: Path) -> None:
+    merged = merge(output, PROMPTS, REQUESTS)
+    found = [json.loads(text) for text in output.read_text().splitlines()]
+    assert [record["custom_id"] for record in found] == [f"r{number}" for number in range(COUNT)]
+    assert [done.id for done in merged.done] == [record["id"] for record in found]
+    before = output.read_bytes(), job_path(output).read_bytes()
+    merge(output, PROMPTS, REQUESTS)
+    assert (output.read_bytes(), job_path(output).read_bytes()) == before
+    with Ledger.open(output, {"prompts": PROMPTS, "model": "m"}, 99) as ledger:  # a job without shards has it all
+        assert len(ledger.done) == COUNT
+        assert ledger.created == 8
+
+
+def test_a_merge_that_was_killed_between_its_two_files_is_done_again(output: Path) -> None:
+    merge(output, PROMPTS, REQUESTS)
+    job_path(output).unlink()
+    merge(output, PROMPTS, REQUESTS)
+    assert job_path(output).exists()
+
+
+def test_a_shard_that_has_not_ended_is_named(output: Path) -> None:
+    path = shards()[1].path(output)
+    path.unlink()
+    answer(output, shards()[1], leave_out=2)
+    with pytest.raises(ShardError, match=r"2 of 10 answers are missing.*--shard 2/3 \(2\)$") as caught:
+        merge(output, PROMPTS, REQUESTS)
+    assert caught.value.exit_code == 6
+    assert not output.exists()
+    answer(output, shards()[1])
+    assert len(merge(output, PROMPTS, REQUESTS).done) == COUNT
+
+
+def lose(output: Path) -> None:
+    shards()[2].path(output).unlink()
+
+
+def repeat(output: Path) -> None:
+    path = shards()[0].path(output)
+    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(True)[0])
+
+
+def mix(output: Path) -> None:
+    one, other = (shard.path(output) for shard in shards()[:2])
+    other.write_bytes(other.read_bytes() + one.read_bytes().splitlines(True)[0])
+
+
+def swap(output: Path) -> None:
+    one, other = (shard.path(output) for shard in shards()[:2])
+    for first, second in ((one, other), (job_path(one), job_path(other))):
+        content = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(content)
+
+
+def of_another_model(output: Path) -> None:
+    shards()[1].path(output).unlink()
+    job_path(shards()[1].path(output)).unlink()
+    answer(output, shards()[1], model="other")
+
+
+def of_other_prompts(output: Path) -> None:
+    for shard in shards():
+        job_path(shard.path(output)).unlink()
+        shard.path(output).unlink()
+        answer(output, shard, prompts="abc")
+
+
+def without_a_job(output: Path) -> None:
+    job_path(shards()[1].path(output)).unlink()
+
+
+def of_two_splits(output: Path) -> None:
+    answer(output, Shard(1, 2))
+
+
+def already_there(output: Path) -> None:
+    output.write_text("mine\n")
+
+
+FAULTS: dict[Callable[[Path], None], str] = {
+    lose: r"lacks 1 of 3 shards: run --shard 3/3",
+    repeat: r"00001-of-00003\.jsonl:5 answers a request for the second time",
+    mix: r"00002-of-00003\.jsonl:4 answers no request of shard 2/3",
+    swap: r"is that of shard 2/3",
+    of_another_model: r"shards 1/3 and 2/3 are of different jobs: model: m -> other",
+    of_other_prompts: r"answers another file of prompts",
+    without_a_job: r"does not say which job",
+    of_two_splits: r"has shards of 2 and of 3",
+    already_there: r"has other answers than the shards: --force",
+}
+
+
+@pytest.mark.parametrize("damage", FAULTS, ids=lambda damage: damage.__name__)
+def test_shards_that_are_not_one_whole_job_are_refused(output: Path, damage: Callable[[Path], None]) -> None:
+    damage(output)
+    before = output.read_bytes() if output.exists() else None
+    with pytest.raises(ShardError, match=FAULTS[damage]) as caught:
+        merge(output, PROMPTS, REQUESTS)
+    assert caught.value.exit_code == 6
+    assert "\n" not in str(caught.value)
+    assert (output.read_bytes() if output.exists() else None) == before
+
+
+def test_torn_lines_are_left_out_and_said(output: Path) -> None:
+    """A line that a kill tore stays in the middle of a file only where somebody else wrote behind it; its request has
+    an answer further down."""
+    path = shards()[0].path(output)
+    path.write_bytes(b'{"id":"batch_r\n' + path.read_bytes())
+    merged = merge(output, PROMPTS, REQUESTS)
+    assert [fault.split(": ")[0] for fault in merged.damaged] == [f"{path}:1"]
+    assert len(output.read_bytes().splitlines()) == COUNT
+
+
+def test_jobs_of_an_array_answer_what_one_job_does(folder: Path) -> None:
+    prompts = [line(f"p{size}", prompt="ab" * size, max_tokens=size, temperature=0) for size in range(1, 6)]
+    (folder / "prompts.jsonl").write_text("".join([*prompts[:2], "broken\n\n", *prompts[2:]]))
+    job = ["batch", "prompts.jsonl", "-m", "bloom-tiny", "--load-format", "dummy", "--dtype", "fp32", "-o"]
+    assert zinfer(folder, *job, "whole.jsonl").returncode == 3
+    assert zinfer(folder, *job, "out.jsonl", "--shard", "1/2").returncode == 3
+    early = zinfer(folder, "batch", "prompts.jsonl", "-o", "out.jsonl", "--merge")
+    assert early.returncode == 6
+    assert "run --shard 2/2" in early.stderr
+    assert zinfer(folder, *job, "out.jsonl", "--shard", "2/2").returncode == 0
+    merged = zinfer(folder, "batch", "prompts.jsonl", "-o", "out.jsonl", "--merge")
+    assert merged.returncode == 3, merged.stderr
+    assert "5 answers and 1 error in out.jsonl" in merged.stderr
+
+    def texts(name: str) -> dict[str, Any]:
+        found = [json.loads(text) for text in (folder / name).read_text().splitlines()]
+        return {
+            record["id"]: [record["custom_id"], record["error"], (record["response"]["body"]).get("choices")]
+            for record in found
+        }
+
+    assert texts("out.jsonl") == texts("whole.jsonl")
+    assert [name for name, *_ in texts("out.jsonl").values()] == ["p1", "p2", None, "p3", "p4", "p5"]
+    again = zinfer(folder, *job, "out.jsonl")
+    assert again.returncode == 3
+    assert "tok/s" not in again.stderr
+    more = zinfer(folder, "batch", "prompts.jsonl", "-o", "none.jsonl", "-m", "bloom-tiny", "--merge")
+    assert more.returncode == 2
+    assert "--merge runs no model: leave out --model" in more.stderr
+
+
+def test_a_shard_without_a_request_is_whole(folder: Path) -> None:
+    (folder / "prompts.jsonl").write_text(line("a", prompt="x", max_tokens=2))
+    words = ["batch", "prompts.jsonl", "-o", "out.jsonl", "-m", "bloom-tiny", "--load-format", "dummy", "--shard"]
+    for shard in ("1/2", "2/2"):
+        done = zinfer(folder, *words, shard)
+        assert done.returncode == 0, done.stderr
+    assert zinfer(folder, "batch", "prompts.jsonl", "-o", "out.jsonl", "--merge").returncode == 0

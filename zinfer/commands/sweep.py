@@ -3,13 +3,20 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.spec.errors import ENVIRONMENT, INTEGRITY
+from zinfer.spec.errors import ENVIRONMENT, INTEGRITY, PARTIAL
+
+if TYPE_CHECKING:
+    from zinfer.job.cluster import Kind
+    from zinfer.job.recipe import Sweep
+    from zinfer.job.sweep import Outcome
+    from zinfer.record.store import Header, Records
+    from zinfer.spec.machine import Machine
 
 
 class InFlight(click.ParamType[Any]):
@@ -102,6 +109,19 @@ class Rates(click.ParamType[Any]):
 @click.option("--force", is_flag=True, help="Resume although the recipe, the model or a version changed.")
 @click.option("--dry-run", is_flag=True, help="Print the plan of every point and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the points as JSON, not the result file's path.")
+@click.option(
+    "--cluster",
+    type=click.Choice(["slurm", "local"]),
+    help="Measure each load in a job of its own: of an array in Slurm's queue, or here, one after the other.",
+)
+@click.option(
+    "--slurm-arg",
+    "slurm_args",
+    multiple=True,
+    metavar="KEY[=VALUE]",
+    help="An option of sbatch for the jobs: time=4:00:00 (required), partition=gpu, gpus-per-node=1, exclusive, .., or "
+    "setup='module load cuda'. Repeatable.",
+)
 @click.pass_obj
 def command(
     debug: bool,
@@ -113,6 +133,8 @@ def command(
     force: bool,
     dry_run: bool,
     as_json: bool,
+    cluster: Any,
+    slurm_args: tuple[str, ...],
     settings: dict[str, tuple[Any, ...]],
     **given: Any,
 ) -> None:
@@ -129,6 +151,7 @@ def command(
     zinfer sweep --model opt-30b --engine stream,deepspeed --offload none,cpu --batch-size 1-64*2
     zinfer sweep --model opt-30b --offload cpu --request-lengths lognormal:245,106 --in-flight 64,auto
     zinfer sweep demo --resume
+    zinfer sweep opt-30b --cluster slurm --slurm-arg partition=gpu --slurm-arg gpus-per-node=1 --slurm-arg time=4:00:00
     """
     from functools import partial
 
@@ -138,11 +161,10 @@ def command(
     from zinfer.job.recipe import RecipeError, make_sweep, read_toml, sweep_recipe, with_options
     from zinfer.job.requests import request_sets
     from zinfer.job.signals import Interrupted
-    from zinfer.record.store import Header, Store, read
+    from zinfer.record.store import Store
     from zinfer.spec import local
     from zinfer.spec.engine import OptionError
-    from zinfer.spec.source import find
-    from zinfer.worker.process import Worker, now
+    from zinfer.worker.process import Worker
 
     fields = {}
     if recipe is not None:
@@ -165,15 +187,16 @@ def command(
     conflicts = [load.conflict for load in plan.loads()]
     if all(conflicts):
         raise OptionError(str(conflicts[0]))
+    if slurm_args and cluster != "slurm":
+        raise click.UsageError("--slurm-arg is for --cluster slurm")
+    if cluster is not None:
+        if dry_run:
+            raise click.UsageError("--dry-run plans for this machine: leave out --cluster")
+        _on_cluster(cluster, slurm_args, plan, _name(recipe, plan), output, nvme_path, resume, force, as_json, debug)
     machine = options.with_nvme(local.this_machine(), nvme_path)
     jobs = sweep.prepare(
-        plan,
-        machine,
-        lambda load: find(load.model, load.dtype, load.layers, plan.load_format, weights=load.weights),
-        options.locate,
-        nvme_path,
-        requests=served,
-    )
+        plan, machine, partial(sweep.source_of, plan), options.locate, nvme_path, requests=served
+    )  # fmt: skip
     if not jobs:
         raise RecipeError(f"none of the engines {', '.join(plan.engine)} has offload {', '.join(plan.offload)}")
     if dry_run:
@@ -183,38 +206,123 @@ def command(
         raise Failure(str(jobs[0].plan.why_not), ENVIRONMENT)
 
     output = output or local.results_folder() / f"{_name(recipe, plan)}.jsonl"
-    header = Header(
-        machine=machine.name,
-        recipe=plan.model_dump(mode="json", exclude={"description", "timeout_s", "machine", "published"}),
-        model_revision=",".join(sorted({f"{job.plan.case.model}@{job.revision}" for job in jobs})),
-        versions=_versions(plan.engine),
-        started_at=now(),
-    )
-    done = read(output) if output.is_file() and output.stat().st_size else None
-    if done is not None and not resume:
-        raise Failure(f"{output} exists: --resume goes on with it, -o takes another file")
-    if done is not None and done.warning:
-        click.echo(done.warning, err=True)
-    if done is not None and done.headers and not force:
-        changes = _changes(done.headers[-1], header)
-        if changes:
-            raise Failure(
-                f"{output} was made with other settings; --force goes on all the same.\n" + changes, INTEGRITY
-            )
-
+    header = sweep.header_of(plan, machine.name, [(job.plan.case.model, job.revision) for job in jobs])
+    done = _recorded(output, resume)
+    _check_settings(output, done, header, force)
     with Store.open(output) as store, Watch() as watch:
         watch.say(f"results: {output}")
         store.append_header(header)
         try:
-            recorded = [] if done is None else sweep.Outcome([*done.points], [*done.requests]).all
+            recorded = sweep.Outcome([*done.points], [*done.requests]).all
             outcome = sweep.run(plan, jobs, store, recorded, watch.events(), partial(Worker, debug=bool(debug)))
             store.check()
         except Interrupted as interrupt:
             watch.say(f"interrupted; every finished point is in {output}, `--resume` goes on")
             raise SystemExit(128 + interrupt.signal) from None
+    _print_outcome(outcome, output, as_json)
+    raise SystemExit(sweep.exit_code(plan, outcome.all))
+
+
+def _recorded(output: Path, resume: bool) -> "Records":
+    """Return what the result file holds. Raises Failure if it has anything and is not to be resumed."""
+    from zinfer.record.store import Records, read
+
+    if not output.is_file() or not output.stat().st_size:
+        return Records()
+    done = read(output)
+    if not resume:
+        raise Failure(f"{output} exists: --resume goes on with it, -o takes another file")
+    if done.warning:
+        click.echo(done.warning, err=True)
+    return done
+
+
+def _check_settings(output: Path, done: "Records", header: "Header", force: bool) -> None:
+    """Raise Failure if the result file was made with other settings than those of `header`."""
+    if done.headers and not force and (changes := _changes(done.headers[-1], header)):
+        message = f"{output} was made with other settings; --force goes on all the same.\n" + changes
+        raise Failure(message, INTEGRITY)
+
+
+def _print_outcome(outcome: "Outcome", output: Path, as_json: bool) -> None:
     rows = [*map(_row, outcome.points), *map(_request_row, outcome.requests)]
     click.echo(json.dumps(rows, indent=1) if as_json else output)
-    raise SystemExit(sweep.exit_code(plan, outcome.all))
+
+
+def _machine(nvme_path: str | None) -> "Machine":
+    from zinfer.spec import local
+
+    return options.with_nvme(local.this_machine(), nvme_path)
+
+
+def _on_cluster(
+    kind: "Kind",
+    slurm_args: tuple[str, ...],
+    plan: "Sweep",
+    name: str,
+    output: Path | None,
+    nvme_path: str | None,
+    resume: bool,
+    force: bool,
+    as_json: bool,
+    debug: bool,
+) -> NoReturn:
+    """Measure the loads of a sweep in jobs, and exit. The machine is that of the jobs, which may not be this one."""
+    import os
+    from functools import partial
+
+    from zinfer.commands.watch import Watch
+    from zinfer.job import sweep
+    from zinfer.job.cluster import Cluster, ClusterSweep, LoadTask, parts_of
+    from zinfer.job.recipe import RecipeError
+    from zinfer.job.signals import Interrupted
+    from zinfer.record.store import Store
+    from zinfer.spec import local
+    from zinfer.worker.process import Worker
+
+    output = output or (local.results_folder() if kind == "local" else local.RESULTS) / f"{name}.jsonl"
+    folder = parts_of(output.absolute())
+    loads = [*plan.loads()]
+    indices = [index for index, load in enumerate(loads) if options.locate(load) is not None]
+    if not indices:
+        raise RecipeError(f"none of the engines {', '.join(plan.engine)} has offload {', '.join(plan.offload)}")
+    revisions = [(loads[index].model, sweep.source_of(plan, loads[index]).revision) for index in indices]
+    if not resume and folder.exists():
+        raise Failure(f"{folder} has points of jobs: --resume goes on with them, -o takes another file")
+    if not resume:
+        _recorded(output, resume)
+    cluster = Cluster(kind, folder, slurm_args, name)
+
+    def make_task(index: int, number: int, part: Path) -> LoadTask:
+        return LoadTask(
+            recipe=plan.model_dump(mode="json"), index=index, number=number, results=output.absolute(), part=part,
+            nvme_path=nvme_path, gpus=os.environ.get("CUDA_VISIBLE_DEVICES"), machine=partial(_machine, nvme_path),
+            locate=options.locate, watch=Watch, make_worker=partial(Worker, debug=bool(debug)),
+        )  # fmt: skip
+
+    with Store.open(output) as store, Watch() as watch:
+        watch.say(f"results: {output}")
+        jobs = ClusterSweep(plan, indices, make_task, cluster, store, watch.events(), watch.say)
+        if resume:
+            jobs.collect_earlier()
+        done = _recorded(output, resume)
+        machine = done.headers[-1].machine if done.headers else ""
+        _check_settings(output, done, sweep.header_of(plan, machine, revisions), force)
+        try:
+            outcome = jobs.run()
+            store.check()
+        except Interrupted as interrupt:
+            watch.say(
+                f"interrupted; the jobs are cancelled, every finished point is kept, `--resume` goes on ({output})"
+            )
+            raise SystemExit(128 + interrupt.signal) from None
+        if jobs.failed:
+            watch.say(f"{len(jobs.failed)} of the jobs failed, `--resume` tries them again; their logs are in {folder}")
+        else:
+            jobs.clear()
+    _print_outcome(outcome, output, as_json)
+    code = sweep.exit_code(plan, outcome.all)
+    raise SystemExit(code or (PARTIAL if jobs.failed else 0))
 
 
 def _name(recipe: str | None, plan: Any) -> str:
@@ -224,16 +332,6 @@ def _name(recipe: str | None, plan: Any) -> str:
     models = "-".join(Path(model).name for model in plan.model)
     slices = [f"-{layers}-layers" for layers in plan.layers if layers is not None]
     return models + "".join(slices)
-
-
-def _versions(engines: tuple[str, ...]) -> dict[str, str]:
-    from zinfer.job.recipe import engine_recipe
-    from zinfer.worker.process import versions
-
-    found: dict[str, str] = {}
-    for name in engines:
-        found |= versions(engine_recipe(name).engine)
-    return found
 
 
 def _changes(before: Any, after: Any) -> str:

@@ -57,9 +57,12 @@ def _send_soon(number: int) -> None:
 
 class Signals:
     """Context that defers SIGINT and SIGTERM: they raise Interrupted only inside `raised`, where a worker is waited
-    for. Elsewhere they wait for the next `raised`, so that no record is lost between its measurement and the disk."""
+    for. Elsewhere they wait for the next `raised`, so that no record is lost between its measurement and the disk.
 
-    def __init__(self) -> None:
+    With other `numbers` only those signals are handled so."""
+
+    def __init__(self, *numbers: int) -> None:
+        self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
         self._pending: int | None = None
         self._waiting = False
         self._thrown: list[KeyboardInterrupt] = []
@@ -67,7 +70,7 @@ class Signals:
     def __enter__(self) -> "Signals":
         self._before = {}
         with suppress(ValueError):  # not in the main thread, which alone can handle signals
-            self._before = {number: signal.signal(number, self._arrived) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {number: signal.signal(number, self._arrived) for number in self._numbers}
         return self
 
     def __exit__(self, *_exception: object) -> None:

@@ -11,18 +11,18 @@ from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
 from zinfer.job.forecast import Ahead, Forecast, Key, Outlook
-from zinfer.job.recipe import Sweep, SweepLoad, automatic
+from zinfer.job.recipe import Sweep, SweepLoad, automatic, engine_recipe
 from zinfer.job.requests import RequestSet
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.plan import LARGEST_BATCH, Plan, make_plan
 from zinfer.record.measurement import Measurement, Recorded, Status
 from zinfer.record.requests import RequestKey, RequestPoint
-from zinfer.record.store import Store
+from zinfer.record.store import Header, Store
 from zinfer.spec.case import Case
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import check_positions
-from zinfer.spec.source import Source
-from zinfer.worker.process import TaskFailed, Worker, WorkerDied, now
+from zinfer.spec.source import Source, find
+from zinfer.worker.process import TaskFailed, Worker, WorkerDied, now, versions
 from zinfer.worker.tasks import MeasureRequests, RequestRow, Tokenize
 
 # Statuses of recorded points that --resume does not measure again; points with others get another try.
@@ -172,14 +172,16 @@ def prepare(
     nvme_path: str | None = None,
     positions: bool = True,
     requests: Sequence[RequestSet] = (),
+    loads: Iterable[SweepLoad] | None = None,
 ) -> list[LoadJob]:
-    """Plan the sweep's loads. `resolve` finds a load's model and weights; `locate` its engine, or None for an engine
-    without that offload: such a combination is left out. `requests` are those of `zinfer.job.requests.request_sets`.
+    """Plan the sweep's loads, or these of them. `resolve` finds a load's model and weights; `locate` its engine, or
+    None for an engine without that offload: such a combination is left out. `requests` are those of
+    `zinfer.job.requests.request_sets`.
 
     Raises ModelError if lengths exceed a model's positions, unless `positions` is False.
     """
     jobs = []
-    for load in sweep.loads():
+    for load in sweep.loads() if loads is None else loads:
         target = locate(load)
         if target is None:
             continue
@@ -200,6 +202,25 @@ def prepare(
     return jobs
 
 
+def header_of(sweep: Sweep, machine: str, revisions: Iterable[tuple[str, str]]) -> Header:
+    """Return the header of a start of `sweep`; `revisions` are the models with their revisions."""
+    found: dict[str, str] = {}
+    for name in sweep.engine:
+        found |= versions(engine_recipe(name).engine)
+    return Header(
+        machine=machine,
+        recipe=sweep.model_dump(mode="json", exclude={"description", "timeout_s", "machine", "published"}),
+        model_revision=",".join(sorted({f"{model}@{revision}" for model, revision in revisions})),
+        versions=found,
+        started_at=now(),
+    )
+
+
+def source_of(sweep: Sweep, load: SweepLoad) -> Source:
+    """Return the model and weights of a load. Raises ModelError and CheckpointError."""
+    return find(load.model, load.dtype, load.layers, sweep.load_format, weights=load.weights)
+
+
 def run(
     sweep: Sweep,
     jobs: Iterable[LoadJob],
@@ -207,8 +228,11 @@ def run(
     done: Iterable[Measurement | RequestPoint] = (),
     events: Events | None = None,
     make_worker: Callable[..., Any] = Worker,
+    rounds: Iterable[int] | None = None,
+    signals: Signals | None = None,
 ) -> Outcome:
-    """Measure the points that `done` does not hold, append each to `store` at once, and return all points of the sweep.
+    """Measure the points that `done` does not hold, append each to `store` at once, and return all points of the sweep,
+    or of these `rounds` (the first is 0). `signals` are those that interrupt it, by default SIGINT and SIGTERM.
 
     Raises Interrupted on SIGINT and SIGTERM, after the point under way is recorded as `cancelled`, and StoreError if a
     record cannot be written; no worker is left behind in either case.
@@ -220,16 +244,17 @@ def run(
     events = events or Events()
     outcome = Outcome([], [])
     jobs = tuple(jobs)
-    rounds = [(number, job) for number in range(sweep.rounds) for job in jobs]
+    numbers = range(sweep.rounds) if rounds is None else rounds
+    turns = [(number, job) for number in numbers for job in jobs]
     forecast = Forecast(
         sweep,
         [
             Ahead(job.plan, job.cases, job.requests, frozenset(key for key in known if _recorded(known, key, number)))
-            for number, job in rounds
+            for number, job in turns
         ],
     )
-    with Signals() as signals:
-        for index, (number, job) in enumerate(rounds):
+    with signals or Signals() as handled:
+        for index, (number, job) in enumerate(turns):
             forecast.start(index)
             events.outlook(forecast.outlook())
 
@@ -237,7 +262,7 @@ def run(
                 forecast.finish(index, key, taken_s, resumed)
                 events.outlook(forecast.outlook())
 
-            runner = _Runner(sweep, job, number, store, known, events, make_worker, signals, finished)
+            runner = _Runner(sweep, job, number, store, known, events, make_worker, handled, finished)
             found = runner.run()
             outcome.points.extend(found.points)
             outcome.requests.extend(found.requests)
@@ -308,6 +333,9 @@ class _Runner:
                 self._finished(key, monotonic() - began, resumed)
                 if self._hopeless(served):
                     break
+        except SystemExit:  # a job of a cluster that has to go (`zinfer.job.cluster`): its time is short
+            self._stop(kill=True)
+            raise
         finally:
             self._stop()
         return outcome

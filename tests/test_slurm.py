@@ -1,0 +1,116 @@
+"""Sweep over a real Slurm of one node, whose jobs are preempted, cancelled and left alone."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import PATIENCE_S, environment
+from tests.command import zinfer_process
+from tests.slurm import slurm, why_not
+from tests.test_cli import folder
+from tests.test_cluster import SMALL
+from zinfer.job.cluster import parts_of
+from zinfer.record.store import read
+
+assert folder  # a fixture
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytest.importorskip("submitit")
+BATCHES = 15
+WORDS = [*SMALL, "--repeats", "1", "--batch-size", f"1-{BATCHES}+1", "--offload", "none,cpu", "-o", "out.jsonl",
+         "--cluster", "slurm", "--slurm-arg", "time=30", "--slurm-arg", "partition=low",
+         "--slurm-arg", "exclusive"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with slurm(tmp_path_factory.mktemp("slurm")) as found:
+        yield environment(HF_HUB_OFFLINE="1") | found
+
+
+def start(folder: Path, cluster: dict[str, str], *more: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "zinfer", *WORDS, *more]
+    return subprocess.Popen(
+        command, cwd=folder, env=cluster, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
+
+
+def wait_for_points(folder: Path, count: int) -> Path:
+    """Wait until the first job has written so many points; return the folder of the jobs."""
+    parts, deadline = parts_of(folder / "out.jsonl"), time.monotonic() + PATIENCE_S
+    part = parts / "round-0000-load-0000.part"
+    while not (part.exists() and part.read_bytes().count(b"\n") > count):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return parts
+
+
+def measured(folder: Path) -> list[tuple[str, int]]:
+    records = read(folder / "out.jsonl")
+    assert not records.damaged
+    return [(point.case.offload, point.case.workload.batch_size) for point in records.points if point.status == "ok"]
+
+
+WHOLE = [(offload, batch) for offload in ("none", "cpu") for batch in range(1, BATCHES + 1)]
+
+
+def test_a_preempted_array_writes_what_one_process_writes(folder: Path, cluster: dict[str, str]) -> None:
+    process = start(folder, cluster)
+    parts = wait_for_points(folder, 3)
+    above = ["sbatch", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    subprocess.run(above, env=cluster, check=True, capture_output=True)
+    logs, deadline = "", time.monotonic() + PATIENCE_S
+    while process.poll() is None and time.monotonic() < deadline:
+        logs = "".join(path.read_text() for path in sorted(parts.glob("jobs/*_0_log.out"))) or logs
+        time.sleep(0.05)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, stderr
+    assert stdout.strip() == "out.jsonl"
+    assert "submitted 2 jobs" in stderr
+    assert "this job is preempted" in logs
+    assert "Requeued job" in logs
+    assert measured(folder) == WHOLE
+    assert len(read(folder / "out.jsonl").headers) == 1
+    assert not parts.exists()
+
+
+def test_a_cancelled_job_is_named_and_resumed(folder: Path, cluster: dict[str, str]) -> None:
+    process = start(folder, cluster)
+    parts = wait_for_points(folder, 3)
+    first = (parts / "submitted").read_text().split()[0]
+    subprocess.run(["scancel", first], env=cluster, check=True)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 3, stderr
+    assert f"load 1: job {first} ended without a result" in stderr
+    assert 3 <= len(measured(folder)) < len(WHOLE)
+    done = zinfer_process(folder, *WORDS, "--resume", env=cluster)
+    assert done.returncode == 0, done.stderr
+    assert sorted(measured(folder)) == sorted(WHOLE)
+    assert not parts.exists()
+
+
+def test_resume_takes_over_from_a_command_that_was_killed(folder: Path, cluster: dict[str, str]) -> None:
+    process = start(folder, cluster)
+    parts = wait_for_points(folder, 3)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=PATIENCE_S)
+    refused = zinfer_process(folder, *WORDS, env=cluster)
+    assert refused.returncode == 2
+    assert "--resume goes on with them" in refused.stderr
+    done = zinfer_process(folder, *WORDS, "--resume", env=cluster)
+    assert done.returncode == 0, done.stderr
+    assert "cancelled the jobs of an earlier start" in done.stderr
+    assert measured(folder) == WHOLE
+    assert not parts.exists()
+
+
+def test_what_sbatch_refuses_is_one_line(folder: Path, cluster: dict[str, str]) -> None:
+    done = zinfer_process(folder, *WORDS, "--slurm-arg", "qos=gold", "--slurm-arg", "partition=none", env=cluster)
+    assert done.returncode == 5
+    assert "no job could be submitted" in done.stderr
+    assert "invalid partition" in done.stderr.lower()
+    assert "Traceback" not in done.stderr

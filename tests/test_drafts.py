@@ -19,7 +19,7 @@ from tests.test_passes import WAYS, keep_here, small_blocks
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.generation import schedule, scheduler
-from zinfer.generation.drafts import LONGEST, MOST, SHORTEST, Drafts, NgramDrafter
+from zinfer.generation.drafts import LONGEST, MOST, SHORTEST, DraftRow, Drafts, NgramDrafter
 from zinfer.generation.sampling import Sampling, choose
 from zinfer.generation.scheduler import ContinuousScheduler
 
@@ -36,9 +36,16 @@ class Oracle:
     def __init__(self, answers: Answers, wrong: float) -> None:
         self._answers, self._wrong, self._dice = answers, wrong, random.Random(1)
 
-    def draft(self, key: int, token_ids: Sequence[int], count: int) -> list[int]:
-        prompt, answer = self._answers[key]
-        at, dice = len(token_ids) - len(prompt), self._dice
+    token_s = None
+
+    def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
+        assert rows.keys() <= self._answers.keys()
+
+    def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        return {key: self._of_row(key, rows[key].place, count) for key, count in counts.items()}
+
+    def _of_row(self, key: int, at: int, count: int) -> list[int]:
+        answer, dice = self._answers[key][1], self._dice
         found = [one if dice.random() >= self._wrong else one % 80 + 7 for one in answer[at : at + count]]
         return found[: dice.randint(0, count)]
 
@@ -257,16 +264,16 @@ def test_n_grams_are_looked_up_in_all_tokens() -> None:
                     whole.append(whole[place])
                 expected = whole[len(tokens) :]
                 break
-        assert drafter.draft(0, tokens, count) == expected
+        assert drafter.draft({0: DraftRow(tokens, 9)}, {0: count}) == {0: expected}
         tokens += [dice.randint(0, 3) for _ in range(dice.randint(1, 3))]
     drafter.forget(0)
-    assert drafter.draft(0, [1, 2, 3], 4) == []
+    assert drafter.draft({0: DraftRow([1, 2, 3], 9)}, {0: 4}) == {0: []}
 
 
 def test_the_number_of_drafts_follows_what_is_accepted() -> None:
     def drafts_of(right: float, passes: int = 60, room: int = 1000) -> list[int]:
         dice, drafts, sizes = random.Random(3), Drafts(NgramDrafter()), []
-        rows = {key: ([1, 2, 3] * 4, 100) for key in range(4)}
+        rows = {key: DraftRow([1, 2, 3] * 4, 100) for key in range(4)}
         for _ in range(passes):
             found = drafts.propose(rows, room)
             sizes.append(max(map(len, found.values()), default=0))

@@ -19,6 +19,7 @@ from zinfer.engine.base import Engine
 from zinfer.plan.plan import make_plan
 from zinfer.spec import resolve
 from zinfer.spec.case import Case, Offload, Option, Workload
+from zinfer.spec.engine import draft_model
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import Dtype
 
@@ -77,7 +78,10 @@ def load(
         load_format="safetensors",
         options=tuple(sorted(options.items())),
     )
-    plan = make_plan(case, resolve.from_directory(directory).with_dtype(dtype), MACHINE, str(nvme_path))
+    spec = resolve.from_directory(directory).with_dtype(dtype)
+    if (draft := draft_model(name, case.options)) is not None:
+        spec = spec.model_copy(update={"draft": resolve.from_directory(Path(draft)).with_dtype(dtype)})
+    plan = make_plan(case, spec, MACHINE, str(nvme_path))
     return base.load(engine.kind(name).target)(steered(plan, here, tokens))
 
 

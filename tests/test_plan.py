@@ -51,6 +51,25 @@ def test_a_model_that_does_not_fit_is_refused_with_a_way_out() -> None:
     assert "\n" not in plan.why_not
 
 
+def test_a_model_that_drafts_takes_its_weights_and_cache_on_the_gpu() -> None:
+    small = resolve.resolve("bloom-560m")
+    spec = resolve.resolve("bloom-176b").model_copy(update={"draft": small})
+    asked = case("bloom-176b", batch_size=64)
+    alone, together = planned("bloom-176b", batch_size=64), make_plan(asked, spec, BIG)
+    more = together.gpu.total - alone.gpu.total
+    assert together.gpu.weights - alone.gpu.weights == small.weight_bytes
+    assert together.gpu.kv_cache - alone.gpu.kv_cache == pytest.approx(1.5 * small.kv_bytes(64, 544))
+    assert more > small.weight_bytes + small.kv_bytes(64, 544)
+    assert together.max_batch_size < alone.max_batch_size
+    assert together.placement.ring_depth <= alone.placement.ring_depth
+    drafting = together.of_draft()
+    assert drafting is not None
+    assert (drafting.case.offload, drafting.model) == ("none", small)
+    assert alone.of_draft() is None
+    full = make_plan(asked, spec, BIG.model_copy(update={"gpu_bytes": 14 << 30}))
+    assert "GPU memory" in str(full.why_not)
+
+
 def test_deepspeed_needs_what_torch_rounds_up() -> None:
     assert pinned_block(3 << 30) == 4 << 30
     assert planned("bloom-176b", engine="deepspeed").host.total > planned("bloom-176b").host.total + 100e9

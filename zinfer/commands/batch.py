@@ -116,7 +116,7 @@ def command(
     if not lines:
         raise click.UsageError(f"{prompts} holds no request")
     lines = lines if shard is None else [*shard.of(lines)]
-    source = options.weights_of(model, dtype, layers, load_format, how["weights"])
+    source = options.weights_of(model, dtype, layers, load_format, how["weights"], loads)
     if source.spec.directory is not None:
         require(Path(source.spec.directory))
     identity = {

@@ -28,12 +28,12 @@ ENGINES_HELP = "Engines (accelerate, deepspeed, stream, tensorrt), or recipes in
 
 
 class Words(click.ParamType[Any]):
-    """A comma list of words; with `known`, each must be one of them."""
+    """A comma list of words; with `known`, each must be one of them, unless `others` are taken as well."""
 
     name = "a,b,.."
 
-    def __init__(self, known: tuple[str, ...] = ()) -> None:
-        self.known = known
+    def __init__(self, known: tuple[str, ...] = (), others: bool = False) -> None:
+        self.known, self.others = known, others
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
         return f"[{'|'.join(self.known)}],.." if self.known else None
@@ -42,7 +42,7 @@ class Words(click.ParamType[Any]):
         if isinstance(value, tuple):
             return value
         words = tuple(word.strip() for word in value.split(",") if word.strip())
-        unknown = [word for word in words if self.known and word not in self.known]
+        unknown = [word for word in words if self.known and not self.others and word not in self.known]
         if unknown or not words:
             self.fail(f"{', '.join(unknown) or 'nothing'!r}: choose from {', '.join(self.known)}", param, ctx)
         return words
@@ -144,15 +144,17 @@ SHORTHANDS = {  # options of `stream` that have a flag of their own
     "weight_codec": "How weights cross the link; auto: lossless where that pays.",
     "kv_offload": "Sequences with their KV cache in host memory; auto: those that the GPU has no room for.",
     "kv_cache_dtype": "Type of the KV cache; auto: that of the weights.",
-    "draft": "Tokens guessed ahead, which one pass verifies; ngram: what followed the last tokens before.",
+    "draft": "Tokens guessed ahead, which one pass verifies; ngram: what followed the last tokens before; MODEL: those "
+    "of a small model of the same tokenizer, named as for --model.",
     "experts": "Routed experts that cross the link: all, or those that the router chose (on-demand).",
 }
 
 
 def shorthand(name: str) -> Callable[[Command], Command]:
     """Return the click option ``--name`` of an option of `stream`, a comma list of its values."""
-    choices = tuple(values(StreamOptions.model_fields[name]))
-    return click.option(f"--{name.replace('_', '-')}", name, type=Words(choices), help=SHORTHANDS[name])
+    field = StreamOptions.model_fields[name]
+    kind = Words(tuple(values(field)), others=field.title is not None)
+    return click.option(f"--{name.replace('_', '-')}", name, type=kind, help=SHORTHANDS[name])
 
 
 def _shorthands(function: Command) -> Command:
@@ -311,9 +313,10 @@ def weights_of(
     layers: int | None,
     load_format: "LoadFormat | str | None",
     weights: tuple[Any, ...] | None = None,
+    loads: "Iterable[SweepLoad]" = (),
 ) -> "Source":
     """Return the model with real weights in the one format `weights`, fetched if need be; with random ones only if
-    ``--load-format dummy`` asks for them.
+    ``--load-format dummy`` asks for them. A model that drafts in `loads`, of `one_load`, is found with it.
 
     Raises ModelError for a model without weights.
     """
@@ -321,7 +324,8 @@ def weights_of(
     from zinfer.spec.source import find
 
     (form,) = weights or ("as-released",)
-    source = find(model, dtype, layers, cast("Any", load_format or "auto"), fetch=True, weights=form)
+    draft = next((one.draft_model for one in loads), None)
+    source = find(model, dtype, layers, cast("Any", load_format or "auto"), fetch=True, weights=form, draft=draft)
     if source.load_format == "dummy" and load_format != "dummy":
         raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
     return source

@@ -130,7 +130,7 @@ def command(
     loads = options.one_load(
         "run", model, engine, offload, layers, gpu_weights, settings, nvme_path, allow_nan, weights
     )
-    source = options.weights_of(model, dtype, layers, load_format, weights)
+    source = options.weights_of(model, dtype, layers, load_format, weights, loads)
     if source.spec.directory is not None:
         require(Path(source.spec.directory))
     longest = _longest(source.spec.directory, texts)

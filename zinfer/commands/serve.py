@@ -116,7 +116,7 @@ def command(
     names = ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
     choice = {key: how[key] for key in names}
     loads = options.one_load("serve", model, layers=layers, **choice)
-    source = options.weights_of(model, dtype, layers, load_format, how["weights"])
+    source = options.weights_of(model, dtype, layers, load_format, how["weights"], loads)
     if source.spec.directory is not None:
         require(Path(source.spec.directory))
     machine = options.with_nvme(local.this_machine(), how["nvme_path"])

@@ -385,7 +385,10 @@ def _request_row(point: Any) -> dict[str, Any]:
     from zinfer.analysis.requests import goodput
     from zinfer.record.requests import METRICS
 
-    rates = ("output_tok_s", "input_tok_s", "request_s", "waiting_tok_s", "steady_tok_s", "padding", "link_busy")
+    rates = (
+        "output_tok_s", "input_tok_s", "request_s", "waiting_tok_s", "steady_tok_s", "padding", "link_busy",
+        "acceptance",
+    )  # fmt: skip
     row: dict[str, Any] = point.model_dump(mode="json") | {name: getattr(point, name) for name in rates}
     found = {metric: point.summary(metric) for metric in METRICS}
     row |= {metric: None if value is None else value._asdict() for metric, value in found.items()}

@@ -52,6 +52,7 @@ class Engine(ABC):
     """A model ready to run. Constructed means loaded; every error of loading is raised by the constructor."""
 
     one_trip: ClassVar[bool] = False  # True if several works share one trip of the weights, instead of one each
+    draft: "Engine | None" = None  # engine of the model that drafts for this one
 
     @property
     def joins(self) -> bool:

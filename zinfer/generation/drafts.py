@@ -3,39 +3,59 @@
 A pass of streamed weights takes as long as the link needs, whatever it computes; so verifying several tokens of a row
 costs next to nothing, and each draft that is right is a token that needs no pass of its own. `NgramDrafter` guesses
 without a model: what followed the last tokens when they occurred before, in the prompt or in the answer (prompt lookup
-decoding).
+decoding). `zinfer.generation.draft_model.ModelDrafter` asks a small model.
 
 A row's tokens are the same with drafts and without. The sampler chooses a token for every position of the pass as it
 would have, one by one (`zinfer.generation.sampling`: the chance that decides belongs to the row's seed and the place);
 drafts are kept up to the first that differs from the choice. For a draft that is one token, not a distribution, this is
 the rejection sampling of Leviathan et al. 2023 (arXiv:2211.17192): it is accepted with its probability, and otherwise
-the token is drawn from the others.
+the token is drawn from the others. A model that drafts draws with the same chance.
 
 The number of drafts follows what was accepted: `Drafts` weighs each row's next drafts by their chance, and a pass takes
-those that are worth it, within the work that hides behind the link.
+those that are worth it, within the work that hides behind the link and against the time that drafting takes.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from zinfer.engine.base import Engine
+from zinfer.generation.sampling import GREEDY, Sampling
 
 LONGEST, SHORTEST = 4, 2  # tokens of the suffix that is looked for, the longest first
 MOST = 8  # drafts of a row in one pass
 FIRST = 0.5  # chance of a draft before any was verified
 MEMORY = 0.9  # weight of what was verified before, at each further verification
-MISSES = 3  # verifications in a row without a right draft after which a row pauses
+MISSES = 3  # verifications in a row without a right draft after which a row pauses, where drafting takes no time
 LONGEST_PAUSE = 64  # passes; a pause is twice as long as the one before
+RECENT = 9  # passes whose median gives the seconds of one
+MARGIN = 0.03  # gain from which on drafting that takes time pays: chances are known roughly
+TRYING = 0.01  # share of the time in which it is tried where it does not
 WORTH = 0.03  # tokens gained for each row that a further draft is worth: a pass computes one in every row of it
+
+
+class DraftRow(NamedTuple):
+    """A running row: its tokens so far, the most that it may still get, its sampling, and the number of tokens that its
+    output has."""
+
+    token_ids: Sequence[int]
+    left: int
+    sampling: Sampling = GREEDY
+    place: int = 0
 
 
 class Drafter(Protocol):
     """A source of drafts for any number of rows."""
 
-    def draft(self, key: int, token_ids: Sequence[int], count: int) -> list[int]:
-        """Return up to `count` tokens that may follow `token_ids`, those of row `key` so far."""
+    @property
+    def token_s(self) -> float | None:
+        """Seconds in which a token of all rows is drafted; None while they are not known, or are none."""
+
+    def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Get ready for rows, by key, whose known tokens a pass is about to compute."""
+
+    def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> Mapping[int, list[int]]:
+        """Return up to so many tokens as `counts` has for some of `rows`, by key, which may follow those so far."""
 
     def forget(self, key: int) -> None:
         """Forget a row."""
@@ -45,10 +65,18 @@ class NgramDrafter:
     """Drafts from a row's own tokens: those that followed its last `LONGEST` to `SHORTEST` tokens when they occurred
     for the last time before. Where a repetition reaches the end, it goes on."""
 
+    token_s = None  # it takes no time
+
     def __init__(self) -> None:
         self._rows: dict[int, tuple[int, dict[tuple[int, ...], int]]] = {}  # tokens indexed; place behind each n-gram
 
-    def draft(self, key: int, token_ids: Sequence[int], count: int) -> list[int]:
+    def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
+        pass
+
+    def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        return {key: self._of_row(key, rows[key].token_ids, count) for key, count in counts.items()}
+
+    def _of_row(self, key: int, token_ids: Sequence[int], count: int) -> list[int]:
         known, behind = self._rows.get(key, (0, {}))
         for end in range(max(1, known), len(token_ids)):  # n-grams that a token follows
             for size in range(SHORTEST, min(LONGEST, end) + 1):
@@ -83,55 +111,101 @@ class _Record:
 
 @dataclass
 class Drafts:
-    """Drafts of all rows, by the row's key: how many are worth verifying, and what became of them."""
+    """Drafts of all rows, by the row's key: how many are worth drafting and verifying, and what became of them."""
 
     drafter: Drafter
     most: int = MOST
     drafted: int = 0  # tokens that were verified
     accepted: int = 0
+    checked: int = 0  # drafts up to the first wrong one of each verification, which alone say how often one is right
+    seconds: float = 0.0  # time of drafting
     _records: dict[int, _Record] = field(default_factory=dict)
+    _passes: list[float] = field(default_factory=list)  # seconds of the last ones
+    _pause: int = 0  # passes to come without drafts, since they take longer than they gain
+    _next_pause: int = 1
 
-    def propose(self, rows: Mapping[int, tuple[Sequence[int], int]], room: int) -> dict[int, list[int]]:
-        """Return the drafts of a pass, by key; none where none are worth their work.
+    @property
+    def pass_s(self) -> float | None:
+        """Seconds of a pass: the median of the last ones; None before the first."""
+        return sorted(self._passes)[len(self._passes) // 2] if self._passes else None
 
-        `rows` holds for each running row its tokens so far, and the most tokens that it may still get. A pass computes
-        as many positions in every row as in the one with most drafts: `room` is the number of rows times drafts that
-        there is time for.
+    def propose(self, rows: Mapping[int, DraftRow], room: int) -> dict[int, list[int]]:
+        """Return the drafts of a pass, by key of its running rows; none where none are worth their work.
+
+        A pass computes as many positions in every row as in the one with most drafts: `room` is the number of rows
+        times drafts that there is time for. Where drafting takes time itself, there are as many as give the most tokens
+        a second; if there are none, a single one is tried now and then, since texts and times change.
         """
         room = min(self.most, room // max(1, len(rows)))
-        found: dict[int, list[int]] = {}
-        for key, (token_ids, left) in rows.items():
+        counts: dict[int, int] = {}
+        for key, row in rows.items():
             record = self._records.setdefault(key, _Record())
-            count = min(room, left - 1)
+            count = min(room, row.left - 1)
             if record.pause:
                 record.pause -= 1
-            elif count > 0 and (drafts := self.drafter.draft(key, token_ids, count)):
-                found[key] = drafts
-        gains = [
-            sum(self._records[key].chance ** (place + 1) for key, drafts in found.items() if len(drafts) > place)
-            for place in range(max(map(len, found.values()), default=0))
-        ]
+            elif count > 0:
+                counts[key] = count
+        if not counts or not (worth := self._worth(counts, len(rows))):
+            return {}
+        counts = {key: min(count, worth) for key, count in counts.items()}
+        began = time.monotonic()
+        found = {key: drafts for key, drafts in self.drafter.draft(rows, counts).items() if drafts}
+        self.seconds += time.monotonic() - began
+        gains = self._gains({key: len(drafts) for key, drafts in found.items()})
         count = max((place + 1 for place, gain in enumerate(gains) if gain >= WORTH * len(rows)), default=0)
         return {key: drafts[:count] for key, drafts in found.items() if count}
+
+    def _gains(self, counts: Mapping[int, int]) -> list[float]:
+        """Return the tokens to be expected of the first, second, .. drafts of all rows, which have so many."""
+        return [
+            sum(self._records[key].chance ** (place + 1) for key, count in counts.items() if count > place)
+            for place in range(max(counts.values(), default=0))
+        ]
+
+    def _worth(self, counts: Mapping[int, int], rows: int) -> int:
+        """Return how many of so many drafts of each row give the most tokens a second, of `rows` that get one anyway;
+        0 during a pause."""
+        token_s, pass_s = self.drafter.token_s, self.pass_s
+        if token_s is None or not pass_s:
+            return max(counts.values())
+        if self._pause:
+            self._pause -= 1
+            return 0
+        tokens, seconds, best, worth = float(rows), pass_s, (1 + MARGIN) * rows / pass_s, 0
+        for place, gain in enumerate(self._gains(counts)):
+            tokens, seconds = tokens + gain, seconds + token_s
+            if tokens / seconds > best:
+                best, worth = tokens / seconds, place + 1
+        if worth:
+            self._next_pause = 1
+            return worth
+        self._pause = max(self._next_pause, int(token_s / (TRYING * pass_s)))
+        self._next_pause = min(LONGEST_PAUSE, 2 * self._next_pause)
+        return 1
+
+    def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Get ready for rows, by key, whose known tokens a pass is about to compute; not while there are no drafts."""
+        if rows and not self._pause:
+            self.drafter.begin(rows)
+
+    def passed(self, seconds: float) -> None:
+        """Note the seconds of a pass of running rows."""
+        self._passes = [*self._passes[1 - RECENT :], seconds]
 
     def saw(self, key: int, drafted: int, accepted: int) -> None:
         """Note that `accepted` of `drafted` tokens of a row were right; the first wrong one says nothing of those
         behind it."""
         self.drafted += drafted
         self.accepted += accepted
+        self.checked += min(drafted, accepted + 1)
         record = self._records.setdefault(key, _Record())
         record.verified = MEMORY * record.verified + min(drafted, accepted + 1)
         record.accepted = MEMORY * record.accepted + accepted
         record.misses = 0 if accepted else record.misses + 1
-        if record.misses >= MISSES:
+        if record.misses >= MISSES and self.drafter.token_s is None:
             record.pause = min(LONGEST_PAUSE, 1 << record.misses)
 
     def forget(self, key: int) -> None:
         """Forget a row."""
         self._records.pop(key, None)
         self.drafter.forget(key)
-
-
-def drafter_of(engine: "Engine") -> Drafter | None:
-    """Return the drafter that the engine's option `draft` asks for; None for none."""
-    return NgramDrafter() if getattr(engine.options, "draft", "none") == "ngram" else None

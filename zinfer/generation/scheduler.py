@@ -20,7 +20,8 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.generation import passes
-from zinfer.generation.drafts import MOST, Drafter, Drafts, drafter_of
+from zinfer.generation.draft_model import drafter_of
+from zinfer.generation.drafts import MOST, Drafter, DraftRow, Drafts
 from zinfer.generation.prefix_cache import PrefixCache
 from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, scores
 from zinfer.generation.schedule import (
@@ -41,6 +42,7 @@ from zinfer.generation.schedule import (
     positions_of,
 )
 from zinfer.generation.tokenizer import NO_TOKENS, Tokenizer
+from zinfer.plan.cost import draft_kv_bytes
 from zinfer.record.measurement import Span
 from zinfer.spec.case import Workload
 from zinfer.spec.host import host_bytes
@@ -206,6 +208,8 @@ class Scheduler:
         """Begin a batch of `sequences` with room for `reserve` more tokens each: prefill their prompts and the output
         that they have so far, and choose a token for each. Returns the sequences that ended with it."""
         self.sequences, self._reserve = list(sequences), reserve
+        if self._drafts is not None:
+            self._drafts.forget(0)
         known = [sequence.prompt_ids + sequence.output_ids for sequence in self.sequences]
         length = max(map(len, known))
         token_ids = torch.tensor([[self._tokenizer.padding] * (length - len(ids)) + ids for ids in known])
@@ -214,16 +218,18 @@ class Scheduler:
 
     def step(self) -> list[Sequence]:
         """Run a decode step of the batch, while it is `running`. Returns the sequences that ended with it."""
-        drafts = self._draft()
-        return self._verify(self.sequences[0], drafts) if drafts else self._extend(self.loop.step())
+        drafts, began = self._draft(), time.monotonic()
+        ended = self._verify(self.sequences[0], drafts) if drafts else self._extend(self.loop.step())
+        if self._drafts is not None:
+            self._drafts.passed(time.monotonic() - began)
+        return ended
 
     def _draft(self) -> list[int]:
         """Return drafts for a single sequence."""
         if self._drafts is None or len(self.sequences) > 1:
             return []
         (one,) = self.sequences
-        known = one.prompt_ids + one.output_ids
-        return self._drafts.propose({0: (known, min(one.left, self._reserve))}, MOST).get(0, [])
+        return self._drafts.propose({0: _draft_row(one, self._reserve)}, MOST).get(0, [])
 
     def _verify(self, sequence: Sequence, drafts: list[int]) -> list[Sequence]:
         """Run a decode step of one sequence with drafts; add the tokens that it gets."""
@@ -241,13 +247,13 @@ class Scheduler:
         self._reserve -= count
         if self._drafts is not None:
             self._drafts.saw(0, len(drafts), count - 1)
-            if sequence.ended:
-                self._drafts.forget(0)
         return [sequence] if sequence.ended else []
 
     def end(self) -> None:
         """End the batch, however far its sequences are. Safe to call twice."""
         self._reserve = 0
+        if self._drafts is not None:
+            self._drafts.forget(0)
         self.loop.end()
 
     def _choose(self, logits: Tensor) -> Tensor:
@@ -267,6 +273,12 @@ class Scheduler:
         for sequence, token, finite in running:
             add_token(self._tokenizer, sequence, token, finite)
         return [sequence for sequence, _, _ in running if sequence.ended]
+
+
+def _draft_row(sequence: Sequence, most: int) -> DraftRow:
+    """Return a running sequence, which may get up to `most` tokens, as drafts are made for it."""
+    known = sequence.prompt_ids + sequence.output_ids
+    return DraftRow(known, min(sequence.left, most), sequence.sampling, len(sequence.output_ids))
 
 
 def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool) -> None:
@@ -362,6 +374,7 @@ class ContinuousScheduler:
         free, _ = torch.cuda.mem_get_info()
         plan = self.engine.plan
         each = plan.model.kv_bytes(1, load.total_len) * plan.placement.kv_ratio / load.total_len
+        each += draft_kv_bytes(plan.model, 1, load.total_len) / load.total_len
         return max(load.total_len, min(planned, int((free - WORKING_SHARE * plan.machine.gpu_bytes) / max(1.0, each))))
 
     def add(self, sequences: Iterable[Sequence]) -> None:
@@ -407,9 +420,11 @@ class ContinuousScheduler:
         try:
             if self._carry_out(planned.moves):
                 planned, drafts = self._drafted(planned)
+                computing = time.monotonic()
                 try:
                     touched = self._compute(planned.works, drafts, gained)
                     self._forget_rejected(planned.works, gained)
+                    self._note_pass(planned.works, time.monotonic() - computing)
                 except (torch.OutOfMemoryError, MemoryError):
                     if len(self.schedule.running) <= 1:
                         raise
@@ -444,7 +459,7 @@ class ContinuousScheduler:
             longest = max((row.length for group in running for row in group.rows if row is not None), default=0)
             most = min(most, last - longest)
         rows = {
-            row.key: (one.prompt_ids + one.output_ids, min(row.left, 1 + most))
+            row.key: _draft_row(one, 1 + most)
             for group in running for row in group.rows
             if row is not None and (one := self.sequences.get(row.key)) is not None
         }  # fmt: skip
@@ -456,6 +471,19 @@ class ContinuousScheduler:
         count = 1 + max(map(len, drafts.values()), default=0)
         works = [GroupWork(group, count) if group.running else GroupWork(group, own) for group, own in planned.works]
         return planned._replace(works=works), drafts
+
+    def _begin_drafts(self, works: Several[GroupWork]) -> None:
+        """Get drafts ready for rows that get their first token in a pass."""
+        if self.drafts is None:
+            return
+        first = [group for group, count in works if not group.running and group.length + count >= group.width]
+        alive = [self.sequences.get(row.key) for group in first for row in group.rows if row is not None]
+        self.drafts.begin({one.key: one.prompt_ids + one.output_ids for one in alive if one and one.left > 1})
+
+    def _note_pass(self, works: Several[GroupWork], seconds: float) -> None:
+        """Note the seconds of a pass in which all rows run, in which drafting must pay."""
+        if self.drafts is not None and works and all(group.running for group, _ in works):
+            self.drafts.passed(seconds)
 
     def _forget_rejected(self, works: Several[GroupWork], gained: dict[int, int]) -> None:
         """Have the engine forget the positions of drafts that were rejected."""
@@ -473,6 +501,10 @@ class ContinuousScheduler:
 
     def end(self) -> None:
         """Forget all sequences, and free their memory. Safe to call twice."""
+        with suppress(Exception):
+            if self.drafts is not None:
+                for key in self.sequences:
+                    self.drafts.forget(key)
         with suppress(Exception):
             self._forget_prefixes()
         for kept in self._kept.values():
@@ -678,6 +710,7 @@ class ContinuousScheduler:
             )
             for (group, count), all_positions in zip(works, scored, strict=True)
         ]
+        self._begin_drafts(works)
         found = self.engine.forward(asked)
         touched: list[Sequence] = []
         chosen = []

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from zinfer.plan.published import Published
 from zinfer.spec import documents
 from zinfer.spec.case import BITS_BEFORE, MOST, Case, LoadFormat, Workload, resident_bytes
-from zinfer.spec.engine import ENGINES, Offload, Option, Options, conflict, settle
+from zinfer.spec.engine import ENGINES, Offload, Option, Options, conflict, draft_model, settle
 from zinfer.spec.errors import ZinferError, did_you_mean
 from zinfer.spec.model import Dtype, Weights
 from zinfer.spec.printable import printable
@@ -81,6 +81,11 @@ class SweepLoad(Frozen):
         """Reason why the options contradict each other, the offload, or the format of the weights; None if they do
         not."""
         return conflict(self.engine, self.options, self.offload, self.weights)
+
+    @property
+    def draft_model(self) -> str | None:
+        """Name of the model that drafts; None if none does."""
+        return draft_model(self.engine, self.options)
 
     def case(self, load_format: LoadFormat, dtype: Dtype, input_len: int, output_len: int) -> Case:
         """Return the load's case at batch size 1."""

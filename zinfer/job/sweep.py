@@ -218,7 +218,9 @@ def header_of(sweep: Sweep, machine: str, revisions: Iterable[tuple[str, str]]) 
 
 def source_of(sweep: Sweep, load: SweepLoad) -> Source:
     """Return the model and weights of a load. Raises ModelError and CheckpointError."""
-    return find(load.model, load.dtype, load.layers, sweep.load_format, weights=load.weights)
+    return find(
+        load.model, load.dtype, load.layers, sweep.load_format, weights=load.weights, draft=load.draft_model
+    )  # fmt: skip
 
 
 def run(

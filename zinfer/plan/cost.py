@@ -23,6 +23,7 @@ from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import counted
 from zinfer.spec.value import Frozen
 
+DRAFT_GAPS = 1.5  # positions of a draft model's KV cache over tokens: what it forgets is closed up now and then
 Bound = Literal["link", "hbm", "compute", "host memory", "cpu attention", "nvme", "launch"]
 
 CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as the driver reports them
@@ -353,6 +354,10 @@ def tiers(
     if hosted and not setup.kv_on_cpu:
         slots += _kv_buffers(setup, model, batch_size, input_len, input_len + output_len)
     working = activations(setup, model, batch_size, input_len)
+    if model.draft is not None:  # all of it is on the GPU
+        others += model.draft.weight_bytes
+        kv += draft_kv_bytes(model, batch_size, input_len + output_len)
+        working += activations(setup, model.draft, batch_size, input_len)
     extra = round((factors.memory - 1) * (slots + working))
     gpu = Bytes(
         weights=(round(resident * setup.kept_ratio) + (others if setup.resident_others else 0)) // setup.gpus,
@@ -369,6 +374,11 @@ def tiers(
         overhead=(setup.host_rounding if on_host else 0) + PROCESS_BYTES,
     )
     return gpu, host, Bytes(weights=offloaded if setup.tier == "nvme" else 0)
+
+
+def draft_kv_bytes(model: ModelSpec, batch_size: int, length: int) -> int:
+    """Return the KV cache, in bytes, of the model that drafts for `model`, gaps included; 0 if none does."""
+    return 0 if model.draft is None else round(DRAFT_GAPS * model.draft.kv_bytes(batch_size, length))
 
 
 def _kv_buffers(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:

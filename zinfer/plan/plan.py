@@ -118,6 +118,15 @@ class Plan(Frozen):
         largest = self.max_batch_size if alike else None
         return make_plan(case, self.model, self.machine, self.nvme_path, self.factors, largest)
 
+    def of_draft(self) -> "Plan | None":
+        """Return the plan of the model that drafts for this one, all of it on the GPU; None if there is none."""
+        if (model := self.model.draft) is None:
+            return None
+        own = self.case.model_dump(include={"workload", "load_format", "allow_nan"})
+        own["options"] = tuple(one for one in self.case.options if one[0] == "cuda_graphs")
+        case = Case(model=model.name, engine=self.case.engine, offload="none", dtype=model.dtype, **own)
+        return make_plan(case, model, self.machine, largest=self.max_batch_size)
+
     def with_option(self, name: str, value: Option) -> "Plan":
         """Return the plan of the same load with another value of an engine's option."""
         options = tuple(sorted((dict(self.case.options) | {name: value}).items()))

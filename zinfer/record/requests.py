@@ -84,7 +84,8 @@ class RequestSample(Frozen):
 class PassCounts(Frozen):
     """Counts over all passes of a load: positions of KV cache that were read, those of them that were padding,
     positions computed, those of them that had been computed before; rows moved to host memory, retries for want of
-    memory; drafts that were verified, and those of them that were right."""
+    memory; drafts that were verified, those of them that were right, and those up to the first wrong one of a row and
+    pass, which alone tell how often a draft is right; the time of drafting."""
 
     read: Count = 0
     padded: Count = 0
@@ -94,6 +95,8 @@ class PassCounts(Frozen):
     retries: Count = 0
     drafted: Count = 0
     accepted: Count = 0
+    checked: Count = 0
+    drafting_ms: float = Field(default=0.0, ge=0)
 
 
 class Summary(NamedTuple):
@@ -264,6 +267,11 @@ class RequestPoint(Recorded):
     def drafts_right(self) -> float | None:
         """Share of the verified drafts that were right; None without drafts."""
         return self.counts.accepted / self.counts.drafted if self.counts.drafted else None
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of drafts that were right, of those behind right ones; None without drafts."""
+        return self.counts.accepted / self.counts.checked if self.counts.checked else None
 
     @property
     def link_busy(self) -> float | None:

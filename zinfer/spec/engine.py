@@ -93,10 +93,11 @@ class StreamOptions(EngineOptions):
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto", description="Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
     )
-    draft: Literal["none", "ngram"] = Field(
-        "none",
-        description="Tokens guessed ahead, which one pass verifies; ngram: those that followed the last tokens before.",
-    )
+    draft: str = Field(
+        "none", title="ngram|MODEL", min_length=1, coerce_numbers_to_str=True,
+        description="Tokens guessed ahead, which one pass verifies; ngram: those that followed the last tokens before; "
+        "MODEL: those of a small model of the same tokenizer, on the GPU.",
+    )  # fmt: skip
     experts: Experts = Field(
         "auto",
         description="Routed experts that cross the link: all, or those that the router chose; auto: on-demand where a "
@@ -119,6 +120,11 @@ class StreamOptions(EngineOptions):
     def transport(self) -> Transport:
         graphs = self.cuda_graphs == "auto"
         return Transport(fetched="pieces", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs)
+
+    @property
+    def draft_model(self) -> str | None:
+        """Name of the model that drafts; None if none does."""
+        return None if self.draft in ("none", "ngram") else self.draft
 
     def conflict(self, offload: Offload) -> str | None:
         if self.experts == "on-demand" and offload == "none":
@@ -349,6 +355,11 @@ def plan_options(engine: str, options: Options) -> PlanOptions:
     """Return the options of a case that change its plan, with the engine's defaults; unknown ones are left out."""
     own = {name: one.default for name, one in _options(engine).model_fields.items() if name in PlanOptions.model_fields}
     return _lenient(PlanOptions, own | dict(options))
+
+
+def draft_model(engine: str, options: Options) -> str | None:
+    """Return the name of the model that drafts in a case with these options; None if none does."""
+    return getattr(read_options(engine, options), "draft_model", None)
 
 
 def conflict(engine: str, options: Options, offload: Offload, weights: Weights = "as-released") -> str | None:

@@ -155,6 +155,7 @@ class ModelSpec(Shape):
     fp8_ratio: float = Field(default=0.0, ge=0)  # part of `stored_ratio` that are FP8 codes (e4m3)
     weights: Weights = "as-released"  # format that the layers' weights are given here; `config` describes it, too
     hub_id: str | None = None
+    draft: "ModelSpec | None" = None  # small model of the same tokenizer that drafts for this one
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ generated without them is pointless, so `zinfer run` downloads them.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,9 +33,11 @@ def find(
     load_format: Asked,
     fetch: bool = False,
     weights: Weights = "as-released",
+    draft: str | None = None,
 ) -> Source:
     """Find the model of `reference` and its weights, which load in the format `weights`. With ``auto`` they are real if
-    they are on this machine, and dummy otherwise, unless `fetch` allows a download.
+    they are on this machine, and dummy otherwise, unless `fetch` allows a download. With `draft`, the reference of a
+    model that drafts for it, `ModelSpec.draft` is that one, with weights of the same kind.
 
     Raises ModelError or CheckpointError, in one line.
     """
@@ -46,8 +48,13 @@ def find(
     if load_format == "safetensors" and spec.directory is None:
         raise ModelError(f"{reference} is a configuration without weights: --load-format dummy takes random ones")
     if load_format == "dummy" or (load_format == "auto" and spec.directory is None):
-        return Source(spec.model_copy(update={"directory": None}), "dummy", revision_of(spec, "dummy"))
-    return Source(spec, "safetensors", revision_of(spec, "safetensors"))
+        found = Source(spec.model_copy(update={"directory": None}), "dummy", revision_of(spec, "dummy"))
+    else:
+        found = Source(spec, "safetensors", revision_of(spec, "safetensors"))
+    if draft is None:
+        return found
+    own = find(draft, spec.dtype, None, found.load_format, fetch=True).spec
+    return replace(found, spec=found.spec.model_copy(update={"draft": own}))
 
 
 def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:

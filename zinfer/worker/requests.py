@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from zinfer.engine.base import Engine
+from zinfer.generation.drafts import Drafts, NgramDrafter
 from zinfer.generation.sampling import NotFiniteError
 from zinfer.generation.schedule import load_of
 from zinfer.generation.scheduler import ContinuousScheduler
@@ -203,12 +204,12 @@ class _Load:
                 self._beat("requests", self._done / self._tokens)
             running.release()
         finally:
-            tally = running.schedule.tally
+            tally, drafts = running.schedule.tally, running.drafts or Drafts(NgramDrafter())
             samples.counts = PassCounts(
                 read=tally.read, padded=tally.padded, computed=tally.computed, again=tally.again,
                 suspended=tally.suspended, retries=tally.retries,
-                drafted=0 if running.drafts is None else running.drafts.drafted,
-                accepted=0 if running.drafts is None else running.drafts.accepted,
+                drafted=drafts.drafted, accepted=drafts.accepted, checked=drafts.checked,
+                drafting_ms=drafts.seconds * 1e3,
             )  # fmt: skip
             running.end()
 

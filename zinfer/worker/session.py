@@ -143,6 +143,10 @@ def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, 
     session.facts = facts_of(plan)
     try:
         session.beat("starting", 0.0)
+        if plan.model.draft is not None:
+            from zinfer.generation.draft_model import check_same_tokens
+
+            check_same_tokens(plan.model)
         from zinfer.worker.probe import measure_link
 
         make = find()

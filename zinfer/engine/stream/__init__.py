@@ -112,6 +112,7 @@ class Stream(Decoder):
                 raise EngineError(why_not)
         if self.options.draft != "none" and (why_not := self.cannot_draft()) is not None:
             raise EngineError(why_not)
+        self._load_draft()
         streamed = plan.case.offload == "cpu"
         self._experts = self._on_demand()
         # Counts of experts of the latest decode steps since nothing ran: a step differs from the next one.
@@ -148,6 +149,17 @@ class Stream(Decoder):
             state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready()
+
+    def _load_draft(self) -> None:
+        """Load the model that drafts, if one does: all of it on the device. Raises EngineError for one that cannot."""
+        name, plan = self.options.draft_model, self.plan.of_draft()
+        if name is None:
+            return
+        if plan is None:
+            raise EngineError(f"draft={name}: the plan has no such model")
+        self.draft = Stream(plan, self.progress)
+        if (why_not := self.draft.cannot_draft() or self.draft.cannot_regroup()) is not None:
+            raise EngineError(f"draft={name}: {why_not}")
 
     def _on_demand(self) -> dict[int, Experts]:
         """Return the routed experts that come on demand, by layer; with option ``auto`` none where they cannot, and the
@@ -743,6 +755,9 @@ class Stream(Decoder):
             self._kv_pool = None
 
     def close(self) -> None:
+        if self.draft is not None:
+            self.draft.close()
+            self.draft = None
         self.clear()
         self.__dict__.pop("_graphs", None)
         if self._pool is not None:

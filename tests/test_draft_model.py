@@ -1,0 +1,345 @@
+"""A model that drafts: the tokens are those of decoding one by one, however good it is, and wherever rows are."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import test_cache_kinds as kinds
+from tests.command import zinfer
+from tests.test_cli import folder  # noqa: F401
+from tests.test_continuous import LOAD, Words, alike, greedy, run, sequences, small
+from tests.test_drafts import DRAFTED
+from tests.test_parity import load
+from tests.test_passes import keep_here, small_blocks
+from zinfer.engine import EngineError
+from zinfer.engine.base import Engine
+from zinfer.generation import draft_model, schedule, scheduler
+from zinfer.generation.draft_model import check_same_tokens
+from zinfer.generation.drafts import DraftRow, Drafts
+from zinfer.generation.sampling import Sampling
+from zinfer.generation.scheduler import ContinuousScheduler, Scheduler
+from zinfer.spec import resolve
+from zinfer.spec.model import ModelError
+
+Checkpoints = Callable[..., Path]
+Patch = pytest.MonkeyPatch
+kind = kinds.kind  # the fixture
+
+
+def like(directory: Path, target: Path, noise: float) -> Path:
+    """Write a checkpoint whose weights are those of `directory`, each off by about `noise` of their spread."""
+    shutil.copytree(directory, target)
+    torch.manual_seed(3)
+    for path in sorted(target.glob("*.safetensors")):
+        tensors = load_file(path)
+        save_file(
+            {name: one + noise * one.std() * torch.randn(one.shape) if one.dim() > 1 else one
+             for name, one in tensors.items()},
+            path, {"format": "pt"},
+        )  # fmt: skip
+    return target
+
+
+def drafting(engine: Engine, patch: Patch, **settings: Any) -> ContinuousScheduler:
+    """Return a scheduler with the engine's model that drafts, for which drafting takes no time."""
+    patch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
+    patch.setattr(draft_model.ModelDrafter, "token_s", None)
+    running = ContinuousScheduler(engine, Words(), LOAD, **settings)  # type: ignore[arg-type]
+    running.schedule.step = 8
+    return running
+
+
+def rows_of(engine: Engine, rows: Sequence[scheduler.Sequence]) -> dict[int, list[int]]:
+    """Return the greedy answers of rows, each computed alone."""
+    return {one.key: greedy(engine, one.prompt_ids, one.left) for one in rows}
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("way", sorted(DRAFTED))
+def test_tokens_are_those_of_decoding_one_by_one(
+    way: str, noise: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small_blocks(monkeypatch, 20)
+    small(monkeypatch)
+    name, offload, options = DRAFTED[way]
+    if options.get("kv_offload") == "auto":
+        keep_here(monkeypatch, 3)
+    small_one = like(checkpoint("llama"), tmp_path / "small", noise)
+    engine = load(name, checkpoint("llama"), offload, tmp_path, draft=str(small_one), **options)
+    rows = sequences(14, 3)
+    known = rows_of(engine, rows)
+    running = drafting(engine, monkeypatch)
+    found = run(running, [rows[:5], rows[5:6], rows[6:]])
+    assert running.drafts is not None
+    drafted, accepted = running.drafts.drafted, running.drafts.accepted
+    assert drafted > 20
+    running.end()
+    assert engine.draft is not None
+    assert engine.draft.batches == []
+    engine.close()
+    assert {one.key: one.output_ids for one in found} == known
+    assert accepted == drafted if noise == 0 else 0.2 * drafted < accepted < drafted
+
+
+@pytest.mark.parametrize("architecture", ["bloom", pytest.param("gpt_neox", marks=pytest.mark.slow)])
+def test_rows_come_pause_and_leave(
+    architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Rows are dropped, wait in host memory and come back, and others go on without drafts for a while; the KV cache of
+    the model that drafts closes its gaps."""
+    small(monkeypatch, 60)
+    monkeypatch.setattr(draft_model, "ROOM", 12)
+    monkeypatch.setattr(draft_model, "BACKLOG", 3)
+    engine = load("stream", checkpoint(architecture), "cpu", tmp_path, draft=str(checkpoint("llama")))
+    rows = alike(9, 8, 30)
+    known = rows_of(engine, rows)
+    running = drafting(engine, monkeypatch)
+    running.schedule.step = 4
+    running.schedule.limits = running.schedule.limits._replace(positions=90)
+    running.schedule.ending = 0.5
+    assert running.drafts is not None
+    monkeypatch.setattr(running.drafts, "most", 5)
+    propose, calls = running.drafts.propose, Counter[int]()
+
+    def now_and_then(rows: Mapping[int, DraftRow], room: int) -> dict[int, list[int]]:
+        calls[0] += 1
+        return propose({key: row for key, row in rows.items() if (key + calls[0] // 6) % 3}, room)
+
+    monkeypatch.setattr(running.drafts, "propose", now_and_then)
+    moved = Counter[str]()
+    assert engine.draft is not None
+    for name in ("regroup", "retire", "rollback"):
+        method = getattr(engine.draft, name)
+
+        def counted(*args: Any, name: str = name, method: Any = method) -> Any:
+            moved[name] += 1
+            return method(*args)
+
+        monkeypatch.setattr(engine.draft, name, counted)
+    running.add(rows)
+    done: list[scheduler.Sequence] = []
+    for number in range(400):
+        if number == 5:
+            running.drop([3])
+        done += [one for one in running.step() if one.ended]
+        if not running.running:
+            break
+    assert running.schedule.tally.suspended > 0
+    assert min(moved[name] for name in ("regroup", "retire", "rollback")) > 3
+    running.end()
+    engine.close()
+    assert {one.key: one.output_ids for one in done} == {key: ids for key, ids in known.items() if key != 3}
+
+
+def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Rows are drawn, end at a token or at a text inside of drafts, and have ties between tokens; the number of drafts
+    of a pass changes nothing."""
+    small(monkeypatch)
+    small_one = like(checkpoint("llama"), tmp_path / "small", 0.02)
+    found: list[list[tuple[Any, ...]]] = []
+    accepted = 0
+    ends = frozenset[int]()
+    for draft, most in (("none", 8), ("none", 8), (str(small_one), 8), (str(small_one), 2)):
+        engine: Any = load("stream", checkpoint("llama"), "none", tmp_path, draft=draft)
+        for one in (engine, engine.draft or engine):
+            with torch.inference_mode():
+                head = one.model.get_output_embeddings().weight
+                head[len(head) // 2 :] = head[: len(head) // 2]
+        rows = sequences(10, 8, most=14)
+        for one in rows:
+            if one.key % 3:
+                one.sampling = Sampling(temperature=0.4, top_p=(1.0, 0.9)[one.key % 2], seed=str(one.key))
+        running = drafting(engine, monkeypatch)
+        words = running._tokenizer
+        words.ends = ends
+        monkeypatch.setattr(words, "decode", lambda ids: "".join(f"<{one % 7}>" for one in ids))
+        for one in rows:
+            one.stop = ("<3><5>", "<2><2>") if ends else ()
+        if running.drafts is not None:
+            running.drafts.most = most
+        whole = run(running, [rows])
+        accepted += 0 if running.drafts is None else running.drafts.accepted
+        running.end()
+        engine.close()
+        if not ends:
+            ends = frozenset({Counter(token for one in whole for token in one.output_ids[2:]).most_common(1)[0][0]})
+            continue
+        found.append([(one.key, one.output_ids, one.finish_reason, one.text) for one in whole])
+    assert {reason for *_, reason, _ in found[0]} == {"stop", "length"}
+    assert found[0] == found[1] == found[2]
+    assert accepted > 20
+
+
+def test_one_sequence_gets_drafts_turn_after_turn(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(draft_model.ModelDrafter, "token_s", None)
+    engine = load("stream", checkpoint("bloom"), "cpu", tmp_path, draft=str(checkpoint("bloom")))
+    alone = Scheduler(engine, Words())  # type: ignore[arg-type]
+    for one in sequences(3, 4):
+        expected = greedy(engine, one.prompt_ids, one.left)
+        steps = 0
+        alone.start([one], one.left)
+        while alone.running:
+            alone.step()
+            steps += 1
+        alone.end()
+        assert one.output_ids == expected
+        assert steps <= len(expected) // 2
+    assert engine.draft is not None
+    assert engine.draft.batches == []
+    engine.close()
+
+
+def test_rows_beyond_the_positions_of_the_small_model_have_no_drafts(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small(monkeypatch, 200)
+    engine = load("stream", checkpoint("llama"), "none", tmp_path, draft=str(checkpoint("opt")))  # of 64 positions
+    rows = alike(3, 50, 30)
+    known = rows_of(engine, rows)
+    running = drafting(engine, monkeypatch)
+    found = run(running, [rows])
+    assert running.drafts is not None
+    assert 0 < running.drafts.drafted < 3 * 8 * 14
+    engine.close()
+    assert {one.key: one.output_ids for one in found} == known
+
+
+def test_memory_that_is_short_for_drafts_ends_no_row(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small(monkeypatch)
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(checkpoint("llama")))
+    rows = sequences(6, 2)
+    known = rows_of(engine, rows)
+    running = drafting(engine, monkeypatch)
+    assert engine.draft is not None
+    forward, calls = engine.draft.forward, Counter[int]()
+
+    def short(works: Any) -> Any:
+        calls[0] += 1
+        if calls[0] % 11 == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return forward(works)
+
+    monkeypatch.setattr(engine.draft, "forward", short)
+    found = run(running, [rows])
+    assert running.drafts is not None
+    assert running.drafts.accepted > 5
+    engine.close()
+    assert {one.key: one.output_ids for one in found} == known
+
+
+class Timed:
+    """Drafter whose tokens take `token_s` each and are right."""
+
+    def __init__(self, token_s: float) -> None:
+        self._token_s, self.calls = token_s, list[int]()
+
+    @property
+    def token_s(self) -> float | None:
+        return self._token_s
+
+    def begin(self, rows: Any) -> None: ...
+
+    def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        self.calls.append(max(counts.values()))
+        return {key: [7] * count for key, count in counts.items()}
+
+    def forget(self, key: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("token_s", "right", "least", "most"),
+    [(0.001, 0.9, 7, 8), (0.1, 0.9, 4, 8), (0.1, 0.3, 1, 2), (0.6, 0.5, 0, 0), (2.0, 1.0, 0, 0), (0.01, 0.0, 0, 1)],
+)
+def test_drafts_are_as_many_as_pay(token_s: float, right: float, least: int, most: int) -> None:
+    """A pass takes a second. Where drafting does not pay it is tried in one pass of 64."""
+    drafter = Timed(token_s)
+    drafts = Drafts(drafter)
+    rows = {key: DraftRow([1, 2, 3], 1000) for key in range(4)}
+    dice, sizes, tokens, seconds = torch.Generator().manual_seed(1), list[int](), 0, 0.0
+    for _ in range(600):
+        asked = len(drafter.calls)
+        found = drafts.propose(rows, 1000)
+        seconds += 1 + token_s * sum(drafter.calls[asked:])
+        tokens += 4
+        for key, ids in found.items():
+            wrong = torch.rand(len(ids), generator=dice) >= right
+            accepted = int(wrong.long().argmax()) if bool(wrong.any()) else len(ids)
+            drafts.saw(key, len(ids), accepted)
+            tokens += accepted
+        drafts.passed(1.0)
+        sizes.append(max(map(len, found.values()), default=0))
+    assert least <= sorted(sizes[100:])[250] <= most
+    assert tokens / seconds > 0.97 * 4, "never slower than without"
+
+
+def test_models_of_other_tokens_cannot_draft(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    spec = resolve.from_directory(checkpoint("llama"))
+    check_same_tokens(spec)
+    check_same_tokens(spec.model_copy(update={"draft": resolve.from_directory(checkpoint("bloom"))}))
+    other = shutil.copytree(checkpoint("bloom"), tmp_path / "other")
+    tokens = json.loads((other / "tokenizer.json").read_text())
+    tokens["model"]["vocab"] |= {"a": tokens["model"]["vocab"]["b"], "b": tokens["model"]["vocab"]["a"]}
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(ModelError, match=r"other tokenizers \(2 of 128 tokens differ, such as 'a'\)"):
+        check_same_tokens(spec.model_copy(update={"draft": resolve.from_directory(other)}))
+    tokens["model"]["vocab"] |= {"a": tokens["model"]["vocab"]["b"], "b": tokens["model"]["vocab"]["a"]}
+    tokens["added_tokens"][2]["special"] = False
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    (other / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelError, match="the special tokens differ"):
+        check_same_tokens(spec.model_copy(update={"draft": resolve.from_directory(other)}))
+
+
+def test_a_model_that_cannot_forget_cannot_draft(checkpoint: Checkpoints, kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"draft=.*state that cannot forget"):
+        load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(kind("mamba")))
+
+
+def test_commands_take_a_model_that_drafts(folder: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:  # noqa: F811
+    """Answers of `run` and `run --chat`, the counts of a load of requests, and what is refused in one line."""
+    target, small_one = checkpoint("bloom"), like(checkpoint("bloom"), tmp_path / "small", 0.02)
+    model = ["--model", str(target), "--engine", "stream", "--offload", "cpu", "--dtype", "fp32"]
+    for words in (["--prompt", "abcabcabc", "--output-len", "24"], ["--chat", "--output-len", "12"]):
+        found = [
+            zinfer(folder, "run", *model, *words, "--ignore-eos", "--draft", draft, stdin="hello hello\nand again\n")
+            for draft in ("none", str(small_one))
+        ]
+        assert [one.returncode for one in found] == [0, 0], found[1].stderr
+        assert found[0].stdout == found[1].stdout != ""
+    body = {"prompt": "abcabcabc", "max_tokens": 20, "temperature": 0.7, "seed": 5}
+    asked = [{"custom_id": str(one), "method": "POST", "url": "/v1/completions", "body": body | {"seed": one}}
+             for one in range(4)]  # fmt: skip
+    (folder / "asked.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    texts = []
+    for name, draft in (("plain", "none"), ("drafted", str(small_one))):
+        done = zinfer(folder, "batch", "asked.jsonl", "-o", f"{name}.jsonl", *model, "--draft", draft)
+        assert done.returncode == 0, done.stderr
+        lines = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
+        texts.append({one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in lines})
+    assert texts[0] == texts[1]
+    load = ["--request-lengths", "fixed:9,30", "--num-requests", "4", "--in-flight", "2", "-o", "load.jsonl"]
+    done = zinfer(folder, "sweep", *model, "--draft", f"none,{small_one}", *load)
+    assert done.returncode == 0, done.stderr
+    plain, drafted = (json.loads(one) for one in (folder / "load.jsonl").read_text().splitlines()[1:])
+    assert dict(drafted["case"]["options"])["draft"] == str(small_one)
+    assert plain["counts"]["drafted"] == 0 < drafted["counts"]["drafted"]
+    (small_one / "tokenizer.json").write_text((small_one / "tokenizer.json").read_text().replace('"a"', '"\u00e9"'))
+    refused = zinfer(folder, "run", *model, "--prompt", "abc", "--draft", str(small_one))
+    assert refused.returncode != 0
+    assert "other tokenizers (" in refused.stderr.splitlines()[-1]
+    for path in sorted(small_one.glob("*.safetensors"))[:1]:
+        path.write_bytes(path.read_bytes()[:-8])
+    refused = zinfer(folder, "run", *model, "--prompt", "abc", "--draft", str(small_one))
+    assert refused.returncode != 0
+    assert str(small_one) in refused.stderr.splitlines()[-1]

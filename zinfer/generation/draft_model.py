@@ -1,0 +1,217 @@
+"""Drafts of a small model that stays on the device (speculative decoding with a draft model, Leviathan et al. 2023).
+
+Its engine keeps the running rows in one micro-batch, whatever groups the scheduler has: rows come, forget what was
+rejected, and leave. It works on a CUDA stream of its own, between the passes and during the first of a row, while the
+ring goes on bringing weights.
+
+Each token is drawn by the sampler with the chance that the row has for its place, as the large model's will be
+(`zinfer.generation.sampling`): so both draw the same one more often, and the text is that without drafts.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from zinfer.engine.base import Engine, MicroBatch, Work
+from zinfer.generation.drafts import MOST, Drafter, DraftRow, NgramDrafter
+from zinfer.generation.sampling import choose
+from zinfer.generation.tokenizer import Tokenizer
+from zinfer.spec.model import ModelError, ModelSpec
+
+BACKLOG = 8  # tokens of a row that are computed beside others; a row that lacks more is computed anew
+ROOM = 128  # positions by which the KV cache grows, and that it has at least behind the longest row
+RECENT = 5  # rounds of drafts whose median gives the seconds of a token
+
+
+class ModelDrafter:
+    """Drafts of the model that `engine` has loaded, for a model with `vocab_size` tokens. Rows that are longer than its
+    positions get none."""
+
+    def __init__(self, engine: Engine, vocab_size: int) -> None:
+        self._engine, self._spec = engine, engine.plan.model
+        self._vocab_size = min(vocab_size, self._spec.vocab_size)
+        # Micro-batches with the keys of their rows, None for one that has ended: all that have drafts, then new ones.
+        self._parts: list[tuple[MicroBatch, list[int | None]]] = []
+        self._computed: dict[int, int] = {}  # tokens of each row in the KV cache, but for drafts
+        self._ahead: dict[int, list[int]] = {}  # drafts of each row in it, from position `_start` on
+        self._start = 0
+        self._recent: list[float] = []
+        self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
+        engine.clear()
+        engine.expect(engine.plan.case.workload)
+        if self._stream is not None:
+            torch.cuda.synchronize()  # the weights are there
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds in which a token of all rows is drafted, as measured; None before the first."""
+        return sorted(self._recent)[len(self._recent) // 2] if self._recent else None
+
+    def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Compute the known tokens of new rows, by key, beside what else runs; they join the others later."""
+        with self._guarded():
+            self._begin(rows)
+
+    def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        last = self._spec.max_position or 1 << 30
+        counts = {key: count for key, count in counts.items() if 1 < len(rows[key].token_ids) <= last - count}
+        found: dict[int, list[int]] = {}
+        if counts:
+            with self._guarded():
+                self._settle({key: rows[key].token_ids for key in counts})
+                self._begin({key: rows[key].token_ids[:-1] for key in counts})
+                self._join()
+                if self._stream is not None:
+                    self._stream.synchronize()
+                began = time.monotonic()
+                found = self._run(rows, counts)
+                seconds = (time.monotonic() - began) / max(counts.values())
+                self._recent = [*self._recent[1 - RECENT :], seconds]
+        return found
+
+    def forget(self, key: int) -> None:
+        if self._computed.pop(key, None) is not None:
+            for _, keys in self._parts:
+                keys[:] = [None if one == key else one for one in keys]
+        if not self._computed:
+            self._clear()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Work on the stream of its own; without memory for it all rows are forgotten, and have no drafts for now."""
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                yield
+        except (torch.OutOfMemoryError, MemoryError):
+            self._clear()
+        except BaseException:
+            with suppress(Exception):
+                self._clear()
+            raise
+
+    def _clear(self) -> None:
+        self._parts, self._computed, self._ahead = [], {}, {}
+        self._engine.clear()
+
+    def _begin(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Compute the tokens of rows that are new."""
+        last = self._spec.max_position or 1 << 30
+        new = {key: list(ids) for key, ids in rows.items() if key not in self._computed and 0 < len(ids) <= last}
+        if not new:
+            return
+        width = max(map(len, new.values()))
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in new.values()])
+        tokens = torch.tensor([[0] * (width - len(ids)) + ids for ids in new.values()])
+        batch = self._engine.admit(mask, width + ROOM)
+        self._engine.forward([Work(batch, self._embedded(tokens))])
+        if not self._parts:
+            self._start = batch.length
+        self._parts.append((batch, [*new]))
+        self._computed |= {key: len(ids) for key, ids in new.items()}
+
+    def _settle(self, known: Mapping[int, Sequence[int]]) -> None:
+        """Forget the drafts that rows did not get; `known` are the tokens of those that go on."""
+        if not self._parts:
+            return
+        (batch, keys), *_ = self._parts
+        kept = []
+        for key in keys:
+            right = 0
+            if key is not None:
+                ahead, own, computed = self._ahead.get(key, []), known.get(key, ()), self._computed[key]
+                while right < min(len(ahead), len(own) - 1 - computed) and own[computed + right] == ahead[right]:
+                    right += 1
+                self._computed[key] += right
+            kept.append(right)
+        self._ahead = {}
+        if self._start + min(kept) < batch.length:
+            self._engine.rollback(batch, self._start + torch.tensor(kept))
+        for key, own in known.items():
+            if len(own) - self._computed.get(key, len(own)) > BACKLOG:
+                self.forget(key)
+
+    def _join(self) -> None:
+        """Make one micro-batch of all rows that have not ended."""
+        engine = self._engine
+        stay = [(batch, [place for place, key in enumerate(keys) if key is not None]) for batch, keys in self._parts]
+        stay = [(batch, places) for batch, places in stay if places]
+        if len(stay) > 1:
+            batch = engine.regroup(stay, self._capacity())
+        else:
+            ((batch, places),) = stay
+            engine.retire(batch, [place for place in range(batch.batch_size) if place not in places])
+        for other, _ in self._parts:
+            if other is not batch:
+                engine.retire(other)
+        self._parts = [(batch, [key for _, keys in self._parts for key in keys if key is not None])]
+
+    def _capacity(self) -> int:
+        """Return the positions of a micro-batch without gaps, with room for drafts."""
+        return (max(self._computed.values()) // ROOM + 2) * ROOM
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """Return token ids that the model has: padding of a larger vocabulary is none of a text."""
+        return token_ids.to(self._engine.device).clamp(max=self._spec.vocab_size - 1)
+
+    def _run(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        """Compute the tokens that rows lack, and draft."""
+        engine = self._engine
+        ((batch, keys),) = self._parts
+        lacking = [rows[key].token_ids[self._computed[key] :] if key in counts else [] for key in keys]  # type: ignore[index]
+        most = max(map(len, lacking))
+        if batch.length + most + MOST > batch.capacity:  # gaps are closed up
+            batch = engine.regroup([(batch, range(len(keys)))], self._capacity())
+            self._parts = [(batch, keys)]
+        tokens = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in lacking])
+        (logits,) = engine.forward([Work(batch, self._embedded(tokens), most)])
+        sizes = torch.tensor([len(ids) for ids in lacking])
+        if int(sizes.min()) < most:
+            engine.rollback(batch, batch.length - most + sizes)
+        self._start = batch.length
+        for key, ids in zip(keys, lacking, strict=True):
+            self._computed[key] += len(ids)  # type: ignore[index]
+        last = (sizes - 1).clamp(min=0).to(logits.device)
+        logits = logits[torch.arange(len(keys), device=logits.device), last]
+        asked = [rows[key] if key in counts else DraftRow((), 0) for key in keys]  # type: ignore[index]
+        drafted: list[Tensor] = []
+        for ahead in range(max(counts.values())):
+            if drafted:
+                (found,) = engine.forward([Work(batch, self._embedded(drafted[-1][:, None]))])
+                logits = found[:, 0]
+            places = [row.place + ahead for row in asked]
+            drafted.append(choose(logits[:, : self._vocab_size], [row.sampling for row in asked], places)[0])
+        columns = dict(zip(keys, torch.stack(drafted, dim=1).tolist(), strict=True))
+        self._ahead = {key: columns[key][:-1] for key in counts}
+        return {key: columns[key][:count] for key, count in counts.items()}
+
+
+def drafter_of(engine: Engine) -> Drafter | None:
+    """Return the drafter that the engine's option `draft` asks for; None for none."""
+    if engine.draft is not None:
+        return ModelDrafter(engine.draft, engine.plan.model.vocab_size)
+    return NgramDrafter() if getattr(engine.options, "draft", "none") == "ngram" else None
+
+
+def check_same_tokens(spec: ModelSpec) -> None:
+    """Raise ModelError unless the model that drafts for `spec`, if there is one, has the same tokens, special ones
+    among them."""
+    if spec.draft is None:
+        return
+    large, small = Tokenizer(spec).hf, Tokenizer(spec.draft).hf
+    ours, theirs = large.get_vocab(), small.get_vocab()
+    differing = [token for token, number in ours.items() if theirs.get(token) != number]
+    differing += [token for token in theirs if token not in ours]
+    special = [
+        {number: str(token) for number, token in one.added_tokens_decoder.items() if token.special}
+        for one in (large, small)
+    ]
+    why = ""
+    if differing:
+        why = f"{len(differing):,} of {len(ours):,} tokens differ, such as {min(differing)!r}"
+    elif special[0] != special[1]:
+        why = f"the special tokens differ: {sorted({*special[0].values()} ^ {*special[1].values()})}"
+    if why:
+        raise ModelError(f"{spec.draft.name} cannot draft for {spec.name}: they have other tokenizers ({why[:200]})")

@@ -317,6 +317,8 @@ def test_commands_take_a_model_that_drafts(folder: Path, checkpoint: Checkpoints
         ]
         assert [one.returncode for one in found] == [0, 0], found[1].stderr
         assert found[0].stdout == found[1].stdout != ""
+        assert "--chat" in words or " drafts right" in found[1].stderr
+        assert " drafts right" not in found[0].stderr
     body = {"prompt": "abcabcabc", "max_tokens": 20, "temperature": 0.7, "seed": 5}
     asked = [{"custom_id": str(one), "method": "POST", "url": "/v1/completions", "body": body | {"seed": one}}
              for one in range(4)]  # fmt: skip
@@ -325,6 +327,7 @@ def test_commands_take_a_model_that_drafts(folder: Path, checkpoint: Checkpoints
     for name, draft in (("plain", "none"), ("drafted", str(small_one))):
         done = zinfer(folder, "batch", "asked.jsonl", "-o", f"{name}.jsonl", *model, "--draft", draft)
         assert done.returncode == 0, done.stderr
+        assert (" drafts right" in done.stderr) == (name == "drafted")
         lines = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
         texts.append({one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in lines})
     assert texts[0] == texts[1]

@@ -259,4 +259,5 @@ def _summary(answers: int, errors: int, output: Path, standing: "Standing | None
     time = f"{counted(standing.tokens, 'token')} in {duration(standing.seconds)}: {figures(standing.rate)} tok/s"
     if standing.full_seconds:
         time += f" ({figures(standing.full_tokens / standing.full_seconds)} while rows waited)"
-    return f"{counts}; {time}, {standing.passes:,} passes, {standing.padding:.0%} padding"
+    told = options.drafts_right(standing.drafted, standing.accepted)
+    return f"{counts}; {time}, {standing.passes:,} passes, {standing.padding:.0%} padding{told}"

@@ -172,6 +172,11 @@ def _shorthands(function: Command) -> Command:
     return cast("Command", merged)
 
 
+def drafts_right(drafted: int, accepted: int) -> str:
+    """Return how many drafts were right, behind other counts; nothing if none were verified."""
+    return f", {accepted:,} of {drafted:,} drafts right" if drafted else ""
+
+
 weights = click.option(
     "--weights", type=Words(WEIGHTS), default=None,
     help="Format of the weights in decoder layers; all but as-released round them (int4: groups of 128 values with a "

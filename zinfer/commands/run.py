@@ -196,7 +196,9 @@ def command(
         finally:
             worker.close()
         rate = answers.tokens / answers.seconds
-        watch.say(f"{counted(answers.tokens, 'token')} in {duration(answers.seconds)}: {rate:.2f} tok/s")
+        told = options.drafts_right(step.drafted, step.accepted)
+        told = f"; {step.passes:,} passes{told}" if told else ""
+        watch.say(f"{counted(answers.tokens, 'token')} in {duration(answers.seconds)}: {rate:.2f} tok/s{told}")
 
 
 class Answers:

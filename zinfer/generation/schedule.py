@@ -192,7 +192,8 @@ class Limits(NamedTuple):
 @dataclass
 class Tally:
     """Counts of the passes so far. `read` are positions of KV cache that were read, `padded` those of them that belong
-    to no running row; `computed` are positions computed, `again` those of them that had been computed before."""
+    to no running row; `computed` are positions computed, `again` those of them that had been computed before; `drafted`
+    tokens were verified, `accepted` of them were right."""
 
     passes: int = 0
     seconds: float = 0.0
@@ -205,6 +206,8 @@ class Tally:
     merged: int = 0
     suspended: int = 0
     retries: int = 0  # passes, or moves before them, that memory fell short for
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def padding(self) -> float:

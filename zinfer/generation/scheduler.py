@@ -439,6 +439,9 @@ class ContinuousScheduler:
         ended = [one.key for one in touched if one.ended]
         self._note_computed(planned.works)
         self.schedule.done(planned.works, time.monotonic() - began, ended, gained)
+        if self.drafts is not None:
+            tally = self.schedule.tally
+            tally.drafted, tally.accepted = self.drafts.drafted, self.drafts.accepted
         for key in ended:
             del self.sequences[key]
             if self.drafts is not None:

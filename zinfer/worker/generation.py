@@ -71,7 +71,11 @@ def generate_step(session: Session, _request: GenerateStep) -> Generated:
     ]  # fmt: skip
     session.sent |= {sequence: len(sequence.output_ids) for sequence in touched}
     session.beat("generating", sum(session.sent.values()) / session.asked)
-    return Generated(steps=steps, seconds=time.monotonic() - began, running=len(running.sequences))
+    tally = running.schedule.tally
+    return Generated(
+        steps=steps, seconds=time.monotonic() - began, running=len(running.sequences), passes=tally.passes,
+        drafted=tally.drafted, accepted=tally.accepted,
+    )  # fmt: skip
 
 
 def tokenize(session: Session, request: Tokenize) -> Tokenized:
@@ -144,6 +148,8 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
         read=tally.read - before.read,
         padded=tally.padded - before.padded,
         again=tally.again - before.again,
+        drafted=tally.drafted - before.drafted,
+        accepted=tally.accepted - before.accepted,
         kept_bytes=0 if running.prefixes is None else running.prefixes.held,
     )
 

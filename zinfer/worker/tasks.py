@@ -127,11 +127,15 @@ class CompletionStep(Message):
 
 
 class Generated(Message):
-    """New tokens of prompts, the seconds that they took, and the number of prompts that go on."""
+    """New tokens of prompts, the seconds that they took, and the number of prompts that go on. Since the beginning:
+    passes, drafts that were verified, and those of them that were right."""
 
     steps: list[CompletionStep]
     seconds: float
     running: int
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Generate(Request[Generated]):
@@ -232,8 +236,8 @@ class BatchStart(Request[BatchStarted]):
 
 class BatchStepped(Message):
     """Passes of a batch: their number and seconds, the rows that went on, the numbers of rows that run and wait now,
-    the positions of KV cache that were read, those of them that were padding, positions computed again, and the bytes
-    of host memory that kept KV caches take now."""
+    the positions of KV cache that were read, those of them that were padding, positions computed again, drafts that
+    were verified, those of them that were right, and the bytes of host memory that kept KV caches take now."""
 
     passes: int
     seconds: float
@@ -243,6 +247,8 @@ class BatchStepped(Message):
     read: int = 0
     padded: int = 0
     again: int = 0
+    drafted: int = 0
+    accepted: int = 0
     kept_bytes: int = 0
 
 

@@ -49,6 +49,8 @@ class Standing:
     read: int = 0  # positions of KV cache that passes have read; `padded`: those of them that were padding
     padded: int = 0
     again: int = 0  # positions that were computed again
+    drafted: int = 0  # drafts that were verified; `accepted`: those of them that were right
+    accepted: int = 0
     full_tokens: int = 0  # tokens made while further rows waited, and the seconds of that
     full_seconds: float = 0.0
 
@@ -168,6 +170,8 @@ class _Runner:
         standing.read += answer.read
         standing.padded += answer.padded
         standing.again += answer.again
+        standing.drafted += answer.drafted
+        standing.accepted += answer.accepted
         standing.running, standing.waiting = answer.running, answer.waiting + len(self._waiting)
         if standing.waiting:
             standing.full_tokens += sum(len(step.tokens) for step in answer.rows)

@@ -30,6 +30,8 @@ class Metrics:
         self._seconds = Counter("zinfer_pass_seconds", "Seconds of all passes.", registry=own)
         self._read = Counter("zinfer_kv_positions_read", "Positions of KV cache read.", registry=own)
         self._padded = Counter("zinfer_kv_positions_padded", "Those of them that were padding.", registry=own)
+        self._drafted = Counter("zinfer_drafts_verified", "Tokens that were guessed and verified.", registry=own)
+        self._accepted = Counter("zinfer_drafts_right", "Those of them that were right.", registry=own)
         self._restarts = Counter("zinfer_worker_restarts", "Workers started in place of one that died.", registry=own)
         self._ttft = Histogram("zinfer_ttft_seconds", "Time to first token.", buckets=SECONDS, registry=own)
         self._tpot = Histogram("zinfer_tpot_seconds", "Time per output token after it.", buckets=SECONDS, registry=own)
@@ -67,6 +69,8 @@ class Metrics:
         self._tokens.inc(sum(len(row.tokens) for row in answer.rows))
         self._read.inc(answer.read)
         self._padded.inc(answer.padded)
+        self._drafted.inc(answer.drafted)
+        self._accepted.inc(answer.accepted)
 
     def restarted(self) -> None:
         """Count a worker that was started in place of one that died."""

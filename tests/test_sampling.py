@@ -4,19 +4,29 @@ import pytest
 import torch
 
 from zinfer.generation import sampling
-from zinfer.generation.sampling import GREEDY, Sampling, chance, choose
+from zinfer.generation.sampling import GREEDY, Sampling, choose, waiting_times
 
 
 def drawn(temperature: float = 1.0, top_p: float = 1.0, seed: str = "s") -> Sampling:
     return Sampling(temperature=temperature, top_p=top_p, seed=seed)
 
 
-def test_a_rows_chances_are_even_and_its_own() -> None:
-    drawn = [chance("seed", place) for place in range(2000)]
-    assert all(0 <= one < 1 for one in drawn)
-    assert abs(sum(drawn) / 2000 - 0.5) < 0.03
-    assert len(set(drawn)) == 2000
-    assert chance("seed", 1) != chance("other", 1)
+def test_waiting_times_are_exponential_and_a_rows_own() -> None:
+    seeds = [drawn(seed=str(row % 2)) for row in range(400)]
+    places = [row // 2 for row in range(400)]
+    times = waiting_times(seeds, places, 1000, torch.device("cpu"))
+    assert bool((times > 0).all())
+    assert len(set(times.flatten().tolist())) > 390_000
+    for least in (0.01, 0.5, 1.0, 3.0, 6.0):  # rows, tokens and all of them
+        share, wanted = (times > least).float(), torch.tensor(-least).exp()
+        assert (share.mean() - wanted).abs() < 5 * (wanted / 400_000).sqrt()
+        for one in (0, 1):
+            spread = share.mean(one).std() / (wanted * (1 - wanted) / times.shape[one]).sqrt()
+            assert 0.85 < spread < 1.15
+    correlations = torch.corrcoef(times.t()[:300]) - torch.eye(300)
+    assert correlations.abs().max() < 6 / 400**0.5
+    again = waiting_times(seeds[7:9], places[7:9], 1000, torch.device("cpu"))
+    assert torch.equal(again, times[7:9])
 
 
 def test_sampling_follows_temperature_and_nucleus() -> None:
@@ -35,13 +45,33 @@ def test_sampling_follows_temperature_and_nucleus() -> None:
         assert bool(finite.all())
 
 
-def test_a_chance_next_to_one_draws_what_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "chance", lambda _seed, _place: 1 - 2**-53)
-    logits = torch.full((2, 1000), float("-inf"))
-    logits[:, :7] = torch.rand(2, 7)
-    ids, _ = choose(logits, [Sampling(temperature=1), Sampling(temperature=1, top_p=0.5)], [0, 0])
-    assert ids.tolist()[0] == 6
-    assert ids.tolist()[1] < 7
+def test_the_longest_waits_draw_what_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hashed in (0, 2**32 - 1):
+        monkeypatch.setattr(sampling, "_mixed", lambda numbers, hashed=hashed: torch.full_like(numbers, hashed))
+        logits = torch.full((2, 1000), float("-inf"))
+        logits[:, 3:7] = torch.rand(2, 4)
+        ids, _ = choose(logits, [Sampling(temperature=1), Sampling(temperature=1, top_p=0.5)], [0, 0])
+        assert all(3 <= one < 7 for one in ids.tolist())
+
+
+def test_tokens_drawn_of_two_models_are_often_the_same() -> None:
+    """Tokens follow the first model alone, and are the second one's as often as the waiting times have it: nearly as
+    often as rejection sampling accepts (Leviathan et al. 2023), one minus the total variation distance."""
+    torch.manual_seed(1)
+    count = 40_000
+    for noise in (0.3, 1.0, 3.0):
+        first = 2 * torch.randn(6)
+        second = first + noise * torch.randn(6)
+        samplings, places = [drawn(seed=str(row)) for row in range(count)], [0] * count
+        ours, theirs = (choose(one.repeat(count, 1), samplings, places)[0] for one in (first, second))
+        p, q = first.softmax(-1), second.softmax(-1)
+        chi = float(((torch.bincount(ours, minlength=6) - p * count) ** 2 / (p * count)).sum())
+        assert chi < 20.5, "5 degrees of freedom: larger in one of 1,000 cases"
+        same = float((ours == theirs).float().mean())
+        wanted = float((1 / torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(1)).sum())
+        assert abs(same - wanted) < 4 * (wanted * (1 - wanted) / count) ** 0.5
+        distance = float((p - q).abs().sum() / 2)
+        assert (1 - distance) / (1 + distance) <= wanted <= 1 - distance
 
 
 def test_rows_of_many_kinds_are_chosen_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ Its engine keeps the running rows in one micro-batch, whatever groups the schedu
 rejected, and leave. It works on a CUDA stream of its own, between the passes and during the first of a row, while the
 ring goes on bringing weights.
 
-Each token is drawn by the sampler with the chance that the row has for its place, as the large model's will be
-(`zinfer.generation.sampling`): so both draw the same one more often, and the text is that without drafts.
+Each token is drawn by the sampler with the waiting times that the row has for its place, as the large model's will be
+(`zinfer.generation.sampling`): so both draw the same one often, and the text is that without drafts.
 """
 
 import time

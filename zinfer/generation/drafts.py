@@ -9,7 +9,9 @@ A row's tokens are the same with drafts and without. The sampler chooses a token
 would have, one by one (`zinfer.generation.sampling`: the chance that decides belongs to the row's seed and the place);
 drafts are kept up to the first that differs from the choice. For a draft that is one token, not a distribution, this is
 the rejection sampling of Leviathan et al. 2023 (arXiv:2211.17192): it is accepted with its probability, and otherwise
-the token is drawn from the others. A model that drafts draws with the same chance.
+the token is drawn from the others. A model that drafts draws by the same chance, and so the same token nearly as often
+as rejection sampling of its distribution would accept one. That would let the text of a seed depend on the number of
+drafts in each pass, and with it on measured times; here it does not.
 
 The number of drafts follows what was accepted: `Drafts` weighs each row's next drafts by their chance, and a pass takes
 those that are worth it, within the work that hides behind the link and against the time that drafting takes.

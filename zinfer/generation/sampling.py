@@ -1,7 +1,13 @@
 """The sampler: the next token of each row from its logits, greedy or drawn.
 
-The chance that decides a drawn token is a hash of the row's seed and the token's place in the row's output. So a row
-continues in the same way whatever batch it is in, and after a restart.
+A drawn token is the winner of a race: each token has a waiting time, exponentially distributed, divided by its
+probability, and the shortest wins. So each wins with its probability (the exponential form of the Gumbel-max trick,
+Maddison et al. 2014, arXiv:1411.0030). The waiting times are hashes of the row's seed, the place in the row's output,
+and the token. So a row continues in the same way whatever batch it is in, and after a restart.
+
+Two models whose tokens are drawn with the same waiting times draw the same token often: with a chance of at least
+(1 - d) / (1 + d), where d is the total variation distance of their distributions (Daliri et al. 2024,
+arXiv:2408.07978). So a model drafts for another one, whose tokens do not depend on that (`zinfer.generation.drafts`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +18,7 @@ from zinfer.spec.errors import ZinferError
 from zinfer.spec.value import Frozen
 
 if TYPE_CHECKING:  # the parent process, which has no torch, imports `Sampling`
-    from torch import Tensor
+    from torch import Tensor, device
 
 CHUNK = 1 << 23  # logits that are sampled from at once: sorting takes several times their memory
 
@@ -35,9 +41,25 @@ class Sampling(Frozen):
 GREEDY = Sampling()
 
 
-def chance(seed: str, place: int) -> float:
-    """Return a number from 0 to 1 (exclusive), always the same for a seed and a place."""
-    return int.from_bytes(blake2b(f"{seed}/{place}".encode(), digest_size=8).digest()) / 2**64
+def waiting_times(samplings: Sequence[Sampling], places: Sequence[int], size: int, device: "device") -> "Tensor":
+    """Return exponentially distributed numbers for the tokens of each row, float32 ``[n, size]``: always the same for a
+    row's seed, its place, and a token."""
+    import torch
+
+    words = []
+    for sampling, place in zip(samplings, places, strict=True):
+        digest = blake2b(f"{sampling.seed}/{place}".encode(), digest_size=8).digest()
+        words.append([int.from_bytes(digest[:4]), int.from_bytes(digest[4:])])
+    first, second = torch.tensor(words, device=device).t()[:, :, None]
+    hashed = _mixed(_mixed(torch.arange(size, device=device) ^ first) + second & 0xFFFFFFFF)
+    return -torch.log1p(-((hashed.float() + 0.5) / 2**32).clamp(max=1 - 2**-24))  # finite
+
+
+def _mixed(numbers: "Tensor") -> "Tensor":
+    """Return a hash of numbers of 32 bits, different for different ones, in place: products stay within 64 bits."""
+    for _ in range(2):
+        numbers.bitwise_xor_(numbers >> 16).mul_(0x45D9F3B).bitwise_and_(0xFFFFFFFF)
+    return numbers.bitwise_xor_(numbers >> 16)
 
 
 class Score(NamedTuple):
@@ -75,9 +97,8 @@ def greedy(logits: "Tensor") -> "tuple[Tensor, Tensor]":
 def choose(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int]) -> "tuple[Tensor, Tensor]":
     """Return the next token of each row, ``[B, V]`` logits to ``[B]`` ids, and whether its logits are numbers, ``[B]``.
 
-    `places` are the tokens that each row's output has so far. A drawn token is the one at which the cumulated
-    probabilities, those outside of the nucleus left out (Holtzman et al. 2020, arXiv:1904.09751), pass the row's
-    chance.
+    `places` are the tokens that each row's output has so far. With a nucleus, tokens outside of it take no part in the
+    race (Holtzman et al. 2020, arXiv:1904.09751).
     """
     ids, finite = greedy(logits)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
@@ -100,15 +121,12 @@ def _draw(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int]
     best = logits.max(-1, keepdim=True).values.float()
     temperature = column([max(sampling.temperature, 1e-6) for sampling in samplings])
     kept, order = torch.softmax((logits.float() - best) / temperature, dim=-1), None
+    times = waiting_times(samplings, places, logits.shape[-1], logits.device)
     if nucleus:
         kept, order = kept.sort(dim=-1, descending=True)
         outside = kept.cumsum(-1) - kept >= column([sampling.top_p for sampling in samplings])
         outside[:, 0] = False
         kept.masked_fill_(outside, 0)
-    total = kept.cumsum(-1)
-    whole = total[:, -1:]
-    below = torch.nextafter(whole, torch.zeros_like(whole))  # a chance may round to 1
-    chances = [chance(sampling.seed, place) for sampling, place in zip(samplings, places, strict=True)]
-    target = torch.minimum(whole * column(chances), below)
-    position = (total <= target).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
-    return (position if order is None else order.gather(-1, position))[:, 0]
+        times = times.gather(-1, order)
+    winner = (kept / times).argmax(-1, keepdim=True)
+    return (winner if order is None else order.gather(-1, winner))[:, 0]

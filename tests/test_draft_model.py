@@ -331,12 +331,18 @@ def test_commands_take_a_model_that_drafts(folder: Path, checkpoint: Checkpoints
         lines = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
         texts.append({one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in lines})
     assert texts[0] == texts[1]
-    load = ["--request-lengths", "fixed:9,30", "--num-requests", "4", "--in-flight", "2", "-o", "load.jsonl"]
+    results = folder / "sweeps" / "results" / "load.jsonl"
+    load = ["--request-lengths", "fixed:9,30", "--num-requests", "4", "--in-flight", "2", "-o", str(results)]
     done = zinfer(folder, "sweep", *model, "--draft", f"none,{small_one}", *load)
     assert done.returncode == 0, done.stderr
-    plain, drafted = (json.loads(one) for one in (folder / "load.jsonl").read_text().splitlines()[1:])
+    plain, drafted = (json.loads(one) for one in results.read_text().splitlines()[1:])
     assert dict(drafted["case"]["options"])["draft"] == str(small_one)
     assert plain["counts"]["drafted"] == 0 < drafted["counts"]["drafted"]
+    asked_for = ["--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "1", "--draft", str(small_one), "--json"]
+    (planned,) = json.loads(zinfer(folder, "plan", "-m", str(target), "--dtype", "fp32", *asked_for).stdout)
+    right, checked = drafted["counts"]["accepted"], drafted["counts"]["checked"]
+    assert planned["drafting"]["acceptance"] == right / checked
+    assert planned["acceptance_from"] == f"measured: {right} of {checked} drafts in the records"
     (small_one / "tokenizer.json").write_text((small_one / "tokenizer.json").read_text().replace('"a"', '"\u00e9"'))
     refused = zinfer(folder, "run", *model, "--prompt", "abc", "--draft", str(small_one))
     assert refused.returncode != 0

@@ -37,6 +37,41 @@ def test_every_option_is_an_axis() -> None:
     assert {tuple(map(tuple, row["case"]["options"])) for row in found} == {(), (("gpus", 2),)}
 
 
+def test_drafts_count_by_their_acceptance() -> None:
+    """Geometric series of tokens, the time of drafting, and none where they do not pay."""
+    words = ("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "4")
+    (plain,) = rows(*words)
+    for acceptance in (0.0, 0.3, 0.7):
+        alone, ngram, small = rows(*words, "--draft", "none,ngram,bloom-560m", "--acceptance", str(acceptance))
+        assert alone["step_s"] == plain["step_s"]
+        assert alone["drafting"] is None
+        for row in (ngram, small):
+            found = row["drafting"]
+            drafts, gain = found["drafts"], sum(acceptance**place for place in range(found["drafts"] + 1))
+            assert (drafts > 0) == (acceptance > 0)
+            assert found["tokens_a_pass"] == pytest.approx(gain)
+            assert row["step_s"] == pytest.approx((found["pass_s"] + found["drafting_s"]) / gain)
+            assert row["acceptance_from"] == "stated, not measured"
+            assert row["decode_tok_s"] == pytest.approx(plain["decode_tok_s"] * gain, rel=0.02)
+        assert small["gpu"]["weights"] > ngram["gpu"]["weights"] == alone["gpu"]["weights"]
+        assert small["drafting"]["drafting_s"] >= ngram["drafting"]["drafting_s"] == 0
+    resident = ("-m", "opt-1.3b", "--machine", "h100-80gb", "--offload", "none", "--batch-size", "1")
+    same = rows(*resident, "--draft", "opt-1.3b", "--acceptance", "0.6")[0]
+    assert same["drafting"]["drafts"] == 0, "a model that drafts for itself costs what it gains"
+
+
+def test_the_acceptance_is_told_with_its_source() -> None:
+    words = ("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "4")
+    told = plan(*words, "--draft", "bloom-560m", "--acceptance", "0.5")
+    assert re.search(
+        r"tokens of each row from a pass with \d drafts, of .* acceptance 0.50 \(stated, not measured\)", told
+    )
+    assert "no record says how often a draft is right" in plan(*words, "--draft", "bloom-560m")
+    assert "drafts" not in plan(*words)
+    refused = CliRunner().invoke(cli, ["plan", *words, "--acceptance", "0.5"])
+    assert (refused.exit_code, "add --draft" in refused.output) == (2, True)
+
+
 def test_a_codec_is_no_axis_of_weights_that_stay() -> None:
     found = rows("-m", "opt-30b", "--machine", "h100-80gb", "--weight-codec", "none,lossless")
     assert [(row["case"]["offload"], row["case"]["options"]) for row in found] == [

@@ -44,6 +44,17 @@ def check(point: RequestPoint, slas: Iterable[Sla] | None = None) -> tuple[SlaCh
     return tuple(found)
 
 
+def acceptance(points: Iterable[RequestPoint], model: str, draft: str) -> tuple[int, int]:
+    """Return the drafts of `draft` that were right for `model` in loads of requests, and all that were verified, up to
+    the first wrong one of each pass and row: their ratio is how often a draft is right if those before it were."""
+    alike = [
+        point.counts
+        for point in points
+        if point.case.model == model and dict(point.case.options).get("draft", "none") == draft
+    ]
+    return sum(counts.accepted for counts in alike), sum(counts.checked for counts in alike)
+
+
 def _samples(point: RequestPoint, sla: Sla) -> list[float]:
     """Return the samples of a level's metric, in seconds or tokens a second."""
     if not point.usable:

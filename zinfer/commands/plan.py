@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from zinfer.plan.cost import Efficiency
     from zinfer.plan.plan import Plan
     from zinfer.record.measurement import Measurement
+    from zinfer.record.requests import RequestPoint
+    from zinfer.spec.case import Case
     from zinfer.spec.engine import Options
     from zinfer.spec.machine import Machine
     from zinfer.spec.model import ModelSpec
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
 HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become axes of `Case.options`, with the value that changes nothing
-SCENARIOS = {"weight_codec": "auto", "kv_offload": "none", "kv_cache_dtype": "auto", "experts": "auto", "gpus": 1}
+SCENARIOS = {
+    "weight_codec": "auto", "kv_offload": "none", "kv_cache_dtype": "auto", "draft": "none", "experts": "auto",
+    "gpus": 1,
+}  # fmt: skip
 
 
 @click.command("plan")
@@ -62,6 +67,11 @@ SCENARIOS = {"weight_codec": "auto", "kv_offload": "none", "kv_cache_dtype": "au
 @options.weights
 @options.shorthand("kv_offload")
 @options.shorthand("kv_cache_dtype")
+@options.shorthand("draft")
+@click.option(
+    "--acceptance", type=click.FloatRange(0, 1, max_open=True),
+    help="Chance that a draft is right if those before it were.  [default: as recorded for the model and --draft]",
+)  # fmt: skip
 @options.shorthand("experts")
 @click.option("--gpus", type=options.Numbers(), help="GPUs, each with its own link.  [default: 1]")
 @click.option(
@@ -85,6 +95,7 @@ def command(
     recipe: str | None,
     settings: tuple[str, ...],
     calibrate: Path | None,
+    acceptance: float | None,
     figure: Path | None,
     as_json: bool,
     levels: tuple[str, ...],
@@ -138,19 +149,23 @@ def command(
     named = [machine.load(name) for name in wanted.machine] if wanted.machine else [local.this_machine()]
     places = [reduce(machine.override, settings, place) for place in named]
     factors = _factors(calibrate)
-    groups = list(_plans(wanted, places, factors, criteria))
+    if acceptance is not None and all(_draft_of(load) == "none" for load in wanted.loads(planning=True)):
+        raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
+    drafts = _Acceptances(acceptance, calibrate)
+    groups = list(_plans(wanted, places, factors, criteria, drafts))
     plans = [plan for _, own in groups for plan in own]
     if figure is not None:
-        _draw(figure, wanted, places, factors)
+        _draw(figure, wanted, places, factors, drafts)
     answers = [criteria.answer(_as_points(own)) for _, own in groups] if criteria is not None else []
     if as_json:
-        click.echo(json.dumps([_row(plan) for plan in plans], indent=1))
+        click.echo(json.dumps([_row(plan, drafts) for plan in plans], indent=1))
     else:
         for nth, (title, own) in enumerate(groups):
             _print(title, own, bool(factors), criteria)
             click.echo(advice(own))
-            for line in _experts(own):
-                click.echo(line)
+            for line in (*_experts(own), *map(drafts.describe, own)):
+                if line:
+                    click.echo(line)
             if criteria is not None:
                 click.echo(_decided(answers[nth], own))
         click.echo()
@@ -289,7 +304,8 @@ def _plans(
     wanted: "Sweep",
     places: "list[Machine]",
     factors: "Mapping[str, Efficiency]",
-    criteria: "DecisionCriteria | None" = None,
+    criteria: "DecisionCriteria | None",
+    drafts: "_Acceptances",
 ) -> "Iterator[tuple[str, list[Plan]]]":
     """Yield the plans of each model, machine and pair of lengths, with a title. Loads that no engine can run are left
     out.
@@ -334,7 +350,11 @@ def _plans(
                 continue
             cases.add(case)
             told = factors.get(load.engine, Efficiency()) if factors else None
-            own += _batches(wanted, case, specs[load.weights], place, told, criteria)
+            spec = specs[load.weights]
+            if load.draft_model is not None:
+                small = resolve(load.draft_model, spec.dtype)
+                spec = spec.model_copy(update={"draft": small})
+            own += _batches(wanted, case, spec, place, told, criteria, drafts)
         part = "" if layers is None else f", {layers} layers"
         positions = f" ({spec.max_position:,} positions)" if spec.max_position else ""
         machine = f"{place.name}{'*' * bool(place.overridden)}"
@@ -351,9 +371,10 @@ def _batches(
     place: "Machine",
     told: "Efficiency | None",
     criteria: "DecisionCriteria | None",
+    drafts: "_Acceptances",
 ) -> "list[Plan]":
     """Plan a case at the batches that were asked for; with ``auto`` at the best one, which keeps the levels if any
-    does."""
+    does. Drafts count in the times, but the batch that is best without them is taken."""
     from zinfer.plan.plan import make_plan
     from zinfer.plan.search import batches_within, best_batch
 
@@ -361,14 +382,17 @@ def _batches(
         sizes = [case.with_batch(size) for size in wanted.batch_size]
         first = make_plan(sizes[0], spec, place, factors=told)
         edge = first.max_batch_size  # the same for all of them, and it takes the most time
-        return [first, *(make_plan(one, spec, place, None, told, edge) for one in sizes[1:])]
+        return [
+            drafts.counted(one)
+            for one in (first, *(make_plan(one, spec, place, None, told, edge) for one in sizes[1:]))
+        ]
     if criteria is None:
-        return [best_batch(case, spec, place, told)]
+        return [drafts.counted(best_batch(case, spec, place, told))]
 
     def kept(plan: "Plan") -> bool:
-        return criteria.answer(_as_points([plan])).decision.point is not None
+        return criteria.answer(_as_points([drafts.counted(plan)])).decision.point is not None
 
-    plans = batches_within(case, spec, place, told, kept)
+    plans = [drafts.counted(plan) for plan in batches_within(case, spec, place, told, kept)]
     chosen = criteria.answer(_as_points(plans)).decision
     point = chosen.point or chosen.nearest
     return [plan for plan in plans if point is None or plan.case == point.case][:1]
@@ -380,11 +404,13 @@ def _telling(load: "SweepLoad") -> "Options":
     return tuple((key, value) for key, value in load.options if key not in idle or idle[key] != value)
 
 
-def _row(plan: "Plan") -> dict[str, Any]:
+def _row(plan: "Plan", drafts: "_Acceptances") -> dict[str, Any]:
     names = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "e2e_s", "bounds")
     derived = {name: getattr(plan, name) for name in names}
     derived |= {"fits": plan.holds, "assumes": list(_assumptions(plan)), "what_if": _hypothetical(plan)}
-    return plan.model_dump(mode="json", exclude={"model": {"layers", "config"}}) | derived
+    if plan.drafting is not None:
+        derived["acceptance_from"] = drafts.source(plan)
+    return plan.model_dump(mode="json", exclude={"model": {"layers", "config", "draft"}}) | derived
 
 
 def _print(title: str, plans: "list[Plan]", calibrated: bool, criteria: "DecisionCriteria | None") -> None:
@@ -426,6 +452,64 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool, criteria: "Decisio
     what = "predicted" if calibrated else "physical limits"
     drop = ("over the link", "NVMe", "GPU", "host")
     console().print(table(f"{title}: {what}, nothing was run", columns, cells, drop=drop))
+
+
+def _draft_of(load: "SweepLoad | Case") -> str:
+    return str(dict(load.options).get("draft", "none"))
+
+
+class _Acceptances:
+    """Chances that drafts are right: the one that was `stated`, or those of the records at `results`, by default this
+    machine's."""
+
+    def __init__(self, stated: float | None, results: Path | None) -> None:
+        self._stated, self._results = stated, results
+
+    @cached_property
+    def _points(self) -> "Sequence[RequestPoint]":
+        from zinfer.record.store import read
+        from zinfer.spec.local import RESULTS
+
+        results = self._results or RESULTS
+        return read(results).requests if results.exists() else ()
+
+    def _recorded(self, plan: "Plan") -> tuple[int, int]:
+        from zinfer.analysis.requests import acceptance
+
+        return acceptance(self._points, plan.case.model, _draft_of(plan.case))
+
+    def counted(self, plan: "Plan") -> "Plan":
+        """Return a plan with what its drafts gain, if that is known."""
+        if _draft_of(plan.case) == "none":
+            return plan
+        if self._stated is not None:
+            return plan.with_acceptance(self._stated)
+        right, checked = self._recorded(plan)
+        return plan.with_acceptance(right / checked) if checked else plan
+
+    def source(self, plan: "Plan") -> str:
+        """Return how the acceptance of a plan's drafts was come by."""
+        if self._stated is not None:
+            return "stated, not measured"
+        right, checked = self._recorded(plan)
+        return f"measured: {right:,} of {checked:,} drafts in the records"
+
+    def describe(self, plan: "Plan") -> str:
+        """Return what a plan's drafts gain, in a sentence; nothing without drafts."""
+        from zinfer.spec.units import counted, duration
+
+        where, found = f"{plan.case.label()}, batch {plan.case.workload.batch_size}", plan.drafting
+        if _draft_of(plan.case) == "none" or not plan.holds:
+            return ""
+        if found is None:
+            why = "no record says how often a draft is right"
+            return f"{where}: {why}, so times are those without drafts; --acceptance states it."
+        told = (
+            f"{where}: {found.tokens_a_pass:.2f} tokens of each row from a pass with {counted(found.drafts, 'draft')}"
+        )
+        told += f", of {duration(found.pass_s)}"
+        told += f" and {duration(found.drafting_s)} of drafting" if found.drafting_s else ""
+        return f"{told}; acceptance {found.acceptance:.2f} ({self.source(plan)})."
 
 
 def _experts(plans: "Sequence[Plan]") -> "Iterator[str]":
@@ -475,7 +559,13 @@ def _hits(plan: "Plan") -> str:
     return f"expert_cache={policy}: the experts that stay meet {met}."
 
 
-def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mapping[str, Efficiency]") -> None:
+def _draw(
+    path: Path,
+    wanted: "Sweep",
+    places: "list[Machine]",
+    factors: "Mapping[str, Efficiency]",
+    drafts: "_Acceptances",
+) -> None:
     from zinfer.report.plot import figures as plot
     from zinfer.report.plot import style
     from zinfer.spec import atomic
@@ -483,10 +573,10 @@ def _draw(path: Path, wanted: "Sweep", places: "list[Machine]", factors: "Mappin
     form = path.suffix.removeprefix(".")
     if form not in ("png", "svg"):
         raise click.BadParameter(f"{path}: end it in .png or .svg", param_hint="--figure")
-    edges = {max(1, plan.max_batch_size) for _, own in _plans(wanted, places, factors) for plan in own}
+    edges = {max(1, plan.max_batch_size) for _, own in _plans(wanted, places, factors, None, drafts) for plan in own}
     sizes = edges | {1 << power for power in range(max(edges).bit_length())}
     every = wanted.model_copy(update={"batch_size": tuple(sorted(sizes))})
-    drawn = plot.prediction([plan for _, own in _plans(every, places, factors) for plan in own])
+    drawn = plot.prediction([plan for _, own in _plans(every, places, factors, None, drafts) for plan in own])
     if drawn is not None:
         atomic.write(path, style.render(drawn, "svg" if form == "svg" else "png"))
         click.echo(str(path), err=True)

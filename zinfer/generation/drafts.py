@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from zinfer.generation.sampling import GREEDY, Sampling
+from zinfer.spec.engine import MOST_DRAFTS
 
 LONGEST, SHORTEST = 4, 2  # tokens of the suffix that is looked for, the longest first
-MOST = 8  # drafts of a row in one pass
+MOST = MOST_DRAFTS
 FIRST = 0.5  # chance of a draft before any was verified
 MEMORY = 0.9  # weight of what was verified before, at each further verification
 MISSES = 3  # verifications in a row without a right draft after which a row pauses, where drafting takes no time

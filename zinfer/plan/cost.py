@@ -179,16 +179,19 @@ def step(
     context: int,
     factors: Efficiency | None = None,
     ready: int = 0,
+    drafts: int = 0,
 ) -> Times:
     """Time one decode step of `batch_size` sequences with `context` tokens in their KV cache, on average; `ready` are
-    the bytes that need not cross the link, since the ring holds them when the step begins."""
+    the bytes that need not cross the link, since the ring holds them when the step begins. It verifies `drafts` tokens
+    of each sequence besides, for all of which the cache is read once."""
     factors = factors or Efficiency()
-    if setup.graphs:
+    if setup.graphs and not drafts:
         factors = factors.model_copy(update={"layer_s": 0.0})
+    tokens = batch_size * (1 + drafts)
     kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
-    active = model.parameters_read(batch_size) * model.dtype_bytes
-    flops = model.decode_flops(batch_size, context)
-    return _pass(setup, model, machine, factors, kv, active, flops, ready=ready, tokens=batch_size)
+    active = model.parameters_read(tokens) * model.dtype_bytes
+    flops = model.decode_flops(tokens, context)
+    return _pass(setup, model, machine, factors, kv, active, flops, ready=ready, tokens=tokens)
 
 
 def prefill(

@@ -13,7 +13,7 @@ from typing import Literal
 from zinfer.plan import cost
 from zinfer.plan.cost import LIMITS, Bytes, Efficiency, Placement
 from zinfer.spec.case import Case, Workload, resident_bytes
-from zinfer.spec.engine import ENGINES, Offload, Option, Transport, conflict, plan_options, read_options
+from zinfer.spec.engine import ENGINES, MOST_DRAFTS, Offload, Option, Transport, conflict, plan_options, read_options
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import duration, gb, gib
@@ -37,6 +37,18 @@ WHOLE_EXPERTS = frozenset({"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_f
 # Margin of an engine that gives free GPU memory away, for memory that a plan does not see (gaps, moments of a step).
 CAUTIOUS = Efficiency(memory=1.5)
 TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
+
+
+class Drafting(Frozen):
+    """Drafts of a plan: `acceptance`, the chance that a draft is right if those before it were; the `drafts` of each
+    row in a pass that give the most tokens a second; the tokens that a row gets from a pass then; the seconds of the
+    pass, and those of drafting before it."""
+
+    acceptance: float
+    drafts: int
+    tokens_a_pass: float
+    pass_s: float
+    drafting_s: float
 
 
 class Plan(Frozen):
@@ -63,6 +75,7 @@ class Plan(Frozen):
     factors: Efficiency | None = None  # the engine's distance from the limits; None: the figures are the limits
     nvme_path: str | None = None  # folder for the files of offload `nvme`
     why_not: str | None = None  # reason why nothing of this load can run here; None if it can
+    drafting: "Drafting | None" = None  # what drafts gain; None where they were not reckoned with
 
     @property
     def fits(self) -> bool:
@@ -126,6 +139,29 @@ class Plan(Frozen):
         own["options"] = tuple(one for one in self.case.options if one[0] == "cuda_graphs")
         case = Case(model=model.name, engine=self.case.engine, offload="none", dtype=model.dtype, **own)
         return make_plan(case, model, self.machine, largest=self.max_batch_size)
+
+    def with_acceptance(self, acceptance: float) -> "Plan":
+        """Return the plan with drafts, of which one is right with the chance `acceptance` if those before it were:
+        `step_s` becomes the seconds of a token. Without known times nothing changes."""
+        small, load = self.of_draft(), self.case.workload
+        token_s = 0.0 if small is None else small.step_s if self.factors is None else small.expected()[1]
+        setup = place(self.case, self.model, self.machine, self.factors)
+        best = self
+        for drafts in range(MOST_DRAFTS + 1):
+            _, step = _times(setup, self.case, self.model, self.machine, self.factors, drafts)
+            if step.seconds is None or token_s is None:
+                return self
+            tokens = sum(acceptance**place for place in range(drafts + 1))
+            drafting = Drafting(
+                acceptance=acceptance, drafts=drafts, tokens_a_pass=tokens, pass_s=step.seconds,
+                drafting_s=drafts * token_s,
+            )  # fmt: skip
+            seconds = (step.seconds + drafting.drafting_s) / tokens
+            if not drafts or seconds < (best.step_s or 0.0):
+                fields = {"drafting": drafting, "step_s": seconds, "bound_by": step.bound_by}
+                fields["streamed_bytes"] = cost.wire_bytes(setup, self.model, load.batch_size * (1 + drafts))
+                best = self.model_copy(update=fields)
+        return best
 
     def with_option(self, name: str, value: Option) -> "Plan":
         """Return the plan of the same load with another value of an engine's option."""
@@ -452,9 +488,10 @@ def make_plan(
 
 
 def _times(
-    setup: Placement, case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None
+    setup: Placement, case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None, drafts: int = 0
 ) -> tuple[cost.Times, cost.Times]:
-    """Return the seconds of the prefill and of an average decode step; without factors their lower bounds."""
+    """Return the seconds of the prefill and of an average decode step with so many drafts of each row; without factors
+    their lower bounds."""
     load, ready, first = case.workload, 0, 0
     context = load.input_len + load.output_len // 2
     if factors is None:
@@ -464,7 +501,7 @@ def _times(
         ready = first // max(1, load.output_len - 1)
     return (
         cost.prefill(setup, model, machine, load.batch_size, load.input_len, factors, first),
-        cost.step(setup, model, machine, load.batch_size, context, factors, ready),
+        cost.step(setup, model, machine, load.batch_size, context, factors, ready, drafts),
     )
 
 

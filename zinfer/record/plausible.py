@@ -80,6 +80,8 @@ def _of_requests(point: RequestPoint) -> Iterator[str]:
         yield f"busy_ms: {point.busy_ms} of {point.wall_ms} ms, {point.waiting_ms} of them with requests that waited"
     if counts.padded > counts.read or counts.again > max(counts.computed, counts.read):
         yield f"counts: {counts.padded} of {counts.read} positions are padding, {counts.again} are computed again"
+    if counts.accepted > (counts.checked or counts.drafted) or counts.checked > counts.drafted:
+        yield f"counts: {counts.accepted} of {counts.drafted} drafts are right, {counts.checked} of them are checked"
     if point.waiting_tokens > point.output_tokens:
         yield f"waiting_tokens: {point.waiting_tokens} of {point.output_tokens}"
     if any(not 0 <= sample.arrived_ms <= LONGEST_MS for sample in point.samples):

@@ -38,6 +38,7 @@ Experts = Literal["auto", "all", "on-demand"]
 PREFILL_TOKENS = 8192
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 EIGHT_BITS = ("int8", "fp8")
+MOST_DRAFTS = 8  # drafts of a row in one pass
 
 Model = TypeVar("Model", bound=Frozen)
 

@@ -50,7 +50,7 @@ def like(directory: Path, target: Path, noise: float) -> Path:
 def drafting(engine: Engine, patch: Patch, **settings: Any) -> ContinuousScheduler:
     """Return a scheduler with the engine's model that drafts, for which drafting takes no time."""
     patch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
-    patch.setattr(draft_model.ModelDrafter, "token_s", None)
+    patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
     running = ContinuousScheduler(engine, Words(), LOAD, **settings)  # type: ignore[arg-type]
     running.schedule.step = 8
     return running
@@ -180,7 +180,7 @@ def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
 
 
 def test_one_sequence_gets_drafts_turn_after_turn(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(draft_model.ModelDrafter, "token_s", None)
+    monkeypatch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
     engine = load("stream", checkpoint("bloom"), "cpu", tmp_path, draft=str(checkpoint("bloom")))
     alone = Scheduler(engine, Words())  # type: ignore[arg-type]
     for one in sequences(3, 4):
@@ -239,9 +239,9 @@ def test_memory_that_is_short_for_drafts_ends_no_row(
 
 
 class Timed:
-    """Drafter whose tokens take `token_s` each and are right."""
+    """Drafter whose tokens take `token_s` each."""
 
-    def __init__(self, token_s: float) -> None:
+    def __init__(self, token_s: float | None) -> None:
         self._token_s, self.calls = token_s, list[int]()
 
     @property
@@ -258,11 +258,15 @@ class Timed:
 
 
 @pytest.mark.parametrize(
-    ("token_s", "right", "least", "most"),
-    [(0.001, 0.9, 7, 8), (0.1, 0.9, 4, 8), (0.1, 0.3, 1, 2), (0.6, 0.5, 0, 0), (2.0, 1.0, 0, 0), (0.01, 0.0, 0, 1)],
-)
-def test_drafts_are_as_many_as_pay(token_s: float, right: float, least: int, most: int) -> None:
-    """A pass takes a second. Where drafting does not pay it is tried in one pass of 64."""
+    ("token_s", "pass_s", "right", "least", "most"),
+    [
+        (0.001, 1.0, 0.9, 7, 8), (0.1, 1.0, 0.9, 4, 8), (0.1, 1.0, 0.3, 1, 2), (0.6, 1.0, 0.5, 0, 0),
+        (2.0, 1.0, 1.0, 0, 0), (0.01, 1.0, 0.0, 0, 1), (None, 1.0, 0.9, 7, 8), (None, 3.0, 0.5, 0, 0),
+        (0.05, 3.0, 0.9, 6, 8), (0.05, 3.0, 0.6, 0, 0),
+    ],
+)  # fmt: skip
+def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: float, least: int, most: int) -> None:
+    """A pass takes a second, or `pass_s` with drafts. Where they do not pay one is tried now and then."""
     drafter = Timed(token_s)
     drafts = Drafts(drafter)
     rows = {key: DraftRow([1, 2, 3], 1000) for key in range(4)}
@@ -270,14 +274,14 @@ def test_drafts_are_as_many_as_pay(token_s: float, right: float, least: int, mos
     for _ in range(600):
         asked = len(drafter.calls)
         found = drafts.propose(rows, 1000)
-        seconds += 1 + token_s * sum(drafter.calls[asked:])
+        seconds += (pass_s if found else 1) + (token_s or 0) * sum(drafter.calls[asked:])
         tokens += 4
         for key, ids in found.items():
             wrong = torch.rand(len(ids), generator=dice) >= right
             accepted = int(wrong.long().argmax()) if bool(wrong.any()) else len(ids)
             drafts.saw(key, len(ids), accepted)
             tokens += accepted
-        drafts.passed(1.0)
+        drafts.passed(pass_s if found else 1.0)
         sizes.append(max(map(len, found.values()), default=0))
     assert least <= sorted(sizes[100:])[250] <= most
     assert tokens / seconds > 0.97 * 4, "never slower than without"

@@ -60,6 +60,7 @@ def answers(engine: Engine, rows: Sequence[scheduler.Sequence]) -> Answers:
 def drafting(engine: Engine, patch: Patch, known: Answers, wrong: float, **settings: Any) -> ContinuousScheduler:
     """Return a scheduler with an `Oracle`, for which any number of drafts hides behind the link."""
     patch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
+    patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
     running = ContinuousScheduler(engine, Words(), LOAD, drafter=Oracle(known, wrong), **settings)  # type: ignore[arg-type]
     running.schedule.step = 8
     return running

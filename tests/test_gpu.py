@@ -19,6 +19,7 @@ from tests import (
     quantized,
     test_codec,
     test_continuous,
+    test_draft_model,
     test_drafts,
     test_engine_accelerate,
     test_experts,
@@ -40,6 +41,7 @@ from zinfer.engine.stream.codec import BLOCK, encode
 from zinfer.engine.stream.cpu_attention import _landed
 from zinfer.engine.stream.quantized import pieces, unpack
 from zinfer.engine.stream.triton_check import trouble
+from zinfer.generation import draft_model
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Offload
 from zinfer.spec.model import Weights
@@ -250,6 +252,41 @@ def test_drafts_leave_the_tokens_as_they_are(
     running.end()
     engine.close()
     test_drafts.check(found, known)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("architecture", ["llama", "bloom"])
+@pytest.mark.parametrize("way", ["resident", "here", "over the link", "some by the CPU"])
+def test_a_model_that_drafts_leaves_the_tokens_as_they_are(
+    way: str, architecture: str, noise: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """It works on a stream of its own, with CUDA graphs of its own, beside passes that stream weights."""
+    test_continuous.small(monkeypatch)
+    options: dict[str, Any] = {
+        "resident": {},
+        "here": {},
+        "over the link": {"kv_offload": "cpu", "kv_attention": "gpu"},
+        "some by the CPU": {"kv_offload": "auto", "kv_attention": "cpu"},
+    }[way]
+    if way == "some by the CPU":
+        keep_here(monkeypatch, 3)
+    small_one = test_draft_model.like(checkpoint(architecture), tmp_path / "small", noise)
+    offload: Any = "none" if way == "resident" else "cpu"
+    engine = load("stream", checkpoint(architecture), offload, tmp_path, draft=str(small_one), **options)
+    rows = test_continuous.sequences(14, 3)
+    known = test_drafts.answers(engine, rows)
+    running = test_draft_model.drafting(engine, monkeypatch)
+    found = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
+    assert running.drafts is not None
+    drafted, accepted = running.drafts.drafted, running.drafts.accepted
+    drafter = running.drafts.drafter
+    assert isinstance(drafter, draft_model.ModelDrafter)
+    assert drafter._stream not in (None, torch.cuda.default_stream())
+    running.end()
+    engine.close()
+    test_drafts.check(found, known)
+    assert drafted > 20
+    assert accepted > 0.9 * drafted if noise == 0 else 0 < accepted < drafted
 
 
 @pytest.fixture

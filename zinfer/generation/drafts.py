@@ -14,7 +14,7 @@ as rejection sampling of its distribution would accept one. That would let the t
 drafts in each pass, and with it on measured times; here it does not.
 
 The number of drafts follows what was accepted: `Drafts` weighs each row's next drafts by their chance, and a pass takes
-those that are worth it, within the work that hides behind the link and against the time that drafting takes.
+those that are worth it: within the work that hides behind the link, by the seconds of passes with drafts and without.
 """
 
 import time
@@ -32,8 +32,9 @@ MEMORY = 0.9  # weight of what was verified before, at each further verification
 MISSES = 3  # verifications in a row without a right draft after which a row pauses, where drafting takes no time
 LONGEST_PAUSE = 64  # passes; a pause is twice as long as the one before
 RECENT = 9  # passes whose median gives the seconds of one
-MARGIN = 0.03  # gain from which on drafting that takes time pays: chances are known roughly
-TRYING = 0.01  # share of the time in which it is tried where it does not
+MARGIN = 0.03  # gain from which on drafts pay that take time: chances are known roughly
+TRYING = 0.01  # share of the time in which they are tried where they do not pay
+FIRST_PLAIN, PLAIN = 3, 64  # passes with drafts before one without is measured: at first, and then
 WORTH = 0.03  # tokens gained for each row that a further draft is worth: a pass computes one in every row of it
 
 
@@ -123,22 +124,30 @@ class Drafts:
     checked: int = 0  # drafts up to the first wrong one of each verification, which alone say how often one is right
     seconds: float = 0.0  # time of drafting
     _records: dict[int, _Record] = field(default_factory=dict)
-    _passes: list[float] = field(default_factory=list)  # seconds of the last ones
+    _seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})  # of passes with drafts
+    _with_drafts: bool = False  # the pass under way
+    _until_plain: int = FIRST_PLAIN  # passes until one without drafts is measured again
     _pause: int = 0  # passes to come without drafts, since they take longer than they gain
     _next_pause: int = 1
 
-    @property
-    def pass_s(self) -> float | None:
-        """Seconds of a pass: the median of the last ones; None before the first."""
-        return sorted(self._passes)[len(self._passes) // 2] if self._passes else None
+    def _pass_s(self, with_drafts: bool) -> float | None:
+        """Return the seconds of a pass with drafts or without: the median of the last ones; None before the first."""
+        known = sorted(self._seconds[with_drafts])
+        return known[len(known) // 2] if known else None
 
     def propose(self, rows: Mapping[int, DraftRow], room: int) -> dict[int, list[int]]:
         """Return the drafts of a pass, by key of its running rows; none where none are worth their work.
 
         A pass computes as many positions in every row as in the one with most drafts: `room` is the number of rows
-        times drafts that there is time for. Where drafting takes time itself, there are as many as give the most tokens
-        a second; if there are none, a single one is tried now and then, since texts and times change.
+        times drafts that there is time for. There are as many as give the most tokens a second, by the seconds of
+        passes with drafts and without, and of drafting. If there are none, a single one is tried now and then, since
+        texts and times change.
         """
+        found = self._propose(rows, room)
+        self._with_drafts = bool(found)
+        return found
+
+    def _propose(self, rows: Mapping[int, DraftRow], room: int) -> dict[int, list[int]]:
         room = min(self.most, room // max(1, len(rows)))
         counts: dict[int, int] = {}
         for key, row in rows.items():
@@ -167,14 +176,20 @@ class Drafts:
 
     def _worth(self, counts: Mapping[int, int], rows: int) -> int:
         """Return how many of so many drafts of each row give the most tokens a second, of `rows` that get one anyway;
-        0 during a pause."""
-        token_s, pass_s = self.drafter.token_s, self.pass_s
-        if token_s is None or not pass_s:
-            return max(counts.values())
+        0 during a pause, and where a pass without drafts is to be measured."""
+        token_s, plain_s, drafted_s = self.drafter.token_s or 0.0, self._pass_s(False), self._pass_s(True)
         if self._pause:
             self._pause -= 1
             return 0
-        tokens, seconds, best, worth = float(rows), pass_s, (1 + MARGIN) * rows / pass_s, 0
+        if drafted_s is not None:
+            self._until_plain -= 1
+        if not self._until_plain:
+            self._until_plain = PLAIN
+            return 0
+        plain_s, drafted_s = plain_s or drafted_s, drafted_s or plain_s
+        if not plain_s or not drafted_s:
+            return max(counts.values())
+        tokens, seconds, best, worth = float(rows), drafted_s, (1 + MARGIN) * rows / plain_s, 0
         for place, gain in enumerate(self._gains(counts)):
             tokens, seconds = tokens + gain, seconds + token_s
             if tokens / seconds > best:
@@ -182,7 +197,7 @@ class Drafts:
         if worth:
             self._next_pause = 1
             return worth
-        self._pause = max(self._next_pause, int(token_s / (TRYING * pass_s)))
+        self._pause = max(self._next_pause, int((drafted_s + token_s - plain_s) / (TRYING * plain_s)))
         self._next_pause = min(LONGEST_PAUSE, 2 * self._next_pause)
         return 1
 
@@ -193,7 +208,8 @@ class Drafts:
 
     def passed(self, seconds: float) -> None:
         """Note the seconds of a pass of running rows."""
-        self._passes = [*self._passes[1 - RECENT :], seconds]
+        known = self._seconds[self._with_drafts]
+        known[:] = [*known[1 - RECENT :], seconds]
 
     def saw(self, key: int, drafted: int, accepted: int) -> None:
         """Note that `accepted` of `drafted` tokens of a row were right; the first wrong one says nothing of those

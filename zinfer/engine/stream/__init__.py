@@ -724,6 +724,8 @@ class Stream(Decoder):
             "attention": str(self.model.config._attn_implementation),
             "cuda_graphs": "off" if self.options.cuda_graphs == "off" else self._graphs.status,
         }
+        if self.draft is not None:
+            cache["draft_weight_bytes"] = self.draft.effective().gpu_weight_bytes
         if self.plan.model.num_experts > 1:
             few = self._few_experts
             cache["experts_kernel"] = "off" if few is None else few.status or "no experts that it knows"

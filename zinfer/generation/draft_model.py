@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from zinfer.engine.base import Engine, MicroBatch, Work
-from zinfer.generation.drafts import MOST, Drafter, DraftRow, NgramDrafter
+from zinfer.generation.drafts import Drafter, DraftRow, NgramDrafter
 from zinfer.generation.sampling import choose
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.spec.model import ModelError, ModelSpec
 
-BACKLOG = 8  # tokens of a row that are computed beside others; a row that lacks more is computed anew
+BACKLOG = 64  # tokens of a row that are computed beside others; a row that lacks more is computed anew
 ROOM = 128  # positions by which the KV cache grows, and that it has at least behind the longest row
 RECENT = 5  # rounds of drafts whose median gives the seconds of a token
 
@@ -35,8 +35,8 @@ class ModelDrafter:
         self._vocab_size = min(vocab_size, self._spec.vocab_size)
         # Micro-batches with the keys of their rows, None for one that has ended: all that have drafts, then new ones.
         self._parts: list[tuple[MicroBatch, list[int | None]]] = []
-        self._computed: dict[int, int] = {}  # tokens of each row in the KV cache, but for drafts
-        self._ahead: dict[int, list[int]] = {}  # drafts of each row in it, from position `_start` on
+        self._computed: dict[int, int] = {}  # tokens of each row in the KV cache, without `_ahead`
+        self._ahead: dict[int, list[int]] = {}  # last token and drafts of each row, from position `_start` on
         self._start = 0
         self._recent: list[float] = []
         self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
@@ -113,7 +113,8 @@ class ModelDrafter:
         self._computed |= {key: len(ids) for key, ids in new.items()}
 
     def _settle(self, known: Mapping[int, Sequence[int]]) -> None:
-        """Forget the drafts that rows did not get; `known` are the tokens of those that go on."""
+        """Forget the drafts that rows did not get, and rows that lack too many tokens; `known` are those of rows that
+        have drafts now."""
         if not self._parts:
             return
         (batch, keys), *_ = self._parts
@@ -160,32 +161,30 @@ class ModelDrafter:
         """Compute the tokens that rows lack, and draft."""
         engine = self._engine
         ((batch, keys),) = self._parts
-        lacking = [rows[key].token_ids[self._computed[key] :] if key in counts else [] for key in keys]  # type: ignore[index]
-        most = max(map(len, lacking))
-        if batch.length + most + MOST > batch.capacity:  # gaps are closed up
+        asked = [rows[key] if key in counts else DraftRow((0,), 0) for key in keys]  # type: ignore[index]
+        known = [self._computed.get(key, 0) if key in counts else 0 for key in keys]  # type: ignore[arg-type]
+        lacking = [[*row.token_ids[count:-1]] for row, count in zip(asked, known, strict=True)]
+        most, count = max(map(len, lacking)), max(counts.values())
+        if batch.length + most + count + 1 > batch.capacity:  # gaps are closed up
             batch = engine.regroup([(batch, range(len(keys)))], self._capacity())
             self._parts = [(batch, keys)]
-        tokens = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in lacking])
-        (logits,) = engine.forward([Work(batch, self._embedded(tokens), most)])
-        sizes = torch.tensor([len(ids) for ids in lacking])
-        if int(sizes.min()) < most:
-            engine.rollback(batch, batch.length - most + sizes)
+        if most:
+            tokens = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in lacking])
+            sizes = batch.length + torch.tensor([len(ids) for ids in lacking])
+            engine.forward([Work(batch, self._embedded(tokens))])
+            engine.rollback(batch, sizes)
+            for key, ids in zip(keys, lacking, strict=True):
+                self._computed[key] += len(ids)  # type: ignore[index]
         self._start = batch.length
-        for key, ids in zip(keys, lacking, strict=True):
-            self._computed[key] += len(ids)  # type: ignore[index]
-        last = (sizes - 1).clamp(min=0).to(logits.device)
-        logits = logits[torch.arange(len(keys), device=logits.device), last]
-        asked = [rows[key] if key in counts else DraftRow((), 0) for key in keys]  # type: ignore[index]
-        drafted: list[Tensor] = []
-        for ahead in range(max(counts.values())):
-            if drafted:
-                (found,) = engine.forward([Work(batch, self._embedded(drafted[-1][:, None]))])
-                logits = found[:, 0]
-            places = [row.place + ahead for row in asked]
-            drafted.append(choose(logits[:, : self._vocab_size], [row.sampling for row in asked], places)[0])
-        columns = dict(zip(keys, torch.stack(drafted, dim=1).tolist(), strict=True))
-        self._ahead = {key: columns[key][:-1] for key in counts}
-        return {key: columns[key][:count] for key, count in counts.items()}
+        columns = [torch.tensor([row.token_ids[-1] for row in asked], device=engine.device)]
+        for ahead in range(count + 1):  # the last draft is computed, too, so that no row lacks it
+            (logits,) = engine.forward([Work(batch, self._embedded(columns[-1][:, None]))])
+            if ahead < count:
+                places = [row.place + ahead for row in asked]
+                columns.append(choose(logits[:, 0, : self._vocab_size], [row.sampling for row in asked], places)[0])
+        found = dict(zip(keys, torch.stack(columns, dim=1).tolist(), strict=True))
+        self._ahead = {key: found[key] for key in counts}
+        return {key: found[key][1 : 1 + own] for key, own in counts.items()}
 
 
 def drafter_of(engine: Engine) -> Drafter | None:

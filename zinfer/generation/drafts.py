@@ -162,7 +162,10 @@ class Drafts:
         counts = {key: min(count, worth) for key, count in counts.items()}
         began = time.monotonic()
         found = {key: drafts for key, drafts in self.drafter.draft(rows, counts).items() if drafts}
-        self.seconds += time.monotonic() - began
+        spent = time.monotonic() - began
+        self.seconds += spent
+        if self._pause and (plain_s := self._pass_s(False)):  # it was a try, and may have had to begin anew
+            self._pause = max(self._pause, int(spent / (TRYING * plain_s)))
         gains = self._gains({key: len(drafts) for key, drafts in found.items()})
         count = max((place + 1 for place, gain in enumerate(gains) if gain >= WORTH * len(rows)), default=0)
         return {key: drafts[:count] for key, drafts in found.items() if count}

@@ -95,7 +95,7 @@ def test_tokens_are_those_of_decoding_one_by_one(
     found = run(running, [rows[:5], rows[5:6], rows[6:]])
     assert running.drafts is not None
     drafted, accepted = running.drafts.drafted, running.drafts.accepted
-    assert drafted > 20
+    assert drafted >= 15
     assert {0: accepted == drafted, 0.4: 0 < accepted < drafted, 1: accepted == 0}[wrong]
     if wrong == 0 and name == "stream":
         assert running.schedule.tally.passes < 20  # 25 without drafts

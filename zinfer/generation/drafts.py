@@ -27,7 +27,7 @@ from zinfer.spec.engine import MOST_DRAFTS
 
 LONGEST, SHORTEST = 4, 2  # tokens of the suffix that is looked for, the longest first
 MOST = MOST_DRAFTS
-FIRST = 0.5  # chance of a draft before any was verified
+FIRST = 0.5  # chance of the first draft of all
 MEMORY = 0.9  # weight of what was verified before, at each further verification
 MISSES = 3  # verifications in a row without a right draft after which a row pauses, where drafting takes no time
 LONGEST_PAUSE = 64  # passes; a pause is twice as long as the one before
@@ -103,6 +103,7 @@ class NgramDrafter:
 class _Record:
     """Drafts of a row that were verified, and accepted ones among them, both weighted by age."""
 
+    first: float  # chance of a draft before any was verified
     verified: float = 0.0
     accepted: float = 0.0
     misses: int = 0  # verifications in a row without a right draft
@@ -110,7 +111,7 @@ class _Record:
 
     @property
     def chance(self) -> float:
-        return (self.accepted + FIRST) / (self.verified + 1)
+        return (self.accepted + self.first) / (self.verified + 1)
 
 
 @dataclass
@@ -151,7 +152,7 @@ class Drafts:
         room = min(self.most, room // max(1, len(rows)))
         counts: dict[int, int] = {}
         for key, row in rows.items():
-            record = self._records.setdefault(key, _Record())
+            record = self._record(key)
             count = min(room, row.left - 1)
             if record.pause:
                 record.pause -= 1
@@ -169,6 +170,12 @@ class Drafts:
         gains = self._gains({key: len(drafts) for key, drafts in found.items()})
         count = max((place + 1 for place, gain in enumerate(gains) if gain >= WORTH * len(rows)), default=0)
         return {key: drafts[:count] for key, drafts in found.items() if count}
+
+    def _record(self, key: int) -> _Record:
+        """Return the record of a row; that of a new one expects what others have had."""
+        if key not in self._records:
+            self._records[key] = _Record((self.accepted + FIRST) / (self.checked + 1))
+        return self._records[key]
 
     def _gains(self, counts: Mapping[int, int]) -> list[float]:
         """Return the tokens to be expected of the first, second, .. drafts of all rows, which have so many."""
@@ -220,7 +227,7 @@ class Drafts:
         self.drafted += drafted
         self.accepted += accepted
         self.checked += min(drafted, accepted + 1)
-        record = self._records.setdefault(key, _Record())
+        record = self._record(key)
         record.verified = MEMORY * record.verified + min(drafted, accepted + 1)
         record.accepted = MEMORY * record.accepted + accepted
         record.misses = 0 if accepted else record.misses + 1

@@ -23,7 +23,9 @@ from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import counted
 from zinfer.spec.value import Frozen
 
-DRAFT_GAPS = 1.5  # positions of a draft model's KV cache over tokens: what it forgets is closed up now and then
+# Positions of a draft model's KV cache: over tokens, for rows on their way from one micro-batch to another; and besides
+# them, until the gaps of what was forgotten are closed up.
+DRAFT_MOVES, DRAFT_ROOM = 1.25, 256
 Bound = Literal["link", "hbm", "compute", "host memory", "cpu attention", "nvme", "launch"]
 
 CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as the driver reports them
@@ -381,7 +383,7 @@ def tiers(
 
 def draft_kv_bytes(model: ModelSpec, batch_size: int, length: int) -> int:
     """Return the KV cache, in bytes, of the model that drafts for `model`, gaps included; 0 if none does."""
-    return 0 if model.draft is None else round(DRAFT_GAPS * model.draft.kv_bytes(batch_size, length))
+    return 0 if model.draft is None else model.draft.kv_bytes(batch_size, round(DRAFT_MOVES * length) + DRAFT_ROOM)
 
 
 def _kv_buffers(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:

@@ -156,7 +156,7 @@ class Stream(Decoder):
         if name is None:
             return
         if plan is None:
-            raise EngineError(f"draft={name}: the plan has no such model")
+            raise EngineError(f"draft={name}: a model drafts for run, batch, serve and loads of requests alone")
         self.draft = Stream(plan, self.progress)
         if (why_not := self.draft.cannot_draft() or self.draft.cannot_regroup()) is not None:
             raise EngineError(f"draft={name}: {why_not}")

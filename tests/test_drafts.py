@@ -286,6 +286,12 @@ def test_the_number_of_drafts_follows_what_is_accepted() -> None:
     assert set(drafts_of(1.0)[20:]) == {MOST}
     assert sum(size > 0 for size in drafts_of(0.0)) < 15, "drafts that are never right are tried now and then"
     assert 2 <= sorted(drafts_of(0.6))[30] < MOST
+    drafts = Drafts(NgramDrafter())
+    for _ in range(200):  # others were wrong; a new row, and one that was wrong itself, are tried all the same
+        drafts.saw(0, 4, 0)
+    drafts._records[0].pause = 0
+    assert drafts.propose({0: DraftRow([1, 2, 3] * 4, 100)}, 1000)
+    assert drafts.propose({1: DraftRow([1, 2, 3] * 4, 100)}, 1000)
     assert max(drafts_of(1.0, room=4 * 3)) == 3, "no more than there is time for"
     assert set(drafts_of(1.0, room=3)) == {0}
 

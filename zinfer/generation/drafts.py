@@ -28,6 +28,7 @@ from zinfer.spec.engine import MOST_DRAFTS
 LONGEST, SHORTEST = 4, 2  # tokens of the suffix that is looked for, the longest first
 MOST = MOST_DRAFTS
 FIRST = 0.5  # chance of the first draft of all
+LEAST_FIRST = 0.35  # least chance of a row's first draft: after many misses it still is worth more than `WORTH`
 MEMORY = 0.9  # weight of what was verified before, at each further verification
 MISSES = 3  # verifications in a row without a right draft after which a row pauses, where drafting takes no time
 LONGEST_PAUSE = 64  # passes; a pause is twice as long as the one before
@@ -174,7 +175,7 @@ class Drafts:
     def _record(self, key: int) -> _Record:
         """Return the record of a row; that of a new one expects what others have had."""
         if key not in self._records:
-            self._records[key] = _Record((self.accepted + FIRST) / (self.checked + 1))
+            self._records[key] = _Record(max(LEAST_FIRST, (self.accepted + FIRST) / (self.checked + 1)))
         return self._records[key]
 
     def _gains(self, counts: Mapping[int, int]) -> list[float]:

@@ -16,6 +16,7 @@ from tests.command import zinfer
 from tests.test_cli import folder  # noqa: F401
 from tests.test_continuous import LOAD, Words, alike, greedy, run, sequences, small
 from tests.test_drafts import DRAFTED
+from tests.test_graphs import Rerun, recorder
 from tests.test_parity import load
 from tests.test_passes import keep_here, small_blocks
 from zinfer.engine import EngineError
@@ -31,6 +32,7 @@ from zinfer.spec.model import ModelError
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
+assert recorder  # a fixture
 
 
 def like(directory: Path, target: Path, noise: float) -> Path:
@@ -86,6 +88,27 @@ def test_tokens_are_those_of_decoding_one_by_one(
     engine.close()
     assert {one.key: one.output_ids for one in found} == known
     assert accepted == drafted if noise == 0 else 0.2 * drafted < accepted < drafted
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom"])
+def test_steps_of_the_small_model_are_recorded(
+    architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
+) -> None:
+    """They have one token a row, so that CUDA graphs launch them, with rows that keep different numbers of tokens."""
+    small(monkeypatch)
+    small_one = like(checkpoint(architecture), tmp_path / "small", 0.05)
+    engine = load("stream", checkpoint(architecture), "cpu", tmp_path, draft=str(small_one))
+    rows = alike(5, 8, 24)
+    known = rows_of(engine, rows)
+    running = drafting(engine, monkeypatch)
+    found = run(running, [rows])
+    assert engine.draft is not None
+    assert engine.draft.effective().settings["cuda_graphs"] == "on"
+    assert running.drafts is not None
+    assert recorder.replayed > running.drafts.drafted / 5
+    assert 0 < running.drafts.accepted < running.drafts.drafted
+    engine.close()
+    assert {one.key: one.output_ids for one in found} == known
 
 
 @pytest.mark.parametrize("architecture", ["bloom", pytest.param("gpt_neox", marks=pytest.mark.slow)])

@@ -162,8 +162,8 @@ class ModelDrafter:
         engine = self._engine
         ((batch, keys),) = self._parts
         asked = [rows[key] if key in counts else DraftRow((0,), 0) for key in keys]  # type: ignore[index]
-        known = [self._computed.get(key, 0) if key in counts else 0 for key in keys]  # type: ignore[arg-type]
-        lacking = [[*row.token_ids[count:-1]] for row, count in zip(asked, known, strict=True)]
+        known = [self._computed[key] if key in counts else 0 for key in keys]  # type: ignore[index]
+        lacking = [[*row.token_ids[first:-1]] for row, first in zip(asked, known, strict=True)]
         most, count = max(map(len, lacking)), max(counts.values())
         if batch.length + most + count + 1 > batch.capacity:  # gaps are closed up
             batch = engine.regroup([(batch, range(len(keys)))], self._capacity())

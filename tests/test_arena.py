@@ -171,3 +171,28 @@ def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: pytest.M
     assert locked == [(dropped.memory.data_ptr(), 3 * PAGE + 1)]
     del dropped
     assert locked == []
+
+
+READ = """
+import sys
+from zinfer.engine.pinned import PinnedArena
+arena = PinnedArena.attach(int(sys.argv[2]), False, int(sys.argv[1]))
+print(arena.size, arena.used, int(arena.memory.to(int).sum()))
+arena.memory[0] = 9
+"""
+
+
+def test_a_shared_arena_is_one_copy_for_all_processes() -> None:
+    file = pinned.shared_memory()
+    arena = PinnedArena(1 << 30, pin=False, grow=True, shared=file)
+    arena.take(3 * PAGE).fill_(2)
+    arena.seal()
+    assert os.fstat(file).st_size == 3 * PAGE, "memory touched ahead is given back"
+    words = [sys.executable, "-c", READ, str(file), str(arena.size)]
+    found = subprocess.run(words, pass_fds=[file], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [str(3 * PAGE), str(3 * PAGE), str(2 * 3 * PAGE)]
+    assert int(arena.memory[0]) == 9
+    with pytest.raises(ValueError, match="less than"):
+        PinnedArena.attach(4 * PAGE, False, file)
+    arena.close()
+    os.close(file)

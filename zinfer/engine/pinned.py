@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -79,18 +79,29 @@ class PinnedArena:
     is free, a little ahead, while the caller fills what it took; `seal` ends that and page-locks what was taken.
 
     Raises MemoryError, with the bytes requested and the bytes available, before it touches more memory than is free,
-    and where the driver refuses to lock that much. The memory is private and anonymous: it goes with the process,
-    however that ends, and is neither inherited by children nor part of a core dump. An arena that is dropped without
-    `close` unlocks its memory, too.
+    and where the driver refuses to lock that much. The memory is anonymous: it goes with the process, however that
+    ends, and is neither inherited by children nor part of a core dump. It is private unless `shared` is given, an empty
+    file of `shared_memory`: then it is that file's, lies on all nodes, and goes with the last process that has it.
+    Other processes map it with `PinnedArena.attach`. An arena
+    that is dropped without `close` unlocks its memory, too.
     """
 
     def __init__(
-        self, size: int, pin: bool, progress: Progress = silent, grow: bool = False, spread: bool = False
+        self,
+        size: int,
+        pin: bool,
+        progress: Progress = silent,
+        grow: bool = False,
+        spread: bool = False,
+        shared: int | None = None,
     ) -> None:
         self.size = size
         self.used = 0
-        self._node = None if spread else _node_of_gpu()
-        self._map: mmap.mmap | None = _map(max(size, PAGE))
+        self._node = None if spread or shared is not None else _node_of_gpu()
+        self._shared = shared
+        if shared is not None:
+            os.ftruncate(shared, max(size, PAGE))
+        self._map: mmap.mmap | None = _map(max(size, PAGE), shared)
         with torch.inference_mode(False):  # threads that are not in that mode write to it
             self.memory: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=max(size, PAGE))
         self.pinned, self._pin = False, pin
@@ -101,6 +112,21 @@ class PinnedArena:
         if not grow:
             self.take(size, progress)
             self.seal()
+
+    @classmethod
+    def attach(cls, size: int, pin: bool, shared: int) -> Self:
+        """Map the first `size` bytes of an arena that another process has sealed, by its file; page-lock them for this
+        process's GPU if `pin`. Raises MemoryError as the class does."""
+        arena = cls(0, False, shared=None, spread=True)
+        if os.fstat(shared).st_size < size:
+            raise ValueError(f"the arena has less than {gb(size)}")
+        arena.size = arena.used = size
+        arena._map = _map(max(size, PAGE), shared)
+        with torch.inference_mode(False):
+            arena.memory = torch.frombuffer(arena._map, dtype=torch.uint8, count=max(size, PAGE))
+        if pin:
+            arena._register()
+        return arena
 
     @property
     def numa_node(self) -> int | None:
@@ -128,7 +154,9 @@ class PinnedArena:
         self._stop()
         self.size = self.used
         excess = self.used + -self.used % PAGE
-        if self._map is not None and excess < self._asked:
+        if self._shared is not None:
+            os.ftruncate(self._shared, max(excess, PAGE))
+        elif self._map is not None and excess < self._asked:
             self._map.madvise(mmap.MADV_DONTNEED, excess, self._asked - excess)
         if self._pin:
             self._register()
@@ -194,15 +222,25 @@ def check_free(size: int) -> None:
         raise MemoryError(f"{gb(size)} of host memory are needed, {gb(free)} are free. {LESS}")
 
 
-def _map(size: int) -> mmap.mmap:
-    """Map `size` bytes that are not present yet.
+def shared_memory() -> int:
+    """Return the descriptor of an empty file in memory, for a shared arena; programs that are started do not inherit
+    it. Raises MemoryError where the system has none."""
+    try:
+        return os.memfd_create("zinfer")
+    except (AttributeError, OSError) as error:
+        raise MemoryError(f"the system has no files in memory (memfd_create): {error}") from None
+
+
+def _map(size: int, shared: int | None = None) -> mmap.mmap:
+    """Map `size` bytes that are not present yet, of the file `shared` if one is given.
 
     The mapping reserves nothing, since some hosts have little memory at first and more as it is used; `check_free`
     makes sure that there is enough.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    flags = (private if shared is None else mmap.MAP_SHARED) | getattr(mmap, "MAP_NORESERVE", 0x4000)
     try:
-        found = mmap.mmap(-1, size, flags=flags)
+        found = mmap.mmap(-1 if shared is None else shared, size, flags=flags)
     except OSError as error:
         limits = "`ulimit -v` and vm.overcommit_memory may limit it"
         raise MemoryError(f"the system refused to map {gb(size)} ({error.strerror}); {limits}. {LESS}") from None

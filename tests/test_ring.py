@@ -54,12 +54,12 @@ class FakeEvent:
 
 
 class FakeQueues:
-    """Two compute queues and a copy queue. `forget_waits` drops the waits of the queue of that name: a broken ring.
-    `passed` tells, query by query, whether an event is passed; all are when it ends."""
+    """Two compute queues, a copy queue and one between devices. `forget_waits` drops the waits of the queue of that
+    name: a broken ring. `passed` tells, query by query, whether an event is passed; all are when it ends."""
 
     def __init__(self, forget_waits: str = "", passed: Iterable[bool] = ()) -> None:
         self.passed = iter(passed)
-        self._clocks: dict[str, Clock] = {"compute": {}, "copy": {}, "beside": {}}
+        self._clocks: dict[str, Clock] = {"compute": {}, "copy": {}, "beside": {}, "gather": {}}
         self._current = "compute"
         self.forget_waits = forget_waits
         self.writes: dict[int, tuple[str, int]] = {}  # a buffer's last write: queue and time
@@ -87,6 +87,12 @@ class FakeQueues:
         self._current = "beside"
         yield
         self._current = "compute"
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        before, self._current = self._current, "gather"
+        yield
+        self._current = before
 
     def read_behind(self) -> None:
         """Raise Race unless all that the second queue was given comes before what the first one is given next."""
@@ -151,7 +157,14 @@ class Answer:
 class Bench:
     """A ring over `sizes`, the layers' lengths in bytes, whose copies and reads `queues` watches."""
 
-    def __init__(self, sizes: Sequence[int], depth: int, queues: FakeQueues, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        depth: int,
+        queues: FakeQueues,
+        monkeypatch: pytest.MonkeyPatch,
+        ring: Callable[..., PrefetchRing] = PrefetchRing,
+    ) -> None:
         self.queues = queues
         weights = [torch.arange(size, dtype=torch.uint8) + index for index, size in enumerate(sizes)]
         images: list[PackedLayer] = []
@@ -179,7 +192,7 @@ class Bench:
 
         monkeypatch.setattr(PrefetchRing, "_copy", copy)
         monkeypatch.setattr(prefetch, "unpack", unpack)
-        self.ring = PrefetchRing(self.arena.memory, images, depth, CPU, queues)
+        self.ring = ring(self.arena.memory, images, depth, CPU, queues=queues)
         self.weights, self.layers = weights, [Layer(index) for index in range(len(sizes))]
         self.borrowed: list[list[int]] = []
         for index, layer in enumerate(self.layers):

@@ -45,7 +45,8 @@ class Effective(Frozen):
         return self.streamed_bytes_per_step if self.wire_bytes_per_step is None else self.wire_bytes_per_step
 
 
-Lane = Literal["copy", "unpack", "compute"]  # copy over the link, unpack the wire's code, compute with the weights
+# Copy over the link, gather the parts of several GPUs, unpack the wire's code, compute with the weights.
+Lane = Literal["copy", "gather", "unpack", "compute"]
 Carried = Literal["expert", "guess"]  # what a copy carries: experts that were chosen, or guessed to be
 Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
 

@@ -49,11 +49,13 @@ class Event(Protocol):
 
 
 class Queues(Protocol):
-    """Compute queue of a device, which is the current one, a copy queue beside it, and a second compute queue."""
+    """Compute queue of a device, which is the current one, a copy queue beside it, a second compute queue, and one for
+    what devices exchange."""
 
     def event(self) -> Event: ...
     def copying(self) -> AbstractContextManager[Any]: ...  # makes the copy queue the current one
     def beside(self) -> AbstractContextManager[Any]: ...  # makes the second compute queue the current one
+    def gathering(self) -> AbstractContextManager[Any]: ...  # makes the queue between GPUs the current one
     def finish(self) -> None: ...  # makes the CPU wait for all of them
 
 
@@ -64,6 +66,7 @@ class CudaQueues:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._beside = torch.cuda.Stream(device, priority=-1)
+        self._gathering = torch.cuda.Stream(device, priority=-1)
 
     def event(self) -> Event:
         return torch.cuda.Event()
@@ -73,6 +76,9 @@ class CudaQueues:
 
     def beside(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._beside)
+
+    def gathering(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._gathering)
 
     def finish(self) -> None:
         torch.cuda.synchronize()
@@ -404,11 +410,19 @@ class PrefetchRing:
             transfer.before()
             source = transfer.source()
             begin = mark(self._cuda)
-            self._buffers[buffer][: source.numel()].copy_(source, non_blocking=True)
-            self._arrived[buffer].record()
+            self._target(transfer, buffer)[: source.numel()].copy_(source, non_blocking=True)
             copy = (transfer.layer, begin, mark(self._cuda), None)
+            self._complete(transfer, buffer)
         self.copied(copy)
         self._issued += 1
+
+    def _target(self, _transfer: Transfer, buffer: int) -> Tensor:
+        """Return the memory that a transfer is copied to."""
+        return self._buffers[buffer]
+
+    def _complete(self, _transfer: Transfer, buffer: int) -> None:
+        """Record that a buffer holds what it should; called with the copy queue as the current one."""
+        self._arrived[buffer].record()
 
     def _take(self, index: int, piece: Chunk | None) -> Tensor:
         """Return the next transfer's bytes on the device; it must be `piece` of layer `index` (None: a fetch)."""
@@ -473,7 +487,7 @@ class PrefetchRing:
         return _lean(output)
 
     def _unpack(self, index: int) -> None:
-        image, kept = self.images[index], self._kept.get(index)
+        image, kept = self.images[index], self._whole(index)
         if kept is None:
             for piece in image.pieces:
                 content = self._take(index, piece)
@@ -484,6 +498,10 @@ class PrefetchRing:
             with self._unpacking(index):
                 for piece in image.pieces:
                     unpack(piece, kept[piece.start - image.start :], self._slot)
+
+    def _whole(self, index: int) -> Tensor | None:
+        """Return the bytes of a layer that stays on the device; None if they come through the buffers."""
+        return self._kept.get(index)
 
     @contextmanager
     def _unpacking(self, index: int) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from time import perf_counter
+from typing import get_args
 
 import torch
 
@@ -44,7 +45,7 @@ class Trace:
         """Return the spans of each lane in order, in ms; adjacent spans of a layer are merged. Waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
-        merged: dict[Lane, list[Span]] = {"copy": [], "unpack": [], "compute": []}
+        merged: dict[Lane, list[Span]] = {lane: [] for lane in get_args(Lane)}
         for lane, layer, begin, end, carries in self._spans:
             span = Span(lane=lane, layer=layer, start_ms=self._ms(begin), end_ms=self._ms(end), carries=carries)
             if span.end_ms <= 0:

@@ -26,6 +26,7 @@ _ORANGE, _SKY, _BLACK = PALETTE[5:8]  # colours that no engine has
 _VERMILION = PALETTE[1]
 _LOOKS: dict[Lane, tuple[str, str, str]] = {  # colour, name at the axis, meaning
     "copy": (_SKY, "link", "weights cross the link"),
+    "gather": ("#7a5195", "gather", "GPUs exchange their parts"),
     "unpack": (_ORANGE, "unpack", "a layer is unpacked"),
     "compute": (_BLACK, "compute", "the model computes"),
 }

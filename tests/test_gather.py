@@ -1,0 +1,148 @@
+"""The ring of several GPUs: of every piece a part comes over each link, and whatever happens in a trip, all ranks
+gather the same pieces in the same order."""
+
+from collections.abc import Callable
+from itertools import cycle, islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.test_ring import Answer, Bench, FakeQueues, Race
+from zinfer.engine.stream import packed_layer
+from zinfer.engine.stream.gather import GatherRing, share
+from zinfer.engine.stream.packed_layer import PackedLayer
+from zinfer.engine.stream.prefetch import PrefetchRing
+
+
+class FakeRanks:
+    """Rank `rank` of `size` whose peers are always there with their part of the next piece, in the order of layers: a
+    gather of anything else is a gather that the other ranks do not make."""
+
+    def __init__(self, rank: int, size: int, queues: FakeQueues) -> None:
+        self.rank, self.size, self._queues = rank, size, queues
+        self.order: Any = iter(())
+        self.count = 0
+
+    def knows(self, source: Tensor, images: list[PackedLayer]) -> None:
+        self._source, self._pieces = source, [piece for image in images for piece in image.pieces]
+        self.again()
+
+    def again(self) -> None:
+        """Begin with the first piece, as all ranks do where one says so."""
+        self.order = cycle(self._pieces)
+
+    def gather(self, whole: Tensor, part: Tensor) -> None:
+        piece = next(self.order)
+        size = share(piece.size, self.size)
+        assert (whole.numel(), part.numel()) == (size * self.size, size)
+        expected = self._source[piece.start : piece.end]
+        own = expected[self.rank * size : (self.rank + 1) * size]
+        assert torch.equal(part[: own.numel()], own), "a part of another piece"
+        self._queues.write(whole)
+        whole[: expected.numel()] = expected
+        self.count += 1
+
+
+def bench(
+    sizes: list[int], depth: int, patch: pytest.MonkeyPatch, rank: int = 0, size: int = 2, forget: str = ""
+) -> tuple[Bench, FakeRanks]:
+    patch.setattr(packed_layer, "PIECE", 1024)
+    queues = FakeQueues(forget_waits=forget)
+    ranks = FakeRanks(rank, size, queues)
+
+    def make(
+        source: Tensor, images: list[PackedLayer], depth: int, device: torch.device, queues: FakeQueues
+    ) -> PrefetchRing:
+        ranks.knows(source, images)
+        return GatherRing(source, images, depth, device, ranks, queues)
+
+    return Bench(sizes, depth, queues, patch, make), ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([40, 512, 1300, 2600, 5000]), min_size=1, max_size=5),
+    depth=st.integers(2, 7),
+    place=st.sampled_from([(0, 2), (1, 2), (0, 3), (2, 3)]),
+    kept=st.sets(st.integers(0, 4)),
+    trips=st.lists(
+        st.one_of(
+            st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)),
+            st.sampled_from(["idle", "fails"]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_every_trip_has_the_same_gathers(
+    sizes: list[int], depth: int, place: tuple[int, int], kept: set[int], trips: list[Any]
+) -> None:
+    """Trips of any mixture, idle ones and ones that fail half-way: the weights are right, no buffer is overwritten
+    early, and after each trip the same number of pieces was gathered."""
+    with pytest.MonkeyPatch.context() as patch:
+        one, ranks = bench(sizes, depth, patch, *place)
+        ring = one.ring
+        assert isinstance(ring, GatherRing)
+        pieces, first = sum(len(image.pieces) for image in ring.images), min(depth, len(ring.images[0].pieces))
+        layers = kept & set(range(len(sizes)))
+        if layers:
+            ring.keep(layers)
+            ranks.again()
+            ranks.count = 0
+            ring.start()
+        whole = sum(image.slot_bytes for index, image in enumerate(ring.images) if index not in layers)
+        for number, trip in enumerate(trips):
+            before = ring.bytes_copied
+            if trip == "idle":
+                ring.idle_trip()
+            elif trip == "fails":
+                one.layers[0].due = number % 2
+                with pytest.raises(MemoryError), ring.trip(1, fetches=[Answer(0, number)]):  # noqa: PT012
+                    one.layers[0]()
+                    raise MemoryError
+            else:
+                calls, count, beside = trip
+                one.borrowed.clear()
+                one.trip(calls, [Answer(fetch, number) for fetch in range(count)], beside)
+                assert one.borrowed == [[f, layer, number, 7] for layer in range(len(sizes)) for f in range(count)]
+            assert ring.bytes_copied - before == whole
+            assert (ring.trips, ranks.count) == (number + 1, (number + 1) * pieces + first)
+        one.close()
+
+
+@pytest.mark.parametrize("forget", ["gather", "compute", "copy"])
+def test_a_wait_that_is_missing_is_seen(forget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Race):  # noqa: PT012
+        one, _ = bench([2600, 2600, 2600], 3, monkeypatch, forget=forget)
+        one.trip()
+
+
+def test_a_fetch_wider_than_a_buffer_leaves_what_was_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, ranks = bench([1300, 1300], 3, monkeypatch)
+    before = ranks.count
+    with one.ring.trip(1, fetches=[Answer(0, 0, nbytes=1 << 14)]):
+        assert one.ring.buffer_bytes == 1 << 14
+        assert ranks.count - before <= 3
+    one.ring.resize(3)
+    one.trip()
+    assert one.ring.buffer_bytes == 1 << 14, "no rank begins anew for itself"
+    one.close()
+
+
+@pytest.mark.parametrize("change", [lambda ring: ring.resize(5), lambda ring: ring.keep([1]), GatherRing.abandon])
+def test_what_all_ranks_change_begins_anew(
+    change: Callable[[GatherRing], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, ranks = bench([1300, 700], 3, monkeypatch)
+    one.trip()
+    assert isinstance(one.ring, GatherRing)
+    change(one.ring)
+    ranks.again()
+    one.ring.start()
+    one.trip()
+    assert list(islice(ranks.order, 1)) == [one.ring.images[1].pieces[0]], "one piece of the next trip came ahead"
+    one.close()

@@ -1,0 +1,234 @@
+"""Ring of several GPUs of a host: each copies its part of every piece over its own link, and they gather the rest.
+
+Every GPU (a rank) has a ring of its own, with buffers for whole pieces. Of each piece a rank copies an equal part into
+that part's place in the buffer, and a gather between the ranks completes the buffer: in a queue of its own, ahead of
+compute as the copies are, so that it is hidden behind the pass. So each byte crosses one link, once. All else is as in
+the ring of one GPU, whatever the form of the weights: the layer is unpacked and computed from whole buffers.
+
+The gathers of all ranks must be the same ones, in the same order. Hence what a rank does beyond `PrefetchRing`'s:
+
+1. A trip has one gather for each piece, whatever happens in it: a trip that ends early, or in an exception, takes part
+   in the gathers that are left (`_drain`), and a rank without work runs a trip without calls (`idle_trip`).
+2. The pieces that are copied ahead for the next trip are always the same ones, the first of the first layer. What else
+   the next trip fetches, rank by rank, never changes them.
+3. Layers that stay are shared out, too: each rank keeps its part of them, and they pass through the buffers without
+   crossing a link.
+4. Ranks call `resize`, `keep` and `start` alike.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zinfer.engine.pinned import ALIGNMENT
+from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
+from zinfer.engine.stream.prefetch import Fetch, PrefetchRing, Queues, Transfer
+from zinfer.engine.stream.trace import mark
+
+
+class Ranks(Protocol):
+    """Ranks that exchange their parts; this process is number `rank` of `size`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def gather(self, whole: Tensor, part: Tensor) -> None:
+        """Fill `whole`, uint8 ``[size * n]`` on the device, with the ``[n]`` parts of all ranks, in the order of their
+        numbers, in the current queue. `part` is this rank's, and may be its place in `whole`."""
+
+
+def share(size: int, ranks: int) -> int:
+    """Return the bytes of a rank's part of a piece of `size` bytes: the last parts may be shorter, or empty."""
+    return -(-size // (ranks * ALIGNMENT)) * ALIGNMENT
+
+
+class GatherRing(PrefetchRing):
+    """Ring whose pieces come in parts, one over the link of each of `ranks`; for the rest see `PrefetchRing`."""
+
+    def __init__(
+        self,
+        source: Tensor,
+        images: list[PackedLayer],
+        depth: int,
+        device: torch.device,
+        ranks: Ranks,
+        queues: Queues | None = None,
+    ) -> None:
+        self.trips = 0  # trips that are done, whatever their end
+        self._ranks = ranks
+        self._own: dict[int, Tensor] = {}  # start of a piece that stays -> this rank's part of it, on the device
+        self._left = 0  # pieces of the trip under way that are not taken yet
+        super().__init__(source, images, depth, device, queues)
+
+    def resize(self, depth: int, least_bytes: int = 0) -> None:
+        """Change the ring as `PrefetchRing` does; buffers that a fetch of this rank needed wider stay so."""
+        whole = max(self._whole_bytes(piece) for image in self.images for piece in image.pieces)
+        wide = self._buffer_bytes if depth == self._depth else 0
+        super().resize(depth, max(least_bytes, whole, wide))
+
+    def keep(self, layers: Iterable[int]) -> None:
+        """Keep `layers` on the devices from now on, each its part; wait for the device if that changes anything."""
+        wanted = set(layers)
+        if wanted == self._kept.keys():
+            return
+        self._settle()
+        for index in set(self._kept) - wanted:
+            del self._kept[index]
+            for piece in self.images[index].pieces:
+                del self._own[piece.start]
+        for index in sorted(wanted - self._kept.keys()):
+            parts = [self._part(piece) for piece in self.images[index].pieces]
+            self._kept[index] = torch.cat(parts).to(self._device)
+            ends = self._kept[index].split([part.numel() for part in parts])
+            self._own |= {piece.start: part for piece, part in zip(self.images[index].pieces, ends, strict=True)}
+
+    def start(self) -> None:
+        """Begin to fill the buffers for the next trip; the source must be complete by now, on all ranks."""
+        if self._next is None:
+            self._settle()
+            self._coming, self._next = islice(self._pieces(), self._ahead), ()
+            if self._queues is not None:
+                self._fill()
+
+    @contextmanager
+    def trip(
+        self, calls: int = 1, turn: Callable[[int], None] = lambda _layer: None, fetches: Sequence[Fetch] = ()
+    ) -> Iterator[None]:
+        if self._trip is None:
+            self.start()
+            self._widen(max((fetch.nbytes for fetch in fetches), default=0))
+            self._left = sum(len(image.pieces) for image in self.images)
+            self._coming = chain(self._transfers(tuple(fetches)), islice(self._pieces(), self._ahead))
+            self._next = tuple(fetches)
+        try:
+            with super().trip(calls, turn, fetches):
+                if self._queues is not None:
+                    self._fill()
+                yield
+        finally:
+            if self._trip is None:
+                self._drain()
+                self._next = ()
+                self.trips += 1
+
+    def idle_trip(self) -> None:
+        """Run a trip without work: take part in its gathers."""
+        with self.trip():
+            pass
+
+    def abandon(self) -> None:
+        """Wait for the device and drop what was copied ahead: all ranks begin anew then."""
+        self._settle()
+
+    def drop_fetches(self) -> None:
+        """Wait for the device, before memory that fetches read from is changed or freed; none is fetched ahead."""
+        if self._queues is not None:
+            self._queues.finish()
+
+    def close(self) -> None:
+        super().close()
+        self._own = {}
+
+    @property
+    def _ahead(self) -> int:
+        """Number of pieces that are copied before their trip begins."""
+        return 0 if self._queues is None else min(self._depth, len(self.images[0].pieces))
+
+    def _whole_bytes(self, piece: Chunk) -> int:
+        return self._ranks.size * share(piece.size, self._ranks.size)
+
+    def _part(self, piece: Chunk) -> Tensor:
+        """Return this rank's part of a piece, in the source."""
+        size = share(piece.size, self._ranks.size)
+        start = min(piece.start + self._ranks.rank * size, piece.end)
+        return self._source[start : min(start + size, piece.end)]
+
+    def _bytes(self, piece: Chunk) -> Tensor:
+        stays = self._own.get(piece.start)
+        return self._part(piece) if stays is None else stays
+
+    def _whole(self, index: int) -> Tensor | None:
+        return None
+
+    def _pieces(self) -> Iterator[Transfer]:
+        """Yield the transfers of a trip without fetches."""
+        for index, image in enumerate(self.images):
+            yield from self._of_layer(index, image)
+
+    def _of_layer(self, index: int, image: PackedLayer) -> Iterator[Transfer]:
+        for piece in image.pieces:
+            yield Transfer(index, partial(self._bytes, piece), piece)
+
+    def _transfers(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
+        """Yield the transfers of a trip that are not copied ahead."""
+        for index, image in enumerate(self.images):
+            yield from islice(self._of_layer(index, image), 0 if index else self._ahead, None)
+            yield from filter(None, (fetch.transfer(index) for fetch in fetches))
+
+    def _widen(self, size: int) -> None:
+        """Make the buffers of this rank at least `size` bytes, with what they hold."""
+        if size <= self._buffer_bytes:
+            return
+        if self._queues is not None:
+            self._queues.finish()
+            for number, narrow in enumerate(self._buffers):
+                wide = torch.empty(size, dtype=torch.uint8, device=self._device)
+                wide[: narrow.numel()] = narrow
+                self._buffers[number] = wide
+        self._buffer_bytes = size
+
+    def _target(self, transfer: Transfer, buffer: int) -> Tensor:
+        if transfer.piece is None:
+            return super()._target(transfer, buffer)
+        return self._buffers[buffer][self._ranks.rank * share(transfer.piece.size, self._ranks.size) :]
+
+    def _complete(self, transfer: Transfer, buffer: int) -> None:
+        if transfer.piece is None or self._queues is None:
+            super()._complete(transfer, buffer)
+            return
+        copied, size = self._queues.event(), self._whole_bytes(transfer.piece)
+        copied.record()
+        with self._queues.gathering():
+            copied.wait()
+            whole, begin = self._buffers[buffer][:size], mark(self._cuda)
+            self._ranks.gather(whole, whole.chunk(self._ranks.size)[self._ranks.rank])
+            self._arrived[buffer].record()
+            if self._trace is not None:
+                self._trace.add("gather", transfer.layer, begin, mark(self._cuda))
+
+    def _take(self, index: int, piece: Chunk | None) -> Tensor:
+        content = super()._take(index, piece)
+        if piece is None:
+            return content
+        self._left -= 1
+        if index in self._kept:
+            self.bytes_copied -= piece.size  # crossed no link
+        if self._queues is not None:
+            return content
+        part = torch.zeros(share(piece.size, self._ranks.size), dtype=torch.uint8)
+        part[: content.numel()] = content
+        whole = torch.empty(self._whole_bytes(piece), dtype=torch.uint8)
+        self._ranks.gather(whole, part)
+        return whole
+
+    def _drain(self) -> None:
+        """Take part in the gathers that are left of a trip, and free its buffers: all of it is done after one that
+        ended well."""
+        while self._queues is not None and self._returned < self._taken:
+            self._give_back()
+        if len(self._flying) > self._issued - self._taken and self._flying[-1].piece is None:
+            self._flying.pop()  # not issued yet
+        self._coming = (transfer for transfer in self._coming if transfer.piece is not None)
+        while self._left or any(transfer.piece is None for transfer in self._flying):
+            if self._queues is not None:
+                self._fill()
+            elif not self._flying:
+                self._flying.append(next(self._coming))
+            self._take(self._flying[0].layer, self._flying[0].piece)
+            self._give_back()

@@ -477,7 +477,7 @@ def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
     gpu, host, nvme = small
     others = spec.other_bytes
     kept = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
-    assert gpu.weights == (kept + others) // setup.gpus
+    assert gpu.weights == kept // setup.gpus + others
     assert host.weights + nvme.weights == (0 if setup.tier == "gpu" else stored)
     assert sum(getattr(gpu, part) for part in type(gpu).model_fields) == gpu.total
 

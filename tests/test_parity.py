@@ -82,7 +82,7 @@ def load(
     if (draft := draft_model(name, case.options)) is not None:
         spec = spec.model_copy(update={"draft": resolve.from_directory(Path(draft)).with_dtype(dtype)})
     plan = make_plan(case, spec, MACHINE, str(nvme_path))
-    return base.load(engine.kind(name).target)(steered(plan, here, tokens))
+    return base.load(engine.kind(name).target).start(steered(plan, here, tokens))
 
 
 def greedy(loaded: Engine, lengths: tuple[int, ...]) -> Tensor:

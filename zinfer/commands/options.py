@@ -147,13 +147,15 @@ SHORTHANDS = {  # options of `stream` that have a flag of their own
     "draft": "Tokens guessed ahead, which one pass verifies; ngram: what followed the last tokens before; MODEL: those "
     "of a small model of the same tokenizer, named as for --model.",
     "experts": "Routed experts that cross the link: all, or those that the router chose (on-demand).",
+    "gpus": "GPUs of this host that share out the weights and the rows, each with its own link.",
 }
 
 
 def shorthand(name: str) -> Callable[[Command], Command]:
     """Return the click option ``--name`` of an option of `stream`, a comma list of its values."""
     field = StreamOptions.model_fields[name]
-    kind = Words(tuple(values(field)), others=field.title is not None)
+    choices = tuple(values(field))
+    kind = Numbers() if choices == ("N",) else Words(choices, others=field.title is not None)
     return click.option(f"--{name.replace('_', '-')}", name, type=kind, help=SHORTHANDS[name])
 
 

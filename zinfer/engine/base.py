@@ -53,6 +53,7 @@ class Engine(ABC):
 
     one_trip: ClassVar[bool] = False  # True if several works share one trip of the weights, instead of one each
     draft: "Engine | None" = None  # engine of the model that drafts for this one
+    several: ClassVar[str] = ""  # ``module:Class`` of the engine that does the same on several GPUs, if there is one
 
     @property
     def joins(self) -> bool:
@@ -67,6 +68,11 @@ class Engine(ABC):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.expected: Workload | None = None
         self.batches: list[Any] = []  # micro-batches admitted and not retired
+
+    @classmethod
+    def start(cls, plan: Plan, progress: Progress = silent) -> "Engine":
+        """Return the engine that does what `plan` says: one of this class, or on several GPUs of `several`."""
+        return (cls if plan.placement.gpus == 1 or not cls.several else load(cls.several))(plan, progress)
 
     @classmethod
     def unable(cls) -> str | None:

@@ -82,8 +82,7 @@ class PinnedArena:
     and where the driver refuses to lock that much. The memory is anonymous: it goes with the process, however that
     ends, and is neither inherited by children nor part of a core dump. It is private unless `shared` is given, an empty
     file of `shared_memory`: then it is that file's, lies on all nodes, and goes with the last process that has it.
-    Other processes map it with `PinnedArena.attach`. An arena
-    that is dropped without `close` unlocks its memory, too.
+    Other processes map it with `PinnedArena.attach`. An arena that is dropped without `close` unlocks its memory, too.
     """
 
     def __init__(

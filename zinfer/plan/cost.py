@@ -72,7 +72,7 @@ class Placement(Frozen):
     """Place of weights, KV cache and buffers, and how they move: all that an engine does, and nothing else."""
 
     tier: Literal["gpu", "host", "nvme"] = "gpu"  # tier of the weights that are not resident
-    gpus: int = Field(default=1, ge=1)  # GPUs, each with its own link and an equal part of weights, cache and work
+    gpus: int = Field(default=1, ge=1)  # GPUs, each with its own link, and with its part of resident layers and of rows
     resident_bytes: int = 0  # bytes of layers that stay, on all GPUs together, besides the weights outside the layers
     resident_layers: tuple[int, ...] = ()  # numbers of whole layers that stay; spread so that the link never idles
     codec: Literal["none", "lossless"] = "none"  # code of streamed weights on the wire
@@ -250,11 +250,11 @@ def _pass(
     from_host = weights + hosted
     if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and link is None):
         return Times()
-    share = setup.gpus  # everything is split between them
+    share = setup.gpus  # each brings its part of the weights over its link, and computes its rows with all of them
     streamed = wire_bytes(setup, model, tokens) / setup.wire_ratio
     limits: dict[Bound, float] = {
         # a streamed weight is written to GPU memory before it is read
-        "hbm": (read + streamed + kv - (hosted if setup.kv_on_cpu else 0)) / share / machine.hbm_bandwidth,
+        "hbm": (read + streamed + (kv - (hosted if setup.kv_on_cpu else 0)) / share) / machine.hbm_bandwidth,
         "compute": flops / share / (factors.mfu * machine.matmul_flops)
         + (0 if factors.perfect else passed / share / machine.hbm_bandwidth),
         "launch": factors.layer_s * model.num_layers,
@@ -270,7 +270,7 @@ def _pass(
         limits["cpu attention"] = hosted / cpu
     elif hosted and setup.kv_on_cpu and cpu is not None:
         # These follow each other in every layer: weights are unpacked, the GPU computes, the CPU attends.
-        unpacked = 0.0 if setup.wire_ratio == 1 else streamed / share / (UNPACKING * machine.hbm_bandwidth)
+        unpacked = 0.0 if setup.wire_ratio == 1 else streamed / (UNPACKING * machine.hbm_bandwidth)
         on_gpu = unpacked + limits["hbm"] + limits["compute"] + limits["launch"]
         attending, copying = contended_rates(setup, machine, cpu, hosted, limits.get("link", 0.0))
         limits["cpu attention"] = attending + on_gpu
@@ -346,8 +346,8 @@ def tiers(
     setup: Placement, model: ModelSpec, machine: Machine, batch_size: int, input_len: int, output_len: int,
     factors: Efficiency | None = None,
 ) -> tuple[Bytes, Bytes, Bytes]:  # fmt: skip
-    """Count bytes on one GPU, on the host and on NVMe. Without a GPU the host carries the device's bytes as well; they
-    are listed apart all the same."""
+    """Count bytes on one GPU (of several the one with most rows), on the host and on NVMe. Without a GPU the host
+    carries the device's bytes as well; they are listed apart all the same."""
     factors = factors or Efficiency()
     stored, others = model.streamed_bytes, model.other_bytes
     kv = round(model.kv_bytes(batch_size, input_len + output_len) * setup.kv_ratio)
@@ -356,19 +356,20 @@ def tiers(
     comes = offloaded > resident or setup.experts == "on-demand"  # experts that stay are unpacked into the slot, too
     slots = round(setup.slots * model.layer_bytes) if comes else 0
     hosted = round(kv * setup.kv_host_share)
+    rows = -(-batch_size // setup.gpus)
+    own = round(model.kv_bytes(rows, input_len + output_len) * setup.kv_ratio)
     if hosted and not setup.kv_on_cpu:
-        slots += _kv_buffers(setup, model, batch_size, input_len, input_len + output_len)
-    working = activations(setup, model, batch_size, input_len)
-    if model.draft is not None:  # all of it is on the GPU
+        slots += _kv_buffers(setup, model, rows, input_len, input_len + output_len)
+    working = activations(setup, model, rows, input_len)
+    if model.draft is not None:  # all of it is on the GPU, or on the first one
         others += model.draft.weight_bytes
-        kv += draft_kv_bytes(model, batch_size, input_len + output_len)
         working += activations(setup, model.draft, batch_size, input_len)
     extra = round((factors.memory - 1) * (slots + working))
     gpu = Bytes(
-        weights=(round(resident * setup.kept_ratio) + (others if setup.resident_others else 0)) // setup.gpus,
-        kv_cache=(kv - hosted) // setup.gpus,
-        buffers=slots // setup.gpus,
-        activations=(working + extra) // setup.gpus,
+        weights=round(resident * setup.kept_ratio) // setup.gpus + (others if setup.resident_others else 0),
+        kv_cache=own - round(own * setup.kv_host_share) + draft_kv_bytes(model, batch_size, input_len + output_len),
+        buffers=slots,
+        activations=working + extra,
         overhead=CONTEXT_BYTES if machine.gpu_count else 0,
     )
     on_host = offloaded if setup.tier == "host" else 0
@@ -376,7 +377,7 @@ def tiers(
         weights=round(on_host * setup.kept_ratio) + (0 if setup.resident_others else others),
         kv_cache=hosted,
         buffers=2 * model.layer_bytes if setup.tier == "nvme" else 0,
-        overhead=(setup.host_rounding if on_host else 0) + PROCESS_BYTES,
+        overhead=(setup.host_rounding if on_host else 0) + PROCESS_BYTES * setup.gpus,
     )
     return gpu, host, Bytes(weights=offloaded if setup.tier == "nvme" else 0)
 

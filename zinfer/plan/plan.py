@@ -205,8 +205,9 @@ def is_lossless(case: Case, model: ModelSpec, machine: Machine) -> bool:
 def experts_on_demand(case: Case, model: ModelSpec, wire_ratio: float) -> bool:
     """Tell whether only those routed experts cross the link that the router chose. This holds for every batch of a
     load, since the layout of its weights in host memory does."""
-    experts = plan_options(case.engine, case.options).experts
-    if experts == "all" or case.offload != "cpu" or model.num_experts < 2 or not model.expert_bytes:
+    options = plan_options(case.engine, case.options)
+    experts = options.experts
+    if experts == "all" or options.gpus > 1 or case.offload != "cpu" or model.num_experts < 2 or not model.expert_bytes:
         return False
     if experts == "on-demand":
         return True
@@ -311,7 +312,13 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         pinned=options.pin_memory,
     )
     update: dict[str, object] = {"resident_bytes": resident_bytes(case.gpu_weights, model.streamed_bytes, automatic)}
-    if transport.graphs and machine.gpu_count and options.kv_offload == "none" and not options.kv_in_8_bits:
+    if (
+        transport.graphs
+        and machine.gpu_count
+        and options.gpus == 1
+        and options.kv_offload == "none"
+        and not options.kv_in_8_bits
+    ):
         update["graphs"] = case.offload == "none" or update["resident_bytes"] == model.streamed_bytes
     if transport.coded_at_rest or own:
         update["kept_ratio"] = common.wire_ratio
@@ -383,7 +390,9 @@ def split_free_memory(
     if setup.experts == "on-demand":
         return _split_for_experts(setup, model, machine, free)
     depth = max(RING_DEPTH, setup.buffers)
-    buffer = cost.buffer_bytes(setup, model, load.batch_size, load.input_len, load.total_len)
+    own = -(-load.batch_size // setup.gpus)
+    buffer = cost.buffer_bytes(setup, model, own, load.input_len, load.total_len)
+    buffer *= setup.gpus  # each GPU has whole ones
     more = max(0, min(setup.layer_pieces - depth, free // buffer)) if machine.gpu_count else 0
     if setup.ring_depth:
         free -= more * buffer

@@ -117,6 +117,9 @@ class StreamOptions(EngineOptions):
         description="Experts on demand that the next layer is guessed to choose, copied while the link would idle; "
         "auto: as long as that saves time.",
     )
+    gpus: Count = Field(
+        1, description="GPUs of the host, each with its own link: they share out weights and rows; with offload cpu."
+    )
 
     def transport(self) -> Transport:
         graphs = self.cuda_graphs == "auto"
@@ -128,6 +131,15 @@ class StreamOptions(EngineOptions):
         return None if self.draft in ("none", "ngram") else self.draft
 
     def conflict(self, offload: Offload) -> str | None:
+        if self.gpus > 1 and offload != "cpu":
+            return (
+                f"gpus={self.gpus} does not go with offload {offload}: weights come over several links with offload cpu"
+            )
+        if self.gpus > 1 and self.experts == "on-demand":
+            return (
+                f"experts=on-demand does not go with gpus={self.gpus}: experts of a router's choice come to one GPU; "
+                "choose from auto, all"
+            )
         if self.experts == "on-demand" and offload == "none":
             return (
                 "experts=on-demand does not go with offload none: experts cross the link only with offload cpu; choose "

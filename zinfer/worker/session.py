@@ -135,7 +135,7 @@ def load(session: Session, request: Load) -> Loaded:
 def _import(target: str) -> "Callable[[Plan, Progress], Engine]":
     from zinfer.engine import base
 
-    return base.load(target)
+    return base.load(target).start
 
 
 def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, Progress], Engine]]") -> Loaded:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from zinfer.engine.stream.experts import (
     plain_experts,
 )
 from zinfer.engine.stream.few_experts import FewExperts
+from zinfer.engine.stream.gather import GatherRing
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
@@ -56,7 +57,11 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.case import Option, Workload
 from zinfer.spec.engine import StreamOptions
+from zinfer.spec.progress import Progress, silent
 from zinfer.spec.source import revision_of
+
+if TYPE_CHECKING:
+    from zinfer.engine.stream.ranks import Group
 
 VERIFIED = 16  # tokens of a row that a decode step takes at most; more of them are a prompt's
 DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
@@ -83,16 +88,23 @@ class Stream(Decoder):
     memory (`cpu`)."""
 
     one_trip: ClassVar[bool] = True
+    several: ClassVar[str] = "zinfer.engine.stream.team:Team"
     options: StreamOptions
     _arena: PinnedArena | None = None
     _ring: PrefetchRing | None = None
     _pool: ExpertPool | None = None  # of experts that come on demand
+    _expert_images: dict[int, LayerImages]
     _kv_pool: HostPool | None = None  # for keys and values of all micro-batches
     # Last micro-batch: sequences with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
     _streamed_per_step = _fetched_per_step = 0
     _from_folder = False  # layers were read as `zinfer pack` stored them
     _placed: tuple[Plan, Workload, Placement] | None = None
+    given: Placement | None = None  # placement of the work of all ranks together, if this is one of several
+
+    def __init__(self, plan: Plan, progress: Progress = silent, group: "Group | None" = None) -> None:
+        self._group = group
+        super().__init__(plan, progress)
 
     def _load(self) -> None:
         plan = self.plan
@@ -128,9 +140,14 @@ class Stream(Decoder):
             for name, entry in (state.outside if streamed else state.entries).items()
         }
         if streamed:
-            images = self._coded_images(resident) if self._lossless else self._plain_images(resident)
+            group = self._group
+            images = self._images(resident) if group is None else self._share_images(group, resident)
             assert self._arena is not None
-            self._ring = PrefetchRing(self._arena.memory, images, 2, self.device)  # prefill makes it deeper
+            source = self._arena.memory
+            if group is None:
+                self._ring = PrefetchRing(source, images, 2, self.device)  # prefill makes it deeper
+            else:
+                self._ring = GatherRing(source, images, 2, self.device, group)
             for number, layer in enumerate(self._layers):
                 self._ring.attach(number, layer, state.of_layer(number))
             if self._expert_images:
@@ -141,7 +158,8 @@ class Stream(Decoder):
                 )  # fmt: skip
                 for number, experts in self._experts.items():
                     self._pool.attach(number, self._layers[number], experts)
-            self._ring.start()
+            if self._group is None:
+                self._ring.start()
         else:
             for name, tensor in state.load(self.device, self.progress):
                 resident[name].copy_(tensor)
@@ -151,9 +169,10 @@ class Stream(Decoder):
         self._ready()
 
     def _load_draft(self) -> None:
-        """Load the model that drafts, if one does: all of it on the device. Raises EngineError for one that cannot."""
+        """Load the model that drafts, if one does: all of it on the device, of several the first. Raises EngineError
+        for one that cannot."""
         name, plan = self.options.draft_model, self.plan.of_draft()
-        if name is None:
+        if name is None or (self._group is not None and self._group.rank):
             return
         if plan is None:
             raise EngineError(f"draft={name}: a model drafts for run, batch, serve and loads of requests alone")
@@ -180,18 +199,44 @@ class Stream(Decoder):
             return {}
         return {index: experts for index, experts in found.items() if isinstance(experts, Experts)}
 
+    def _images(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
+        return self._coded_images(resident) if self._lossless else self._plain_images(resident)
+
+    def _share_images(self, group: "Group", resident: Mapping[str, Tensor]) -> list[PackedLayer]:
+        """Return the images of the layers, with their arena, and fill `resident`: the leader of a group loads them, the
+        others get them from it. Raises EngineError for a model that a pass may call otherwise than layer by layer."""
+        trial = None if self._own_cache else make_cache(self.model.config, 1, 1)
+        if not isinstance(trial, RowCache) or len(trial.layers) != len(self._layers):
+            name = self.plan.model.name
+            raise EngineError(f"gpus={group.size} is not for {name}: its layers keep their cache whole")
+        images: list[PackedLayer]
+        if group.rank == 0:
+            images = self._images(resident)
+            assert self._arena is not None
+            group.share((images, self._arena.size))
+        else:
+            self._expert_images = {}
+            images, size = group.share(None)
+            self._arena = PinnedArena.attach(size, self.device.type == "cuda", group.weights)
+        group.agree()
+        group.join()
+        for name in sorted(resident):
+            group.broadcast(resident[name])
+        return images
+
     def _plain_images(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
         """Fill an arena with uncoded layers, and the tensors `resident`, by name, with the weights outside the
         layers."""
         images: list[PackedLayer] = []
-        self._expert_images: dict[int, LayerImages] = {}
+        self._expert_images = {}
         end = 0
         for number in range(len(self._layers)):
             images.append(plain(self._layout(number), end))
             end = images[-1].end
             if number in self._experts:
                 self._expert_images[number], end = plain_experts(self._experts[number], end)
-        self._arena = PinnedArena(end, pin=self.device.type == "cuda", progress=self.progress)
+        shared = None if self._group is None else self._group.weights
+        self._arena = PinnedArena(end, pin=self.device.type == "cuda", progress=self.progress, shared=shared)
         views = [self._arena.views(image.blocks, image.start) for image in images]
         for index, group in by_layer(self._weights, self._weights.load(self.device, self.progress)):
             target = resident if index is None else views[index]
@@ -217,7 +262,8 @@ class Stream(Decoder):
         raw = sum(lay_out(self._layout(index))[1] for index in range(len(self._layers)))
         for experts in self._experts.values():
             raw += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
-        self._arena = PinnedArena(raw, pin=self.device.type == "cuda", grow=True)
+        shared = None if self._group is None else self._group.weights
+        self._arena = PinnedArena(raw, pin=self.device.type == "cuda", grow=True, shared=shared)
         self._expert_images = {}
         folder = None if self._experts else self._packed()  # packed layers hold their experts in one piece
         self._from_folder = folder is not None
@@ -285,7 +331,7 @@ class Stream(Decoder):
         rows, length = mask.shape
         if not self.batches:
             self._expert_steps.clear()
-        load = self.expected or self._together(rows, length, capacity)
+        load = self.expected or together(self.batches, rows, length, capacity)
         placement = self._placement(load)
         self._graphs.make_room(rows, capacity)
         if self._ring is not None:
@@ -304,10 +350,11 @@ class Stream(Decoder):
             self._kv_rows, self._kv_place = hosted, batch.host.place
             if isinstance(batch.host, CpuCache):
                 automatic = max(1, round(placement.kv_cpu_share * self._threads))
-                self._kv_threads = placement.kv_threads or automatic
+                asked = placement.kv_threads and max(1, placement.kv_threads // placement.gpus)
+                self._kv_threads = asked or automatic
                 # The number holds for all work of the CPU: teams of two sizes in turn end and start threads each time.
                 torch.set_num_threads(self._kv_threads)
-        if self._ring is not None:
+        if self._ring is not None and self._group is None:  # the ranks of a group begin together, with a trip
             self._ring.start()
         return batch
 
@@ -335,17 +382,13 @@ class Stream(Decoder):
         return rows - min(rows, max(0, room - used) // capacity)
 
     def _placement(self, load: Workload) -> Placement:
-        """Return the plan's placement of `load`; that of the last one is kept, since repeats are timed."""
+        """Return the plan's placement of `load`, or the one given for all ranks; that of the last one is kept, since
+        repeats are timed."""
+        if self.given is not None:
+            return self.given
         if self._placed is None or self._placed[0] is not self.plan or self._placed[1] != load:
             self._placed = self.plan, load, self.plan.at(load).placement
         return self._placed[2]
-
-    def _together(self, rows: int, length: int, capacity: int) -> Workload:
-        """Return the workload of all admitted micro-batches and one more, as if they were one."""
-        lengths = [length, *(batch.prompt_len for batch in self.batches)]
-        capacities = [capacity, *(batch.capacity for batch in self.batches)]
-        size = rows + sum(batch.batch_size for batch in self.batches)
-        return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
 
     def _share_out(self, ring: PrefetchRing, placement: Placement) -> None:
         """Give the ring its buffers, and the GPU its layers, as `placement` says."""
@@ -393,6 +436,18 @@ class Stream(Decoder):
         hosted = self.plan.model.kv_bytes(placement.host_rows(load.batch_size), load.total_len)
         pool.reserve(int(hosted * placement.kv_ratio) + 2 * ALIGNMENT * len(self._layers))
         return pool
+
+    def place(self, placement: Placement) -> None:
+        """Place weights and buffers as `placement` says, which counts the work of all ranks. Raises
+        torch.OutOfMemoryError."""
+        self.given = placement
+        if self._ring is not None:
+            self._share_out(self._ring, placement)
+
+    def use_threads(self, count: int) -> None:
+        """Use no more than `count` threads of the CPU."""
+        self._threads = count
+        torch.set_num_threads(count)
 
     def expect(self, load: Workload | None) -> None:
         super().expect(load)
@@ -498,7 +553,7 @@ class Stream(Decoder):
         if self.options.cuda_graphs == "off":
             return False
         ring, why_not = self._ring, None
-        if ring is not None and (ring.streamed or self._pool is not None):
+        if ring is not None and (ring.streamed or self._pool is not None or self._group is not None):
             why_not = "weights cross the link"
         elif any(batch.hosted for batch in self.batches):
             why_not = "keys and values are in host memory"
@@ -593,12 +648,24 @@ class Stream(Decoder):
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         while True:
-            try:
-                return self._forward(works)
-            except NotRaggedError:
-                self._ragged.able = False
-            except NotStackedError:
-                self._stacks = False  # from now on each micro-batch has a pass of its own
+            found = self.attempt(works)
+            if found is not None:
+                return found
+
+    def attempt(self, works: Sequence[Work]) -> list[Tensor] | None:
+        """Compute a pass as `forward` does; return None where it has to be computed once more, in another way."""
+        try:
+            return self._forward(works)
+        except NotRaggedError:
+            self._ragged.able = False
+        except NotStackedError:
+            self._stacks = False  # from now on each micro-batch has a pass of its own
+        return None
+
+    @property
+    def ring(self) -> PrefetchRing | None:
+        """Ring that weights come through; None if they are all on the device."""
+        return self._ring
 
     def _forward(self, works: Sequence[Work]) -> list[Tensor]:
         ring = self._ring
@@ -775,6 +842,15 @@ class Stream(Decoder):
             self._arena.close()
             self._arena = None
         self._close_kv()
+
+
+def together(batches: Sequence[MicroBatch], rows: int, length: int, capacity: int) -> Workload:
+    """Return the workload of `batches` and one more, of `rows` prompts of `length` tokens with room for `capacity`, as
+    if they were one."""
+    lengths = [length, *(batch.prompt_len for batch in batches)]
+    capacities = [capacity, *(batch.capacity for batch in batches)]
+    size = rows + sum(batch.batch_size for batch in batches)
+    return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
 
 
 def _alike(parts: Sequence[Part]) -> list[Part]:

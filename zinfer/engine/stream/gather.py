@@ -213,17 +213,20 @@ class GatherRing(PrefetchRing):
             return content
         part = torch.zeros(share(piece.size, self._ranks.size), dtype=torch.uint8)
         part[: content.numel()] = content
-        whole = torch.empty(self._whole_bytes(piece), dtype=torch.uint8)
+        whole, begin = torch.empty(self._whole_bytes(piece), dtype=torch.uint8), mark(False)
         self._ranks.gather(whole, part)
+        if self._trace is not None:
+            self._trace.add("gather", index, begin, mark(False))
         return whole
 
     def _drain(self) -> None:
         """Take part in the gathers that are left of a trip, and free its buffers: all of it is done after one that
         ended well."""
-        while self._queues is not None and self._returned < self._taken:
-            self._give_back()
-        if len(self._flying) > self._issued - self._taken and self._flying[-1].piece is None:
-            self._flying.pop()  # not issued yet
+        if self._queues is not None:
+            while self._returned < self._taken:
+                self._give_back()
+            if len(self._flying) > self._issued - self._taken and self._flying[-1].piece is None:
+                self._flying.pop()  # not issued yet
         self._coming = (transfer for transfer in self._coming if transfer.piece is not None)
         while self._left or any(transfer.piece is None for transfer in self._flying):
             if self._queues is not None:

@@ -1,0 +1,125 @@
+"""Several ranks of `stream`: the same tokens as one, whatever the weights are and wherever the KV cache is, and no
+process left when one ends."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_continuous import LOAD, Words, run, sequences, small
+from tests.test_continuous import greedy as alone
+from tests.test_drafts import drafting
+from tests.test_parity import BATCHES, OUTPUT_LEN, greedy, load, prompts, reference
+from zinfer.engine import EngineError, decoder
+from zinfer.engine.base import Engine, Work
+from zinfer.engine.stream.team import Team, TeamBatch
+from zinfer.generation import passes
+from zinfer.generation.scheduler import ContinuousScheduler
+
+Checkpoints = Callable[..., Path]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(scope="module")
+def team(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    loaded = load("stream", checkpoint("llama"), "cpu", tmp_path_factory.mktemp("none"), gpus=2)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture
+def single(checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Engine]:
+    loaded = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    yield loaded
+    loaded.close()
+
+
+def test_tokens_are_those_of_transformers(team: Engine, checkpoint: Checkpoints) -> None:
+    for lengths, expected in zip(BATCHES, reference(checkpoint("llama")), strict=True):
+        assert torch.equal(greedy(team, lengths), expected)
+    found = team.effective()
+    assert found.settings["gpus"] == 2
+    assert found.wire_bytes_per_step == found.host_weight_bytes == found.streamed_bytes_per_step
+    team.clear()
+
+
+def test_a_rank_without_rows_takes_part(team: Engine, single: Engine) -> None:
+    prompt = [5, 9, 11, 30]
+    assert alone(team, prompt, 6) == alone(single, prompt, 6)
+
+
+def test_rows_go_where_there_is_room(team: Engine) -> None:
+    mask = torch.ones(3, 4, dtype=torch.int64)
+    first, second = team.admit(mask, 8), team.admit(mask, 8)
+    assert isinstance(first, TeamBatch)
+    assert isinstance(second, TeamBatch)
+    assert (first.ranks, second.ranks) == ([0, 0, 1], [0, 1, 1])
+    team.retire(first, [0, 1])
+    assert (first.ranks, first.batch_size) == ([1], 1)
+    third = team.admit(mask[:2], 8)
+    assert isinstance(third, TeamBatch)
+    assert third.ranks == [0, 0]
+    team.clear()
+    assert team.batches == []
+
+
+def test_sequences_that_come_and_go(team: Engine, single: Engine, monkeypatch: Patch) -> None:
+    small(monkeypatch)
+    running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
+    running.schedule.step = 8
+    rows = sequences(14, 3)
+    limits = [one.left for one in rows]
+    found = run(running, [rows[:5], rows[5:6], rows[6:]])
+    assert running.schedule.tally.merged > 0
+    running.end()
+    for one, limit in zip(found, limits, strict=True):
+        assert (one.error, one.finish_reason) == (None, "length")
+        assert one.output_ids == alone(single, one.prompt_ids, limit), one.key
+
+
+def test_drafts_are_verified(team: Engine, single: Engine, monkeypatch: Patch) -> None:
+    small(monkeypatch)
+    rows = sequences(9, 3)
+    known = {one.key: (one.prompt_ids, alone(single, one.prompt_ids, one.left)) for one in rows}
+    running = drafting(team, monkeypatch, known, 0.4)
+    found = run(running, [rows[:5], rows[5:]])
+    assert running.drafts is not None
+    assert 0 < running.drafts.accepted < running.drafts.drafted
+    running.end()
+    assert [one.output_ids for one in found] == [known[one.key][1] for one in found]
+
+
+@pytest.mark.parametrize("fault", [MemoryError("no room"), EngineError("not this")])
+def test_a_pass_that_fails_on_one_rank_fails_alone(
+    fault: Exception, team: Engine, checkpoint: Checkpoints, monkeypatch: Patch
+) -> None:
+    assert isinstance(team, Team)
+    token_ids, mask = prompts(BATCHES[0])
+    batch, logits = passes.prefill(team, token_ids, mask, OUTPUT_LEN)
+
+    def failing(*_: Any) -> None:
+        raise fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.Decoder, "_pass", failing)
+        with pytest.raises(type(fault), match=str(fault)):
+            passes.decode(team, batch, logits.argmax(-1))
+    team.retire(batch)
+    assert torch.equal(greedy(team, BATCHES[0]), reference(checkpoint("llama"))[0])
+    with pytest.raises(IndexError, match="the KV cache holds"):
+        team.forward([Work(team.batches[0], torch.zeros(3, 99, dtype=torch.int64))])
+    team.clear()
+
+
+def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:
+    token_ids, mask = prompts(BATCHES[1])
+    batch, logits = passes.prefill(team, token_ids, mask, OUTPUT_LEN)
+    spans = team.timeline([Work(batch, logits.argmax(-1)[:, None])])
+    layers = team.plan.model.num_layers
+    assert {lane: sum(one.lane == lane for one in spans) for lane in ("gather", "compute")} == {
+        "gather": layers,
+        "compute": layers,
+    }
+    team.clear()

@@ -1,0 +1,187 @@
+"""Ranks of `stream` with weights and KV caches of all kinds: the logits of one rank; no process outlives another."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import PATIENCE_S, quantized
+from tests.checkpoints import save_checkpoint
+from tests.steered import steered
+from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
+from zinfer.engine import EngineError
+from zinfer.engine.base import Engine
+from zinfer.engine.stream import Stream, codec, packed_layer
+from zinfer.engine.stream.ranks import Leader
+from zinfer.generation import passes
+from zinfer.plan.plan import make_plan
+from zinfer.spec import resolve
+from zinfer.spec.case import Case, Option, Workload
+from zinfer.spec.engine import OptionError, parse_options, settle
+from zinfer.worker.process import Worker, WorkerDied
+
+Checkpoints = Callable[..., Path]
+Patch = pytest.MonkeyPatch
+
+
+def one_by_one(engine: Engine, token_ids: Tensor, mask: Tensor, ways: Sequence[int]) -> list[Tensor]:
+    """Return the logits of a prefill and of the decode steps that follow it, ``[B, V]`` each; for `ways` rows at a
+    time."""
+    found: list[list[Tensor]] = []
+    for rows in torch.arange(len(token_ids)).split(list(ways)):
+        batch, logits = passes.prefill(engine, token_ids[rows], mask[rows], OUTPUT_LEN)
+        steps = [logits]
+        while len(steps) < OUTPUT_LEN:
+            steps.append(passes.decode(engine, batch, steps[-1].argmax(-1)))
+        engine.retire(batch)
+        found.append(steps)
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def check_alike(team: Engine, single: Engine) -> None:
+    """Check that a team of two has the very logits of one rank that computes the same rows together."""
+    token_ids, mask = prompts(BATCHES[0])
+    both = one_by_one(team, token_ids, mask, [3])
+    for mine, theirs in zip(both, one_by_one(single, token_ids, mask, [2, 1]), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def loaded(directory: Path, here: int | None = None, gpu_weights: str | None = None, **options: Option) -> Engine:
+    case = Case(
+        model=str(directory),
+        engine="stream",
+        offload="cpu",
+        workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN),
+        dtype="bfloat16",
+        load_format="safetensors",
+        gpu_weights=gpu_weights,
+        options=tuple(sorted(options.items())),
+    )
+    plan = make_plan(case, resolve.from_directory(directory).with_dtype("bfloat16"), MACHINE)
+    return Stream.start(steered(plan, here))
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "coded, part stays": ("llama", {"weight_codec": "lossless", "gpu_weights": "50%"}),
+    "fp8, kv over the link": ("fp8", {"weight_codec": "lossless", "kv_offload": "cpu", "kv_attention": "gpu"}),
+    "plain, kv by the cpu": ("bloom", {"here": 1, "kv_offload": "cpu", "kv_attention": "cpu"}),
+    "int8 kv, part stays": ("llama", {"kv_cache_dtype": "int8", "gpu_weights": "70%"}),
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=() if way in ("coded, part stays", "fp8, kv over the link") else pytest.mark.slow)
+        for way in WAYS
+    ],
+)
+def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(codec, "MIN_NUMEL", 0)
+    monkeypatch.setattr(packed_layer, "PIECE", 3 * codec.BLOCK * 2)
+    name, options = WAYS[way]
+    folder = quantized.fp8(save_checkpoint("llama", tmp_path)) if name == "fp8" else checkpoint(name, 128)
+    single, team = loaded(folder, **options), loaded(folder, **options, gpus=2)
+    check_alike(team, single)
+    one, two = single.effective(), team.effective()
+    same = ("streamed_bytes_per_step", "wire_bytes_per_step", "host_weight_bytes")
+    assert [getattr(one, name) for name in same] == [getattr(two, name) for name in same]
+    assert one.settings["weight_codec"] == two.settings["weight_codec"] == options.get("weight_codec", "none")
+    kept = 2 if "gpu_weights" in options else 0
+    assert one.settings["resident_layers"] == two.settings["resident_layers"] == kept
+    assert two.settings["kv_attention"] == options.get("kv_attention", "gpu")
+    assert two.settings["kv_host_rows"] == (3 - options.get("here", 0) if "kv_attention" in options else 0)
+    team.close()
+    single.close()
+
+
+@pytest.mark.slow
+def test_four_ranks(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    team = load("stream", checkpoint("llama"), "cpu", tmp_path, gpus=4)
+    for lengths, expected in zip(BATCHES, reference(checkpoint("llama")), strict=True):
+        assert torch.equal(greedy(team, lengths), expected)
+    team.close()
+
+
+def followers(process: int) -> list[int]:
+    """Return the processes of other ranks below `process`."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    children = [child for task in tasks for child in (task / "children").read_text().split()]
+    mark = b"zinfer.engine.stream.rank"
+    return [int(child) for child in children if mark in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def gone(process: int) -> bool:
+    """Tell whether a process has ended, within a while."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{process}/stat").read_text().split()[2] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def case_of(directory: Path) -> Case:
+    return Case(
+        model=str(directory),
+        engine="stream",
+        offload="cpu",
+        workload=Workload(batch_size=3, input_len=9, output_len=4),
+        dtype="float32",
+        load_format="dummy",
+        options=(("gpus", 2),),
+    )
+
+
+def worker_of(directory: Path) -> tuple[Worker, Case]:
+    """Return a worker that has loaded a team of two."""
+    case = case_of(directory)
+    plan = make_plan(case, resolve.from_directory(directory).with_dtype("float32"), MACHINE)
+    worker = Worker("zinfer.engine.stream:Stream", timeout_s=PATIENCE_S)
+    refused = worker.load(plan)
+    assert refused is None, refused
+    return worker, case
+
+
+def test_a_rank_that_is_killed_ends_the_worker(checkpoint: Checkpoints) -> None:
+    worker, case = worker_of(checkpoint("llama"))
+    point = worker.measure(case, 1, 0.02)
+    assert (point.status, point.error) == ("ok", None)
+    (other,) = followers(worker._process.pid)
+    os.kill(other, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"killed by SIGKILL.*the process of GPU 1 ended"):
+        worker.measure(case, 1, 0.02)
+    worker.close()
+    assert gone(other)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_leaves_no_rank(checkpoint: Checkpoints) -> None:
+    worker, _ = worker_of(checkpoint("llama"))
+    (other,) = followers(worker._process.pid)
+    os.kill(worker._process.pid, signal.SIGKILL)
+    assert gone(other)
+    worker.kill()
+
+
+def test_what_several_gpus_cannot_do_is_refused(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+    with pytest.raises(OptionError, match="gpus=2 does not go with offload none"):
+        parse_options("stream", settle("stream", {"gpus": 2}), "none")
+    with pytest.raises(OptionError, match="experts=on-demand does not go with gpus=2"):
+        parse_options("stream", settle("stream", {"gpus": 2, "experts": "on-demand"}), "cpu")
+    with pytest.raises(OptionError, match="engine deepspeed has no option 'gpus'"):
+        settle("deepspeed", {"gpus": 2})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    plan = make_plan(case_of(checkpoint("llama")), resolve.from_directory(checkpoint("llama")), MACHINE)
+    with pytest.raises(EngineError, match="gpus=2: this host has 1"):
+        Leader(plan)

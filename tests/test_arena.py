@@ -176,7 +176,7 @@ def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: pytest.M
 READ = """
 import sys
 from zinfer.engine.pinned import PinnedArena
-arena = PinnedArena.attach(int(sys.argv[2]), False, int(sys.argv[1]))
+arena = PinnedArena.attach(int(sys.argv[2]), int(sys.argv[1]))
 print(arena.size, arena.used, int(arena.memory.to(int).sum()))
 arena.memory[0] = 9
 """
@@ -193,6 +193,6 @@ def test_a_shared_arena_is_one_copy_for_all_processes() -> None:
     assert found.stdout.split() == [str(3 * PAGE), str(3 * PAGE), str(2 * 3 * PAGE)]
     assert int(arena.memory[0]) == 9
     with pytest.raises(ValueError, match="less than"):
-        PinnedArena.attach(4 * PAGE, False, file)
+        PinnedArena.attach(4 * PAGE, file)
     arena.close()
     os.close(file)

@@ -112,6 +112,16 @@ def test_a_fleet_covers_its_demand() -> None:
         fleet(one, 1, 1, utilisation=0.0)
 
 
+def test_a_configuration_of_two_gpus_pays_for_both() -> None:
+    one, prices = timed(), Prices(gpu_hour_usd=2, host_hour_usd=8, gpus_per_server=4)
+    two = one.model_copy(update={"case": one.case.model_copy(update={"options": (("gpus", 2),)})})
+    alone, both = cost(one, prices), cost(two, prices)
+    assert both.usd_per_mtok == pytest.approx(2 * alone.usd_per_mtok)  # type: ignore[union-attr, operator]
+    found = fleet(two, 2e6, 28800, utilisation=0.8, spare=2, gpus_per_server=4)
+    assert (found.working, found.gpus, found.servers) == (16, 18, 5)
+    assert found.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
+
+
 @given(st.floats(1, 1e12), st.floats(1, 1e12), st.floats(60, 1e6), st.floats(0.05, 1.0))
 def test_more_demand_never_takes_fewer_gpus(tokens: float, more: float, seconds: float, share: float) -> None:
     one = timed()

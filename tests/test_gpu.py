@@ -26,15 +26,16 @@ from tests import (
     test_few_experts,
     test_quantized,
     test_ragged,
+    test_team_ways,
 )
 from tests import test_cache_kinds as kinds
-from tests.checkpoints import save_config
+from tests.checkpoints import save_checkpoint, save_config
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
 from tests.test_passes import keep_here
 from tests.test_state import GLM
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine
+from zinfer.engine.base import Engine, Work
 from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.stream import few_experts, graphs
 from zinfer.engine.stream.codec import BLOCK, encode
@@ -514,3 +515,60 @@ WIDE: dict[str, Any] = {
     "num_hidden_layers": 3, "num_local_experts": 4, "hidden_size": 512, "intermediate_size": 2048,
     "num_key_value_heads": 2,
 }  # fmt: skip
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "over the link": ("llama", {"here": 1, "kv_offload": "auto", "kv_attention": "gpu"}),
+    "by the CPU": ("bloom", {"here": 1, "kv_offload": "auto", "kv_attention": "cpu"}),
+    "mixture": ("mixtral", {}),
+}
+
+
+@two_gpus
+@pytest.mark.parametrize("way", SHARED)
+def test_two_gpus_give_the_same_tokens(way: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    architecture, options = SHARED[way]
+    engine = load("stream", checkpoint(architecture), "cpu", tmp_path, gpus=2, **options)
+    assert engine.effective().pinned_bytes == engine.effective().host_weight_bytes
+    check(engine, checkpoint(architecture))
+
+
+@two_gpus
+@pytest.mark.parametrize("way", test_team_ways.WAYS)
+def test_two_gpus_give_the_logits_of_one(way: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Coded and released weights, layers that stay, and a KV cache in host memory."""
+    name, options = test_team_ways.WAYS[way]
+    folder = quantized.fp8(save_checkpoint("llama", tmp_path, 512)) if name == "fp8" else checkpoint(name, 512)
+    single, team = test_team_ways.loaded(folder, **options), test_team_ways.loaded(folder, **options, gpus=2)
+    for _ in range(TURNS):
+        test_team_ways.check_alike(team, single)
+    team.close()
+    single.close()
+
+
+@two_gpus
+def test_sequences_that_come_and_go_on_two_gpus(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    test_continuous.small(monkeypatch)
+    team = load("stream", checkpoint("llama"), "cpu", tmp_path, gpus=2)
+    single = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    found, limits, _ = test_continuous.come_and_go(team)
+    test_continuous.check(single, found, limits)
+    team.close()
+    single.close()
+
+
+@two_gpus
+def test_the_gather_of_two_gpus_has_a_queue_of_its_own(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    engine = load("stream", checkpoint("llama", 512), "cpu", tmp_path, gpus=2)
+    token_ids, mask = prompts(BATCHES[0])
+    tokens = prefill(engine, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)
+    spans = engine.timeline([Work(engine.batches[-1], tokens[:, None])])
+    assert {"copy", "gather", "unpack", "compute"} == {span.lane for span in spans}
+    engine.close()
+
+
+@two_gpus
+def test_a_process_of_two_gpus_that_is_killed_ends_the_worker(checkpoint: Checkpoints) -> None:
+    test_team_ways.test_a_rank_that_is_killed_ends_the_worker(checkpoint)

@@ -6,6 +6,7 @@ decides what each pass carries, and one loop, one clock and one sampler serve al
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
@@ -185,6 +186,22 @@ class Engine(ABC):
     @abstractmethod
     def effective(self) -> Effective:
         """Return the weight bytes on each tier and the bytes that a decode step streams, counted and not planned."""
+
+    def reset_peak(self) -> None:
+        """Free memory that nothing uses, and measure the peak of the device's memory from now on."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def device_memory(self) -> tuple[int, int] | None:
+        """Return the peak of the bytes that tensors held, and the bytes in use by anybody, on the GPU; of several GPUs
+        the largest of each. None without a GPU, and where the device is lost."""
+        if self.device.type != "cuda":
+            return None
+        with suppress(RuntimeError):
+            free, total = torch.cuda.mem_get_info()
+            return torch.cuda.max_memory_allocated(), total - free
+        return None
 
     def clear(self) -> None:
         """Retire every micro-batch; weights stay. For callers that lost track of them in an exception."""

@@ -113,18 +113,16 @@ class PinnedArena:
             self.seal()
 
     @classmethod
-    def attach(cls, size: int, pin: bool, shared: int) -> Self:
-        """Map the first `size` bytes of an arena that another process has sealed, by its file; page-lock them for this
-        process's GPU if `pin`. Raises MemoryError as the class does."""
-        arena = cls(0, False, shared=None, spread=True)
+    def attach(cls, size: int, shared: int) -> Self:
+        """Map the first `size` bytes of an arena that another process has sealed, by its file. Raises MemoryError as
+        the class does."""
+        arena = cls(0, False, spread=True)
         if os.fstat(shared).st_size < size:
             raise ValueError(f"the arena has less than {gb(size)}")
         arena.size = arena.used = size
         arena._map = _map(max(size, PAGE), shared)
         with torch.inference_mode(False):
             arena.memory = torch.frombuffer(arena._map, dtype=torch.uint8, count=max(size, PAGE))
-        if pin:
-            arena._register()
         return arena
 
     @property
@@ -158,7 +156,7 @@ class PinnedArena:
         elif self._map is not None and excess < self._asked:
             self._map.madvise(mmap.MADV_DONTNEED, excess, self._asked - excess)
         if self._pin:
-            self._register()
+            self.lock()
 
     def _touch(self, end: int) -> None:
         """Make every page up to `end` present, in parallel: some hosts hand memory out slowly at its first use."""
@@ -180,7 +178,8 @@ class PinnedArena:
             self._threads = None
         self._touching.clear()
 
-    def _register(self) -> None:
+    def lock(self) -> None:
+        """Page-lock the memory for the GPU of this process. Raises MemoryError where the driver refuses."""
         runtime = torch.cuda.cudart()
         code = runtime.cudaHostRegister(self.memory.data_ptr(), max(self.size, PAGE), 0)
         if int(code) != 0:

@@ -264,7 +264,8 @@ class PassTimes:
         if machine.hbm_bandwidth is not None:  # a forward pass reads the weights, and attention keys and values
             size = model.kv_bytes(1, length) * setup.kv_ratio * (1 - setup.kv_host_share) / length
             self._read_s = model.weight_bytes / machine.hbm_bandwidth
-            self._position_s = 2 * size / machine.hbm_bandwidth  # kernels for short rows reach half of the bandwidth
+            # Kernels for short rows reach half of the bandwidth; of several GPUs each has its own rows.
+            self._position_s = 2 * size / machine.hbm_bandwidth / setup.gpus
             self._launch_s = PASS_S + LAUNCH_S * model.num_layers
             self._joined_s = JOINED_S * model.num_layers
 

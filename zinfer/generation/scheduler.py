@@ -371,11 +371,12 @@ class ContinuousScheduler:
         if self.engine.device.type != "cuda":
             return planned
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
         plan = self.engine.plan
+        free = torch.cuda.mem_get_info()[0] * plan.placement.gpus  # they are alike
+        room = plan.machine.gpu_bytes * plan.placement.gpus
         each = plan.model.kv_bytes(1, load.total_len) * plan.placement.kv_ratio / load.total_len
         each += draft_kv_bytes(plan.model, 1, load.total_len) / load.total_len
-        return max(load.total_len, min(planned, int((free - WORKING_SHARE * plan.machine.gpu_bytes) / max(1.0, each))))
+        return max(load.total_len, min(planned, int((free - WORKING_SHARE * room) / max(1.0, each))))
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Let sequences wait; their keys differ from those of all that have not ended."""

@@ -98,7 +98,7 @@ def measure(
     total = repeats * workload.output_len
     sampler = Greedy()
     loop = DecodeLoop(engine, sampler)
-    with Telemetry(engine.device) as telemetry:
+    with Telemetry(engine.device, engine.plan.placement.gpus) as telemetry:
         try:
             beat("warm-up", 0.0)
             loop.start(token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
@@ -176,13 +176,14 @@ def first_token_ms(
 
 
 class Telemetry:
-    """Telemetry of the GPU, by NVML: clocks, power, energy, temperature, reasons for throttling.
+    """Telemetry of the first `count` GPUs, by NVML: clocks, temperature and reasons for throttling of any, power and
+    energy of all together.
 
     Without NVML, or without a GPU, the summary is empty.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._handle: Any = None
+    def __init__(self, device: torch.device, count: int = 1) -> None:
+        self._handles: list[Any] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._power: list[float] = []
@@ -195,39 +196,39 @@ class Telemetry:
             import pynvml
 
             pynvml.nvmlInit()
-            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             self._nvml = pynvml
+            for number in range(count):
+                uuid = f"GPU-{torch.cuda.get_device_properties(number).uuid}"
+                self._handles.append(pynvml.nvmlDeviceGetHandleByUUID(uuid))
 
     def __enter__(self) -> "Telemetry":
         return self
 
     def start(self) -> None:
         """Begin to sample, and to count energy."""
-        if self._handle is None:
+        if not self._handles:
             return
         self._energy = self._read("nvmlDeviceGetTotalEnergyConsumption")
         self._started = time.perf_counter()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
-    def _read(self, function: str, *args: Any) -> Any:
+    def _read(self, function: str, *args: Any) -> list[int]:
+        """Return the reading of each GPU; none if one has none."""
         try:
-            return getattr(self._nvml, function)(self._handle, *args)
+            return [getattr(self._nvml, function)(handle, *args) for handle in self._handles]
         except self._nvml.NVMLError:
-            return None
+            return []
 
     def _sample(self) -> None:
         nvml = self._nvml
         while not self._stop.wait(SAMPLE_SECONDS):
-            for values, reading in (
-                (self._power, self._read("nvmlDeviceGetPowerUsage")),
-                (self._clock, self._read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)),
-                (self._temperature, self._read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)),
-            ):
-                if reading is not None:
-                    values.append(reading)
-            self._reasons |= self._read("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+            if power := self._read("nvmlDeviceGetPowerUsage"):
+                self._power.append(sum(power))
+            self._clock += self._read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)
+            self._temperature += self._read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)
+            for reasons in self._read("nvmlDeviceGetCurrentClocksThrottleReasons"):
+                self._reasons |= reasons
 
     def __exit__(self, *_exception: object) -> None:
         self._stop.set()
@@ -241,8 +242,8 @@ class Telemetry:
         self.__exit__()
         found: dict[str, Any] = {"timed_s": round(time.perf_counter() - self._started, 3)}
         energy = self._read("nvmlDeviceGetTotalEnergyConsumption")
-        if energy is not None and self._energy is not None:
-            found["energy_j"] = (energy - self._energy) / 1e3
+        if energy and self._energy:
+            found["energy_j"] = (sum(energy) - sum(self._energy)) / 1e3
         if self._power:
             found["power_w_mean"] = round(sum(self._power) / len(self._power) / 1e3, 1)
         if self._clock:

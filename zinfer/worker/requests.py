@@ -146,7 +146,7 @@ def run_load(
         tokenizer = cast("Tokenizer", _NoText())
         return ContinuousScheduler(engine, tokenizer, largest, most, arrivals=load.in_flight != "auto")
 
-    with Telemetry(engine.device) as telemetry:
+    with Telemetry(engine.device, engine.plan.placement.gpus) as telemetry:
         try:
             beat("warm-up", 0.0)
             _warm_up(scheduler(), requests)

@@ -213,22 +213,16 @@ def begin_point(session: Session) -> None:
     """Note the time at which a point begins; free memory, and reset its peaks."""
     import gc
 
-    import torch
-
     session.facts = session.facts.model_copy(update={"started_at": now()})
     session.engine.clear()  # it may keep the memory of the last batch for the next one
     gc.collect()
-    if session.engine.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    session.engine.reset_peak()
 
 
 def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
     """Return what a point records at its end: memory, the placement of the weights, and its `status`, which differs
     from the given one if the weights are not where the case wants them."""
     import resource
-
-    import torch
 
     engine = session.engine
     effective = engine.effective()
@@ -237,10 +231,8 @@ def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "status": status,
     }
-    if engine.device.type == "cuda":
-        with suppress(RuntimeError):  # a device may be lost after the samples were taken
-            free, total = torch.cuda.mem_get_info()
-            fields |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_used_bytes": total - free}
+    if (memory := engine.device_memory()) is not None:
+        fields |= dict(zip(("gpu_peak_bytes", "gpu_used_bytes"), memory, strict=True))
     if status == "ok" and (shortfall := not_as_asked(case, effective)) is not None:
         fields |= {"status": "offload_not_effective", "error": shortfall}
     return fields

@@ -116,7 +116,8 @@ class Stream(Decoder):
         self._ragged = Ragged(self.model, self._accepted)
         heads_apart = plan.model.num_heads == plan.model.num_kv_heads  # each has keys and values of its own
         self._stacks = heads_apart and "attention_mask" in self._accepted and not self._own_cache
-        recorder = graphs.recorder_of(self.device) if self.options.cuda_graphs == "auto" else None
+        recorded = self.options.cuda_graphs == "auto" and self._group is None
+        recorder = graphs.recorder_of(self.device) if recorded else None
         self._graphs = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._trip)
         self._few_experts = FewExperts(self.model, self.device) if self.options.experts_kernel == "auto" else None
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
@@ -217,7 +218,9 @@ class Stream(Decoder):
         else:
             self._expert_images = {}
             images, size = group.share(None)
-            self._arena = PinnedArena.attach(size, self.device.type == "cuda", group.weights)
+            self._arena = PinnedArena.attach(size, group.weights)
+        if self.device.type == "cuda":
+            self._arena.lock()  # all ranks at once
         group.agree()
         group.join()
         for name in sorted(resident):
@@ -235,8 +238,7 @@ class Stream(Decoder):
             end = images[-1].end
             if number in self._experts:
                 self._expert_images[number], end = plain_experts(self._experts[number], end)
-        shared = None if self._group is None else self._group.weights
-        self._arena = PinnedArena(end, pin=self.device.type == "cuda", progress=self.progress, shared=shared)
+        self._arena = self._new_arena(end)
         views = [self._arena.views(image.blocks, image.start) for image in images]
         for index, group in by_layer(self._weights, self._weights.load(self.device, self.progress)):
             target = resident if index is None else views[index]
@@ -246,6 +248,12 @@ class Stream(Decoder):
                 else:
                     target[name].copy_(tensor)
         return images
+
+    def _new_arena(self, size: int, grow: bool = False) -> PinnedArena:
+        """Return an arena for the layers: that of this process, or one that all ranks share and lock later."""
+        if self._group is not None:
+            return PinnedArena(size, False, self.progress, grow, shared=self._group.weights)
+        return PinnedArena(size, self.device.type == "cuda", self.progress, grow)
 
     def _layout(self, index: int) -> list[tuple[str, Tensor]]:
         """Return the entries of a layer's image: names within it, and tensors that give shape and type."""
@@ -262,8 +270,7 @@ class Stream(Decoder):
         raw = sum(lay_out(self._layout(index))[1] for index in range(len(self._layers)))
         for experts in self._experts.values():
             raw += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
-        shared = None if self._group is None else self._group.weights
-        self._arena = PinnedArena(raw, pin=self.device.type == "cuda", grow=True, shared=shared)
+        self._arena = self._new_arena(raw, grow=True)
         self._expert_images = {}
         folder = None if self._experts else self._packed()  # packed layers hold their experts in one piece
         self._from_folder = folder is not None

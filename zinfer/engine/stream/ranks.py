@@ -10,7 +10,6 @@ which may wait for a lost follower in the middle of a gather, ends as the follow
 end.
 """
 
-import mmap
 import os
 import pickle
 import signal
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from zinfer.engine import EngineError
-from zinfer.engine.pinned import shared_memory
+from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shared_memory
 from zinfer.plan.plan import Plan
 from zinfer.spec import lease
 from zinfer.spec.ending import PARENT
@@ -50,45 +49,44 @@ QUIET = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAM
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Place(NamedTuple):
-    """Place of a tensor in a `Letters` file."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Letters:
     """Memory that two processes share, for tensors of one answer at a time: one end puts them, the other one takes
     them. It grows as they need it."""
 
     def __init__(self, file: int) -> None:
         self._file = file
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._arena: PinnedArena | None = None
 
-    def put(self, tensors: Sequence[Tensor]) -> list[Place]:
+    def put(self, tensors: Sequence[Tensor]) -> list[TensorPlace]:
         """Copy tensors, from any device; return their places, for `take`."""
-        places, end = list[Place](), 0
+        places, end = list[TensorPlace](), 0
         for tensor in tensors:
-            places.append(Place(end, tuple(tensor.shape), tensor.dtype))
-            end += -(-tensor.nbytes // 256) * 256
+            places.append(TensorPlace(end, tensor.shape, tensor.dtype))
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if end > os.fstat(self._file).st_size:
-            os.ftruncate(self._file, end)
+            os.ftruncate(self._file, -(-end // PAGE) * PAGE)
         for place, tensor in zip(places, tensors, strict=True):
             self._view(place).copy_(tensor)
         return places
 
-    def take(self, places: Sequence[Place]) -> list[Tensor]:
+    def take(self, places: Sequence[TensorPlace]) -> list[Tensor]:
         """Return the tensors at `places`, as views that the next `put` overwrites."""
         return [self._view(place) for place in places]
 
-    def _view(self, place: Place) -> Tensor:
+    def _view(self, place: TensorPlace) -> Tensor:
         size = os.fstat(self._file).st_size
-        if self._memory.numel() < size:
-            with torch.inference_mode(False):
-                self._memory = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
-        count = torch.Size(place.shape).numel() * place.dtype.itemsize
-        return self._memory[place.offset : place.offset + count].view(place.dtype).view(place.shape)
+        if self._arena is None or self._arena.size < size:
+            self.close()
+            self._arena = PinnedArena.attach(size, self._file)
+            if torch.cuda.is_available():
+                self._arena.lock()
+        return place.view(self._arena.memory)
+
+    def close(self) -> None:
+        """Let the memory go. Views must not be used afterwards."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
 
 @dataclass(frozen=True)
@@ -325,6 +323,8 @@ class Leader(Group):
                 process.wait()
         for channel in self._channels:
             channel.close()
+        for letters in self._letters:
+            letters.close()
         for file in self._files:
             with suppress(OSError):
                 os.close(file)

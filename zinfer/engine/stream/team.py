@@ -111,12 +111,16 @@ class Member:
         return self.engine.effective()
 
     def clear(self) -> None:
-        """Retire all micro-batches, and free memory for a new point."""
+        """Retire all micro-batches."""
         self.engine.clear()
         self._batches = {}
+
+    def reset_peak(self) -> None:
         gc.collect()
-        if self.engine.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.engine.reset_peak()
+
+    def device_memory(self) -> tuple[int, int] | None:
+        return self.engine.device_memory()
 
     def _forget(self) -> None:
         live = {id(batch) for batch in self.engine.batches}
@@ -434,6 +438,13 @@ class Team(Engine):
         settings |= {"gpus": self._group.size, "kv_attention": (places or ["gpu"])[0]}
         weights = sum(one.gpu_weight_bytes for one in found)
         return first.model_copy(update={"gpu_weight_bytes": weights, "settings": settings})
+
+    def reset_peak(self) -> None:
+        self._all("reset_peak")
+
+    def device_memory(self) -> tuple[int, int] | None:
+        found = [one for one in self._all("device_memory") if one is not None]
+        return (max(peak for peak, _ in found), max(used for _, used in found)) if found else None
 
     def clear(self) -> None:
         self._all("clear")

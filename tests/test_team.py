@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.test_continuous import LOAD, Words, run, sequences, small
+from tests.running import prefill
+from tests.test_continuous import LOAD, Words, alike, finish, keeping, run, sequences, small
 from tests.test_continuous import greedy as alone
 from tests.test_drafts import drafting
+from tests.test_kept import go_on
 from tests.test_parity import BATCHES, OUTPUT_LEN, greedy, load, prompts, reference
 from zinfer.engine import EngineError, decoder
 from zinfer.engine.base import Engine, Work
+from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.stream.team import Team, TeamBatch
 from zinfer.generation import passes
-from zinfer.generation.scheduler import ContinuousScheduler
+from zinfer.generation.scheduler import ContinuousScheduler, Sequence
 
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
@@ -123,3 +126,73 @@ def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:
         "compute": layers,
     }
     team.clear()
+
+
+def test_kv_caches_are_copied_and_reloaded(team: Engine, single: Engine) -> None:
+    """A copy of all rows, and one of each row for itself, in engines of one rank and of two alike."""
+    token_ids, mask = prompts(BATCHES[0])
+    expected = go_on(single, token_ids, mask)
+    prefill(team, token_ids, mask)
+    batch = team.batches[-1]
+    kept = team.snapshot(batch, 0, 5)
+    prefill(single, token_ids, mask)
+    there = single.snapshot(single.batches[-1], 0, 5)
+    prefill(team, token_ids, mask)
+    batch = team.batches[-1]
+    rows = [[team.snapshot(batch, 0, 4, 0), team.snapshot(batch, 4, 9, 0)], [], [team.snapshot(batch, 0, 7, 2)]]
+    with pytest.raises(EngineError, match="positions 0 to 6 have not been computed"):
+        team.snapshot(batch, 0, 6, 1)
+    for engine, past in ((team, kept), (team, there), (single, kept), (team, RowsPast(rows, (0, 4, 2), 4))):
+        assert torch.equal(go_on(engine, token_ids, mask, (past,)), expected)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="other rows"):
+        prefill(team, token_ids[:2], mask[:2], past=(kept,))
+    team.clear()
+
+
+def test_rows_of_different_lengths_move_and_are_copied_together(team: Engine, single: Engine) -> None:
+    """After a move each rank counts its own positions."""
+    found = []
+    for engine in (team, single):
+        one, first = passes.prefill(engine, torch.tensor([[5, 6, 7, 8, 9, 10, 11]]), torch.ones(1, 7).long(), 9)
+        two, second = passes.prefill(engine, torch.tensor([[9, 8, 7], [4, 5, 6]]), torch.ones(2, 3).long(), 9)
+        batch = engine.regroup([(two, [1, 0]), (one, [0])], 20)
+        assert (batch.length, batch.batch_size, len(engine.batches)) == (7, 3, 1)
+        tokens = torch.cat([second[[1, 0]], first]).argmax(-1)
+        steps = [passes.decode(engine, batch, tokens)]
+        engine.rollback(batch, torch.tensor([8, 7, 7]))
+        kept = engine.snapshot(batch, 0, 8)
+        steps.append(passes.decode(engine, batch, steps[-1].argmax(-1)))
+        engine.clear()
+        real = [kept.states(name, torch.device("cpu"))[0, :, 4:] for name in kept.blocks]  # of the first row
+        found.append(steps + real)
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_kept_prefixes_are_reused(team: Engine, single: Engine, monkeypatch: Patch) -> None:
+    small(monkeypatch)
+    running = keeping(team, monkeypatch)
+    assert running.cannot_reuse is None
+    rows = sequences(6, 4, longest=20)
+    again = [Sequence([*one.prompt_ids, 7, 8, 9], 5, key=10 + one.key) for one in rows]
+    finish(running, rows)
+    longer = sum(len(one.prompt_ids) for one in again)
+    assert finish(running, again) < longer
+    for one in again:
+        assert one.output_ids == alone(single, one.prompt_ids, 5), one.key
+    running.end()
+
+
+def test_rows_wait_in_host_memory_and_come_back(team: Engine, single: Engine, monkeypatch: Patch) -> None:
+    small(monkeypatch, 60)
+    running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
+    running.schedule.step = 4
+    running.schedule.limits = running.schedule.limits._replace(positions=90)
+    running.schedule.ending = 0.5
+    rows = alike(8, 8, 24)
+    limits = [one.left for one in rows]
+    found = run(running, [rows])
+    assert (running.schedule.tally.suspended > 0, running.schedule.tally.again) == (True, 0)
+    running.end()
+    for one, limit in zip(found, limits, strict=True):
+        assert one.output_ids == alone(single, one.prompt_ids, limit), one.key

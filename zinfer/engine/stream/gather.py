@@ -83,10 +83,11 @@ class GatherRing(PrefetchRing):
             for piece in self.images[index].pieces:
                 del self._own[piece.start]
         for index in sorted(wanted - self._kept.keys()):
-            parts = [self._part(piece) for piece in self.images[index].pieces]
-            self._kept[index] = torch.cat(parts).to(self._device)
-            ends = self._kept[index].split([part.numel() for part in parts])
-            self._own |= {piece.start: part for piece, part in zip(self.images[index].pieces, ends, strict=True)}
+            parts = {piece.start: self._part(piece) for piece in self.images[index].pieces}
+            sizes = [part.numel() for part in parts.values()]
+            self._kept[index] = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            for (start, part), own in zip(parts.items(), self._kept[index].split(sizes), strict=True):
+                self._own[start] = own.copy_(part)
 
     def start(self) -> None:
         """Begin to fill the buffers for the next trip; the source must be complete by now, on all ranks."""

@@ -98,7 +98,8 @@ class Start:
     plan: Plan
     store: str  # file through which the ranks find each other
     weights: int  # descriptor of the shared arena
-    letters: int
+    orders: int  # of memory for tensors of orders
+    letters: int  # and of answers
     threads: int  # of the CPU
 
 
@@ -196,7 +197,7 @@ class Follower(Group):
 
     def __init__(self, start: Start, channel: Channel) -> None:
         super().__init__(start.rank, start.size, start.store, start.weights)
-        self._channel, self._letters = channel, Letters(start.letters)
+        self._channel, self._orders, self._letters = channel, Letters(start.orders), Letters(start.letters)
 
     def share(self, value: Any) -> Any:
         return self.receive()
@@ -210,6 +211,10 @@ class Follower(Group):
         if message is None:
             raise EOFError
         return message
+
+    def taken(self, places: Sequence[TensorPlace]) -> list[Tensor]:
+        """Return the tensors of an order, until it is answered."""
+        return self._orders.take(places)
 
     def answer(self, value: object, tensors: Sequence[Tensor] | None = None) -> None:
         """Answer the leader's last message; an exception is raised there."""
@@ -234,6 +239,7 @@ class Leader(Group):
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._letters: list[Letters] = []
+        self._orders: list[Letters] = []
         threads = max(1, torch.get_num_threads() // size)
         try:
             for rank in range(1, size):
@@ -243,20 +249,21 @@ class Leader(Group):
             raise
 
     def _start(self, rank: int, plan: Plan, threads: int) -> None:
-        letters = shared_memory()
-        self._files.append(letters)
+        orders, letters = shared_memory(), shared_memory()
+        self._files += [orders, letters]
+        self._orders.append(Letters(orders))
         self._letters.append(Letters(letters))
         ours, theirs = Pipe()
         self._channels.append(Channel(ours))
         process = subprocess.Popen(
             [*COMMAND, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno(), self.weights, letters],
+            pass_fds=[theirs.fileno(), self.weights, orders, letters],
             env={**os.environ, **_visible(rank), PARENT: str(os.getpid())},
         )
         self._processes.append(process)
         theirs.close()
-        self._channels[-1].send(Start(rank, self.size, plan, self._store, self.weights, letters, threads))
+        self._channels[-1].send(Start(rank, self.size, plan, self._store, self.weights, orders, letters, threads))
         threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
@@ -278,6 +285,10 @@ class Leader(Group):
 
     def agree(self) -> None:
         self.answers()
+
+    def give(self, rank: int, tensors: Sequence[Tensor]) -> list[TensorPlace]:
+        """Copy tensors to where a follower can take them while it does the next order."""
+        return self._orders[rank - 1].put(tensors)
 
     def order(self, messages: Sequence[object]) -> None:
         """Send a message to each follower."""
@@ -323,12 +334,12 @@ class Leader(Group):
                 process.wait()
         for channel in self._channels:
             channel.close()
-        for letters in self._letters:
+        for letters in (*self._letters, *self._orders):
             letters.close()
         for file in self._files:
             with suppress(OSError):
                 os.close(file)
-        self._processes, self._channels, self._letters, self._files = [], [], [], []
+        self._processes, self._channels, self._letters, self._orders, self._files = [], [], [], [], []
         self._folder.cleanup()
 
 

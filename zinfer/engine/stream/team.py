@@ -7,7 +7,7 @@ without rows too. The plan counts the whole batch; the ranks place their weights
 """
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import Connection
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_works
-from zinfer.engine.kv_snapshot import Past
+from zinfer.engine.kv_snapshot import KVSnapshot, Past, Sent, received, sent
+from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.stream import Stream, together
 from zinfer.engine.stream.gather import GatherRing
 from zinfer.engine.stream.ranks import Channel, Follower, Leader, Start
@@ -40,10 +41,9 @@ class RankWork(NamedTuple):
 class Member:
     """A rank's end of a team: does what the leader says with its `Stream`. Micro-batches have keys."""
 
-    def __init__(self, engine: Stream) -> None:
-        self.engine = engine
+    def __init__(self, engine: Stream, taken: "Callable[[Sequence[TensorPlace]], list[Tensor]] | None" = None) -> None:
+        self.engine, self._taken = engine, taken
         self._batches: dict[int, MicroBatch] = {}
-        self._again: list[RankWork] = []
 
     @property
     def _ring(self) -> GatherRing:
@@ -62,10 +62,22 @@ class Member:
         """Begin anew with the next pass."""
         self._ring.abandon()
 
-    def admit(self, key: int, mask: Tensor, capacity: int) -> int:
+    def admit(
+        self, key: int, mask: Tensor, capacity: int, past: Sequence[Past | tuple[Sent, list[TensorPlace]]]
+    ) -> int:
         """Make a micro-batch; return the number of its rows with their KV cache in host memory."""
-        self._batches[key] = self.engine.admit(mask, capacity)
+        known = [self._received(*one) if isinstance(one, tuple) else one for one in past]
+        self._batches[key] = self.engine.admit(mask, capacity, known)
+        if known and self.engine.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the copies have run
         return self._batches[key].hosted
+
+    def _received(self, past: Sent, places: Sequence[TensorPlace]) -> Past:
+        assert self._taken is not None
+        return received(past, self._taken(places))
+
+    def snapshot(self, key: int, first: int, last: int, row: int | None) -> KVSnapshot:
+        return self.engine.snapshot(self._batches[key], first, last, row)
 
     def regroup(self, key: int, sources: Sequence[tuple[int, Sequence[int]]], capacity: int) -> tuple[int, int]:
         """Move rows to a new micro-batch; return its length, and rows as `admit` does."""
@@ -145,7 +157,7 @@ def follow(descriptor: int) -> None:
             return
         try:
             group.agree()
-            _serve(group, Member(engine))
+            _serve(group, Member(engine, group.taken))
         finally:
             group.leave()
             engine.close()
@@ -165,6 +177,10 @@ def _serve(group: Follower, member: Member) -> None:
         elif name == "watched":
             logits, spans = found
             group.answer((logits is None, spans), logits)
+        elif isinstance(found, KVSnapshot):
+            told, memory = sent(found)
+            group.answer(told, memory)
+            found.close()
         else:
             group.answer(found)
 
@@ -271,21 +287,62 @@ class Team(Engine):
             raise
 
     def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> TeamBatch:
-        if past:
-            raise EngineError(self.cannot_snapshot() or "")
+        if past and (why_not := self.cannot_snapshot()) is not None:
+            raise EngineError(why_not)
         mask = attention_mask.cpu()
         rows, length = mask.shape
         whole = self.expected or together(self.batches, rows, length, capacity)
         batch = TeamBatch(next(self._keys), self._divide(rows, capacity), length, capacity)
         with self._placing(whole):
             self.batches.append(batch)
-            orders = {rank: (batch.key, mask[batch.rows_of(rank)], capacity) for rank in batch.lengths}
             try:
+                orders = {
+                    rank: (batch.key, mask[batch.rows_of(rank)], capacity, self._given(past, batch, rank))
+                    for rank in batch.lengths
+                }
                 batch.hosted_of = self._some("admit", orders)
             except BaseException:
                 self.retire(batch)
                 raise
+        batch.length = sum(part.length for part in past)
+        batch.lengths = dict.fromkeys(batch.lengths, batch.length)
         return batch
+
+    def _given(self, past: Sequence[Past], batch: TeamBatch, rank: int) -> list[Any]:
+        """Return the parts of `past` that belong to the rows of a rank, as it can have them."""
+        if any(not part.fits(self.plan.model.num_layers, batch.batch_size) for part in past):
+            raise EngineError("the snapshots belong to other rows or another model, or are not in order")
+        own = [part.select(batch.rows_of(rank)) for part in past]
+        if rank == 0 or not own:
+            return own
+        told = [sent(part) for part in own]
+        places = iter(self._group.give(rank, [one for _, memory in told for one in memory]))
+        return [(one, [next(places) for _ in memory]) for one, memory in told]
+
+    @torch.inference_mode()
+    def snapshot(self, batch: MicroBatch, first: int, last: int, row: int | None = None) -> KVSnapshot:
+        if (why_not := self.cannot_snapshot()) is not None:
+            raise EngineError(why_not)
+        if not isinstance(batch, TeamBatch) or not 0 <= first < last <= batch.length:
+            raise EngineError(f"positions {first} to {last} have not been computed")
+        pin = self.device.type == "cuda"
+        if row is not None:
+            rank = batch.ranks[row]
+            place = batch.rows_of(rank).index(row)
+            found = _snapshot(self._some("snapshot", {rank: (batch.key, first, last, place)})[rank])
+            return found if rank == 0 else KVSnapshot.joined([(found, [0])], 1, first, last, pin)
+        # Rows of a rank have as many positions fewer in its cache as its longest row is shorter.
+        fewer = {rank: batch.length - length for rank, length in batch.lengths.items()}
+        orders = {
+            rank: (batch.key, max(0, first - less), last - less, None) for rank, less in fewer.items() if last > less
+        }
+        parts = {rank: _snapshot(one) for rank, one in self._some("snapshot", orders).items()}
+        try:
+            own = [(one, batch.rows_of(rank)) for rank, one in parts.items()]
+            return KVSnapshot.joined(own, batch.batch_size, first, last, pin)
+        finally:
+            for one in parts.values():
+                one.close()
 
     def _divide(self, rows: int, capacity: int) -> list[int]:
         """Return a rank for each of `rows`: the first ranks get the first rows, those with most room most of them."""
@@ -375,7 +432,7 @@ class Team(Engine):
         return self._engine.cannot_draft()
 
     def cannot_snapshot(self) -> str | None:
-        return f"the KV cache of {self._group.size} GPUs is not copied"
+        return self._engine.cannot_snapshot()
 
     # Passes
 
@@ -468,6 +525,13 @@ def _own(moved: Sequence[tuple[TeamBatch, Sequence[int]]], rank: int) -> list[tu
         places = {row: place for place, row in enumerate(batch.rows_of(rank))}
         if own := [places[row] for row in rows if row in places]:
             found.append((batch.key, own))
+    return found
+
+
+def _snapshot(answer: Any) -> KVSnapshot:
+    """Return a rank's answer to `snapshot`: the leader's own, or one over bytes that the next answer overwrites."""
+    found = received(*answer) if isinstance(answer, tuple) else answer
+    assert isinstance(found, KVSnapshot)
     return found
 
 

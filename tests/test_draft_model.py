@@ -169,6 +169,10 @@ def test_rows_come_pause_and_leave(
         if number == 5:
             running.drop([3])
         done += [one for one in running.step() if one.ended]
+        drafter = running.drafts.drafter
+        assert isinstance(drafter, draft_model.ModelDrafter)
+        resting = {row.key for group in running.schedule.suspended for row in group.rows if row is not None}
+        assert not resting & drafter._computed.keys(), "rows in host memory have no memory on the device"
         if not running.running:
             break
     assert running.schedule.tally.suspended > 0

@@ -484,6 +484,12 @@ class ContinuousScheduler:
         alive = [self.sequences.get(row.key) for group in first for row in group.rows if row is not None]
         self.drafts.begin({one.key: one.prompt_ids + one.output_ids for one in alive if one and one.left > 1})
 
+    def _rest_drafts(self, group: Group) -> None:
+        """Free the memory of drafts for rows that do not run for a while."""
+        if self.drafts is not None:
+            for row in filter(None, group.rows):
+                self.drafts.drafter.forget(row.key)
+
     def _note_pass(self, works: Several[GroupWork], seconds: float) -> None:
         """Note the seconds of a pass in which all rows run, in which drafting must pay."""
         if self.drafts is not None and works and all(group.running for group, _ in works):
@@ -537,6 +543,8 @@ class ContinuousScheduler:
 
     def _move(self, move: Move) -> None:
         group, engine = move.group, self.engine
+        if move.kind in ("suspend", "recompute"):
+            self._rest_drafts(group)
         on_host = move.kind == "suspend" or engine.device.type != "cuda"
         if self.prefixes is not None and on_host and move.kind not in ("retire", "recompute"):
             self.prefixes.give_way(engine.plan.model.kv_bytes(len(group.rows), group.capacity))  # rows go first
@@ -656,6 +664,7 @@ class ContinuousScheduler:
         schedule.tally.retries += 1
         reserved = sum(group.reserved for group in schedule.groups)
         for group in groups:
+            self._rest_drafts(group)
             self._drop(group)
         live = {id(batch) for batch in self._batches.values()}
         for batch in [one for one in self.engine.batches if id(one) not in live]:

@@ -286,7 +286,7 @@ ENGINES: dict[str, EngineKind] = {
 def values(field_info: FieldInfo) -> list[str]:
     """Return the values that an option takes, as they are typed; N is a whole number from 1 on."""
     if field_info.title is not None:  # any text
-        return [str(field_info.default), field_info.title]
+        return [str(field_info.default), *field_info.title.split("|")]
     return list(dict.fromkeys(_values(field_info.annotation)))
 
 

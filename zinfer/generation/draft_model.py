@@ -76,7 +76,7 @@ class ModelDrafter:
         if self._computed.pop(key, None) is not None:
             for _, keys in self._parts:
                 keys[:] = [None if one == key else one for one in keys]
-        if not self._computed:
+        if self._parts and not self._computed:
             self._clear()
 
     @contextmanager

@@ -420,8 +420,10 @@ class ContinuousScheduler:
         self.gained = gained
         try:
             if self._carry_out(planned.moves):
+                drafting = time.monotonic()
                 planned, drafts = self._drafted(planned)
                 computing = time.monotonic()
+                began += computing - drafting  # it says nothing of the seconds of a pass
                 try:
                     touched = self._compute(planned.works, drafts, gained)
                     self._forget_rejected(planned.works, gained)

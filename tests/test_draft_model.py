@@ -63,8 +63,14 @@ def rows_of(engine: Engine, rows: Sequence[scheduler.Sequence]) -> dict[int, lis
     return {one.key: greedy(engine, one.prompt_ids, one.left) for one in rows}
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize("way", sorted(DRAFTED))
+@pytest.mark.parametrize(
+    ("way", "noise"),
+    [
+        pytest.param(way, noise, marks=() if way == "none" or noise else pytest.mark.slow)
+        for way in sorted(DRAFTED)
+        for noise in (0.0, 0.05)
+    ],
+)
 def test_tokens_are_those_of_decoding_one_by_one(
     way: str, noise: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:

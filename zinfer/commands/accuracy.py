@@ -194,7 +194,6 @@ def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tu
     all settings, or the reference's own without any."""
     from zinfer.job import recipe
     from zinfer.plan.plan import make_plan
-    from zinfer.spec import local
     from zinfer.spec.engine import OptionError, conflict
 
     offload, gpu_weights, nvme_path = how["offload"], how["gpu_weights"], how["nvme_path"]
@@ -202,7 +201,7 @@ def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tu
     if gpu_weights and len(gpu_weights) > 1:
         raise click.UsageError("--gpu-weights takes one share here: the settings are what is compared")
     choices = options.offload_choices(offload, gpu_weights)
-    machine = options.with_nvme(local.this_machine(), nvme_path)
+    machine = options.this_machine(nvme_path)
 
     def plans(choice: Any, axes: dict[str, Any], model: str, source: "Source") -> "list[tuple[Plan, str]]":
         fields = {

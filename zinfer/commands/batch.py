@@ -1,5 +1,6 @@
 """`zinfer batch`: answer every prompt of a file, in the OpenAI batch format."""
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,7 +12,7 @@ from zinfer.commands import options
 from zinfer.spec.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.openai import BatchRequest
@@ -56,6 +57,11 @@ AT_ONCE = 500  # prompts of one request to the worker: progress shows in between
 )
 @click.option("--merge", is_flag=True, help="Put the answers of all shards together, in the order of PROMPTS.")
 @click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Answer on the nodes of a Ray cluster (auto, HOST:PORT, or local), each of which with GPUs holds the weights.",
+)
+@click.option(
     "--force",
     is_flag=True,
     help="Add to the answers of a job with other prompts, model or settings; with --merge: replace other answers.",
@@ -73,6 +79,7 @@ def command(
     layers: int | None,
     shard: "Shard | None",
     merge: bool,
+    ray: str | None,
     force: bool,
     **how: Any,
 ) -> None:
@@ -87,6 +94,7 @@ def command(
     zinfer batch prompts.jsonl -o out.jsonl --model bigscience/bloom-560m --offload cpu --batch-size 64
     zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint --shard 2/8      on each of eight machines
     zinfer batch prompts.jsonl -o out.jsonl --merge                                  when all shards have ended
+    zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint --ray auto       on the nodes of a Ray cluster
 
     A line: {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon a time",
     "max_tokens": 64, "temperature": 0}}, or with "messages" and /v1/chat/completions, if the model has a chat template.
@@ -128,7 +136,11 @@ def command(
             watch.say(f"left out {output}:{number}: {reason}")
         ledger.add(refusal(line) for line in lines if isinstance(line, Fault) and line.id not in ledger.done)
         waiting = [line for line in lines if not isinstance(line, Fault) and line.id not in ledger.done]
-        standing = _run(waiting, loads, source, ledger, watch, output_len, debug, how) if waiting else None
+        standing = None
+        if waiting and ray is not None:
+            _run_on_nodes(ray, waiting, loads, model, source, layers, ledger, watch, output_len, debug, how)
+        elif waiting:
+            standing = _run(waiting, loads, source, ledger, watch, output_len, debug, how)
         ledger.finish()
         errors = sum(not ledger.done[line.id].ok for line in lines)
         watch.say(_summary(len(lines) - errors, errors, output, standing))
@@ -184,13 +196,11 @@ def _run(
     from zinfer.job.batch import packing
     from zinfer.job.batch.intake import needs, rows_of, split
     from zinfer.job.batch.openai import refusal
-    from zinfer.job.batch.run import BatchJob, JobFailed
-    from zinfer.job.signals import Interrupted
-    from zinfer.spec import local
+    from zinfer.job.batch.run import BatchJob
     from zinfer.worker.process import Worker, WorkerError
 
     spec = source.spec
-    machine = options.with_nvme(local.this_machine(), how["nvme_path"])
+    machine = options.this_machine(how["nvme_path"])
     target = next(iter(loads.values()))
     cases = [load.case(source.load_format, spec.dtype, 1, 1) for load in loads]
 
@@ -223,8 +233,50 @@ def _run(
         plan, rows, ledger, plan.case.model, make_worker, worker, how["batch_size"],
         lambda: watch.loading(plan), watch.rows, watch.say,
     )  # fmt: skip
-    try:
+    with _ended_in_order(watch):
         return job.run()
+
+
+def _run_on_nodes(
+    address: str,
+    waiting: "list[BatchRequest]",
+    loads: dict[Any, str],
+    model: str,
+    source: Any,
+    layers: int | None,
+    ledger: Any,
+    watch: "Watch",
+    output_len: int,
+    debug: bool,
+    how: dict[str, Any],
+) -> None:
+    """Answer the waiting requests on the nodes of a Ray cluster."""
+    from functools import partial
+
+    from zinfer.job.batch.nodes import NodeJob, answer_on_nodes
+    from zinfer.worker.process import Worker
+
+    spec = source.spec
+    job = NodeJob(
+        model=model, dtype=spec.dtype, layers=layers, load_format=source.load_format,
+        weights=(how["weights"] or ("as-released",))[0], revision=source.revision,
+        cases=tuple(load.case(source.load_format, spec.dtype, 1, 1) for load in loads),
+        target=next(iter(loads.values())), machine=partial(options.this_machine, how["nvme_path"]),
+        make_worker=partial(Worker, debug=bool(debug)), nvme_path=how["nvme_path"], batch_size=how["batch_size"],
+        output_len=output_len, timeout_s=how["timeout_s"], folder=Path.cwd(), created=ledger.created,
+    )  # fmt: skip
+    with _ended_in_order(watch):
+        answer_on_nodes(job, waiting, ledger, address, bool(debug), watch.progress, watch.say)
+
+
+@contextmanager
+def _ended_in_order(watch: "Watch") -> "Iterator[None]":
+    """Exit with one line where a job fails or is interrupted."""
+    from zinfer.job.batch.run import JobFailed
+    from zinfer.job.signals import Interrupted
+
+    try:
+        yield
     except JobFailed as failed:
         raise Failure(str(failed), ENVIRONMENT) from None
     except Interrupted as interrupt:

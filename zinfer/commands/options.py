@@ -314,6 +314,13 @@ def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
     return machine.model_copy(update={"nvme_bytes": shutil.disk_usage(nvme_path).free})
 
 
+def this_machine(nvme_path: str | None) -> "Machine":
+    """Return the description of the machine that this process runs on, with the space that is free at `nvme_path`."""
+    from zinfer.spec import local
+
+    return with_nvme(local.this_machine(), nvme_path)
+
+
 def weights_of(
     model: str,
     dtype: Any,

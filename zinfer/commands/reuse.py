@@ -111,7 +111,6 @@ def command(
     from zinfer.record import study
     from zinfer.record.measurement import latest
     from zinfer.record.prefix_reuse import Run
-    from zinfer.spec import local
     from zinfer.spec.source import find
 
     options.check_nvme(offload, nvme_path)
@@ -120,7 +119,7 @@ def command(
     if len(weights := how["weights"] or ("as-released",)) > 1:
         raise click.UsageError("reuse takes one value for --weights")
     source = find(model, dtype, layers, load_format or "auto", weights=cast("Any", weights[0]))
-    machine = options.with_nvme(local.this_machine(), nvme_path)
+    machine = options.this_machine(nvme_path)
     fields = {
         "model": (model,), "engine": engine, "offload": offload, "input_len": context, "output_len": (1,),
         "layers": (layers,), "gpu_weights": gpu_weights or (None,), "options": settings,

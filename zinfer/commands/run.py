@@ -116,7 +116,6 @@ def command(
     from zinfer.commands.watch import Watch
     from zinfer.generation.sampling import Sampling
     from zinfer.plan.plan import make_plan
-    from zinfer.spec import local
     from zinfer.spec.model import check_positions
     from zinfer.spec.tokenizer_files import require
     from zinfer.spec.units import counted, duration
@@ -135,7 +134,7 @@ def command(
         require(Path(source.spec.directory))
     longest = _longest(source.spec.directory, texts)
     check_positions(source.spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
-    machine = options.with_nvme(local.this_machine(), nvme_path)
+    machine = options.this_machine(nvme_path)
     length = max(1, max(map(len, texts), default=0) // 3)
     if chat:
         length = min(CONTEXT, max(1, (source.spec.max_position or CONTEXT) - output_len))

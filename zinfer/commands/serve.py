@@ -2,7 +2,7 @@
 
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -10,13 +10,8 @@ from zinfer.cli import Failure
 from zinfer.commands import options
 from zinfer.spec.errors import ENVIRONMENT
 
-if TYPE_CHECKING:
-    from zinfer.plan.plan import Plan
-    from zinfer.spec.case import Workload
-
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "ZINFER_API_KEY"  # environment variable
-INPUT, OUTPUT = 512, 256  # tokens of a typical request, for which memory is shared out
 LOOPBACK = ("127.", "localhost", "::1")
 
 
@@ -106,8 +101,8 @@ def command(
     if missing:
         raise Failure(f"zinfer serve needs {', '.join(missing)}: pip install 'zinfer[serve]'", ENVIRONMENT)
     from zinfer.commands.watch import Watch
+    from zinfer.job.batch.packing import typical_plan
     from zinfer.job.serve.server import HttpServer, Settings, listen
-    from zinfer.spec import local
     from zinfer.spec.tokenizer_files import require
     from zinfer.worker.process import Worker
 
@@ -119,9 +114,11 @@ def command(
     source = options.weights_of(model, dtype, layers, load_format, how["weights"], loads)
     if source.spec.directory is not None:
         require(Path(source.spec.directory))
-    machine = options.with_nvme(local.this_machine(), how["nvme_path"])
+    machine = options.this_machine(how["nvme_path"])
     cases = [load.case(source.load_format, source.spec.dtype, 1, 1) for load in loads]
-    plan, load = _plan(cases, source.spec, machine, how["nvme_path"], how["batch_size"], max_queue)
+    plan, load = typical_plan(cases, source.spec, machine, how["nvme_path"], how["batch_size"], max_queue)
+    if load is None:
+        raise Failure(str(plan.why_not), ENVIRONMENT)
     target = next(iter(loads.values()))
     limits = how["batch_size"], max_queue, max_body, output_len, drain_s, kv_cache_size
     settings = Settings(plan.case.model, api_key, *limits)
@@ -153,22 +150,3 @@ def command(
             raise SystemExit(128 + server.signal)
         if fault is not None:
             raise Failure(fault, ENVIRONMENT)
-
-
-def _plan(
-    cases: list[Any], model: Any, machine: Any, nvme_path: str | None, rows: int | None, most_waiting: int
-) -> "tuple[Plan, Workload]":
-    """Return the plan of the best load for typical requests, and the largest load to reckon with. Raises Failure where
-    nothing fits."""
-    from zinfer.generation.schedule import MOST_ROWS, load_of
-    from zinfer.job.batch.packing import RowDemand, best_plan
-
-    positions = model.max_position or INPUT + OUTPUT
-    output = max(1, min(OUTPUT, positions // 3))
-    typical = RowDemand(max(1, min(INPUT, positions - output)), output)
-    count = min(MOST_ROWS, rows or MOST_ROWS, max(most_waiting, 256))
-    plan = best_plan(cases, [typical] * count, model, machine, nvme_path)
-    if not plan.fits:
-        raise Failure(str(plan.why_not), ENVIRONMENT)
-    longest = -(-positions // sum(typical))  # typical requests in the place of one that takes all positions
-    return plan, load_of(plan, [typical] * max(count, longest), None if rows is None else max(rows, longest))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from zinfer.job.recipe import Sweep
     from zinfer.job.sweep import Outcome
     from zinfer.record.store import Header, Records
-    from zinfer.spec.machine import Machine
 
 
 class InFlight(click.ParamType[Any]):
@@ -193,7 +192,7 @@ def command(
         if dry_run:
             raise click.UsageError("--dry-run plans for this machine: leave out --cluster")
         _on_cluster(cluster, slurm_args, plan, _name(recipe, plan), output, nvme_path, resume, force, as_json, debug)
-    machine = options.with_nvme(local.this_machine(), nvme_path)
+    machine = options.this_machine(nvme_path)
     jobs = sweep.prepare(
         plan, machine, partial(sweep.source_of, plan), options.locate, nvme_path, requests=served
     )  # fmt: skip
@@ -249,12 +248,6 @@ def _print_outcome(outcome: "Outcome", output: Path, as_json: bool) -> None:
     click.echo(json.dumps(rows, indent=1) if as_json else output)
 
 
-def _machine(nvme_path: str | None) -> "Machine":
-    from zinfer.spec import local
-
-    return options.with_nvme(local.this_machine(), nvme_path)
-
-
 def _on_cluster(
     kind: "Kind",
     slurm_args: tuple[str, ...],
@@ -296,8 +289,9 @@ def _on_cluster(
     def make_task(index: int, number: int, part: Path) -> LoadTask:
         return LoadTask(
             recipe=plan.model_dump(mode="json"), index=index, number=number, results=output.absolute(), part=part,
-            nvme_path=nvme_path, gpus=os.environ.get("CUDA_VISIBLE_DEVICES"), machine=partial(_machine, nvme_path),
-            locate=options.locate, watch=Watch, make_worker=partial(Worker, debug=bool(debug)),
+            nvme_path=nvme_path, gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            machine=partial(options.this_machine, nvme_path), locate=options.locate, watch=Watch,
+            make_worker=partial(Worker, debug=bool(debug)),
         )  # fmt: skip
 
     with Store.open(output) as store, Watch() as watch:

@@ -6,12 +6,15 @@ Pure functions of lengths and of the plan's predicted seconds.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from zinfer.generation.schedule import MOST_ROWS, load_of
 from zinfer.plan import cost
 from zinfer.plan.plan import Plan, largest_batch, make_plan
 from zinfer.plan.search import best_batch
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
+
+INPUT, OUTPUT = 512, 256  # tokens of a typical request, for which memory is shared out
 
 
 class RowDemand(NamedTuple):
@@ -60,6 +63,22 @@ def best_plan(
     best = max(rank for rank, _ in ranked)
     able = [plan for rank, plan in ranked if rank == best]
     return able[0] if best[0] else ranked[-1][1]
+
+
+def typical_plan(
+    cases: Sequence[Case], model: ModelSpec, machine: Machine, nvme_path: str | None, rows: int | None, waiting: int
+) -> tuple[Plan, Workload | None]:
+    """Return the plan of the best load for requests whose lengths are not known yet, and the largest load to reckon
+    with; None, and the reason in the plan, where nothing fits. At most `rows` rows run, and `waiting` wait."""
+    positions = model.max_position or INPUT + OUTPUT
+    output = max(1, min(OUTPUT, positions // 3))
+    typical = RowDemand(max(1, min(INPUT, positions - output)), output)
+    count = min(MOST_ROWS, rows or MOST_ROWS, max(waiting, 256))
+    plan = best_plan(cases, [typical] * count, model, machine, nvme_path)
+    if not plan.fits:
+        return plan, None
+    longest = -(-positions // sum(typical))  # typical requests in the place of one that takes all positions
+    return plan, load_of(plan, [typical] * max(count, longest), None if rows is None else max(rows, longest))
 
 
 def shaped(case: Case, need: RowDemand, rows: int = 1) -> Case:

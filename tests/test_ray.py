@@ -1,0 +1,207 @@
+"""Batch job on a real Ray of two nodes on this machine, which lose an actor, a node, and the command itself."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import PATIENCE_S, environment
+from tests.command import zinfer, zinfer_process
+from tests.test_batch_command import line
+from tests.test_cli import folder
+from zinfer.job.batch.nodes import NodesError, line_of, request_of, shares
+from zinfer.job.batch.openai import read_requests
+
+assert folder  # a fixture
+ROWS, LONG = 40, 400
+JOB = ["batch", "prompts.jsonl", "-m", "bloom-tiny", "--load-format", "dummy", "--dtype", "fp32", "--batch-size", "4"]
+
+
+def node(alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"Alive": alive, "Resources": resources}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([node(CPU=8), node(CPU=64, GPU=8), node(CPU=64, GPU=8)], (2, {"num_cpus": 1, "num_gpus": 8})),
+        ([node(CPU=64, GPU=8), node(CPU=16, GPU=4), node(False, CPU=16, GPU=1)], (2, {"num_cpus": 1, "num_gpus": 4})),
+        ([node(CPU=8), node(), node(CPU=4)], (2, {"num_cpus": 4})),
+    ],
+)
+def test_an_actor_has_the_gpus_of_a_node(nodes: list[dict[str, Any]], expected: object) -> None:
+    assert shares(nodes) == expected
+
+
+def test_a_cluster_with_nothing_to_run_on_is_refused() -> None:
+    with pytest.raises(NodesError, match="no node with a GPU or a CPU"):
+        shares([node(), node(False, CPU=4)])
+
+
+def test_requests_travel_whole() -> None:
+    lines = [
+        line("a", prompt="ü\n", max_tokens=3, temperature=0.5, top_p=0.9, stop=["x", "y"], seed=4),
+        line("b", chat=True, messages=[{"role": "user", "content": "hi"}]),
+    ]
+    for request in read_requests("".join(lines).encode()):
+        assert request_of(line_of(request)) == request  # type: ignore[arg-type]
+
+
+def test_without_ray_one_line_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (folder / "prompts.jsonl").write_text(line("a", prompt="x", max_tokens=2))
+    done = zinfer(folder, *JOB, "-o", "out.jsonl", "--ray", "auto")
+    assert done.returncode == 5
+    assert "pip install 'zinfer[ray]'" in done.stderr
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """Provide a Ray of a head without CPUs, where the command runs, and of two nodes."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    for name, value in environment(HF_HUB_OFFLINE="1").items():
+        os.environ[name] = value
+    memory = {"object_store_memory": 100 << 20}
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
+    found.nodes = [found.add_node(num_cpus=2, **memory) for _ in range(2)]
+    found.wait_for_nodes()
+    yield found
+    found.shutdown()
+
+
+def start(folder: Path, cluster: Any) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "zinfer", *JOB, "-o", "out.jsonl", "--ray", cluster.address]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(HF_HUB_OFFLINE="1"), stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+
+
+@pytest.fixture
+def whole(folder: Path) -> dict[str, str]:
+    """Provide the answers of a job on one machine to requests of which one is long."""
+    (folder / "prompts.jsonl").write_text(
+        "".join(
+            line(f"p{number}", prompt="ab" * (number % 7 + 1), max_tokens=LONG if number == 7 else 60, temperature=0)
+            for number in range(ROWS)
+        )
+    )
+    assert zinfer_process(folder, *JOB, "-o", "whole.jsonl").returncode == 0
+    return texts(folder / "whole.jsonl")
+
+
+def texts(path: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for record in map(json.loads, path.read_text().splitlines()):
+        assert record["custom_id"] not in found, "answered twice"
+        found[record["custom_id"]] = record["response"]["body"]["choices"][0]["text"]
+    return found
+
+
+def wait_for_answers(folder: Path, count: int, process: "subprocess.Popen[str]") -> None:
+    output, deadline = folder / "out.jsonl", time.monotonic() + PATIENCE_S
+    while not (output.exists() and output.read_bytes().count(b"\n") >= count):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def actors() -> list[int]:
+    """Return the processes of actors that hold weights."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"ray::MapWorker(" in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_rows_of_a_killed_actor_are_answered_again_and_none_twice(
+    folder: Path, cluster: Any, whole: dict[str, str]
+) -> None:
+    process = start(folder, cluster)
+    wait_for_answers(folder, 6, process)
+    known = actors()
+    assert len(known) == 2
+    os.kill(known[0], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, stderr
+    assert "2 nodes of Ray, 2 CPU each" in stderr
+    assert "of its requests are answered again" in stderr
+    assert "Traceback" not in stderr
+    assert texts(folder / "out.jsonl") == whole
+
+
+@pytest.mark.slow
+def test_a_node_that_goes_away_is_done_without(folder: Path, cluster: Any, whole: dict[str, str]) -> None:
+    process = start(folder, cluster)
+    wait_for_answers(folder, 6, process)
+    cluster.remove_node(cluster.nodes[0], allow_graceful=False)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, stderr
+    assert "of its requests are answered again" in stderr
+    assert texts(folder / "out.jsonl") == whole
+
+
+@pytest.mark.slow
+def test_answers_come_one_by_one_and_a_killed_command_goes_on(
+    folder: Path, cluster: Any, whole: dict[str, str]
+) -> None:
+    """The long request is the first that begins; answers of the others do not wait for it."""
+    process = start(folder, cluster)
+    wait_for_answers(folder, 6, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=PATIENCE_S)
+    before = (folder / "out.jsonl").read_bytes()
+    assert "p7" not in texts(folder / "out.jsonl")
+    interrupted = start(folder, cluster)
+    wait_for_answers(folder, before.count(b"\n") + 3, interrupted)
+    interrupted.send_signal(signal.SIGTERM)
+    _, stderr = interrupted.communicate(timeout=PATIENCE_S)
+    assert interrupted.returncode == 143, stderr
+    assert "the same command goes on" in stderr
+    last = start(folder, cluster)
+    _, stderr = last.communicate(timeout=PATIENCE_S)
+    assert last.returncode == 0, stderr
+    assert (folder / "out.jsonl").read_bytes().startswith(before)
+    assert texts(folder / "out.jsonl") == whole
+
+
+@pytest.mark.slow
+def test_a_cluster_or_a_model_that_cannot_be_had_is_one_line(
+    folder: Path, cluster: Any, checkpoint: Callable[..., Path]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (folder / "prompts.jsonl").write_text(line("a", prompt="x", max_tokens=2))
+    absent = zinfer_process(folder, *JOB, "-o", "out.jsonl", "--ray", "127.0.0.1:1")
+    assert absent.returncode == 5
+    assert "no Ray cluster at 127.0.0.1:1" in absent.stderr
+    large = ["batch", "prompts.jsonl", "-m", "bloom-176b", "--load-format", "dummy", "-o", "other.jsonl"]
+    refused = zinfer_process(folder, *large, "--ray", cluster.address)
+    assert refused.returncode == 5
+    assert "of host memory" in refused.stderr
+    model = Path(shutil.copytree(checkpoint("llama"), folder / "model"))
+    file = next(model.glob("*.safetensors"))
+    tensors = load_file(file)
+    next(tensors[name] for name in sorted(tensors) if "layers" in name)[0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    damaged = zinfer_process(
+        folder, "batch", "prompts.jsonl", "-m", "model", "-o", "none.jsonl", "--ray", cluster.address
+    )  # fmt: skip
+    assert damaged.returncode == 5
+    assert "holds NaN or infinity" in damaged.stderr
+    for done in (absent, refused, damaged):
+        assert "Traceback" not in done.stderr

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from functools import cache
 
 import click
@@ -13,6 +14,7 @@ import pytest
 from tests import found, mentions, readme
 from tests.readme import PAGES, RESULTS, ROOT
 from zinfer.cli import VERBS, cli
+from zinfer.job.batch.shard import Shard
 from zinfer.spec.engine import ENGINES
 
 WRITTEN = (*PAGES, "CONTRIBUTING.md", "CHANGELOG.md")
@@ -124,6 +126,39 @@ def test_commands_of_the_pages_are_understood(line: str) -> None:
     for sign in (">", "<"):
         words = words[: words.index(sign)] if sign in words else words
     command.make_parser(click.Context(command, info_name=verb)).parse_args(words)
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Yield the texts in a document of YAML."""
+    if isinstance(value, str):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from texts_in(item)
+
+
+def test_documents_of_the_pages_run_commands_that_are_understood() -> None:
+    """Each shard of a document is one of as many as the document starts."""
+    yaml = pytest.importorskip("yaml")
+    blocks = re.findall(r"```yaml\n(.*?)```", TEXTS["docs/cluster.md"], flags=re.DOTALL)
+    documents = [yaml.safe_load(block) for block in blocks]
+    (shards, merge), node = documents[0]["spec"]["replicatedJobs"], documents[1]
+    own = shards["template"]["spec"]
+    assert own["completions"] == own["parallelism"]
+    assert merge["dependsOn"] == [{"name": shards["name"], "status": "Complete"}]
+    for part, total in ((shards, own["completions"]), (merge, None), (node, node["num_nodes"])):
+        lines = [line.strip() for text in texts_in(part) for line in text.splitlines()]
+        (words,) = [shlex.split(line.removesuffix("||")) for line in lines if line.startswith("zinfer batch")]
+        for number in range(total or 1):
+            known = {"$((JOB_COMPLETION_INDEX + 1))": number + 1, "$((SKYPILOT_NODE_RANK + 1))": number + 1,
+                     "$SKYPILOT_NUM_NODES": total}  # fmt: skip
+            told = " ".join(words)
+            for name, value in known.items():
+                told = told.replace(name, str(value))
+            command = cli.get_command(click.Context(cli), "batch")
+            assert command is not None
+            given, *_ = command.make_parser(click.Context(command)).parse_args(shlex.split(told)[2:])
+            assert (given.get("merge") or False) is (total is None)
+            assert given.get("shard") == (None if total is None else str(Shard(number + 1, total)))
 
 
 def test_the_pages_show_every_verb() -> None:

@@ -1,10 +1,13 @@
 """Sweep over a real Slurm of one node, whose jobs are preempted, cancelled and left alone."""
 
+import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from tests import PATIENCE_S, environment
 from tests.command import zinfer_process
 from tests.slurm import slurm, why_not
+from tests.test_batch_command import line
 from tests.test_cli import folder
 from tests.test_cluster import SMALL
 from zinfer.job.cluster import parts_of
@@ -114,3 +118,29 @@ def test_what_sbatch_refuses_is_one_line(folder: Path, cluster: dict[str, str]) 
     assert "no job could be submitted" in done.stderr
     assert "invalid partition" in done.stderr.lower()
     assert "Traceback" not in done.stderr
+
+
+def test_the_script_of_the_page_answers_all_prompts(
+    folder: Path, cluster: dict[str, str], checkpoint: Callable[..., Path]
+) -> None:
+    """The array of docs/cluster.md and the job that merges, as they stand but for the GPU."""
+    page = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
+    (script,) = [block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "#SBATCH" in block]
+    assert " --gpus-per-node=1" in script
+    shutil.copytree(checkpoint("llama"), folder / "my-checkpoint")
+    count = 20
+    (folder / "prompts.jsonl").write_text(
+        "".join(line(f"p{number}", prompt="ab" * number, max_tokens=3) for number in range(1, count)) + "broken\n"
+    )
+    environment = cluster | {"PATH": f"{Path(sys.executable).parent}:{cluster['PATH']}"}
+    command = ["bash", "-ec", script.replace(" --gpus-per-node=1", "")]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    merged, deadline = folder / "out.jsonl.job", time.monotonic() + PATIENCE_S
+    while not merged.exists():
+        said = "".join(path.read_text() for path in sorted(folder.glob("slurm-*.out")))
+        assert time.monotonic() < deadline, said
+        time.sleep(0.2)
+    found = [json.loads(text) for text in (folder / "out.jsonl").read_text().splitlines()]
+    assert [record["custom_id"] for record in found] == [f"p{number}" for number in range(1, count)] + [None]
+    assert len([*folder.glob("out-*-of-00008.jsonl")]) == 8

@@ -64,13 +64,13 @@ def test_without_ray_one_line_says_what_to_install(folder: Path, monkeypatch: py
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Provide a Ray of a head without CPUs, where the command runs, and of two nodes."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     for name, value in environment(HF_HUB_OFFLINE="1").items():
-        os.environ[name] = value
+        monkeypatch.setenv(name, value)
     memory = {"object_store_memory": 100 << 20}
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
     found.nodes = [found.add_node(num_cpus=2, **memory) for _ in range(2)]

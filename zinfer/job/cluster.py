@@ -224,6 +224,7 @@ class Cluster:
         if self.kind == "slurm":
             with self._submitted.open("a") as file:
                 file.writelines(f"{job.job_id}\n" for job in jobs)
+                file.flush()
                 os.fsync(file.fileno())
         return jobs
 
@@ -255,18 +256,20 @@ class Cluster:
 
     def cancel(self, jobs: Iterable[Any]) -> None:
         """Cancel jobs; return at once."""
+        if self.kind == "slurm":
+            _scancel([job.job_id for job in jobs])
+            return
         for job in jobs:
-            with suppress(OSError, subprocess.SubprocessError):
-                job.cancel(check=False)
+            with suppress(OSError):
+                job.cancel()
 
     def cancel_earlier(self) -> bool:
         """Cancel the jobs of an earlier start of this sweep; return whether there are any. Their points are kept."""
         if self.kind != "slurm" or not self._submitted.exists():
             return False
-        jobs = [word for word in self._submitted.read_text().split() if re.fullmatch("[0-9]+(_[0-9]+)?", word)]
-        for begin in range(0, len(jobs), 500):
-            subprocess.run(["scancel", "--quiet", *jobs[begin : begin + 500]], check=False, capture_output=True)
-        return bool(jobs)
+        ids = [word for word in self._submitted.read_text().split() if re.fullmatch("[0-9]+(_[0-9]+)?", word)]
+        _scancel(ids)
+        return bool(ids)
 
     @property
     def _submitted(self) -> Path:
@@ -277,6 +280,13 @@ def _not_here(message: str) -> ClusterError:
     error = ClusterError(message)
     error.exit_code = ENVIRONMENT
     return error
+
+
+def _scancel(ids: Sequence[str]) -> None:
+    for begin in range(0, len(ids), 500):  # a command line has an end
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["scancel", "--quiet", *ids[begin : begin + 500]]
+            subprocess.run(command, check=False, capture_output=True, timeout=60)
 
 
 def _has_result(job: Any) -> bool:

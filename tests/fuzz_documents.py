@@ -158,7 +158,8 @@ def _machine(dice: Random) -> list[str]:
     tree = {
         "name": "m", "source": "measured", "gpu_name": "g", "gpu_count": 1, "gpu_bytes": 80 << 30,
         "host_bytes": 500 << 30, "h2d_bandwidth": 5e10, "d2h_bandwidth": 5e10, "hbm_bandwidth": 3e12,
-        "duplex_bandwidth": 4e10, "host_bandwidth": 2e11, "attention_bandwidth": 1e11, "matmul_flops": 7e14,
+        "duplex_bandwidth": 4e10, "links_bandwidth": 9e10, "gather_bandwidth": 3e11,
+        "host_bandwidth": 2e11, "attention_bandwidth": 1e11, "matmul_flops": 7e14,
         "grouped_attention_bandwidth": 1e11, "shared_attention_bandwidth": 8e10, "shared_h2d_bandwidth": 4e10,
         "note": "n", "sources": {"h2d_bandwidth": "s"}, "details": {"host": {"cores": 16}, "gpu": {"driver": "1"}},
     }  # fmt: skip

@@ -398,6 +398,13 @@ def test_every_gpu_brings_its_own_link() -> None:
     shared = H100.model_copy(update={"host_bandwidth": 100e9})
     capped = make_plan(asked(options=(("gpus", 4),)), BLOOM, shared)
     assert capped.bound_by == "host memory"
+    together = linked(55e9).model_copy(update={"links_bandwidth": 120e9, "gather_bandwidth": 1e12})
+    found = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, together)
+    assert (found.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 120e9, rel=FULL_RING)
+    slow = together.model_copy(update={"gather_bandwidth": 60e9})
+    found = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, slow)
+    assert found.bound_by == "gather"
+    assert (found.step_s or 0) == pytest.approx(BLOOM.streamed_bytes * 3 / 4 / 60e9, rel=FULL_RING)
     assert (capped.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 100e9, rel=FULL_RING)
 
 

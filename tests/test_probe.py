@@ -290,6 +290,10 @@ def test_probe_of_a_gpu() -> None:
     assert 0 < machine.shared_attention_bandwidth < 1.5 * machine.attention_bandwidth
     assert machine.host_bandwidth is not None
     assert machine.host_bandwidth >= machine.shared_attention_bandwidth + machine.shared_h2d_bandwidth
+    assert (machine.links_bandwidth is not None) == (machine.gather_bandwidth is not None) == (machine.gpu_count > 1)
+    if machine.links_bandwidth is not None and machine.gather_bandwidth is not None:
+        assert machine.h2d_bandwidth < machine.links_bandwidth < 1.1 * machine.gpu_count * machine.h2d_bandwidth
+        assert 0 < machine.gather_bandwidth < machine.hbm_bandwidth
 
 
 @pytest.mark.torch

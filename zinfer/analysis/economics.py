@@ -11,7 +11,6 @@ from math import ceil
 from pydantic import Field
 
 from zinfer.record.measurement import Measurement
-from zinfer.spec.engine import plan_options
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.value import Frozen
 
@@ -97,18 +96,13 @@ def cost(point: Measurement, prices: Prices) -> Cost | None:
     found = Cost() if read is None else Cost(j_per_token=read[0], method=read[1])
     if not prices.known:
         return found
-    hours = _gpus(point) * 1e6 / rate / 3600
+    hours = point.gpus * 1e6 / rate / 3600
     usd = hours * ((prices.gpu_hour_usd or 0.0) + (prices.host_hour_usd or 0.0) / prices.gpus_per_server)
     if prices.power_usd_kwh is not None:
         if read is None:
             raise EconomicsError(f"{point.case.label()} has no reading of its energy: leave out --power-usd-kwh")
         usd += read[0] * 1e6 / 3.6e6 * prices.power_usd_kwh
     return found.model_copy(update={"usd_per_mtok": usd})
-
-
-def _gpus(point: Measurement) -> int:
-    """Return the number of GPUs that a point's configuration takes."""
-    return plan_options(point.case.engine, point.case.options).gpus
 
 
 def parse_seconds(text: str) -> float:
@@ -149,7 +143,7 @@ def fleet(
     """Return the GPUs and servers that generate `tokens` in `seconds` with the point's configuration: ceil(tokens /
     (tok/s · utilisation · seconds)) times the GPUs that it takes, and `spare` GPUs more. Raises EconomicsError for a
     point without a throughput."""
-    rate, gpus = point.output_tok_s, _gpus(point)
+    rate, gpus = point.output_tok_s, point.gpus
     if not rate or not 0 < utilisation <= 1 or tokens <= 0 or seconds <= 0 or spare < 0 or gpus_per_server < 1:
         raise EconomicsError("a fleet needs a measured throughput, a demand, and a utilisation above 0% up to 100%")
     working = max(1, ceil(tokens / (rate * utilisation * seconds) * (1 - 1e-9)))  # a rounding error must not add a GPU

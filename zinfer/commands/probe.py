@@ -57,6 +57,8 @@ def table(machine: "Machine") -> "Table":
         (f"{link}, pageable", machine.pageable_bandwidth, "/s"),
         ("GPU to host, pinned", machine.d2h_bandwidth if machine.gpu_count else None, "/s"),
         ("both directions at once, each", machine.duplex_bandwidth, "/s"),
+        ("links of all GPUs at once", machine.links_bandwidth, "/s"),
+        ("GPU to GPU, each while all exchange", machine.gather_bandwidth, "/s"),
         ("device memory, read and written", machine.hbm_bandwidth, "/s"),
         ("host memory, read and written", machine.host_bandwidth, "/s"),
         ("CPU attention, KV cache read", machine.attention_bandwidth, "/s"),

@@ -26,7 +26,7 @@ from zinfer.spec.value import Frozen
 # Positions of a draft model's KV cache: over tokens, for rows on their way from one micro-batch to another; and besides
 # them, until the gaps of what was forgotten are closed up.
 DRAFT_MOVES, DRAFT_ROOM = 1.25, 256
-Bound = Literal["link", "hbm", "compute", "host memory", "cpu attention", "nvme", "launch"]
+Bound = Literal["link", "hbm", "compute", "gather", "host memory", "cpu attention", "nvme", "launch"]
 
 CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as the driver reports them
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
@@ -260,7 +260,11 @@ def _pass(
         "launch": factors.layer_s * model.num_layers,
     }
     if over_link and link is not None:
-        limits["link"] = over_link / share / (factors.link_share * link)
+        links = min(share * link, machine.links_bandwidth or inf)
+        limits["link"] = over_link / (factors.link_share * links)
+    if share > 1 and setup.tier == "host" and machine.gather_bandwidth is not None:  # layers that stay are parts, too
+        parts = setup.wire_ratio * model.streamed_bytes * (share - 1) / share
+        limits["gather"] = parts / machine.gather_bandwidth
     if written and machine.duplex_bandwidth is not None:
         limits["link"] = max(limits.get("link", 0.0), written / share / machine.duplex_bandwidth)
     if from_host and machine.host_bandwidth is not None:  # all links, and the CPU, read from one memory

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from zinfer.spec.case import Case
+from zinfer.spec.engine import plan_options
 from zinfer.spec.value import Frozen
 
 Status = Literal[
@@ -113,6 +114,16 @@ class Recorded(Frozen):
     started_at: str = ""  # ISO 8601, UTC
     predicted: dict[str, float | None] = Field(default_factory=dict)  # predictions of the plan, by quantity
 
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the load took, each with its own link."""
+        return plan_options(self.case.engine, self.case.options).gpus
+
+    @property
+    def links_bandwidth(self) -> float | None:
+        """Bytes a second of all links that carried weights, at the measured rate of one."""
+        return self.link_bandwidth and self.link_bandwidth * self.gpus
+
 
 class Measurement(Recorded):
     """One point: a case, its status, and every sample taken.
@@ -179,7 +190,7 @@ class Measurement(Recorded):
 
     @property
     def h2d_bandwidth(self) -> float | None:
-        """Weight bytes a second that crossed the link in the median decode step."""
+        """Weight bytes a second that crossed the link, or all links, in the median decode step."""
         step = self.step_median_ms
         if self.effective is None or not self.effective.wire_bytes or not step:
             return None
@@ -189,7 +200,7 @@ class Measurement(Recorded):
     def link_share(self) -> float | None:
         """Share of the median decode step for which the link carried weights, at its measured bandwidth."""
         achieved = self.h2d_bandwidth
-        return achieved / self.link_bandwidth if achieved and self.link_bandwidth else None
+        return achieved / self.links_bandwidth if achieved and self.links_bandwidth else None
 
 
 class OfCase(Protocol):

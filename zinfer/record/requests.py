@@ -277,10 +277,10 @@ class RequestPoint(Recorded):
     def link_busy(self) -> float | None:
         """Share of the passes' time for which the link carried weights: the bytes of a pass at the link's measured
         rate. The rest of a pass is work that did not hide behind the link."""
-        if self.effective is None or not self.link_bandwidth or not self.busy_ms:
+        if self.effective is None or not self.links_bandwidth or not self.busy_ms:
             return None
         wire = self.effective.wire_bytes
-        return wire * len(self.pass_ms) / self.link_bandwidth / self.busy_ms * 1e3 if wire else None
+        return wire * len(self.pass_ms) / self.links_bandwidth / self.busy_ms * 1e3 if wire else None
 
 
 def latest(points: Iterable[RequestPoint]) -> tuple[RequestPoint, ...]:

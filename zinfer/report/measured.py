@@ -43,6 +43,8 @@ _NAMES = {
     "h2d_bandwidth": "link, host to GPU, page-locked",
     "d2h_bandwidth": "link, GPU to host, page-locked",
     "duplex_bandwidth": "link, each way, both at once",
+    "links_bandwidth": "links of all GPUs together, host to GPU, page-locked",
+    "gather_bandwidth": "GPU to GPU, what each gets while all exchange",
     "pageable_bandwidth": "link, host to GPU, pageable",
     "host_bandwidth": "host memory, copy",
     "attention_bandwidth": "host memory, attention of the CPU",
@@ -393,7 +395,9 @@ def _machine(machine: Machine) -> list[Block]:
     if machine.gpu_count and machine.coherent:
         rows.append(Row(("link, kind", "cache-coherent", machine.source)))
     rows += [Row((name, value, "read")) for name, value in _details(machine)]
-    missing = [_NAMES.get(field, field) for field in FIGURES if not getattr(machine, field)]
+    several = machine.gpu_count > 1
+    known = [field for field in FIGURES if several or field not in ("links_bandwidth", "gather_bandwidth")]
+    missing = [_NAMES.get(field, field) for field in known if not getattr(machine, field)]
     blocks: list[Block] = [
         Table(f"{machine.name}: capacities and rates, and the source of each.", ("", "#", "source"), tuple(rows))
     ]

@@ -59,6 +59,8 @@ class Machine(Frozen):
     h2d_bandwidth: Rate | None = None  # pinned host memory to the device
     d2h_bandwidth: Rate | None = None
     duplex_bandwidth: Rate | None = None  # bandwidth in each direction, while both copy
+    links_bandwidth: Rate | None = None  # pinned host memory to all GPUs at once, bytes over all links
+    gather_bandwidth: Rate | None = None  # bytes a GPU gets from others, while each gets as many
     pageable_bandwidth: Rate | None = None  # pageable host memory to the device
     host_bandwidth: Rate | None = None  # memcpy, bytes read plus written; link and CPU together if that is more
     attention_bandwidth: Rate | None = None  # bf16 keys and values that CPU attention reads in decode
@@ -110,6 +112,8 @@ class Machine(Frozen):
         if self.h2d_bandwidth and not self.coherent and generation in PCIE_BANDWIDTH and isinstance(width, int):
             wire = PCIE_BANDWIDTH[generation] * width / 16
             found |= {"h2d_bandwidth": max(self.h2d_bandwidth, wire)}
+            if self.links_bandwidth:
+                found |= {"links_bandwidth": max(self.links_bandwidth, wire * self.gpu_count)}
             if self.duplex_bandwidth:
                 found |= {"duplex_bandwidth": max(self.duplex_bandwidth, wire)}
         found = {field: value for field, value in found.items() if field not in self.overridden}

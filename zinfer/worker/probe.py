@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 BLOCKS = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
 BEYOND_CACHES = 4  # size of the KV cache in units of the processors' caches, so that no read comes from those
+TIMES = 8  # copies of several GPUs in a sample, so that their launches do not count
 TOGETHER = 12  # copies of the largest block in a sample, while the CPU computes attention
 NVME_THREADS, NVME_BLOCK = 8, 16 * MIB
 BUDGET_S = 2.0  # seconds for the repeats of one figure: a slow machine gets fewer samples, not a longer probe
@@ -84,6 +85,9 @@ def probe(
         fields |= _probe_gpu(largest, cache, repeats, details, progress)
         at_once = fields["shared_attention_bandwidth"] + fields["shared_h2d_bandwidth"]
         fields["host_bandwidth"] = max(fields["host_bandwidth"], at_once)  # few cores cannot copy as much
+        if torch.cuda.device_count() > 1:
+            fields |= _probe_gpus(largest, repeats, details, progress)
+            fields["host_bandwidth"] = max(fields["host_bandwidth"], fields["links_bandwidth"])
         fields |= {"gpu_count": torch.cuda.device_count(), "gpu_name": torch.cuda.get_device_name()}
         details["gpu"] = devices[0] if devices else {}
         fields["coherent"] = bool(details["gpu"].get("c2c"))
@@ -263,6 +267,61 @@ def _probe_gpu(
         "hbm_bandwidth": hbm["median"],
         "matmul_flops": matmul["median"],
     }
+
+
+def _probe_gpus(
+    largest: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
+) -> dict[str, Any]:
+    """Measure the links of all GPUs at once, and what each gets from the others while all exchange; return them as
+    fields of a Machine."""
+    import torch
+
+    count = torch.cuda.device_count()
+    part = min(largest, *(torch.cuda.mem_get_info(number)[0] // 4 for number in range(count))) // count
+    targets = [torch.empty(part * count, dtype=torch.uint8, device=f"cuda:{number}") for number in range(count)]
+    streams = [[torch.cuda.Stream(number) for _ in range(count)] for number in range(count)]
+    progress("all links at once")
+    with _host_buffer(part * count, pinned=True) as host:
+        copies = [(target[:part], host[n * part :][:part], [streams[n][0]]) for n, target in enumerate(targets)]
+        links = _entry(_rates(partial(_at_once, copies), TIMES * part * count, _settled, repeats), "bytes, all links")
+    progress("exchange between GPUs")
+    copies = []
+    for step in range(1, count):  # at any time each GPU is read by one other
+        for n, target in enumerate(targets):
+            other = (n + step) % count
+            place = slice(other * part, (other + 1) * part)
+            # Streams of their own on both ends: copies in the two directions would wait for each other.
+            copies.append((target[place], targets[other][place], [streams[other][step], streams[n][count - step]]))
+    gather = _entry(_rates(partial(_at_once, copies), TIMES * part * (count - 1), _settled, repeats), "bytes, each GPU")
+    details |= {"all_links": links, "gather": gather}
+    return {"links_bandwidth": links["median"], "gather_bandwidth": gather["median"]}
+
+
+def _at_once(copies: "list[tuple[torch.Tensor, torch.Tensor, list[torch.cuda.Stream]]]") -> None:
+    """Issue copies, `TIMES` each: target, source, and the stream of each GPU that takes part."""
+    import torch
+
+    for _ in range(TIMES):
+        for target, source, streams in copies:
+            with contextlib.ExitStack() as current:
+                for stream in streams:
+                    current.enter_context(torch.cuda.stream(stream))
+                target.copy_(source, non_blocking=True)
+
+
+def _settled(work: Callable[[], object]) -> float:
+    """Return the seconds of work on several GPUs, until all of them are done."""
+    import torch
+
+    def wait() -> None:
+        for number in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(number)
+
+    wait()
+    start = perf_counter()
+    work()
+    wait()
+    return perf_counter() - start
 
 
 def _link(target: "torch.Tensor", source: "torch.Tensor", repeats: int) -> dict[str, dict[str, Any]]:

@@ -389,7 +389,7 @@ def _link_limits(axes: Axes, points: Points) -> list[float]:
     """
     limits: list[tuple[float, str, set[int]]] = []
     for point in points:
-        effective, bandwidth = point.effective, point.link_bandwidth
+        effective, bandwidth = point.effective, point.links_bandwidth
         if not point.usable or effective is None or not effective.streamed_bytes_per_step or not bandwidth:
             continue
         rate = bandwidth / effective.streamed_bytes_per_step

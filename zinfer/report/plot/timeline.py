@@ -89,7 +89,7 @@ def _overview(axes: Axes, point: Measurement, longest: float) -> None:
 
 def _rate(point: Measurement) -> str:
     """Say how fast the link is while it works: the rest of what a step could gain."""
-    found, best = busy_bandwidth(point), point.link_bandwidth
+    found, best = busy_bandwidth(point), point.links_bandwidth
     if not found:
         return ""
     return f"; the busy link carries {gb(found)}/s" + (

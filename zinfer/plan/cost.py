@@ -119,17 +119,22 @@ class Efficiency(Frozen):
     """Efficiency factors of an engine, its distance from the physical limits; the defaults are a good engine's."""
 
     link_share: float = 0.95  # share of the link's bandwidth that streamed bytes reach
+    hbm_share: float = 1.0  # share of the GPU memory's bandwidth that a pass reaches whose weights are all on the GPU
     layer_s: float = 0.0  # seconds to launch one decoder layer, the least that a layer takes
     mfu: float = 0.6  # share of the machine's matmul rate, where compute is the bottleneck
     memory: float = 1.0  # GPU bytes taken over bytes counted, besides weights and KV cache
     perfect: bool = False  # the physics alone: everything overlaps, and nothing passes between matrix products
-    error: float | None = None  # error of predicted throughput in 9 of 10 cases, as a share; None: never measured
+    # Error of predicted throughput in 9 of 10 cases, as a share, with offload and without; None: never measured
+    error: float | None = None
+    error_here: float | None = None
     points: int = 0  # number of measurements behind the factors
 
     def describe(self) -> str:
         """Return the factors in one line."""
-        launch = f", {self.layer_s * 1e3:.2f} ms to launch a layer" if self.layer_s else ""
-        band = "" if self.error is None else f"; throughput within {self.error:.0%} in 9 of 10 cases"
+        hbm = f", {self.hbm_share:.0%} of the GPU memory's bandwidth" if self.hbm_share < 1 else ""
+        launch = f"{hbm}, {self.layer_s * 1e3:.2f} ms to launch a layer" if self.layer_s else hbm
+        here = "" if self.error_here is None else f" ({self.error_here:.0%} without offload)"
+        band = "" if self.error is None else f"; throughput within {self.error:.0%}{here} in 9 of 10 cases"
         return (
             f"{self.link_share:.1%} of the link{launch}, {self.mfu:.0%} of the matmul rate, working memory "
             f"x {self.memory:.2f}, from {counted(self.points, 'point')}{band}"
@@ -252,9 +257,10 @@ def _pass(
         return Times()
     share = setup.gpus  # each brings its part of the weights over its link, and computes its rows with all of them
     streamed = wire_bytes(setup, model, tokens) / setup.wire_ratio
+    hbm = machine.hbm_bandwidth * (factors.hbm_share if setup.tier == "gpu" else 1.0)
     limits: dict[Bound, float] = {
         # a streamed weight is written to GPU memory before it is read
-        "hbm": (read + streamed + (kv - (hosted if setup.kv_on_cpu else 0)) / share) / machine.hbm_bandwidth,
+        "hbm": (read + streamed + (kv - (hosted if setup.kv_on_cpu else 0)) / share) / hbm,
         "compute": flops / share / (factors.mfu * machine.matmul_flops)
         + (0 if factors.perfect else passed / share / machine.hbm_bandwidth),
         "launch": factors.layer_s * model.num_layers,

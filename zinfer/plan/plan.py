@@ -489,7 +489,7 @@ def make_plan(
         max_batch_size=largest_batch(case, model, machine, factors) if largest is None else largest,
         streamed_bytes=cost.wire_bytes(setup, model, case.workload.batch_size),
         resident_bytes=min(setup.resident_bytes, model.streamed_bytes),
-        error=factors.error if factors else None,
+        error=None if factors is None else factors.error_here if case.offload == "none" else factors.error,
         factors=factors,
         nvme_path=nvme_path,
         why_not=why_not,

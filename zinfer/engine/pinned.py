@@ -114,8 +114,8 @@ class PinnedArena:
 
     @classmethod
     def attach(cls, size: int, shared: int) -> Self:
-        """Map the first `size` bytes of an arena that another process has sealed, by its file. Raises MemoryError as
-        the class does."""
+        """Map the first `size` bytes of an arena that another process has sealed, by its file, every page of them.
+        Raises MemoryError as the class does."""
         arena = cls(0, False, spread=True)
         if os.fstat(shared).st_size < size:
             raise ValueError(f"the arena has less than {gb(size)}")
@@ -123,6 +123,9 @@ class PinnedArena:
         arena._map = _map(max(size, PAGE), shared)
         with torch.inference_mode(False):
             arena.memory = torch.frombuffer(arena._map, dtype=torch.uint8, count=max(size, PAGE))
+        memory = arena.memory
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # the driver would map a page after the other
+            list(threads.map(lambda start: memory[start : start + CHUNK : PAGE].max(), range(0, size, CHUNK)))
         return arena
 
     @property

@@ -17,6 +17,7 @@ from tests.test_parity import BATCHES, OUTPUT_LEN, greedy, load, prompts, refere
 from zinfer.engine import EngineError, decoder
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.kv_snapshot import RowsPast
+from zinfer.engine.stream import Stream
 from zinfer.engine.stream.team import Team, TeamBatch
 from zinfer.generation import passes
 from zinfer.generation.scheduler import ContinuousScheduler, Sequence
@@ -114,6 +115,27 @@ def test_a_pass_that_fails_on_one_rank_fails_alone(
     with pytest.raises(IndexError, match="the KV cache holds"):
         team.forward([Work(team.batches[0], torch.zeros(3, 99, dtype=torch.int64))])
     team.clear()
+
+
+def test_a_rank_without_room_leaves_all_alike(team: Engine, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+    """A micro-batch that one rank has no room for is refused, and the others go on."""
+    token_ids, mask = prompts(BATCHES[0])
+    for verb in ("place", "admit"):
+        batch, logits = passes.prefill(team, token_ids, mask, OUTPUT_LEN)
+        tokens = [logits.argmax(-1)]
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Stream, verb, full)
+            with pytest.raises(torch.OutOfMemoryError, match="no room"):
+                team.admit(mask, 2000)
+        assert team.batches == [batch]
+        while len(tokens) < OUTPUT_LEN:
+            tokens.append(passes.decode(team, batch, tokens[-1]).argmax(-1))
+        assert torch.equal(torch.stack(tokens, dim=1), reference(checkpoint("llama"))[0])
+        team.clear()
 
 
 def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:

@@ -36,6 +36,7 @@ from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shar
 from zinfer.plan.plan import Plan
 from zinfer.spec import lease
 from zinfer.spec.ending import PARENT
+from zinfer.spec.units import counted
 
 GATHER_S = 600.0  # for all ranks to take part in a gather, or to start
 END_S = 20.0  # for a follower to end in order
@@ -231,7 +232,7 @@ class Leader(Group):
     def __init__(self, plan: Plan) -> None:
         size = plan.placement.gpus
         if torch.cuda.is_available() and torch.cuda.device_count() < size:
-            raise EngineError(f"gpus={size}: this host has {torch.cuda.device_count()}")
+            raise EngineError(f"gpus={size}: this host has {counted(torch.cuda.device_count(), 'GPU')}")
         self._folder = lease.folder(Path(tempfile.gettempdir()), "ranks", ["store"])
         super().__init__(0, size, str(self._folder.path / "store"), shared_memory())
         self._closing = False

@@ -268,23 +268,35 @@ class Team(Engine):
 
     # Micro-batches
 
-    @contextmanager
-    def _placing(self, whole: Workload) -> Iterator[None]:
-        """Place the ranks for `whole`, and run the block; if either fails, place them again as they were."""
-        before = self._placed
-        placement = before if before is not None and whole == self._whole else self.plan.at(whole).placement
-        self._whole = whole
+    def _place(self, placement: Placement) -> None:
+        """Place all ranks alike. If that fails they may differ: all begin anew then, and are placed before a pass."""
+        self._placed = None
         try:
             self._all("place", placement)
-            self._placed = placement
-            yield
         except BaseException:
             self._all("abandon")
-            if before is not None:
-                with suppress(MemoryError, torch.OutOfMemoryError):
-                    self._all("place", before)
-            self._whole, self._placed = None, before
             raise
+        self._placed = placement
+
+    @contextmanager
+    def _placing(self, whole: Workload) -> Iterator[None]:
+        """Place the ranks for `whole`, and run the block, which may fail on some of them."""
+        known = self._placed if whole == self._whole else None
+        self._whole = None
+        self._place(known or self.plan.at(whole).placement)
+        try:
+            yield
+        except BaseException:
+            self._placed = None
+            self._all("abandon")
+            raise
+        self._whole = whole
+
+    def _place_again(self) -> None:
+        """Place the ranks for the micro-batches that there are. Raises torch.OutOfMemoryError or MemoryError."""
+        first, *others = self.batches
+        whole = self.expected or together(others, first.batch_size, first.prompt_len, first.capacity)
+        self._place(self.plan.at(whole).placement)
 
     def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> TeamBatch:
         if past and (why_not := self.cannot_snapshot()) is not None:
@@ -423,6 +435,8 @@ class Team(Engine):
             self._all("expect", None, None)
             return
         part = load.model_copy(update={"batch_size": -(-load.batch_size // self._group.size)})
+        self._placed = self._whole = None  # a rank without room says so only later
+        self._all("abandon")
         self._all("expect", part, self.plan.at(load).placement)
 
     def cannot_chunk(self) -> str | None:
@@ -447,6 +461,8 @@ class Team(Engine):
     def _passes(self, works: Sequence[Work], name: str) -> tuple[list[Tensor], tuple[Span, ...]]:
         """Run a pass; return the logits ``[B, keep, V]`` of each work, on the leader's device, and its own spans."""
         check_works(works, self.batches)
+        if self._placed is None:
+            self._place_again()
         orders: list[list[RankWork]] = [[] for _ in range(self._group.size)]
         for batch, token_ids, keep in works:
             assert isinstance(batch, TeamBatch)

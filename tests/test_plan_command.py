@@ -160,13 +160,13 @@ def test_a_batch_beyond_the_largest_does_not_fit() -> None:
 
 def test_what_no_engine_runs_is_not_listed_or_said_to_be_so() -> None:
     words = ("-m", "opt-30b", "--machine", "h100-80gb")
-    found = rows(*words, "--engine", "stream,accelerate", "--offload", "cpu,nvme")
+    found = rows(*words, "--engine", "tensorrt,accelerate", "--offload", "cpu,nvme")
     assert [(row["case"]["engine"], row["case"]["offload"]) for row in found] == [
-        ("stream", "cpu"), ("accelerate", "cpu"), ("accelerate", "nvme"),
+        ("tensorrt", "cpu"), ("accelerate", "cpu"), ("accelerate", "nvme"),
     ]  # fmt: skip
-    refused = CliRunner().invoke(cli, ["plan", *words, "--offload", "nvme"])
+    refused = CliRunner().invoke(cli, ["plan", *words, "--engine", "tensorrt", "--offload", "nvme"])
     assert refused.exit_code == 2
-    assert mentions(refused.stderr, "stream", "nvme", "accelerate")
+    assert mentions(refused.stderr, "tensorrt", "nvme", "accelerate")
     told = CliRunner().invoke(cli, ["plan", *words, "--engine", "deepspeed", "--gpus", "2", "--offload", "cpu"])
     assert mentions(told.stderr, "gpus=2", "what-if")
 

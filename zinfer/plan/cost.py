@@ -75,6 +75,9 @@ class Placement(Frozen):
     gpus: int = Field(default=1, ge=1)  # GPUs, each with its own link, and with its part of resident layers and of rows
     resident_bytes: int = 0  # bytes of layers that stay, on all GPUs together, besides the weights outside the layers
     resident_layers: tuple[int, ...] = ()  # numbers of whole layers that stay; spread so that the link never idles
+    held_bytes: int = 0  # bytes of layers that host memory keeps, if the weights are on disk
+    host_layers: tuple[int, ...] = ()  # numbers of these layers, spread among those that are read from disk
+    disk_ring_bytes: int = 0  # host memory that layers from disk arrive in, as they lie there; 0: two layers decoded
     codec: Literal["none", "lossless"] = "none"  # code of streamed weights on the wire
     kept_ratio: float = 1.0  # bytes of a streamed weight at rest over those of the model's dtype: 1 unless coded
     wire_ratio: float = 1.0  # bytes that cross the link over those of the model's dtype: lossless 0.67, int4 0.26
@@ -165,6 +168,11 @@ def wire_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None) ->
         experts = min(left, model.routed_bytes)
         left += round(experts * (model.touched_share(tokens) - 1))
     return round((left + setup.also_streamed) * setup.wire_ratio)
+
+
+def disk_bytes(setup: Placement, model: ModelSpec, wire: int) -> int:
+    """Return how many of the `wire` bytes that a pass moves over the links come from disk in it."""
+    return max(0, wire - round(setup.held_bytes * setup.wire_ratio)) if setup.tier == "nvme" else 0
 
 
 def whole_tokens(model: ModelSpec) -> int:
@@ -289,7 +297,7 @@ def _pass(
     if setup.tier == "nvme":
         if machine.nvme_bandwidth is None:
             return Times()
-        limits["nvme"] = weights / machine.nvme_bandwidth
+        limits["nvme"] = disk_bytes(setup, model, weights) / machine.nvme_bandwidth
     found = _slowest(limits)
     moved = max(limits.get("link", 0.0), limits.get("nvme", 0.0), limits.get("host memory", 0.0))
     if setup.overlapped or found.seconds is None or not moved:
@@ -382,14 +390,15 @@ def tiers(
         activations=working + extra,
         overhead=CONTEXT_BYTES if machine.gpu_count else 0,
     )
-    on_host = offloaded if setup.tier == "host" else 0
+    on_host = {"host": offloaded, "nvme": min(setup.held_bytes, offloaded)}.get(setup.tier, 0)
     host = Bytes(
         weights=round(on_host * setup.kept_ratio) + (0 if setup.resident_others else others),
         kv_cache=hosted,
-        buffers=2 * model.layer_bytes if setup.tier == "nvme" else 0,
+        buffers=setup.disk_ring_bytes or 2 * model.layer_bytes if setup.tier == "nvme" else 0,
         overhead=(setup.host_rounding if on_host else 0) + PROCESS_BYTES * setup.gpus,
     )
-    return gpu, host, Bytes(weights=offloaded if setup.tier == "nvme" else 0)
+    at_rest = setup.kept_ratio if setup.disk_ring_bytes else 1.0
+    return gpu, host, Bytes(weights=round(offloaded * at_rest) if setup.tier == "nvme" else 0)
 
 
 def draft_kv_bytes(model: ModelSpec, batch_size: int, length: int) -> int:

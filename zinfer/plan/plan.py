@@ -16,7 +16,7 @@ from zinfer.spec.case import Case, Workload, resident_bytes
 from zinfer.spec.engine import ENGINES, MOST_DRAFTS, Offload, Option, Transport, conflict, plan_options, read_options
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
-from zinfer.spec.units import duration, gb, gib
+from zinfer.spec.units import duration, gb, gib, parse_share
 from zinfer.spec.value import Frozen
 
 LARGEST_BATCH = 1 << 20  # nobody asks for more
@@ -24,6 +24,9 @@ HOST_SHARE = 0.97  # share of host memory that a load may take before it is refu
 # Share of the device's memory that a batch may take: no record shows a batch of that size out of memory, which gaps of
 # the allocator and short-lived tensors of a step cause beyond it.
 DEVICE_SHARE = 0.97
+# Share of host memory that ``host_weights=auto`` fills: the rest is for whatever else runs there.
+HELD_SHARE = 0.9
+DISK_RING_LAYERS = 2  # layers from disk that host memory has room for on their way
 LOSSLESS_RATIO = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
 FP8_RATIO = 0.83  # the same over those of FP8 codes (e4m3)
 RING_DEPTH = 6  # least number of ring buffers: they hold what arrives while a layer of a decode step computes
@@ -333,6 +336,10 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     elif transport.fetched == "matrix":
         matrix = model.hidden_size * max(model.ffn_size, model.hidden_size) * model.dtype_bytes
         update["slots"] = matrix / model.layer_bytes
+    if transport.fetched == "pieces" and common.tier == "nvme":
+        largest = round(max(model.layer_parameters) * model.dtype_bytes * common.wire_ratio)
+        update["disk_ring_bytes"] = max(1, DISK_RING_LAYERS * largest)
+        update["held_bytes"] = parse_share(options.host_weights, model.streamed_bytes)
     if transport.pinned_tensors:
         layers = [round(parameters * model.dtype_bytes * (own or 1)) for parameters in model.layer_parameters]
         rounded = sum(pinned_block(size // 3) * 3 for size in layers) - sum(layers)
@@ -438,7 +445,29 @@ def place(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | 
         sizes = _streamed_sizes(setup, model)
         rest = min(setup.resident_bytes, model.streamed_bytes) - sum(sizes[index] for index in layers)
         cached = min(model.routed_bytes, max(0, rest)) // model.expert_bytes
-    return setup.model_copy(update={"resident_layers": layers, "cached_experts": cached})
+    setup = setup.model_copy(update={"resident_layers": layers, "cached_experts": cached})
+    return _hold(setup, case, model, machine, factors) if setup.disk_ring_bytes else setup
+
+
+def _hold(setup: Placement, case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None) -> Placement:
+    """Choose the layers from disk that host memory keeps, of those that do not stay on the GPU: as many as option
+    ``host_weights`` says, spread evenly, so that the disk has time for the others."""
+    wanted = plan_options(case.engine, case.options).host_weights
+    sizes = [parameters * model.dtype_bytes for parameters in model.layer_parameters]
+    rest = [index for index in range(len(sizes)) if index not in setup.resident_layers]
+    gpu, host, _ = _tiers(setup, case, model, machine, factors)
+    used = host.total + (0 if machine.gpu_count else gpu.total)
+    free = max(0, round(HELD_SHARE * (machine.host_bytes or 0)) - used) / setup.kept_ratio
+    budget = parse_share(wanted, sum(sizes), int(free))
+
+    def chosen(count: int) -> list[int]:
+        return [rest[place] for place in _spread(count, len(rest))]
+
+    count = _last(lambda count: sum(sizes[index] for index in chosen(count)) <= budget, len(rest))
+    if wanted.endswith("%"):
+        count = min(len(rest), round(budget / max(1, sum(sizes)) * len(sizes)))
+    held = chosen(count)
+    return setup.model_copy(update={"host_layers": tuple(held), "held_bytes": sum(sizes[index] for index in held)})
 
 
 def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ class Effective(Frozen):
     nvme_weight_bytes: int = 0
     streamed_bytes_per_step: int = 0  # weight bytes that a decode step moves to the device, decoded
     wire_bytes_per_step: int | None = None  # the same as they cross the link, coded; None: as many
+    nvme_bytes_per_step: int = 0  # weight bytes that a decode step of `stream` reads from disk, as they lie there
     pinned_bytes: int = 0  # page-locked host memory, rounding included
     shortfall: str | None = None  # requested behaviour that the engine accepted and did not deliver
     settings: dict[str, Any] = Field(default_factory=dict)  # every setting of the engine, at the value in force

@@ -30,8 +30,8 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "gpu_peak_bytes", "gpu_used_bytes", "host_peak_bytes", "gpu_weight_bytes", "host_weight_bytes", "nvme_weight_bytes",
-    "streamed_bytes_per_step", "wire_bytes_per_step", "pinned_bytes", "kept_bytes", "spread", "bound", "tokens",
-    "first_differences",
+    "streamed_bytes_per_step", "wire_bytes_per_step", "nvme_bytes_per_step", "pinned_bytes", "kept_bytes", "spread",
+    "bound", "tokens", "first_differences",
 )  # fmt: skip
 # Field of a record, whatever its kind -> the least and the largest value that is believed, of each sample in a list.
 _RANGES = (

@@ -15,7 +15,7 @@ from zinfer.spec.engine import Offload as Offload
 from zinfer.spec.engine import Option as Option
 from zinfer.spec.engine import Options, plan_options, without_defaults
 from zinfer.spec.model import Dtype, Weights
-from zinfer.spec.units import parse_bytes
+from zinfer.spec.units import parse_share
 from zinfer.spec.value import Frozen
 
 LoadFormat = Literal["safetensors", "dummy"]
@@ -111,13 +111,4 @@ def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0)
 
     Raises ValueError for anything but ``auto``, a share (``25%``) and a size (``40GiB``).
     """
-    if gpu_weights is None:
-        return 0
-    if gpu_weights == "auto":
-        return min(automatic, streamable)
-    if gpu_weights.endswith("%"):
-        share = float(gpu_weights.removesuffix("%")) / 100
-        if not 0 <= share <= 1:
-            raise ValueError(f"{gpu_weights} is not a share: write 0% to 100%")
-        return int(share * streamable)
-    return min(parse_bytes(gpu_weights), streamable)
+    return 0 if gpu_weights is None else parse_share(gpu_weights, streamable, automatic)

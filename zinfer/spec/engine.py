@@ -16,11 +16,12 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import Field, StrictBool, ValidationError
+from pydantic import AfterValidator, Field, StrictBool, ValidationError
 from pydantic.fields import FieldInfo
 
 from zinfer.spec.errors import ZinferError, did_you_mean
 from zinfer.spec.model import Weights
+from zinfer.spec.units import parse_share
 from zinfer.spec.value import Frozen
 
 Offload = Literal["none", "cpu", "nvme"]
@@ -39,6 +40,15 @@ PREFILL_TOKENS = 8192
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 EIGHT_BITS = ("int8", "fp8")
 MOST_DRAFTS = 8  # drafts of a row in one pass
+
+
+def _share(text: str) -> str:
+    """Return `text` if it is ``auto``, a share or a size. Raises ValueError."""
+    parse_share(text, 0)
+    return text
+
+
+Share = Annotated[str, AfterValidator(_share)]
 
 Model = TypeVar("Model", bound=Frozen)
 
@@ -108,6 +118,11 @@ class StreamOptions(EngineOptions):
         "lfu",
         description="Experts on demand that leave the cache first: those not used for longest, or those used least.",
     )
+    host_weights: Share = Field(
+        "auto", title="SIZE",
+        description="Weights that host memory keeps with offload nvme, a size or a share such as 40%, so that only the "
+        "rest is read from disk in each pass; auto: as many as it has room for.",
+    )  # fmt: skip
     experts_kernel: Literal["auto", "off"] = Field(
         "auto",
         description="Routed experts in passes of few tokens by a kernel of its own; auto: on a GPU that runs Triton.",
@@ -131,6 +146,16 @@ class StreamOptions(EngineOptions):
         return None if self.draft in ("none", "ngram") else self.draft
 
     def conflict(self, offload: Offload) -> str | None:
+        if self.host_weights != "auto" and offload != "nvme":
+            return (
+                f"host_weights={self.host_weights} does not go with offload {offload}: it is the part of the weights "
+                "that host memory keeps with offload nvme"
+            )
+        if offload == "nvme" and self.experts == "on-demand":
+            return (
+                "experts=on-demand does not go with offload nvme: layers come from disk with all of their experts; "
+                "choose from auto, all"
+            )
         if self.gpus > 1 and offload != "cpu":
             return (
                 f"gpus={self.gpus} does not go with offload {offload}: weights come over several links with offload cpu"
@@ -214,6 +239,9 @@ class PlanOptions(Frozen):
     kv_threads: Literal["auto"] | Count = Field("auto", description="CPU threads that attend.")
     kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache.")
     experts: Experts = Field("all", description="Routed experts that cross the link.")
+    host_weights: Share = Field(
+        "auto", title="SIZE", description="Weights that host memory keeps with offload nvme."
+    )  # fmt: skip
 
     @property
     def kv_in_8_bits(self) -> bool:
@@ -249,7 +277,7 @@ _TRANSFORMERS = ("torch", "transformers", "accelerate", "safetensors")
 ENGINES: dict[str, EngineKind] = {
     "stream": EngineKind(
         "zinfer.engine.stream:Stream",
-        offloads=frozenset({"none", "cpu"}),
+        offloads=frozenset({"none", "cpu", "nvme"}),
         requires=(*_TRANSFORMERS, "greenlet"),
         options=StreamOptions,
         gpu_weights=True,

@@ -31,6 +31,21 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def parse_share(text: str, whole: int, automatic: int = 0) -> int:
+    """Return how many of `whole` bytes a share (``25%``) or a size (``40GiB``) is; `automatic` are those of ``auto``.
+
+    Raises ValueError for anything else.
+    """
+    if text == "auto":
+        return min(automatic, whole)
+    if text.endswith("%"):
+        share = float(text.removesuffix("%")) / 100
+        if not 0 <= share <= 1:
+            raise ValueError(f"{text} is not a share: write 0% to 100%")
+        return int(share * whole)
+    return min(parse_bytes(text), whole)
+
+
 def gb(size: float, digits: int = 1) -> str:
     """Return `size` bytes in decimal units, as used for weights and links: ``352.5 GB``; in MB below 0.1 GB."""
     return f"{size / 1e9:.{digits}f} GB" if size >= 1e8 else f"{size / 1e6:.{digits}f} MB"

@@ -26,11 +26,14 @@ from zinfer.engine.cache import (
     other_layers,
     shares_keys,
 )
-from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
+from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part, scratch
+from zinfer.engine.direct import Stripes
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, check_free, lay_out
+from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
-from zinfer.engine.stream import graphs, packed
+from zinfer.engine.stream import disk, graphs, packed
 from zinfer.engine.stream.cpu_kernel import library
+from zinfer.engine.stream.disk import DiskRing
 from zinfer.engine.stream.experts import (
     ExpertCounts,
     ExpertPool,
@@ -57,6 +60,7 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.case import Option, Workload
 from zinfer.spec.engine import StreamOptions
+from zinfer.spec.lease import OwnFolder
 from zinfer.spec.progress import Progress, silent
 from zinfer.spec.source import revision_of
 
@@ -85,19 +89,20 @@ class StreamBatch(DecoderBatch):
 
 class Stream(Decoder):
     """Engine `stream`: all weights on the device (offload `none`), or the decoder layers streamed to it from host
-    memory (`cpu`)."""
+    memory (`cpu`), or from files (`nvme`), of which host memory keeps as many as it holds."""
 
     one_trip: ClassVar[bool] = True
     several: ClassVar[str] = "zinfer.engine.stream.team:Team"
     options: StreamOptions
     _arena: PinnedArena | None = None
     _ring: PrefetchRing | None = None
+    _folder: OwnFolder | None = None  # files of layers, written for this process alone
     _pool: ExpertPool | None = None  # of experts that come on demand
     _expert_images: dict[int, LayerImages]
     _kv_pool: HostPool | None = None  # for keys and values of all micro-batches
     # Last micro-batch: sequences with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
-    _streamed_per_step = _fetched_per_step = 0
+    _streamed_per_step = _fetched_per_step = _read_per_step = 0
     _from_folder = False  # layers were read as `zinfer pack` stored them
     _placed: tuple[Plan, Workload, Placement] | None = None
     given: Placement | None = None  # placement of the work of all ranks together, if this is one of several
@@ -126,7 +131,7 @@ class Stream(Decoder):
         if self.options.draft != "none" and (why_not := self.cannot_draft()) is not None:
             raise EngineError(why_not)
         self._load_draft()
-        streamed = plan.case.offload == "cpu"
+        streamed = plan.case.offload != "none"
         self._experts = self._on_demand()
         # Counts of experts of the latest decode steps since nothing ran: a step differs from the next one.
         self._expert_steps: deque[ExpertCounts] = deque(maxlen=256)
@@ -140,7 +145,10 @@ class Stream(Decoder):
             name: torch.empty_like(entry.tensor, device=self.device)
             for name, entry in (state.outside if streamed else state.entries).items()
         }
-        if streamed:
+        if plan.case.offload == "nvme":
+            self._ring = DiskRing(self._on_disk(resident), 2, self.device)  # prefill makes it deeper
+            self._ring.hold(plan.placement.host_layers, self.progress)
+        elif streamed:
             group = self._group
             images = self._images(resident) if group is None else self._share_images(group, resident)
             assert self._arena is not None
@@ -149,9 +157,10 @@ class Stream(Decoder):
                 self._ring = PrefetchRing(source, images, 2, self.device)  # prefill makes it deeper
             else:
                 self._ring = GatherRing(source, images, 2, self.device, group)
+        if self._ring is not None:
             for number, layer in enumerate(self._layers):
                 self._ring.attach(number, layer, state.of_layer(number))
-            if self._expert_images:
+            if self._arena is not None and self._expert_images:
                 options = self.options
                 self._pool = ExpertPool(
                     self._arena.memory, self._expert_images, self.device, self._ring, options.expert_cache,
@@ -255,6 +264,62 @@ class Stream(Decoder):
             return PinnedArena(size, False, self.progress, grow, shared=self._group.weights)
         return PinnedArena(size, self.device.type == "cuda", self.progress, grow)
 
+    def _on_disk(self, resident: Mapping[str, Tensor]) -> disk.DiskLayers:
+        """Return the layers in files, as `zinfer pack` stored them or newly written, and fill `resident` as
+        `_plain_images` does."""
+        folder, state = self._packed() if self._lossless else None, self._weights
+        self._from_folder, self._expert_images = folder is not None, {}
+        if folder is not None:
+            path, images, sums = packed.places(folder, state)
+            paths = [path]
+            for name, tensor in state.load(self.device, self.progress, layers=False):
+                resident[name].copy_(tensor)
+        else:
+            self._folder = scratch(self.plan.nvme_path, (packed.DATA,))
+            paths = [self._folder.path / packed.DATA]
+            images, sums = disk.write(paths, self._layers_loaded(resident))
+        ring_bytes, pin = self.plan.placement.disk_ring_bytes, self.device.type == "cuda"
+        files = Stripes(paths)
+        try:
+            return disk.DiskLayers(files, images, sums, ring_bytes, pin)
+        except BaseException:
+            files.close()
+            raise
+
+    def _layers_loaded(self, resident: Mapping[str, Tensor]) -> Iterator[tuple[int, PackedLayer, Tensor]]:
+        """Yield the number, the places from byte 0 on and the bytes of each layer, packed as it crosses the link, and
+        fill `resident`."""
+        state = self._weights
+        tensors: dict[int, dict[str, Tensor]] = {}  # parts of layers that are not whole yet: a buffer may come first
+        coded: dict[int, dict[str, tuple[Tensor, list[Codes]]]] = {}
+        device = self.device if self._lossless else torch.device("cpu")
+        loaded = state.load_stored(device, self.progress) if self._lossless else state.load(device, self.progress)
+        for index, group in by_layer(state, loaded):
+            if index is None:
+                for name, tensor in group:
+                    assert isinstance(tensor, Tensor)
+                    resident[name].copy_(tensor)
+                continue
+            entries = state.of_layer(index)
+            plain_part, coded_part = packed.on_device(group, entries, device)
+            tensors.setdefault(index, {}).update(plain_part)
+            coded.setdefault(index, {}).update(coded_part)
+            if tensors[index].keys() | coded[index].keys() != entries.keys():
+                continue
+            own, codes = tensors.pop(index), coded.pop(index)
+            size = lay_out(self._layout(index))[1]
+            arena = PinnedArena(size, pin=False, grow=True)
+            if self._lossless:
+                image = pack(own, arena, codes)
+            else:
+                image = plain(self._layout(index), 0)
+                arena.take(size)
+                for name, tensor in arena.views(image.blocks).items():
+                    tensor.copy_(own[name])
+            yield index, image, arena.memory[: arena.used]
+            del own, codes
+            arena.close()
+
     def _layout(self, index: int) -> list[tuple[str, Tensor]]:
         """Return the entries of a layer's image: names within it, and tensors that give shape and type."""
         entries = self._weights.of_layer(index)
@@ -309,6 +374,8 @@ class Stream(Decoder):
 
     @property
     def loaded_bytes(self) -> int:
+        if self._from_folder and isinstance(self._ring, DiskRing):
+            return self._ring.disk.kept_bytes + self.plan.model.other_bytes
         if not self._from_folder or self._arena is None:
             return super().loaded_bytes
         return self._arena.size + self.plan.model.other_bytes
@@ -410,6 +477,8 @@ class Stream(Decoder):
         if pool is not None:
             pool.resize(min(experts[0], pool.staging), min(experts[1], pool.cached))
         ring.keep(placement.resident_layers)
+        if isinstance(ring, DiskRing):
+            ring.hold(placement.host_layers, self.progress)
         ring.resize(buffers)
         if pool is not None:
             pool.resize(*experts)
@@ -679,6 +748,7 @@ class Stream(Decoder):
         if ring is None:
             return super().forward(works)
         weights, others, step = ring.bytes_copied, ring.other_bytes_copied, is_step(works)
+        from_disk = ring.disk_bytes if isinstance(ring, DiskRing) else 0
         experts = ExpertCounts() if self._pool is None else self._pool.counts
         found = super().forward(works)
         if step:
@@ -686,6 +756,7 @@ class Stream(Decoder):
                 self._expert_steps.append(self._pool.counts.since(experts))
             self._streamed_per_step = ring.bytes_copied - weights
             self._fetched_per_step = ring.other_bytes_copied - others
+            self._read_per_step = ring.disk_bytes - from_disk if isinstance(ring, DiskRing) else 0
         return found
 
     def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
@@ -803,22 +874,35 @@ class Stream(Decoder):
         if self.plan.model.num_experts > 1:
             few = self._few_experts
             cache["experts_kernel"] = "off" if few is None else few.status or "no experts that it knows"
-        if self._ring is None or self._arena is None:
+        if self._ring is None:
             return Effective(gpu_weight_bytes=self._resident_bytes, settings=cache)
+        files = self._ring.disk if isinstance(self._ring, DiskRing) else None
+        if files is not None:
+            in_host, on_disk, pinned = files.kept_bytes, files.file_bytes, files.pinned_bytes
+            cache |= {
+                "host_layers": len(files.layers),
+                "disk_ring_bytes": files.ring_bytes,
+                "disk_reads": "direct" if files.direct else "buffered: the file system refuses direct ones",
+            }
+        else:
+            assert self._arena is not None
+            in_host, on_disk, pinned = self._arena.size, 0, self._arena.size if self._arena.pinned else 0
         pool = self._pool
         experts = 0 if pool is None else pool.kept_bytes
         return Effective(
             gpu_weight_bytes=self._resident_bytes + self._ring.kept_bytes + experts,
-            host_weight_bytes=self._arena.size,
+            host_weight_bytes=in_host,
+            nvme_weight_bytes=on_disk,
             streamed_bytes_per_step=self._delivered(),
             wire_bytes_per_step=self._streamed_per_step + round(self._experts_per_step("wire")),
-            pinned_bytes=self._arena.size if self._arena.pinned else 0,
+            nvme_bytes_per_step=self._read_per_step,
+            pinned_bytes=pinned,
             settings={
                 "ring_depth": self._ring.depth,
                 "buffer_bytes": self._ring.buffer_bytes,
                 "slot_bytes": self._ring.slot_bytes + (0 if pool is None else pool.slot_bytes + pool.router_bytes),
                 "weight_codec": "lossless" if self._lossless else "none",
-                "numa_node": self._arena.numa_node,
+                "numa_node": self._arena.numa_node if files is None and self._arena is not None else None,
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
                 **self._expert_settings(),
                 **cache,
@@ -848,6 +932,9 @@ class Stream(Decoder):
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
         self._close_kv()
 
 

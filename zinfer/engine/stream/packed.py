@@ -337,12 +337,11 @@ def _check_source(folder: Path, content: _Index, checkpoint: Checkpoint, progres
         atomic.write(folder / INDEX, kept.model_dump_json())
 
 
-def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress = silent) -> list[PackedLayer]:
-    """Read the packed layers of `folder`, which belong to `state`, into `arena`, with many threads, and check them.
+def _belonging(folder: Path, state: ModelState) -> tuple[_Index, Path]:
+    """Return the index of a folder's packed layers, and the path of their data, once both are found to fit `state`.
 
     Raises EngineError unless they hold every entry of the layers with its shape and type, CheckpointError for data
-    that are cut off or damaged, with the number of the layer, and MemoryError, before anything is read, where memory is
-    too small for them.
+    that are cut off or missing.
     """
     content = _read(folder)
     if len(content.images) != len(state.layers):
@@ -365,6 +364,24 @@ def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress
         raise CheckpointError(str(error)) from None
     if size != content.bytes:
         raise CheckpointError(f"{path} is cut off: pack it again")
+    return content, path
+
+
+def places(folder: Path, state: ModelState) -> tuple[Path, list[PackedLayer], list[list[int]]]:
+    """Return the data file of a folder's packed layers, which belong to `state`, their places in it, and the CRC-32 of
+    the chunks of each. Raises as `load` does, but reads nothing of the layers."""
+    content, path = _belonging(folder, state)
+    return path, [_image(entry, entry.start) for entry in content.images], [entry.crc32 for entry in content.images]
+
+
+def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress = silent) -> list[PackedLayer]:
+    """Read the packed layers of `folder`, which belong to `state`, into `arena`, with many threads, and check them.
+
+    Raises EngineError unless they hold every entry of the layers with its shape and type, CheckpointError for data
+    that are cut off or damaged, with the number of the layer, and MemoryError, before anything is read, where memory is
+    too small for them.
+    """
+    content, path = _belonging(folder, state)
     check_free(content.bytes)
     images: list[PackedLayer] = []
     under_way: deque[Future[int]] = deque()

@@ -223,9 +223,8 @@ class PrefetchRing:
             del self._kept[index]
             self._show(index, self._slot)
         for index in sorted(wanted - self._kept.keys()):
-            image = self.images[index]
-            self._kept[index] = self._source[image.start : image.end].to(self._device, copy=True)
-            if not image.coded:
+            self._kept[index] = self._layer_bytes(index)
+            if not self.images[index].coded:
                 self._show(index, self._kept[index])
 
     def start(self) -> None:
@@ -378,7 +377,7 @@ class PrefetchRing:
             some = False
             for index, image in enumerate(self.images):
                 pieces = () if index in self._kept else image.pieces
-                weights = (Transfer(index, partial(self._bytes, piece), piece) for piece in pieces)
+                weights = (self._transfer(index, piece) for piece in pieces)
                 others = (fetch.transfer(index) for fetch in fetches)
                 for transfer in (*weights, *others):
                     if transfer is not None:
@@ -386,8 +385,16 @@ class PrefetchRing:
                         yield transfer
             fetches = tuple(fetch.following() for fetch in fetches)
 
+    def _transfer(self, index: int, piece: Chunk) -> Transfer:
+        return Transfer(index, partial(self._bytes, piece), piece)
+
     def _bytes(self, piece: Chunk) -> Tensor:
         return self._source[piece.start : piece.end]
+
+    def _layer_bytes(self, index: int) -> Tensor:
+        """Return a copy of a layer's bytes on the device."""
+        image = self.images[index]
+        return self._source[image.start : image.end].to(self._device, copy=True)
 
     def _fill(self) -> None:
         """Issue copies into all free buffers; the device runs them as soon as the link is free."""

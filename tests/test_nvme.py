@@ -1,0 +1,381 @@
+"""Offload nvme of `stream`: the tokens of layers from disk, and what disks do to them."""
+
+import errno
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import quantized
+from tests.checkpoints import save_checkpoint
+from tests.test_parity import BATCHES, MACHINE, greedy, load
+from tests.test_ring import Answer, Bench, FakeQueues
+from zinfer.engine.direct import PAGE, Stripes
+from zinfer.engine.stream import Stream, codec, disk, packed, packed_layer
+from zinfer.engine.stream.disk import DiskLayers, DiskRing
+from zinfer.plan.plan import Plan, make_plan
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.resolve import from_directory, resolve
+from zinfer.spec.source import revision_of
+from zinfer.worker.failure import failure_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(codec, "MIN_NUMEL", 0)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    made = tmp_path / "drive"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that makes a small model, as a form of weights releases it."""
+    made: dict[str, Path] = {}
+
+    def make(form: str) -> Path:
+        if form not in made:
+            folder = save_checkpoint("llama", tmp_path_factory.mktemp(form) / "m", hidden_size=128)
+            made[form] = {"bf16": lambda: folder, "fp8": lambda: quantized.fp8(folder),
+                          "gptq": lambda: quantized.columns(folder, "gptq")[0]}[form]()  # fmt: skip
+        return made[form]
+
+    return make
+
+
+def tokens(engine: Any) -> list[torch.Tensor]:
+    found = []
+    for lengths in BATCHES:
+        found.append(greedy(engine, lengths))
+        engine.clear()
+    return found
+
+
+def equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("share", ["0%", "34%", "100%"])
+@pytest.mark.parametrize(
+    ("form", "codec_"), [("bf16", "none"), ("bf16", "lossless"), ("fp8", "lossless"), ("gptq", "lossless")]
+)
+def test_tokens_are_those_of_host_memory(
+    form: str, codec_: str, share: str, models: Callable[[str], Path], drive: Path
+) -> None:
+    folder = models(form)
+    known = load("stream", folder, "cpu", drive, "bfloat16", weight_codec=codec_)
+    expected, cpu = tokens(known), known.effective()
+    known.close()
+    engine = load("stream", folder, "nvme", drive, "bfloat16", weight_codec=codec_, host_weights=share)
+    try:
+        assert equal(tokens(engine), expected)
+        found = engine.effective()
+        (written,) = drive.glob(f"zinfer-weights-*/{packed.DATA}")
+        assert found.nvme_weight_bytes <= written.stat().st_size < found.nvme_weight_bytes + 3 * PAGE
+        assert (found.streamed_bytes_per_step, found.wire_bytes_per_step) == (
+            cpu.streamed_bytes_per_step, cpu.wire_bytes_per_step,
+        )  # fmt: skip
+        layers, kept = engine.plan.model.num_layers, {"0%": 0, "34%": 1, "100%": 3}[share]
+        assert found.settings["host_layers"] == kept
+        assert found.settings["disk_reads"] == "direct"
+        assert found.nvme_bytes_per_step == pytest.approx(found.wire_bytes * (layers - kept) / layers, rel=0.02)
+        assert found.host_weight_bytes == pytest.approx(found.nvme_weight_bytes * kept / layers, rel=0.02)
+    finally:
+        engine.close()
+    assert not list(drive.iterdir())
+
+
+def write(folder: Path) -> Path:
+    """Pack a model's layers; return their data file."""
+    spec = resolve(str(folder), "bfloat16", None)
+    revision = revision_of(spec, "safetensors")
+    packed.write(spec, revision, packed.PACKED / packed.folder_name(spec, revision), CPU)
+    return packed.PACKED / packed.folder_name(spec, revision) / packed.DATA
+
+
+def test_packed_layers_are_read_where_they_are(models: Callable[[str], Path], drive: Path) -> None:
+    folder = models("bf16")
+    known = load("stream", folder, "cpu", drive, "bfloat16")
+    expected = tokens(known)
+    known.close()
+    data = write(folder)
+    engine = load("stream", folder, "nvme", drive, "bfloat16", weight_codec="lossless", host_weights="40%")
+    try:
+        assert not list(drive.iterdir())
+        assert equal(tokens(engine), expected)
+        size = data.stat().st_size
+        assert engine.effective().nvme_weight_bytes == pytest.approx(size, abs=4096)
+        assert engine.loaded_bytes < size + engine.plan.model.other_bytes
+    finally:
+        engine.close()
+
+
+def test_layers_on_the_gpu_and_keys_in_host_memory_go_with_it(models: Callable[[str], Path], drive: Path) -> None:
+    folder = models("bf16")
+    known = load("stream", folder, "cpu", drive, "bfloat16")
+    expected = tokens(known)
+    known.close()
+    engine = load("stream", folder, "nvme", drive, "bfloat16", here=1, kv_offload="cpu", host_weights="40%")
+    try:
+        assert equal(tokens(engine), expected)
+        assert engine.effective().settings["kv_host_rows"] == 1
+    finally:
+        engine.close()
+    two = tokens_of_two(plan(folder, drive, host_weights="0%"))
+    engine = Stream(plan(folder, drive, host_weights="34%", on_gpu="34%"))
+    assert torch.equal(greedy(engine, (4, 3)), two)
+    assert engine.ring is not None
+    assert len(engine.ring.streamed) == 2
+    found = engine.effective()
+    assert found.settings["host_layers"] == 1
+    assert found.nvme_bytes_per_step * 2 == found.wire_bytes
+    engine.close()
+
+
+def tokens_of_two(wanted: Plan) -> torch.Tensor:
+    engine = Stream(wanted)
+    found = greedy(engine, (4, 3))
+    engine.close()
+    return found
+
+
+def plan(folder: Path, drive: Path, host: int = 8 << 30, on_gpu: str | None = None, **options: Any) -> Plan:
+    case = Case(
+        model=str(folder), engine="stream", offload="nvme", dtype="bfloat16", load_format="safetensors",
+        workload=Workload(batch_size=2, input_len=4, output_len=3), gpu_weights=on_gpu,
+        options=tuple(sorted(options.items())),
+    )  # fmt: skip
+    machine = MACHINE.model_copy(update={"host_bytes": host})
+    return make_plan(case, from_directory(folder).with_dtype("bfloat16"), machine, str(drive))
+
+
+def reads(monkeypatch: pytest.MonkeyPatch, instead: Callable[[Any], int]) -> None:
+    """Have `instead` read layers from now on; it gets the memory to fill."""
+    real = os.preadv
+
+    def preadv(file: int, parts: list[Any], offset: int) -> int:
+        layers = os.readlink(f"/proc/self/fd/{file}").endswith(packed.DATA)
+        return instead(parts[0]) if layers else real(file, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+def fail(_part: Any) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def lie(part: Any) -> int:
+    part[:] = bytes(len(part))
+    return len(part)
+
+
+FAULTS: dict[str, tuple[Callable[[Any], int], str]] = {
+    "the drive fails": (fail, "Input/output error"),
+    "the file ends": (lambda _part: 0, "is cut off"),
+    "other bytes come": (lie, "is damaged"),
+}
+
+
+def fault_of(run: Callable[[], object]) -> str:
+    """Return the line that `run` fails with, as a record has it."""
+    with pytest.raises((OSError, CheckpointError)) as error:
+        run()
+    failure = failure_of(error.value, "decode")
+    assert failure.status == "io_error"
+    assert "\n" not in failure.error
+    return failure.error
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_a_fault_of_a_disk_is_one_line_and_never_text(
+    fault: str, models: Callable[[str], Path], drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instead, says = FAULTS[fault]
+    engine = Stream(plan(models("bf16"), drive, host_weights="0%"))
+    with monkeypatch.context() as patch:
+        reads(patch, instead)
+        assert says in fault_of(lambda: greedy(engine, (4, 3)))
+        engine.clear()
+        assert says in fault_of(lambda: greedy(engine, (4, 3)))
+    engine.clear()
+    first = greedy(engine, (4, 3))  # the drive is well again
+    engine.clear()
+    assert torch.equal(greedy(engine, (4, 3)), first)
+    engine.clear()
+    if fault != "other bytes come":  # what was checked once is not checked again while the file is the same
+        with monkeypatch.context() as patch:
+            reads(patch, instead)
+            assert says in fault_of(lambda: greedy(engine, (4, 3)))
+    engine.close()
+    with monkeypatch.context() as patch:  # while layers are read into host memory
+        reads(patch, instead)
+        assert says in fault_of(lambda: Stream.start(plan(models("bf16"), drive, host_weights="100%")))
+    assert not list(drive.iterdir())
+
+
+def test_a_file_that_changes_is_checked_again(models: Callable[[str], Path], drive: Path) -> None:
+    engine = Stream(plan(models("bf16"), drive, host_weights="0%"))
+    expected = greedy(engine, (4, 3))
+    engine.clear()
+    (written,) = drive.glob(f"*/{packed.DATA}")
+    os.utime(written)
+    assert torch.equal(greedy(engine, (4, 3)), expected), "only touched"
+    engine.clear()
+    with written.open("r+b") as stream:
+        stream.seek(written.stat().st_size // 2)
+        stream.write(b"other weights")
+    assert f"{written}: layer 1 is damaged" in fault_of(lambda: greedy(engine, (4, 3)))
+    engine.clear()
+    os.truncate(written, 5000)
+    assert "is cut off" in fault_of(lambda: greedy(engine, (4, 3)))
+    engine.close()
+
+
+@pytest.mark.parametrize("damage", ["cut off", "changed"])
+def test_damaged_packed_layers_are_refused(damage: str, models: Callable[[str], Path], drive: Path) -> None:
+    data = write(models("bf16"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 3] ^= 1
+    data.write_bytes(content if damage == "changed" else content[:-100])
+    options: dict[str, Any] = {"weight_codec": "lossless", "host_weights": "0%"}
+    says = fault_of(lambda: greedy(Stream.start(plan(models("bf16"), drive, **options)), (4, 3)))
+    assert ("layer 1 is damaged" if damage == "changed" else "is cut off") in says
+
+
+def test_a_disk_that_fills_while_layers_are_written_leaves_nothing(
+    models: Callable[[str], Path], drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, written = os.pwrite, [0]
+
+    def pwrite(file: int, part: Any, offset: int) -> int:
+        room = 500_000 - written[0]
+        if room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written[0] += (count := real(file, part[:room], offset))
+        return count
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    says = fault_of(lambda: Stream.start(plan(models("bf16"), drive)))
+    assert f"takes no more weights ({os.strerror(errno.ENOSPC)})" in says
+    assert "--nvme-path" in says
+    assert not list(drive.iterdir())
+
+
+def test_a_file_system_without_direct_reads_is_read_all_the_same(
+    models: Callable[[str], Path], drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Stream(plan(models("bf16"), drive, host_weights="0%"))
+    expected = greedy(engine, (4, 3))
+    engine.close()
+    real, dropped = os.open, list[int]()
+
+    def refuse(path: Any, flags: int, *mode: int, **others: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *mode, **others)
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
+    engine = Stream(plan(models("bf16"), drive, host_weights="0%"))
+    assert torch.equal(greedy(engine, (4, 3)), expected)
+    assert engine.effective().settings["disk_reads"].startswith("buffered")
+    assert os.POSIX_FADV_DONTNEED in dropped
+    engine.close()
+
+
+class Copying:
+    """A point behind a copy that goes on until `end`."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.end.wait(20)
+
+
+def test_memory_that_is_being_copied_is_not_read_into(tmp_path: Path) -> None:
+    weights = [torch.full((3 * PAGE,), number, dtype=torch.uint8) for number in range(5)]
+    images = [packed_layer.plain([("weight", weight)], 0) for weight in weights]
+    path = tmp_path / "layers.bin"
+    places, sums = disk.write([path], zip(range(5), images, weights, strict=True))
+    layers, copies, seen = DiskLayers(Stripes([path]), places, sums, 0, False), deque[tuple[Copying, Any]](), 0
+    layers.begin(cycle(image.pieces[0] for image in places))
+    assert layers.ring_bytes == 6 * PAGE, "room for two"
+    for turn in range(12):
+        content = layers.source(places[turn % 5].pieces[0])
+        assert bool((content == turn % 5).all())
+        copies.append((Copying(), content))
+        layers.release(copies[-1][0])  # type: ignore[arg-type]
+        if len(copies) == 2:
+            time.sleep(0.02)
+            assert not layers.ready(places[(turn + 1) % 5].pieces[0]), "no room"
+            copying, content = copies.popleft()
+            assert bool((content == (turn - 1) % 5).all())
+            copying.end.set()
+            seen += 1
+    for copying, _ in copies:
+        copying.end.set()
+    layers.close()
+    assert seen == 11
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([40, 512, 1300, 2600, 9000]), min_size=1, max_size=5),
+    depth=st.integers(2, 7),
+    ring=st.integers(0, 60_000),
+    trips=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=5),
+    kept=st.sets(st.integers(0, 4)),
+)
+def test_no_buffer_is_read_early_or_overwritten_late(
+    sizes: list[int], depth: int, ring: int, trips: list[tuple[int, int, int]], kept: set[int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    """Trips of any mixture, with layers from disk and from host memory, and a host's ring of any size."""
+    folder = tmp_path_factory.mktemp("layers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_layer, "PIECE", 5000)
+        bench = Bench(sizes, depth, FakeQueues(), patch, from_disk(folder, ring, kept & set(range(len(sizes)))))
+        for number, (calls, count, beside) in enumerate(trips):
+            fetches = [Answer(one, number) for one in range(count)]
+            bench.borrowed.clear()
+            bench.trip(calls, fetches, beside)
+            assert bench.borrowed == [[one, layer, number, 7] for layer in range(len(sizes)) for one in range(count)]
+        bench.close()
+
+
+def from_disk(folder: Path, ring_bytes: int, kept: set[int]) -> Callable[..., DiskRing]:
+    """Return a function that makes a ring as `Bench` wants one, whose layers come from a file in `folder`."""
+
+    def make(source: torch.Tensor, images: list[Any], depth: int, device: torch.device, queues: Any) -> DiskRing:
+        def layers() -> Any:
+            for index, image in enumerate(images):
+                pieces = tuple(replace(piece, start=piece.start - image.start, end=piece.end - image.start)
+                               for piece in image.pieces)  # fmt: skip
+                yield index, replace(image, pieces=pieces), source[image.start : image.end]
+
+        places, sums = disk.write([folder / "layers.bin"], layers())
+        ring = DiskRing(DiskLayers(Stripes([folder / "layers.bin"]), places, sums, ring_bytes, False), depth, device,
+                        queues)  # fmt: skip
+        ring.hold(kept)
+        return ring
+
+    return make

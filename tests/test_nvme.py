@@ -1,31 +1,41 @@
 """Offload nvme of `stream`: the tokens of layers from disk, and what disks do to them."""
 
 import errno
+import mmap
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import quantized
-from tests.checkpoints import save_checkpoint
+from tests import PATIENCE_S, environment, quantized
+from tests.checkpoints import save_checkpoint, save_config
 from tests.test_parity import BATCHES, MACHINE, greedy, load
 from tests.test_ring import Answer, Bench, FakeQueues
-from zinfer.engine.direct import PAGE, Stripes
+from zinfer.engine import direct
+from zinfer.engine.direct import PAGE, Stripes, StripeWriter
 from zinfer.engine.stream import Stream, codec, disk, packed, packed_layer
 from zinfer.engine.stream.disk import DiskLayers, DiskRing
+from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, make_plan
-from zinfer.spec.case import Case, Workload
+from zinfer.record.measurement import Effective
+from zinfer.spec.case import Case, LoadFormat, Offload, Workload
 from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.engine import OptionError, conflict, settle
+from zinfer.spec.machine import load as load_machine
+from zinfer.spec.machine import override
 from zinfer.spec.resolve import from_directory, resolve
 from zinfer.spec.source import revision_of
 from zinfer.worker.failure import failure_of
@@ -157,14 +167,16 @@ def tokens_of_two(wanted: Plan) -> torch.Tensor:
     return found
 
 
-def plan(folder: Path, drive: Path, host: int = 8 << 30, on_gpu: str | None = None, **options: Any) -> Plan:
+def plan(
+    folder: Path, drive: Path, on_gpu: str | None = None, offload: Offload = "nvme",
+    load_format: LoadFormat = "safetensors", **options: Any,
+) -> Plan:  # fmt: skip
     case = Case(
-        model=str(folder), engine="stream", offload="nvme", dtype="bfloat16", load_format="safetensors",
+        model=str(folder), engine="stream", offload=offload, dtype="bfloat16", load_format=load_format,
         workload=Workload(batch_size=2, input_len=4, output_len=3), gpu_weights=on_gpu,
         options=tuple(sorted(options.items())),
     )  # fmt: skip
-    machine = MACHINE.model_copy(update={"host_bytes": host})
-    return make_plan(case, from_directory(folder).with_dtype("bfloat16"), machine, str(drive))
+    return make_plan(case, from_directory(folder).with_dtype("bfloat16"), MACHINE, str(drive))
 
 
 def reads(monkeypatch: pytest.MonkeyPatch, instead: Callable[[Any], int]) -> None:
@@ -335,6 +347,173 @@ def test_memory_that_is_being_copied_is_not_read_into(tmp_path: Path) -> None:
         copying.end.set()
     layers.close()
     assert seen == 11
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=6),
+    drives=st.integers(1, 3),
+    where=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_stripes_are_the_bytes_that_were_written(
+    lengths: list[int], drives: int, where: tuple[float, float], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("stripes")
+    content = np.random.default_rng(0).integers(0, 256, sum(lengths), dtype=np.uint8).tobytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "REQUEST", 2 * PAGE)
+        paths = [folder / f"{number}.bin" for number in range(drives)]
+        with StripeWriter(paths) as writer:
+            for stop in accumulate(lengths):
+                writer.write(memoryview(content)[writer._end : stop])
+            writer.flush()
+        sizes = [path.stat().st_size for path in paths]
+        assert sum(sizes) == len(content)
+        assert max(sizes) - min(sizes) <= 2 * PAGE
+        first, last = sorted(round(one * len(content)) for one in where)
+        begin, end = direct.aligned(first, last)
+        with Stripes(paths) as stripes, mmap.mmap(-1, max(PAGE, end - begin)) as memory, memoryview(memory) as whole:
+            for start, stop in stripes.requests(begin, end):
+                with whole[start - begin : stop - begin] as part:
+                    stripes.read(part, start, min(stop, last) - start)
+            assert bytes(whole[first - begin : last - begin]) == content[first:last]
+
+
+def test_layers_lie_on_several_drives(
+    models: Callable[[str], Path], drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "REQUEST", 4 * PAGE)
+    (other := tmp_path / "other").mkdir()
+    two = tokens_of_two(plan(models("bf16"), drive, host_weights="0%"))
+    engine = Stream(plan(models("bf16"), Path(f"{drive},{other}"), host_weights="34%"))
+    sizes = [path.stat().st_size for folder in (drive, other) for path in folder.glob(f"*/{packed.DATA}")]
+    assert len(sizes) == 2
+    assert max(sizes) - min(sizes) <= 4 * PAGE
+    assert torch.equal(greedy(engine, (4, 3)), two)
+    engine.close()
+    assert not list(drive.iterdir())
+    assert not list(other.iterdir())
+
+
+def test_plans_know_the_disk() -> None:
+    """A model of twice the host's memory: what host memory cannot keep sets the pass, or the link where that is
+    slower."""
+    machine = override(override(load_machine("h100-80gb"), "nvme_bandwidth=12GB/s"), "host_bytes=512GiB")
+    spec = resolve("llama-3.1-405b", None, None)
+    case = Case(model="llama-3.1-405b", engine="stream", offload="nvme", options=(("weight_codec", "none"),),
+                workload=Workload(batch_size=4, input_len=512, output_len=32))  # fmt: skip
+    auto = make_plan(case, spec, machine, "/drive", Efficiency(link_share=1.0))
+    setup = auto.placement
+    assert auto.fits, auto.why_not
+    assert not make_plan(case.model_copy(update={"offload": "cpu"}), spec, machine).fits
+    assert 0.85 * 512 * 2**30 < auto.host.total <= 0.9 * 512 * 2**30
+    kept = len(setup.host_layers) / spec.num_layers
+    assert auto.host.weights == setup.held_bytes == pytest.approx(kept * spec.streamed_bytes, rel=1e-6)
+    assert auto.nvme.total == spec.streamed_bytes
+    assert auto.bound_by == "nvme"
+    assert auto.step_s == pytest.approx((1 - kept) * spec.streamed_bytes / 12e9)
+    gaps = np.diff([-1, *sorted(set(range(spec.num_layers)) - set(setup.host_layers)), spec.num_layers])
+    assert max(gaps) - min(gaps) <= 2, "evenly spread"
+    quick = make_plan(case, spec, override(machine, "nvme_bandwidth=60GB/s"), "/drive", Efficiency(link_share=1.0))
+    assert quick.bound_by == "link"
+    assert quick.step_s == pytest.approx(spec.streamed_bytes / (machine.h2d_bandwidth or 0))
+    none = case.model_copy(update={"options": (("host_weights", "0%"), ("weight_codec", "none"))})
+    bare = make_plan(none, spec, machine, "/drive", Efficiency(link_share=1.0))
+    assert not bare.placement.host_layers
+    assert bare.step_s == pytest.approx(spec.streamed_bytes / 12e9)
+    coded = make_plan(case.model_copy(update={"options": ()}), spec, machine, "/drive", Efficiency(link_share=1.0))
+    assert coded.nvme.total == pytest.approx(0.67 * spec.streamed_bytes)
+    assert len(coded.placement.host_layers) > len(setup.host_layers)
+    limit = make_plan(case, spec, machine, "/drive")
+    assert limit.step_s is not None
+    assert auto.step_s is not None
+    assert 0.9 * auto.step_s < limit.step_s <= auto.step_s
+    resident = make_plan(case.model_copy(update={"gpu_weights": "10%"}), spec, machine, "/drive")
+    assert not set(resident.placement.resident_layers) & set(resident.placement.host_layers)
+
+
+TWICE = """
+import resource, sys, threading
+from pathlib import Path
+
+import torch
+
+from tests.running import decode, prefill
+from zinfer.engine.stream import Stream
+from zinfer.plan.plan import Plan
+
+threading.stack_size(1 << 18)  # stacks count
+torch.set_num_threads(1)
+small, cpu, nvme = map(Plan.model_validate_json, sys.stdin.read().splitlines())
+
+
+def steps(plan):
+    engine = Stream.start(plan)
+    prefill(engine, torch.ones(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long), reserve=2)
+    decode(engine, torch.ones(2, dtype=torch.long))
+    found = engine.effective()
+    engine.close()
+    return found
+
+
+steps(small)  # all that is imported and kept
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+limit = int(status["VmData"].split()[0]) * 1024 + nvme.model.streamed_bytes // 2
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+try:
+    steps(cpu)
+    sys.exit("the limit holds the model in host memory")
+except MemoryError:
+    pass
+print(steps(nvme).model_dump_json())
+"""
+
+
+@pytest.mark.slow  # imports everything in a process of its own
+def test_a_model_of_twice_the_limit_of_memory_runs(tmp_path: Path, drive: Path) -> None:
+    """All of a process's memory beyond its start is limited to half of the layers."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
+    folder = save_config(tmp_path / "large", "llama", num_hidden_layers=16, **sizes)
+    little = save_config(tmp_path / "small", "llama")
+    how: dict[str, Any] = {"load_format": "dummy", "weight_codec": "none"}
+    plans = [
+        plan(little, drive, **how), plan(folder, drive, offload="cpu", **how),
+        plan(folder, drive, host_weights="9MB", **how),
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE], input="\n".join(one.model_dump_json() for one in plans), capture_output=True,
+        text=True, env=environment(OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1"), timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = Effective.model_validate_json(done.stdout)
+    assert found.nvme_weight_bytes > 130e6
+    assert found.settings["host_layers"] == 1
+    assert found.nvme_bytes_per_step == found.nvme_weight_bytes * 15 / 16
+    assert not list(drive.iterdir())
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "gpus=2 does not go with offload nvme": {"offload": "nvme", "gpus": 2},
+    "experts=on-demand does not go with offload nvme": {"offload": "nvme", "experts": "on-demand"},
+    "host_weights=40% does not go with offload cpu": {"offload": "cpu", "host_weights": "40%"},
+}
+
+
+@pytest.mark.parametrize("says", sorted(REFUSED))
+def test_what_does_not_go_together_is_refused_in_one_line(says: str) -> None:
+    options = dict(REFUSED[says])
+    offload: Offload = options.pop("offload")
+    found = conflict("stream", settle("stream", options), offload)
+    assert found is not None
+    assert found.startswith(says)
+    assert "\n" not in found
+
+
+def test_shares_of_host_memory_are_checked() -> None:
+    assert settle("stream", {"host_weights": "64GiB"}) == (("host_weights", "64GiB"),)
+    for wrong in ("lots", "140%", "-3GB", "nan%"):
+        with pytest.raises(OptionError, match="choose from auto, SIZE"):
+            settle("stream", {"host_weights": wrong})
 
 
 @settings(max_examples=40, deadline=None)

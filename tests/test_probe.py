@@ -15,6 +15,7 @@ from tests import PATIENCE_S
 from zinfer.cli import Failure
 from zinfer.commands.out import write
 from zinfer.commands.probe import command
+from zinfer.engine import direct
 from zinfer.spec import host, local
 from zinfer.spec.machine import Machine, MachineError, load
 from zinfer.worker import probe
@@ -83,12 +84,22 @@ def test_a_disturbed_copy_is_not_the_links_rate() -> None:
 
 @pytest.mark.torch
 def test_disk_is_read_and_left_as_it_was(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "NVME_BLOCK", 1 << 20)
     monkeypatch.setattr(probe, "BUDGET_S", 0.05)
+    requests, real = dict[int, int](), os.preadv
+
+    def preadv(file: int, parts: list[memoryview], offset: int) -> int:
+        requests[len(parts[0])] = requests.get(len(parts[0]), 0) + 1
+        return real(file, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
     machine = probe.probe(nvme_path=tmp_path, quick=True)
     assert machine.nvme_bytes
-    assert machine.nvme_bandwidth is None or machine.nvme_bandwidth > 0
+    assert machine.nvme_bandwidth
+    assert requests.keys() == {direct.PAGE, direct.REQUEST}, "of the size with which stream reads layers"
     assert list(tmp_path.iterdir()) == []
+    (other := tmp_path / "other").mkdir()
+    assert probe.probe(nvme_path=f"{tmp_path},{other}", quick=True).nvme_bandwidth
+    assert list(other.iterdir()) == []
 
 
 @pytest.mark.torch

@@ -209,12 +209,13 @@ def warm_up(lab: Lab) -> None:
 
     from click.testing import CliRunner
 
+    import zinfer.engine.direct as direct
     import zinfer.worker.probe as probe
     import zinfer.worker.process as process
     from zinfer.cli import cli
     from zinfer.worker.inline import InlineWorker
 
-    probe.MIB, probe.BEYOND_CACHES, probe.NVME_BLOCK, probe.BUDGET_S = 1 << 12, 0, 1 << 16, 0.05
+    probe.MIB, probe.BEYOND_CACHES, direct.REQUEST, probe.BUDGET_S = 1 << 12, 0, 1 << 16, 0.05
     worker, process.Worker = process.Worker, InlineWorker  # type: ignore[assignment, misc]
     try:
         with Room(lab, "warm") as room, contextlib.chdir(room.work):

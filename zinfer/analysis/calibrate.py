@@ -199,6 +199,8 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
     if effective.streamed_bytes_per_step:
         wire = effective.wire_bytes_per_step or effective.streamed_bytes_per_step
         update["wire_ratio"] = update["kept_ratio"] = min(1.0, wire / effective.streamed_bytes_per_step)
+    if "host_layers" in settings:
+        update["held_bytes"] = round(effective.host_weight_bytes / update.get("kept_ratio", 1.0))
     kept = max(0, effective.gpu_weight_bytes - model.other_bytes) / update.get("kept_ratio", 1.0)
     return placement_of(point.case, model, place, round(kept)).model_copy(update=update)
 

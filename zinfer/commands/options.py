@@ -214,7 +214,10 @@ def load_options(function: Command) -> Command:
             "--gpu-weights", type=GpuWeights(), default=None,
             help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).",
         ),
-        click.option("--nvme-path", type=click.Path(file_okay=False), help="Folder for --offload nvme."),
+        click.option(
+            "--nvme-path", type=click.Path(file_okay=False),
+            help="Folder for --offload nvme; engine stream takes several, A,B, one a drive.",
+        ),
         click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only."),
         click.option(
             "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default=None,
@@ -301,17 +304,16 @@ def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
     """Return `machine` with the space that is free at `nvme_path` right now."""
     if nvme_path is None:
         return machine
-    import shutil
-    from pathlib import Path
-
     from zinfer.cli import Failure
     from zinfer.spec.errors import ENVIRONMENT
+    from zinfer.spec.host import drives, free_bytes
 
-    try:
-        Path(nvme_path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Failure(f"--nvme-path {nvme_path} cannot be made: {error.strerror}", ENVIRONMENT) from None
-    return machine.model_copy(update={"nvme_bytes": shutil.disk_usage(nvme_path).free})
+    for folder in (folders := drives(nvme_path)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Failure(f"--nvme-path {folder} cannot be made: {error.strerror}", ENVIRONMENT) from None
+    return machine.model_copy(update={"nvme_bytes": free_bytes(folders)})
 
 
 def this_machine(nvme_path: str | None) -> "Machine":

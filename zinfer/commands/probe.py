@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 @click.command("probe")
-@click.option("--nvme-path", type=click.Path(path_type=Path), help="Folder on a drive whose reads are measured, too.")
+@click.option(
+    "--nvme-path", type=click.Path(), help="Folder on a drive whose reads are measured, too; several, A,B, together."
+)
 @click.option(
     "--output",
     "-o",
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--quick", is_flag=True, help="Take fewer samples of smaller blocks.")
 @click.option("--memory", type=Size(), help="Host memory to measure with, as 1GiB.  [default: half of what is free]")
 @click.option("--json", "as_json", is_flag=True, help="Also print the machine as JSON.")
-def command(nvme_path: Path | None, output: Path | None, quick: bool, memory: int | None, as_json: bool) -> None:
+def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int | None, as_json: bool) -> None:
     """Measure the links between this machine's memories, its compute rate and, with --nvme-path, a drive; write
     machine.json."""
     from zinfer.commands.out import console, write

@@ -170,7 +170,7 @@ def wire_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None) ->
     return round((left + setup.also_streamed) * setup.wire_ratio)
 
 
-def disk_bytes(setup: Placement, model: ModelSpec, wire: int) -> int:
+def disk_bytes(setup: Placement, wire: int) -> int:
     """Return how many of the `wire` bytes that a pass moves over the links come from disk in it."""
     return max(0, wire - round(setup.held_bytes * setup.wire_ratio)) if setup.tier == "nvme" else 0
 
@@ -248,7 +248,8 @@ def _pass(
 ) -> Times:
     """Time a pass of `tokens` tokens (None: a long one) that reads `read` bytes of weights and `kv` bytes of cache,
     computes `flops`, reads and writes `passed` bytes of GPU memory in between, and sends `written` bytes of keys and
-    values to the host while weights come, `ready` of which are there already."""
+    values to the host while weights come, `ready` of which are there already; of those from disk, the host's ring holds
+    more in proportion."""
     link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
     hosted = round(kv * setup.kv_host_share)
     if factors.perfect and setup.wire_ratio < 1:
@@ -260,7 +261,8 @@ def _pass(
         setup = setup.model_copy(update={"wire_ratio": min(setup.wire_ratio, least)})
     weights = max(0, wire_bytes(setup, model, tokens) - ready)
     over_link = weights + (0 if setup.kv_on_cpu else hosted)
-    from_host = weights + hosted
+    from_disk = disk_bytes(setup, weights)
+    from_host = weights + hosted + from_disk  # what comes from disk is written to host memory first
     if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and link is None):
         return Times()
     share = setup.gpus  # each brings its part of the weights over its link, and computes its rows with all of them
@@ -297,7 +299,8 @@ def _pass(
     if setup.tier == "nvme":
         if machine.nvme_bandwidth is None:
             return Times()
-        limits["nvme"] = disk_bytes(setup, model, weights) / machine.nvme_bandwidth
+        there = setup.disk_ring_bytes * ready / max(1, setup.ring_depth * piece_bytes(setup, model))
+        limits["nvme"] = max(0.0, from_disk - there) / machine.nvme_bandwidth
     found = _slowest(limits)
     moved = max(limits.get("link", 0.0), limits.get("nvme", 0.0), limits.get("host memory", 0.0))
     if setup.overlapped or found.seconds is None or not moved:

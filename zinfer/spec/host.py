@@ -5,6 +5,7 @@ import contextlib
 import os
 import platform
 import re
+import shutil
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -206,6 +207,19 @@ def _cpus(text: str) -> frozenset[int]:
     """Return the CPU numbers of a list as the kernel writes it: ``0-3,8``."""
     ranges = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
     return frozenset(cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1))
+
+
+def drives(nvme_path: str) -> list[Path]:
+    """Return the folders that ``--nvme-path`` names: itself if there is such a folder, else those between its commas,
+    one on each drive."""
+    if Path(nvme_path).is_dir():
+        return [Path(nvme_path)]
+    return [Path(one) for one in nvme_path.split(",") if one] or [Path(nvme_path)]
+
+
+def free_bytes(folders: list[Path]) -> int:
+    """Return the bytes of files that the drives of `folders` have room for, if they are spread evenly over these."""
+    return len(folders) * min(shutil.disk_usage(folder).free for folder in folders)
 
 
 def cache_bytes(root: Path = Path("/sys")) -> int:

@@ -8,6 +8,7 @@ Without a GPU the CPU is the device: `h2d_bandwidth` is then the rate of a copy 
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import shutil
@@ -20,8 +21,9 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from zinfer.engine import direct
 from zinfer.spec.errors import ENVIRONMENT, not_here
-from zinfer.spec.host import available_bytes, gpus, host_bytes, host_facts, name_of
+from zinfer.spec.host import available_bytes, drives, free_bytes, gpus, host_bytes, host_facts, name_of
 from zinfer.spec.machine import SHARING, Machine, MachineError
 from zinfer.spec.units import gb
 
@@ -33,7 +35,6 @@ BLOCKS = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
 BEYOND_CACHES = 4  # size of the KV cache in units of the processors' caches, so that no read comes from those
 TIMES = 8  # copies of several GPUs in a sample, so that their launches do not count
 TOGETHER = 12  # copies of the largest block in a sample, while the CPU computes attention
-NVME_THREADS, NVME_BLOCK = 8, 16 * MIB
 BUDGET_S = 2.0  # seconds for the repeats of one figure: a slow machine gets fewer samples, not a longer probe
 
 Seconds = Callable[[Callable[[], object]], float]
@@ -46,22 +47,24 @@ class Full(MachineError):
 
 
 def probe(
-    nvme_path: Path | None = None,
+    nvme_path: str | Path | None = None,
     quick: bool = False,
     progress: Callable[[str], object] = str,
     memory: int | None = None,
 ) -> Machine:
-    """Measure this machine, and the disk of the folder `nvme_path` if that is given.
+    """Measure this machine, and the disk of the folder `nvme_path` if that is given, or several (`drives`) together.
 
     `quick` takes fewer samples of smaller blocks; `progress` gets the name of each measurement; `memory` is the host
     memory to measure with, in bytes, by default half of what can still be had (`available_bytes`). Page-locks
     1 GiB at most, and leaves no file behind. Raises MachineError when torch is missing or `nvme_path` is not a folder,
     Full for one on a full disk.
     """
-    if nvme_path is not None and not nvme_path.is_dir():
-        raise MachineError(f"--nvme-path {nvme_path} is not a folder")
-    if nvme_path is not None and (free := shutil.disk_usage(nvme_path).free) < 4 * NVME_BLOCK:
-        raise Full(f"--nvme-path {nvme_path} has {gb(free)} free, too little to measure with: name another folder")
+    folders = [] if nvme_path is None else drives(str(nvme_path))
+    for folder in folders:
+        if not folder.is_dir():
+            raise MachineError(f"--nvme-path {folder} is not a folder")
+        if (free := shutil.disk_usage(folder).free) < 4 * direct.REQUEST:
+            raise Full(f"--nvme-path {folder} has {gb(free)} free, too little to measure with: name another folder")
     try:
         import torch
     except ImportError:
@@ -102,11 +105,11 @@ def probe(
             "matmul_flops": max(entry["median"] for entry in details["matmul"].values()),
         }
     note = "measured by `zinfer probe`" + ("" if cuda else "; no GPU, so the CPU is the device and memory the link")
-    if nvme_path is not None:
+    if folders:
         progress(f"disk at {nvme_path}")
-        fields["nvme_bytes"] = shutil.disk_usage(nvme_path).free
+        fields["nvme_bytes"] = free_bytes(folders)
         try:
-            details["nvme"] = entry = _entry(_nvme_read(nvme_path, quick), "bytes")
+            details["nvme"] = entry = _entry(_nvme_read(folders, quick), "bytes")
             fields["nvme_bandwidth"] = entry["median"]
         except OSError as error:
             note += f"; no direct I/O at the offload path ({error.strerror})"
@@ -390,30 +393,35 @@ def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats:
     return {name: _entry(samples, "bytes") for name, samples in rates.items()}
 
 
-def _nvme_read(folder: Path, quick: bool) -> list[float]:
-    """Return the bytes per second of direct reads from an unnamed file in `folder`, by several threads at once.
+def _nvme_read(folders: list[Path], quick: bool) -> list[float]:
+    """Return the bytes per second of direct reads from unnamed files in `folders`, each of a drive: as `stream` reads
+    layers, with as many requests in flight, of the same size.
 
-    The file disappears when it is closed, however the process ends. Raises OSError where direct I/O is refused or the
+    The files disappear when they are closed, however the process ends. Raises OSError where direct I/O is refused or a
     disk is full.
     """
-    size = min((512 if quick else 4096) * MIB, shutil.disk_usage(folder).free // 4)
-    noise = os.urandom(NVME_BLOCK)
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        direct = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT)
-        try:
-            began, blocks = perf_counter(), 0
-            while (blocks + 1) * NVME_BLOCK <= size and perf_counter() - began < BUDGET_S * (1 if quick else 2):
-                blocks += file.write(noise) // NVME_BLOCK
+    size = min((512 if quick else 4096) * MIB, min(shutil.disk_usage(folder).free for folder in folders) // 4)
+    noise = os.urandom(direct.REQUEST)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0)) for folder in folders]
+        stripes = stack.enter_context(direct.Stripes([Path(f"/proc/self/fd/{file.fileno()}") for file in files]))
+        if not stripes.direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        began, blocks = perf_counter(), 0
+        while (blocks + 1) * direct.REQUEST <= size and perf_counter() - began < BUDGET_S * (1 if quick else 2):
+            blocks += files[blocks % len(files)].write(noise) // direct.REQUEST
+        for file in files:
             os.fsync(file.fileno())
-            if not blocks:
-                raise OSError(28, "no space to measure with")
+        if not blocks:
+            raise OSError(errno.ENOSPC, "no space to measure with")
 
-            def read(thread: int) -> None:
-                with mmap.mmap(-1, NVME_BLOCK) as buffer:  # page-aligned, as direct I/O requires
-                    for block in range(thread, blocks, NVME_THREADS):
-                        os.preadv(direct, [buffer], block * NVME_BLOCK)
+        def read(thread: int) -> None:
+            with (
+                mmap.mmap(-1, direct.REQUEST) as buffer,
+                memoryview(buffer) as part,
+            ):  # page-aligned, as direct I/O requires
+                for block in range(thread, blocks, direct.THREADS):
+                    stripes.read(part, block * direct.REQUEST, direct.REQUEST)
 
-            with ThreadPoolExecutor(NVME_THREADS) as pool:
-                return _rates(lambda: list(pool.map(read, range(NVME_THREADS))), blocks * NVME_BLOCK, _cpu_seconds, 3)
-        finally:
-            os.close(direct)
+        with ThreadPoolExecutor(direct.THREADS) as pool:
+            return _rates(lambda: list(pool.map(read, range(direct.THREADS))), blocks * direct.REQUEST, _cpu_seconds, 3)

@@ -60,6 +60,7 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.case import Option, Workload
 from zinfer.spec.engine import StreamOptions
+from zinfer.spec.host import drives
 from zinfer.spec.lease import OwnFolder
 from zinfer.spec.progress import Progress, silent
 from zinfer.spec.source import revision_of
@@ -96,7 +97,7 @@ class Stream(Decoder):
     options: StreamOptions
     _arena: PinnedArena | None = None
     _ring: PrefetchRing | None = None
-    _folder: OwnFolder | None = None  # files of layers, written for this process alone
+    _folders: tuple[OwnFolder, ...] = ()  # files of layers, written for this process alone, one a drive
     _pool: ExpertPool | None = None  # of experts that come on demand
     _expert_images: dict[int, LayerImages]
     _kv_pool: HostPool | None = None  # for keys and values of all micro-batches
@@ -275,8 +276,11 @@ class Stream(Decoder):
             for name, tensor in state.load(self.device, self.progress, layers=False):
                 resident[name].copy_(tensor)
         else:
-            self._folder = scratch(self.plan.nvme_path, (packed.DATA,))
-            paths = [self._folder.path / packed.DATA]
+            if self.plan.nvme_path is None:
+                scratch(None, ())  # raises
+            for drive in drives(str(self.plan.nvme_path)):
+                self._folders = (*self._folders, scratch(str(drive), (packed.DATA,)))
+            paths = [folder.path / packed.DATA for folder in self._folders]
             images, sums = disk.write(paths, self._layers_loaded(resident))
         ring_bytes, pin = self.plan.placement.disk_ring_bytes, self.device.type == "cuda"
         files = Stripes(paths)
@@ -301,24 +305,29 @@ class Stream(Decoder):
                     resident[name].copy_(tensor)
                 continue
             entries = state.of_layer(index)
-            plain_part, coded_part = packed.on_device(group, entries, device)
-            tensors.setdefault(index, {}).update(plain_part)
-            coded.setdefault(index, {}).update(coded_part)
-            if tensors[index].keys() | coded[index].keys() != entries.keys():
-                continue
-            own, codes = tensors.pop(index), coded.pop(index)
-            size = lay_out(self._layout(index))[1]
-            arena = PinnedArena(size, pin=False, grow=True)
-            if self._lossless:
-                image = pack(own, arena, codes)
-            else:
-                image = plain(self._layout(index), 0)
-                arena.take(size)
-                for name, tensor in arena.views(image.blocks).items():
-                    tensor.copy_(own[name])
-            yield index, image, arena.memory[: arena.used]
-            del own, codes
-            arena.close()
+            for parts, more in zip((tensors, coded), packed.on_device(group, entries, device), strict=True):
+                parts.setdefault(index, {}).update(more)  # type: ignore[attr-defined]
+            del more
+            if tensors[index].keys() | coded[index].keys() == entries.keys():
+                arena = PinnedArena(lay_out(self._layout(index))[1], pin=False, grow=True)
+                yield index, self._pack_into(arena, index, tensors.pop(index), coded.pop(index)), arena.memory
+                arena.close()
+
+    def _pack_into(
+        self,
+        arena: PinnedArena,
+        index: int,
+        tensors: Mapping[str, Tensor],
+        coded: Mapping[str, tuple[Tensor, list[Codes]]],
+    ) -> PackedLayer:
+        """Put the weights of a layer into an empty `arena`, as they cross the link; return their places."""
+        if self._lossless:
+            return pack(tensors, arena, coded)
+        image = plain(self._layout(index), 0)
+        arena.take(arena.size)
+        for name, place in image.blocks.items():
+            place.view(arena.memory).copy_(tensors[name])
+        return image
 
     def _layout(self, index: int) -> list[tuple[str, Tensor]]:
         """Return the entries of a layer's image: names within it, and tensors that give shape and type."""
@@ -932,9 +941,9 @@ class Stream(Decoder):
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        for folder in self._folders:
+            folder.cleanup()
+        self._folders = ()
         self._close_kv()
 
 

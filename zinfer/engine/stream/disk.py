@@ -324,19 +324,20 @@ def write(
 ) -> tuple[list[PackedLayer], list[list[int]]]:
     """Write packed layers into new files; return their places there, and the CRC-32 of the pieces of each.
 
-    A layer comes as its number, its places from byte 0 on, and its bytes (uint8 ``[n]``), valid until the next one
-    comes. Raises CheckpointError where a drive is full.
+    A layer comes as its number, its places from byte 0 on, and memory that begins with its bytes (uint8 ``[n]``), valid
+    until the next one comes. Raises CheckpointError where a drive is full.
     """
     images, sums, end = dict[int, PackedLayer](), dict[int, list[int]](), 0
     with StripeWriter(paths) as writer:
         for index, image, memory in layers:
-            content = as_bytes(memory)
+            content = as_bytes(memory)[: image.end]
             sums[index] = [zlib.crc32(content[piece.start : piece.end]) for piece in image.pieces]
             pieces = tuple(replace(piece, start=piece.start + end, end=piece.end + end) for piece in image.pieces)
             images[index] = replace(image, pieces=pieces)
             writer.write(content)
             writer.write(memoryview(bytes(-len(content) % PAGE)))  # layers begin at whole pages
             end += len(content) + -len(content) % PAGE
+            del content, memory
         writer.flush()
     return [images[index] for index in range(len(images))], [sums[index] for index in range(len(sums))]
 

@@ -93,7 +93,7 @@ PROMPT = line("a", prompt="x", max_tokens=2)
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--offload", "nvme"], 2, "--nvme-path"),
         (
             PROMPT,
-            ["-o", "out.jsonl", "-m", "bloom-tiny", "--offload", "nvme", "--nvme-path", "."],
+            ["-o", "out.jsonl", "-m", "bloom-tiny", "--engine", "tensorrt", "--offload", "nvme", "--nvme-path", "."],
             2,
             "no offload nvme",
         ),

@@ -1,6 +1,7 @@
 """Offload nvme of `stream`: the tokens of layers from disk, and what disks do to them."""
 
 import errno
+import json
 import mmap
 import os
 import subprocess
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 
 from tests import PATIENCE_S, environment, quantized
 from tests.checkpoints import save_checkpoint, save_config
+from tests.command import zinfer
 from tests.test_parity import BATCHES, MACHINE, greedy, load
 from tests.test_ring import Answer, Bench, FakeQueues
 from zinfer.engine import direct
@@ -31,6 +33,7 @@ from zinfer.engine.stream.disk import DiskLayers, DiskRing
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record.measurement import Effective
+from zinfer.record.store import read
 from zinfer.spec.case import Case, LoadFormat, Offload, Workload
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.engine import OptionError, conflict, settle
@@ -347,6 +350,27 @@ def test_memory_that_is_being_copied_is_not_read_into(tmp_path: Path) -> None:
         copying.end.set()
     layers.close()
     assert seen == 11
+
+
+def test_commands_take_it(models: Callable[[str], Path], tmp_path: Path) -> None:
+    load = ["-m", str(models("bf16")), "-O", "weight_codec=none", "--output-len", "6"]
+    way = ["--offload", "nvme", "--nvme-path", "drive", "-O", "host_weights=34%"]
+    ran = [zinfer(tmp_path, "run", *load, *how, "-p", "Hello", "--ignore-eos", "--json")
+           for how in (["--offload", "cpu"], way)]  # fmt: skip
+    assert [done.returncode for done in ran] == [0, 0], ran[1].stderr
+    assert ran[0].stdout == ran[1].stdout
+    words = ["sweep", *load, *way, "--batch-size", "2", "--input-len", "8", "-o", "r.jsonl"]
+    done = zinfer(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    (point,) = read(tmp_path / "r.jsonl").points
+    assert point.effective is not None
+    assert 0 < point.effective.nvme_bytes_per_step < point.effective.nvme_weight_bytes
+    prompt = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello"}}
+    (tmp_path / "q.jsonl").write_text(json.dumps(prompt))
+    done = zinfer(tmp_path, "batch", "q.jsonl", "-o", "o.jsonl", *load[:4], *way)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "o.jsonl").read_text())["response"]["status_code"] == 200
+    assert not list((tmp_path / "drive").iterdir())
 
 
 @settings(max_examples=60, deadline=None)

@@ -69,7 +69,8 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
 
     thread = threading.Thread(target=client)
     thread.start()
-    words = ["serve", "-m", str(checkpoint("llama")), "--offload", "cpu", "--port", str(port), "--batch-size", "2"]
+    words = ["serve", "-m", str(checkpoint("llama")), "--offload", "nvme", "--port", str(port), "--batch-size", "2"]
+    words += ["--nvme-path", "drive", "-O", "host_weights=40%"]
     words += ["--kv-cache-size", "1MiB"]
     result = zinfer(folder, *words, ZINFER_API_KEY="secret")
     thread.join()

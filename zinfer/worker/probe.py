@@ -415,11 +415,14 @@ def _nvme_read(folders: list[Path], quick: bool) -> list[float]:
         if not blocks:
             raise OSError(errno.ENOSPC, "no space to measure with")
 
+        # Page-aligned, as direct reads want it, and in huge pages where there are any, as the memory of `stream` is.
+        buffer = stack.enter_context(mmap.mmap(-1, direct.THREADS * direct.REQUEST))
+        with contextlib.suppress(OSError):
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        whole = stack.enter_context(memoryview(buffer))
+
         def read(thread: int) -> None:
-            with (
-                mmap.mmap(-1, direct.REQUEST) as buffer,
-                memoryview(buffer) as part,
-            ):  # page-aligned, as direct I/O requires
+            with whole[thread * direct.REQUEST : (thread + 1) * direct.REQUEST] as part:
                 for block in range(thread, blocks, direct.THREADS):
                     stripes.read(part, block * direct.REQUEST, direct.REQUEST)
 

@@ -227,6 +227,20 @@ def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:
             raise IndexError(f"the KV cache holds {batch.capacity} tokens a sequence; {batch.length + count} are asked")
 
 
+def check_sources(sources: Sequence[tuple[MicroBatch, Sequence[int]]], live: Sequence[MicroBatch]) -> None:
+    """Raise ValueError unless the sources of a regrouping are rows of different `live` micro-batches, EngineError for
+    rows of which nothing is computed."""
+    seen: set[int] = set()
+    for batch, rows in sources:
+        if id(batch) in seen or all(batch is not one for one in live):
+            raise ValueError("rows come from micro-batches that are admitted and not retired, each of them once")
+        seen.add(id(batch))
+        if not rows or len(set(rows)) < len(rows) or not all(0 <= row < batch.batch_size for row in rows):
+            raise ValueError(f"rows {list(rows)} of a batch of {batch.batch_size}")
+        if not batch.length:
+            raise EngineError("rows are moved once some of their positions are computed")
+
+
 def is_step(works: Sequence[Work]) -> bool:
     """Tell whether a pass is a decode step: one token a row, with earlier ones in the cache."""
     return all(work.token_ids.shape[1] == 1 and work.batch.length for work in works)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine, MicroBatch, Work, check_works
+from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
 from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, Source, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.plan.plan import Plan
@@ -270,14 +270,9 @@ class Decoder(Engine):
     def regroup(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> DecoderBatch:
         if (why_not := self.cannot_regroup()) is not None:
             raise EngineError(why_not)
+        check_sources(sources, self.batches)
         moved: list[tuple[DecoderBatch, Tensor]] = []
         for batch, rows in sources:
-            if all(batch is not one for one in self.batches) or any(batch is one for one, _ in moved):
-                raise ValueError("rows come from micro-batches that are admitted and not retired, each of them once")
-            if not rows or len(set(rows)) < len(rows) or not all(0 <= row < batch.batch_size for row in rows):
-                raise ValueError(f"rows {list(rows)} of a batch of {batch.batch_size}")
-            if not batch.length:
-                raise EngineError("rows are moved once some of their positions are computed")
             assert isinstance(batch, DecoderBatch)
             moved.append((batch, torch.tensor(list(rows), device=self.device)))
         real = [batch.real(rows) for batch, rows in moved]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine, MicroBatch, Work, check_works
+from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
 from zinfer.engine.kv_snapshot import KVSnapshot, Past, Sent, received, sent
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.stream import Stream, together
@@ -395,14 +395,9 @@ class Team(Engine):
     def regroup(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> TeamBatch:
         if (why_not := self.cannot_regroup()) is not None:
             raise EngineError(why_not)
+        check_sources(sources, self.batches)
         moved: list[tuple[TeamBatch, Sequence[int]]] = []
         for batch, rows in sources:
-            if all(batch is not one for one in self.batches) or any(batch is one for one, _ in moved):
-                raise ValueError("rows come from micro-batches that are admitted and not retired, each of them once")
-            if not rows or len(set(rows)) < len(rows) or not all(0 <= row < batch.batch_size for row in rows):
-                raise ValueError(f"rows {list(rows)} of a batch of {batch.batch_size}")
-            if not batch.length:
-                raise EngineError("rows are moved once some of their positions are computed")
             assert isinstance(batch, TeamBatch)
             moved.append((batch, rows))
         ranks = [batch.ranks[row] for batch, rows in moved for row in rows]

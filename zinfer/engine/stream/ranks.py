@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -126,20 +127,20 @@ class Channel:
         self._connection.close()
 
 
-class Group:
+class Group(ABC):
     """A rank's view of all of them: what they do at once."""
 
     def __init__(self, rank: int, size: int, store: str, weights: int) -> None:
         self.rank, self.size, self.weights = rank, size, weights
         self._store, self._joined = store, False
 
+    @abstractmethod
     def share(self, value: Any) -> Any:
         """Return the leader's `value` in all ranks. Raises EOFError in a follower whose leader ends."""
-        raise NotImplementedError
 
+    @abstractmethod
     def agree(self) -> None:
         """Go on once all have come this far; in the leader, raise what a follower failed with instead."""
-        raise NotImplementedError
 
     def join(self) -> None:
         """Meet the others."""

@@ -153,10 +153,10 @@ def test_layers_of_every_kind_take_part(name: str, kind: kinds.Kinds, tmp_path: 
     engine.close()
 
 
-def test_rows_wait_in_host_memory_and_come_back(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    """Admission is made to expect that rows end at once, so that memory falls short."""
-    small(monkeypatch, 60)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+def suspended(engine: Engine, patch: Patch) -> tuple[list[scheduler.Sequence], list[int]]:
+    """Run eight rows of which some wait in host memory, and return them with their limits. Admission is made to expect
+    that rows end at once, so that memory falls short."""
+    small(patch, 60)
     running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
     running.schedule.step = 4
     running.schedule.limits = running.schedule.limits._replace(positions=90)
@@ -164,11 +164,14 @@ def test_rows_wait_in_host_memory_and_come_back(checkpoint: Checkpoints, tmp_pat
     rows = alike(8, 8, 24)
     limits = [one.left for one in rows]
     found = run(running, [rows])
-    tally = running.schedule.tally
-    assert tally.suspended > 0
-    assert tally.again == 0
+    assert (running.schedule.tally.suspended > 0, running.schedule.tally.again) == (True, 0)
     running.end()
-    check(engine, found, limits)
+    return found, limits
+
+
+def test_rows_wait_in_host_memory_and_come_back(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    check(engine, *suspended(engine, monkeypatch))
     engine.close()
 
 

@@ -227,23 +227,31 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     engine.close()
 
 
+WAYS_OF_DRAFTS: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "here": {},
+    "over the link": {"kv_offload": "cpu", "kv_attention": "gpu"},
+    "some by the CPU": {"kv_offload": "auto", "kv_attention": "cpu"},
+}
+
+
+def for_drafts(way: str, directory: Path, path: Path, patch: Patch, **options: Any) -> Any:
+    """Load `stream` in one of `WAYS_OF_DRAFTS`."""
+    if way == "some by the CPU":
+        keep_here(patch, 3)
+    offload: Offload = "none" if way == "resident" else "cpu"
+    return load("stream", directory, offload, path, **WAYS_OF_DRAFTS[way], **options)
+
+
 @pytest.mark.parametrize("wrong", [0, 0.4])
 @pytest.mark.parametrize("architecture", ["llama", "bloom"])
-@pytest.mark.parametrize("way", ["resident", "here", "over the link", "some by the CPU"])
+@pytest.mark.parametrize("way", WAYS_OF_DRAFTS)
 def test_drafts_leave_the_tokens_as_they_are(
     way: str, architecture: str, wrong: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Rows advance by different lengths and forget wrong drafts, on the GPU, in host memory and in CUDA graphs."""
     test_continuous.small(monkeypatch)
-    options: dict[str, Any] = {
-        "resident": {},
-        "here": {},
-        "over the link": {"kv_offload": "cpu", "kv_attention": "gpu"},
-        "some by the CPU": {"kv_offload": "auto", "kv_attention": "cpu"},
-    }[way]
-    if way == "some by the CPU":
-        keep_here(monkeypatch, 3)
-    engine = load("stream", checkpoint(architecture), "none" if way == "resident" else "cpu", tmp_path, **options)
+    engine = for_drafts(way, checkpoint(architecture), tmp_path, monkeypatch)
     rows = test_continuous.sequences(14, 3)
     known = test_drafts.answers(engine, rows)
     running = test_drafts.drafting(engine, monkeypatch, known, wrong)
@@ -257,23 +265,14 @@ def test_drafts_leave_the_tokens_as_they_are(
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("architecture", ["llama", "bloom"])
-@pytest.mark.parametrize("way", ["resident", "here", "over the link", "some by the CPU"])
+@pytest.mark.parametrize("way", WAYS_OF_DRAFTS)
 def test_a_model_that_drafts_leaves_the_tokens_as_they_are(
     way: str, architecture: str, noise: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """It works on a stream of its own, with CUDA graphs of its own, beside passes that stream weights."""
     test_continuous.small(monkeypatch)
-    options: dict[str, Any] = {
-        "resident": {},
-        "here": {},
-        "over the link": {"kv_offload": "cpu", "kv_attention": "gpu"},
-        "some by the CPU": {"kv_offload": "auto", "kv_attention": "cpu"},
-    }[way]
-    if way == "some by the CPU":
-        keep_here(monkeypatch, 3)
     small_one = test_draft_model.like(checkpoint(architecture), tmp_path / "small", noise)
-    offload: Any = "none" if way == "resident" else "cpu"
-    engine = load("stream", checkpoint(architecture), offload, tmp_path, draft=str(small_one), **options)
+    engine = for_drafts(way, checkpoint(architecture), tmp_path, monkeypatch, draft=str(small_one))
     rows = test_continuous.sequences(14, 3)
     known = test_drafts.answers(engine, rows)
     running = test_draft_model.drafting(engine, monkeypatch)

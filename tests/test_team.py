@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.running import prefill
-from tests.test_continuous import LOAD, Words, alike, finish, keeping, run, sequences, small
+from tests.test_continuous import LOAD, Words, finish, keeping, run, sequences, small, suspended
 from tests.test_continuous import greedy as alone
 from tests.test_drafts import drafting
 from tests.test_kept import go_on
@@ -206,15 +206,6 @@ def test_kept_prefixes_are_reused(team: Engine, single: Engine, monkeypatch: Pat
 
 
 def test_rows_wait_in_host_memory_and_come_back(team: Engine, single: Engine, monkeypatch: Patch) -> None:
-    small(monkeypatch, 60)
-    running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 4
-    running.schedule.limits = running.schedule.limits._replace(positions=90)
-    running.schedule.ending = 0.5
-    rows = alike(8, 8, 24)
-    limits = [one.left for one in rows]
-    found = run(running, [rows])
-    assert (running.schedule.tally.suspended > 0, running.schedule.tally.again) == (True, 0)
-    running.end()
+    found, limits = suspended(team, monkeypatch)
     for one, limit in zip(found, limits, strict=True):
         assert one.output_ids == alone(single, one.prompt_ids, limit), one.key

@@ -6,7 +6,7 @@ layers and across steps: while the head turns the last layer's output into a tok
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -172,8 +172,7 @@ class Stream(Decoder):
             if self._group is None:
                 self._ring.start()
         else:
-            for name, tensor in state.load(self.device, self.progress):
-                resident[name].copy_(tensor)
+            _copy_into(resident, state.load(self.device, self.progress))
         for name, tensor in resident.items():
             state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
@@ -273,8 +272,7 @@ class Stream(Decoder):
         if folder is not None:
             path, images, sums = packed.places(folder, state)
             paths = [path]
-            for name, tensor in state.load(self.device, self.progress, layers=False):
-                resident[name].copy_(tensor)
+            _copy_into(resident, state.load(self.device, self.progress, layers=False))
         else:
             if self.plan.nvme_path is None:
                 scratch(None, ())  # raises
@@ -300,9 +298,7 @@ class Stream(Decoder):
         loaded = state.load_stored(device, self.progress) if self._lossless else state.load(device, self.progress)
         for index, group in by_layer(state, loaded):
             if index is None:
-                for name, tensor in group:
-                    assert isinstance(tensor, Tensor)
-                    resident[name].copy_(tensor)
+                _copy_into(resident, group)
                 continue
             entries = state.of_layer(index)
             for parts, more in zip((tensors, coded), packed.on_device(group, entries, device), strict=True):
@@ -361,9 +357,7 @@ class Stream(Decoder):
             loaded = state.load(self.device, self.progress, layers=False)
         for index, group in by_layer(state, loaded):
             if index is None:
-                for name, tensor in group:
-                    assert isinstance(tensor, Tensor)
-                    resident[name].copy_(tensor)
+                _copy_into(resident, group)
                 continue
             entries = state.of_layer(index)
             tensors, coded = packed.on_device(group, entries, self.device)
@@ -954,6 +948,13 @@ def together(batches: Sequence[MicroBatch], rows: int, length: int, capacity: in
     capacities = [capacity, *(batch.capacity for batch in batches)]
     size = rows + sum(batch.batch_size for batch in batches)
     return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
+
+
+def _copy_into(resident: Mapping[str, Tensor], loaded: Iterable[tuple[str, Loaded]]) -> None:
+    """Copy weights outside the layers that stream to their place on the device, by name."""
+    for name, tensor in loaded:
+        assert isinstance(tensor, Tensor)
+        resident[name].copy_(tensor)
 
 
 def _alike(parts: Sequence[Part]) -> list[Part]:

@@ -106,7 +106,7 @@ def poison(loaded: Stream) -> None:
 @pytest.fixture
 def queued(monkeypatch: Patch) -> None:
     """Give engines queues, and so buffers whose contents are copies, without a GPU."""
-    monkeypatch.setattr("zinfer.engine.stream.PrefetchRing", partial(PrefetchRing, queues=FakeQueues()))
+    monkeypatch.setattr("zinfer.engine.stream.layer_source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues()))
 
 
 def steps(loaded: Stream, length: int = 7, count: int = 6) -> list[Tensor]:
@@ -135,7 +135,9 @@ def test_tokens_are_those_of_transformers(name: str, mixture: Kinds, queued: Non
 def waiting(monkeypatch: Patch) -> None:
     """Give engines queues on which a choice is known after three looks at an event, or after one, in turn."""
     passed = cycle([False, True, True, False, True, False, True, True, True, True])
-    monkeypatch.setattr("zinfer.engine.stream.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed)))
+    monkeypatch.setattr(
+        "zinfer.engine.stream.layer_source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))
+    )
     monkeypatch.setattr(on_demand, "GUESSED", 1 << 12)
 
 

@@ -6,9 +6,8 @@ layers and across steps: while the head turns the last layer's output into a tok
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -26,31 +25,18 @@ from zinfer.engine.cache import (
     other_layers,
     shares_keys,
 )
-from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part, scratch
-from zinfer.engine.direct import Stripes
-from zinfer.engine.pinned import ALIGNMENT, PinnedArena, check_free, lay_out
-from zinfer.engine.quantization.dequantize import Codes
-from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
-from zinfer.engine.stream import disk, graphs, packed
+from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
+from zinfer.engine.pinned import ALIGNMENT
+from zinfer.engine.state import ModelState
+from zinfer.engine.stream import graphs
 from zinfer.engine.stream.cpu_kernel import library
 from zinfer.engine.stream.disk import DiskRing
-from zinfer.engine.stream.experts import (
-    ExpertCounts,
-    ExpertPool,
-    Experts,
-    LayerImages,
-    fill_plain,
-    find_experts,
-    pack_experts,
-    padding,
-    plain_experts,
-)
+from zinfer.engine.stream.experts import ExpertCounts, ExpertPool, Experts, find_experts
 from zinfer.engine.stream.few_experts import FewExperts
-from zinfer.engine.stream.gather import GatherRing
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
-from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
+from zinfer.engine.stream.layer_source import LayerSource, copy_into
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias_of, is_decode, split, stacked_inputs
 from zinfer.engine.stream.stacked import NotStackedError
@@ -60,10 +46,7 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.case import Option, Workload
 from zinfer.spec.engine import StreamOptions
-from zinfer.spec.host import drives
-from zinfer.spec.lease import OwnFolder
 from zinfer.spec.progress import Progress, silent
-from zinfer.spec.source import revision_of
 
 if TYPE_CHECKING:
     from zinfer.engine.stream.ranks import Group
@@ -95,16 +78,13 @@ class Stream(Decoder):
     one_trip: ClassVar[bool] = True
     several: ClassVar[str] = "zinfer.engine.stream.team:Team"
     options: StreamOptions
-    _arena: PinnedArena | None = None
+    _source: LayerSource | None = None  # of the layers that are not on the device
     _ring: PrefetchRing | None = None
-    _folders: tuple[OwnFolder, ...] = ()  # files of layers, written for this process alone, one a drive
     _pool: ExpertPool | None = None  # of experts that come on demand
-    _expert_images: dict[int, LayerImages]
     _kv_pool: HostPool | None = None  # for keys and values of all micro-batches
     # Last micro-batch: sequences with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
     _streamed_per_step = _fetched_per_step = _read_per_step = 0
-    _from_folder = False  # layers were read as `zinfer pack` stored them
     _placed: tuple[Plan, Workload, Placement] | None = None
     given: Placement | None = None  # placement of the work of all ranks together, if this is one of several
 
@@ -136,8 +116,7 @@ class Stream(Decoder):
         self._experts = self._on_demand()
         # Counts of experts of the latest decode steps since nothing ran: a step differs from the next one.
         self._expert_steps: deque[ExpertCounts] = deque(maxlen=256)
-        self._lossless = plan.placement.codec == "lossless"
-        if self._lossless and self.device.type == "cuda" and (why := trouble()):
+        if plan.placement.codec == "lossless" and self.device.type == "cuda" and (why := trouble()):
             raise EngineError(
                 f"coded weights are unpacked by a Triton kernel, and none runs here: {why}; install a C compiler (gcc) "
                 "and Python's headers (python3-dev), or take --weight-codec none, at two thirds of the speed"
@@ -146,37 +125,42 @@ class Stream(Decoder):
             name: torch.empty_like(entry.tensor, device=self.device)
             for name, entry in (state.outside if streamed else state.entries).items()
         }
-        if plan.case.offload == "nvme":
-            self._ring = DiskRing(self._on_disk(resident), 2, self.device)  # prefill makes it deeper
-            self._ring.hold(plan.placement.host_layers, self.progress)
-        elif streamed:
-            group = self._group
-            images = self._images(resident) if group is None else self._share_images(group, resident)
-            assert self._arena is not None
-            source = self._arena.memory
-            if group is None:
-                self._ring = PrefetchRing(source, images, 2, self.device)  # prefill makes it deeper
-            else:
-                self._ring = GatherRing(source, images, 2, self.device, group)
-        if self._ring is not None:
-            for number, layer in enumerate(self._layers):
-                self._ring.attach(number, layer, state.of_layer(number))
-            if self._arena is not None and self._expert_images:
-                options = self.options
-                self._pool = ExpertPool(
-                    self._arena.memory, self._expert_images, self.device, self._ring, options.expert_cache,
-                    options.expert_guess == "auto",
-                )  # fmt: skip
-                for number, experts in self._experts.items():
-                    self._pool.attach(number, self._layers[number], experts)
-            if self._group is None:
-                self._ring.start()
+        if streamed:
+            if self._group is not None:
+                self._check_layerwise(self._group)
+            self._source = LayerSource(
+                self.plan, self.options, state, self._experts, self.device, self.progress, self._group
+            )
+            self._ring = self._source.load(resident)
+            self._attach(self._source, self._ring)
         else:
-            _copy_into(resident, state.load(self.device, self.progress))
+            copy_into(resident, state.load(self.device, self.progress))
         for name, tensor in resident.items():
             state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready()
+
+    def _attach(self, source: LayerSource, ring: PrefetchRing) -> None:
+        """Have the layers, and the experts that come on demand, take their weights from `ring`, and begin."""
+        for number, layer in enumerate(self._layers):
+            ring.attach(number, layer, self._weights.of_layer(number))
+        if source.arena is not None and source.expert_images:
+            options = self.options
+            self._pool = ExpertPool(
+                source.arena.memory, source.expert_images, self.device, ring, options.expert_cache,
+                options.expert_guess == "auto",
+            )  # fmt: skip
+            for number, experts in self._experts.items():
+                self._pool.attach(number, self._layers[number], experts)
+        if self._group is None:
+            ring.start()
+
+    def _check_layerwise(self, group: "Group") -> None:
+        """Raise EngineError for a model that a pass may call otherwise than layer by layer."""
+        trial = None if self._own_cache else make_cache(self.model.config, 1, 1)
+        if not isinstance(trial, RowCache) or len(trial.layers) != len(self._layers):
+            name = self.plan.model.name
+            raise EngineError(f"gpus={group.size} is not for {name}: its layers keep their cache whole")
 
     def _load_draft(self) -> None:
         """Load the model that drafts, if one does: all of it on the device, of several the first. Raises EngineError
@@ -209,187 +193,10 @@ class Stream(Decoder):
             return {}
         return {index: experts for index, experts in found.items() if isinstance(experts, Experts)}
 
-    def _images(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
-        return self._coded_images(resident) if self._lossless else self._plain_images(resident)
-
-    def _share_images(self, group: "Group", resident: Mapping[str, Tensor]) -> list[PackedLayer]:
-        """Return the images of the layers, with their arena, and fill `resident`: the leader of a group loads them, the
-        others get them from it. Raises EngineError for a model that a pass may call otherwise than layer by layer."""
-        trial = None if self._own_cache else make_cache(self.model.config, 1, 1)
-        if not isinstance(trial, RowCache) or len(trial.layers) != len(self._layers):
-            name = self.plan.model.name
-            raise EngineError(f"gpus={group.size} is not for {name}: its layers keep their cache whole")
-        images: list[PackedLayer]
-        if group.rank == 0:
-            images = self._images(resident)
-            assert self._arena is not None
-            group.share((images, self._arena.size))
-        else:
-            self._expert_images = {}
-            images, size = group.share(None)
-            self._arena = PinnedArena.attach(size, group.weights)
-        if self.device.type == "cuda":
-            self._arena.lock()  # all ranks at once
-        group.agree()
-        group.join()
-        for name in sorted(resident):
-            group.broadcast(resident[name])
-        return images
-
-    def _plain_images(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
-        """Fill an arena with uncoded layers, and the tensors `resident`, by name, with the weights outside the
-        layers."""
-        images: list[PackedLayer] = []
-        self._expert_images = {}
-        end = 0
-        for number in range(len(self._layers)):
-            images.append(plain(self._layout(number), end))
-            end = images[-1].end
-            if number in self._experts:
-                self._expert_images[number], end = plain_experts(self._experts[number], end)
-        self._arena = self._new_arena(end)
-        views = [self._arena.views(image.blocks, image.start) for image in images]
-        for index, group in by_layer(self._weights, self._weights.load(self.device, self.progress)):
-            target = resident if index is None else views[index]
-            for name, tensor in group:
-                if index is not None and name in self._apart(index):
-                    fill_plain(self._expert_images[index], name, tensor, self._arena.memory)
-                else:
-                    target[name].copy_(tensor)
-        return images
-
-    def _new_arena(self, size: int, grow: bool = False) -> PinnedArena:
-        """Return an arena for the layers: that of this process, or one that all ranks share and lock later."""
-        if self._group is not None:
-            return PinnedArena(size, False, self.progress, grow, shared=self._group.weights)
-        return PinnedArena(size, self.device.type == "cuda", self.progress, grow)
-
-    def _on_disk(self, resident: Mapping[str, Tensor]) -> disk.DiskLayers:
-        """Return the layers in files, as `zinfer pack` stored them or newly written, and fill `resident` as
-        `_plain_images` does."""
-        folder, state = self._packed() if self._lossless else None, self._weights
-        self._from_folder, self._expert_images = folder is not None, {}
-        if folder is not None:
-            path, images, sums = packed.places(folder, state)
-            paths = [path]
-            _copy_into(resident, state.load(self.device, self.progress, layers=False))
-        else:
-            if self.plan.nvme_path is None:
-                scratch(None, ())  # raises
-            for drive in drives(str(self.plan.nvme_path)):
-                self._folders = (*self._folders, scratch(str(drive), (packed.DATA,)))
-            paths = [folder.path / packed.DATA for folder in self._folders]
-            images, sums = disk.write(paths, self._layers_loaded(resident))
-        ring_bytes, pin = self.plan.placement.disk_ring_bytes, self.device.type == "cuda"
-        files = Stripes(paths)
-        try:
-            return disk.DiskLayers(files, images, sums, ring_bytes, pin)
-        except BaseException:
-            files.close()
-            raise
-
-    def _layers_loaded(self, resident: Mapping[str, Tensor]) -> Iterator[tuple[int, PackedLayer, Tensor]]:
-        """Yield the number, the places from byte 0 on and the bytes of each layer, packed as it crosses the link, and
-        fill `resident`."""
-        state = self._weights
-        tensors: dict[int, dict[str, Tensor]] = {}  # parts of layers that are not whole yet: a buffer may come first
-        coded: dict[int, dict[str, tuple[Tensor, list[Codes]]]] = {}
-        device = self.device if self._lossless else torch.device("cpu")
-        loaded = state.load_stored(device, self.progress) if self._lossless else state.load(device, self.progress)
-        for index, group in by_layer(state, loaded):
-            if index is None:
-                _copy_into(resident, group)
-                continue
-            entries = state.of_layer(index)
-            for parts, more in zip((tensors, coded), packed.on_device(group, entries, device), strict=True):
-                parts.setdefault(index, {}).update(more)  # type: ignore[attr-defined]
-            del more
-            if tensors[index].keys() | coded[index].keys() == entries.keys():
-                arena = PinnedArena(lay_out(self._layout(index))[1], pin=False, grow=True)
-                yield index, self._pack_into(arena, index, tensors.pop(index), coded.pop(index)), arena.memory
-                arena.close()
-
-    def _pack_into(
-        self,
-        arena: PinnedArena,
-        index: int,
-        tensors: Mapping[str, Tensor],
-        coded: Mapping[str, tuple[Tensor, list[Codes]]],
-    ) -> PackedLayer:
-        """Put the weights of a layer into an empty `arena`, as they cross the link; return their places."""
-        if self._lossless:
-            return pack(tensors, arena, coded)
-        image = plain(self._layout(index), 0)
-        arena.take(arena.size)
-        for name, place in image.blocks.items():
-            place.view(arena.memory).copy_(tensors[name])
-        return image
-
-    def _layout(self, index: int) -> list[tuple[str, Tensor]]:
-        """Return the entries of a layer's image: names within it, and tensors that give shape and type."""
-        entries = self._weights.of_layer(index)
-        return [(name, entry.tensor) for name, entry in entries.items() if name not in self._apart(index)]
-
-    def _apart(self, index: int) -> Mapping[str, Entry]:
-        """Return the weights of a layer's experts that come on demand, by their names within it."""
-        return self._experts[index].weights if index in self._experts else {}
-
-    def _coded_images(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
-        """Fill an arena with packed layers, from their folder if there is one, and `resident` as `_plain_images`
-        does."""
-        raw = sum(lay_out(self._layout(index))[1] for index in range(len(self._layers)))
-        for experts in self._experts.values():
-            raw += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
-        self._arena = self._new_arena(raw, grow=True)
-        self._expert_images = {}
-        folder = None if self._experts else self._packed()  # packed layers hold their experts in one piece
-        self._from_folder = folder is not None
-        images: dict[int, PackedLayer] = {}
-        if folder is None:
-            check_free(round(raw * self.plan.placement.wire_ratio))
-        else:
-            images = dict(enumerate(packed.load(folder, self._weights, self._arena, self.progress)))
-        state = self._weights
-        loaded: Iterator[tuple[str, Loaded]]
-        if folder is None:
-            loaded = state.load_stored(self.device, self.progress)
-        else:
-            loaded = state.load(self.device, self.progress, layers=False)
-        for index, group in by_layer(state, loaded):
-            if index is None:
-                _copy_into(resident, group)
-                continue
-            entries = state.of_layer(index)
-            tensors, coded = packed.on_device(group, entries, self.device)
-            if index in images or tensors.keys() | coded.keys() != entries.keys():
-                raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
-            apart = self._apart(index)
-            images[index] = pack(
-                {name: tensor for name, tensor in tensors.items() if name not in apart},
-                self._arena,
-                {name: one for name, one in coded.items() if name not in apart},
-            )
-            if apart:
-                codes = {name: matrices for name, (_, matrices) in coded.items() if name in apart}
-                self._expert_images[index] = pack_experts(self._experts[index], tensors, codes, self._arena)
-        self._arena.seal()
-        return [images[index] for index in range(len(self._layers))]
-
     @property
     def loaded_bytes(self) -> int:
-        if self._from_folder and isinstance(self._ring, DiskRing):
-            return self._ring.disk.kept_bytes + self.plan.model.other_bytes
-        if not self._from_folder or self._arena is None:
-            return super().loaded_bytes
-        return self._arena.size + self.plan.model.other_bytes
-
-    def _packed(self) -> Path | None:
-        """Return the folder of the checkpoint's packed layers; None if there is none."""
-        spec, load_format = self.plan.model, self.plan.case.load_format
-        if load_format == "dummy":
-            return None
-        revision, allow_nan = revision_of(spec, load_format), self.plan.case.allow_nan
-        return packed.find(spec, revision, self.options.packed, allow_nan, self.progress)
+        found = None if self._source is None else self._source.loaded_bytes
+        return super().loaded_bytes if found is None else found
 
     @property
     def joins(self) -> bool:
@@ -834,7 +641,7 @@ class Stream(Decoder):
     def _delivered(self) -> int:
         """Return the weight bytes that a step brought, as they are in the slot; coded ones were fewer on the wire."""
         experts = round(self._experts_per_step("delivered"))
-        if self._ring is None or not self._streamed_per_step or not self._lossless:
+        if self._ring is None or not self._streamed_per_step or self.plan.placement.codec != "lossless":
             return self._streamed_per_step + experts
         layers = [self._ring.images[index] for index in self._ring.streamed]
         return sum(block.size for image in layers for block in image.blocks.values()) + experts
@@ -877,36 +684,24 @@ class Stream(Decoder):
         if self.plan.model.num_experts > 1:
             few = self._few_experts
             cache["experts_kernel"] = "off" if few is None else few.status or "no experts that it knows"
-        if self._ring is None:
+        source, pool = self._source, self._pool
+        if self._ring is None or source is None:
             return Effective(gpu_weight_bytes=self._resident_bytes, settings=cache)
-        files = self._ring.disk if isinstance(self._ring, DiskRing) else None
-        if files is not None:
-            in_host, on_disk, pinned = files.kept_bytes, files.file_bytes, files.pinned_bytes
-            cache |= {
-                "host_layers": len(files.layers),
-                "disk_ring_bytes": files.ring_bytes,
-                "disk_reads": "direct" if files.direct else "buffered: the file system refuses direct ones",
-            }
-        else:
-            assert self._arena is not None
-            in_host, on_disk, pinned = self._arena.size, 0, self._arena.size if self._arena.pinned else 0
-        pool = self._pool
         experts = 0 if pool is None else pool.kept_bytes
         return Effective(
             gpu_weight_bytes=self._resident_bytes + self._ring.kept_bytes + experts,
-            host_weight_bytes=in_host,
-            nvme_weight_bytes=on_disk,
+            host_weight_bytes=source.host_bytes,
+            nvme_weight_bytes=0 if source.disk is None else source.disk.file_bytes,
             streamed_bytes_per_step=self._delivered(),
             wire_bytes_per_step=self._streamed_per_step + round(self._experts_per_step("wire")),
             nvme_bytes_per_step=self._read_per_step,
-            pinned_bytes=pinned,
+            pinned_bytes=source.pinned_bytes,
             settings={
                 "ring_depth": self._ring.depth,
                 "buffer_bytes": self._ring.buffer_bytes,
                 "slot_bytes": self._ring.slot_bytes + (0 if pool is None else pool.slot_bytes + pool.router_bytes),
-                "weight_codec": "lossless" if self._lossless else "none",
-                "numa_node": self._arena.numa_node if files is None and self._arena is not None else None,
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
+                **source.settings(),
                 **self._expert_settings(),
                 **cache,
             },
@@ -932,12 +727,9 @@ class Stream(Decoder):
         self._layers, self._experts = nn.ModuleList(), {}
         self.__dict__.pop("_weights", None)
         super().close()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-        for folder in self._folders:
-            folder.cleanup()
-        self._folders = ()
+        if self._source is not None:
+            self._source.close()
+            self._source = None
         self._close_kv()
 
 
@@ -948,13 +740,6 @@ def together(batches: Sequence[MicroBatch], rows: int, length: int, capacity: in
     capacities = [capacity, *(batch.capacity for batch in batches)]
     size = rows + sum(batch.batch_size for batch in batches)
     return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
-
-
-def _copy_into(resident: Mapping[str, Tensor], loaded: Iterable[tuple[str, Loaded]]) -> None:
-    """Copy weights outside the layers that stream to their place on the device, by name."""
-    for name, tensor in loaded:
-        assert isinstance(tensor, Tensor)
-        resident[name].copy_(tensor)
 
 
 def _alike(parts: Sequence[Part]) -> list[Part]:

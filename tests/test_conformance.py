@@ -1,6 +1,8 @@
 """Conformance record, and, if asked for, its agreement with the installed transformers."""
 
 import os
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from tests.conformance.compare import WAYS, Outcome
 from tests.conformance.run import Row, run_all
 from tests.conformance.small import Subject, cut, family, persistent_buffers, small_model
 from zinfer.engine import EngineError
+from zinfer.generation import scheduler
 
 NEEDED = 125  # types that must be right
 
@@ -77,6 +80,11 @@ def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest
         "packed": "refused",
         "kv-cpu": "differs",
         "kv-link": "differs",
+        "experts": "does not apply",
+        "requests": "differs",
+        "mixed": "differs",
+        "drafts": "differs",
+        "mixed-d": "differs",
     }
     assert told["packed"].why == "llama cannot be had"
     assert told["rows"].why.startswith("ZeroDivisionError: at all [tests/test_conformance.py:")
@@ -100,7 +108,28 @@ def test_a_process_that_dies_costs_its_row_only(monkeypatch: pytest.MonkeyPatch)
     assert rows[0].outcomes["cpu"] == Outcome("crash", "the process ended with 9")
 
 
-@pytest.mark.slow  # every type of the installed transformers, in six ways
+@pytest.mark.parametrize("way", ["requests", "drafts"])
+def test_a_wrong_token_of_a_row_that_ends_early_is_told(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row itself is gone when the others end; `mixed` and `drafts` are compared by the same function."""
+    chosen = scheduler.add_token
+
+    def add_token(tokenizer: Any, sequence: scheduler.Sequence, token: int, finite: bool) -> None:
+        wrong = sequence.key == 4 and len(sequence.output_ids) == 2
+        chosen(tokenizer, sequence, token + wrong, finite)
+
+    monkeypatch.setattr(compare, "WAYS", {way: compare.WAYS[way]})
+    outcomes: list[str] = []
+    for patch in (nullcontext, partial(monkeypatch.setattr, scheduler, "add_token", add_token)):
+        patch()
+        told: dict[str, Outcome] = {}
+        compare.compare(Subject("llama"), tmp_path / str(len(outcomes)), told.__setitem__)
+        outcomes.append(told[way].verdict)
+    assert outcomes == ["right", "differs"]
+
+
+@pytest.mark.slow  # every type of the installed transformers, in all ways
 def test_every_model_gives_the_tokens_of_transformers_or_is_refused() -> None:
     from tests.conformance.__main__ import conformance
 

@@ -140,7 +140,7 @@ def test_no_row_goes_beyond_the_positions_of_its_model(
     check(found, known)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("mistral", "window of"), ("mamba", "state that cannot forget")])
+@pytest.mark.parametrize(("name", "reason"), [("falcon_h1", "state that cannot"), ("mamba", "state that cannot forget")])
 def test_models_that_cannot_forget_are_refused(name: str, reason: str, kind: Any, tmp_path: Path) -> None:
     engine = load("stream", kind(name), "cpu", tmp_path)
     with pytest.raises(EngineError, match=reason):

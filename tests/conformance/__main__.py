@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Modules that every child needs, imported in the parent (`save_pretrained` imports DeepSpeed if it is installed).
 PRELOADED = ("transformers.models.llama.modeling_llama", "zinfer.commands.watch", "zinfer.engine.stream", "deepspeed")
-SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": "CRASH"}
+SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": "CRASH", "does not apply": "-"}
 
 
 @click.command()

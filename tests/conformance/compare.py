@@ -2,8 +2,9 @@
 
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from tests.conformance.rows import come_and_go
 from tests.conformance.sizes import FIRST_TOKEN, VOCAB_SIZE
 from tests.conformance.small import GAINS, CannotBuild, Subject, family, save, small_model
 from tests.running import decode, prefill
@@ -27,22 +29,27 @@ from zinfer.spec.model import ModelError
 from zinfer.spec.source import find
 
 LENGTHS, OUTPUT_LEN = (9, 5, 7), 12  # tokens in the left-padded rows, and added; together more than two sliding windows
+ONE_LENGTH = (9, 9, 9)  # for models whose `generate` itself gives padded rows other tokens than each has alone
 SEEDS = 8  # prompts that are tried until no token is a close call
 MARGIN = 1e-3  # lead of the largest logit over their spread; another order of summation then gives the same token
 MACHINE = Machine(name="conformance", source="measured", host_bytes=8 << 30, nvme_bytes=8 << 30)
 
 REFUSALS = (ModelError, CheckpointError, EngineError, click.ClickException)
-Verdict = Literal["right", "refused", "differs", "crash", "cannot be built", "cannot be compared"]
+Verdict = Literal["right", "refused", "differs", "crash", "cannot be built", "cannot be compared", "does not apply"]
 
 
 class Way(NamedTuple):
-    """One way to run the checkpoint."""
+    """One way to run the checkpoint: the prompts as one batch, or with `rows` as rows that come and go."""
 
     says: str
     offload: Offload = "cpu"
     options: dict[str, Option] = {}  # noqa: RUF012
     prefill_tokens: int | None = None  # prompt tokens in one forward pass at most
     packed: bool = False
+    experts: bool = False  # for mixtures of experts alone
+    rows: bool = False
+    drafts: bool = False  # some of them wrong
+    here: int | None = None  # rows with their KV cache on the device
 
 
 WAYS: dict[str, Way] = {
@@ -55,6 +62,22 @@ WAYS: dict[str, Way] = {
     ),
     "kv-link": Way(
         "streamed, KV cache in host memory, over the link", options={"kv_offload": "cpu", "kv_attention": "gpu"}
+    ),
+    "experts": Way("streamed, experts on demand", options={"experts": "on-demand"}, experts=True),
+    "requests": Way("streamed, requests that come and go", rows=True),
+    "mixed": Way(
+        "requests that come and go, some with their KV cache in host memory, to which the CPU attends",
+        options={"kv_offload": "auto", "kv_attention": "cpu"},
+        rows=True,
+        here=3,
+    ),
+    "drafts": Way("requests that come and go, several tokens a pass by drafts", rows=True, drafts=True),
+    "mixed-d": Way(
+        "drafts, some rows with their KV cache in host memory, to which the CPU attends",
+        options={"kv_offload": "auto", "kv_attention": "cpu"},
+        rows=True,
+        drafts=True,
+        here=3,
     ),
 }
 
@@ -92,9 +115,15 @@ def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
         return tell("all", Outcome("cannot be compared", _clean(error, scratch)))
     except Exception as error:
         return tell("all", Outcome("cannot be compared", f"transformers: {_clean(error, scratch)} {_place(error)}"))
-    tell("reference", Outcome("right"))
+    tell("reference", Outcome("right", "" if not mask.all() else "one length"))
+    mixture = False
+    with suppress(*REFUSALS):  # the ways will tell
+        mixture = find(str(directory), "float32", None, "safetensors").spec.num_experts > 1
     for name, way in WAYS.items():
-        tell(name, _outcome(way, directory, token_ids, mask, expected, scratch))
+        if way.experts and not mixture:
+            tell(name, Outcome("does not apply"))
+        else:
+            tell(name, _outcome(way, directory, token_ids, mask, expected, scratch))
 
 
 def _saved(subject: Subject, directory: Path, tell: Tell) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +142,7 @@ def _saved(subject: Subject, directory: Path, tell: Tell) -> tuple[Tensor, Tenso
 
 def _outcome(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, expected: Tensor, scratch: Path) -> Outcome:
     try:
-        found = run(way, directory, token_ids, mask, scratch)
+        found = run(way, directory, token_ids, mask, expected, scratch)
     except REFUSALS as error:
         return Outcome("refused", _clean(error, scratch))
     except Exception as error:
@@ -147,16 +176,17 @@ def _place(error: BaseException) -> str:
     return f"[{' < '.join(dict.fromkeys([*told[-1:], *ours[-1:]]))}]"
 
 
-def prompts(seed: int) -> tuple[Tensor, Tensor]:
+def prompts(seed: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return random prompts, left-padded: token ids and mask, ``[B, max length]`` each."""
     generator = torch.Generator().manual_seed(seed)
-    token_ids = torch.randint(FIRST_TOKEN, VOCAB_SIZE, (len(LENGTHS), max(LENGTHS)), generator=generator)
-    mask = torch.stack([torch.arange(max(LENGTHS)) >= max(LENGTHS) - length for length in LENGTHS]).long()
+    token_ids = torch.randint(FIRST_TOKEN, VOCAB_SIZE, (len(lengths), max(lengths)), generator=generator)
+    mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - length for length in lengths]).long()
     return token_ids * mask, mask
 
 
 def reference(model_class: type[PreTrainedModel], directory: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Return prompts, their mask, and the tokens that `transformers.generate` adds, ``[B, OUTPUT_LEN]``.
+    """Return prompts, their mask, and the tokens that `transformers.generate` adds, ``[B, OUTPUT_LEN]``: the same ones
+    together as alone. The prompts are of one length if those of padded rows are not.
 
     Raises CannotCompare if these are no usable reference.
     """
@@ -168,22 +198,32 @@ def reference(model_class: type[PreTrainedModel], directory: Path) -> tuple[Tens
         return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     why = ""
-    for seed in range(SEEDS):
-        token_ids, mask = prompts(seed)
+    for lengths, seed in product((LENGTHS, ONE_LENGTH), range(SEEDS)):
+        token_ids, mask = prompts(seed, lengths)
         output = model.generate(input_ids=token_ids, attention_mask=mask)
         tokens, logits = output.sequences[:, token_ids.shape[1] :], torch.stack(output.logits, dim=1).float()
         if not bool(torch.isfinite(logits.max(-1).values).all()) or bool(logits.isnan().any()):
             raise CannotCompare("transformers generates NaN")
         top = logits.topk(2, dim=-1).values
-        if tokens.shape != (len(LENGTHS), OUTPUT_LEN) or not torch.equal(tokens, logits.argmax(-1)):
+        if tokens.shape != (len(lengths), OUTPUT_LEN) or not torch.equal(tokens, logits.argmax(-1)):
             why = "transformers generates other tokens than the largest logits are of"
         elif len({tuple(row.tolist()) for row in tokens}) < len(tokens) or len(tokens.unique()) < 6:
             why = "transformers generates the same tokens whatever the prompt"
         elif float((top[..., 0] - top[..., 1]).min()) < MARGIN * float(logits.std()):
             why = f"with each of {SEEDS} prompts, some token is a close call"
+        elif not torch.equal(tokens, _alone(model, token_ids, mask)):
+            why = "transformers gives a prompt other tokens in a batch than alone"
         else:
             return token_ids, mask, tokens
     raise Monotonous(why)
+
+
+def _alone(model: PreTrainedModel, token_ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the tokens that `transformers.generate` adds to each prompt alone, ``[B, OUTPUT_LEN]``."""
+    rows = [row[seen.bool()][None] for row, seen in zip(token_ids, mask, strict=True)]
+    return torch.cat([
+        model.generate(input_ids=row, attention_mask=torch.ones_like(row)).sequences[:, row.shape[1] :] for row in rows
+    ])  # fmt: skip
 
 
 @contextmanager
@@ -196,26 +236,30 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
         pack.command.main(arguments, standalone_mode=False)
         options["packed"] = str(folder)
     source = find(str(directory), "float32", None, "safetensors")
+    rows = 2 * len(LENGTHS) if way.rows else len(LENGTHS)
     case = Case(
         model=str(directory),
         engine="stream",
         offload=way.offload,
-        workload=Workload(batch_size=len(LENGTHS), input_len=max(LENGTHS), output_len=OUTPUT_LEN),
+        workload=Workload(batch_size=rows, input_len=max(LENGTHS), output_len=OUTPUT_LEN),
         dtype="float32",
         load_format="safetensors",
         options=tuple(sorted(options.items())),
     )
     plan = make_plan(case, source.spec, MACHINE, None)
-    running = base.load(engine.kind("stream").target)(steered(plan, tokens=way.prefill_tokens))
+    running = base.load(engine.kind("stream").target)(steered(plan, way.here, way.prefill_tokens))
     try:
         yield running
     finally:
         running.close()
 
 
-def run(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, scratch: Path) -> Tensor:
+def run(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, expected: Tensor, scratch: Path) -> Tensor:
     """Return zinfer's greedy tokens, ``[B, OUTPUT_LEN]``."""
     with loaded(way, directory, scratch) as running:
+        if way.rows:
+            prompts = [row[seen.bool()].tolist() for row, seen in zip(token_ids, mask, strict=True)]
+            return come_and_go(running, prompts, expected, way.drafts)
         tokens = [prefill(running, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
         while len(tokens) < OUTPUT_LEN:
             tokens.append(decode(running, tokens[-1]).argmax(-1))

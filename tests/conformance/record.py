@@ -31,6 +31,7 @@ def to_json(rows: Iterable["Row"], ways: dict[str, str]) -> dict[str, Any]:
         row.subject.name: {
             "family": row.family,
             "verdict": row.verdict,
+            "padded": row.padded,
             "ways": {way: outcome.verdict for way, outcome in row.outcomes.items()},
             "why": {way: outcome.why for way, outcome in row.outcomes.items() if outcome.why},
         }
@@ -78,6 +79,8 @@ def table(record: dict[str, Any]) -> str:
             left[entry["verdict"]].append((name, next(why)))
             continue
         right["Inside multimodal models" if name.endswith(WRAPPER) else entry["family"]].append(_shown(name))
+        if not entry.get("padded", True):
+            partly["padding: the prompts of a batch must be of one length"].append(_shown(name))
         refused = [way for way, verdict in entry["ways"].items() if verdict == "refused"]
         if refused:
             ways = "; ".join(record["ways"][way] for way in refused)

@@ -26,6 +26,7 @@ class Row(NamedTuple):
     outcomes: dict[str, Outcome]
     seconds: float
     family: str = ""
+    padded: bool = True  # prompts were of several lengths
 
     @property
     def verdict(self) -> Verdict:
@@ -69,7 +70,7 @@ class _Child:
         self.index, self.subject, self.scratch = index, subject, scratch
         self.end, theirs = context.Pipe(duplex=False)
         self.outcomes: dict[str, Outcome] = {}
-        self.family, self.compared, self.open = "", False, True
+        self.family, self.compared, self.padded, self.open = "", False, True, True
         self.begun = time.monotonic()
         self.process = context.Process(target=_work, args=(subject, scratch, theirs))
         self.process.start()
@@ -81,7 +82,7 @@ class _Child:
             if name == "family":
                 self.family = outcome[1]
             elif name == "reference":
-                self.compared = True
+                self.compared, self.padded = True, not outcome[1]
             else:
                 self.outcomes[name] = Outcome(*outcome)
         except EOFError:
@@ -108,7 +109,7 @@ class _Child:
 
     def row(self) -> Row:
         self.end.close()
-        return Row(self.subject, self.outcomes, time.monotonic() - self.begun, self.family)
+        return Row(self.subject, self.outcomes, time.monotonic() - self.begun, self.family, self.padded)
 
 
 def _work(subject: Subject, scratch: Path, end: Connection) -> None:

@@ -209,12 +209,15 @@ def randomise(model: PreTrainedModel, gain: float) -> None:
     """
     std: dict[int, float] = {}
     inputs: dict[int, int] = {}  # the dimension of a matrix's inputs
+    fixed: set[int] = set()  # tables of sines and cosines: rotary keys keep their distances by these alone
     scales: set[int] = set()  # scales of norms: all one, or all zero if the module adds one
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter):
             continue
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) and not weight.requires_grad:
+            fixed.add(id(weight))
+        elif isinstance(module, nn.Embedding):
             std[id(weight)] = EMBEDDING_STD
         elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             inputs[id(weight)] = 0 if type(module).__name__ == "Conv1D" else -1
@@ -229,7 +232,7 @@ def randomise(model: PreTrainedModel, gain: float) -> None:
             parameter.normal_(0.0, std[id(parameter)], generator=generator)
             if id(parameter) in inputs and parameter.shape[inputs[id(parameter)]] > 1:
                 parameter.sub_(parameter.mean(inputs[id(parameter)], keepdim=True))
-        elif parameter.is_floating_point():
+        elif parameter.is_floating_point() and id(parameter) not in fixed:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=NOISE)
             if id(parameter) in scales:
                 parameter.sub_(torch.randint(0, 2, parameter.shape, generator=generator) * 2)

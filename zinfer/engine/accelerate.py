@@ -94,7 +94,7 @@ class Accelerate(Decoder):
         for name in quantised.keys() & streamed.keys():
             for module, _ in state.entries[name].places:
                 _move_outside_inference_mode(module)
-        self._ready()
+        self._ready(state.layers[0])
 
     def _quantised(self, state: ModelState) -> dict[str, Tensor]:
         """Return the weights that torchao quantises, by name: tensors in its format on the meta device.

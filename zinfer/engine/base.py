@@ -144,9 +144,14 @@ class Engine(ABC):
         """Forget positions (rejected drafts): keep the first `lengths`, ``[B]``, of each row's positions in the cache.
 
         The micro-batch's new length is the largest of them; shorter rows have padding in between, which nothing attends
-        to. Positions that the last `forward` has added can be forgotten; raises EngineError for others that cannot.
+        to. Positions that the last `forward` has added can be forgotten; raises EngineError for others that cannot, and
+        for lengths that differ where `one_length` gives a reason.
         """
         raise EngineError(f"engine {self.plan.case.engine} cannot forget positions")
+
+    def cannot_pad(self) -> str | None:
+        """Return the reason why all rows of a micro-batch must be of one length; None if shorter ones are padded."""
+        return None
 
     def cannot_chunk(self) -> str | None:
         """Return the reason why a pass cannot compute part of a prompt, or several tokens after a prompt; None if it
@@ -157,6 +162,10 @@ class Engine(ABC):
         """Return the reason why a pass cannot verify drafts, several tokens of which each row keeps some; None if it
         can."""
         return f"engine {self.plan.case.engine} cannot forget positions"
+
+    def one_length(self) -> str | None:
+        """Return the reason why `rollback` must keep as many positions of each row; None if each may keep its own."""
+        return None
 
     def cannot_score(self) -> str | None:
         """Return the reason why a pass cannot return the logits of all positions of a prompt; None if it can."""

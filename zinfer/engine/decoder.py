@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -19,6 +19,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
 from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, Source, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
+from zinfer.engine.positions import PADS, TOKENS, Probe, probe
 from zinfer.plan.plan import Plan
 from zinfer.spec import lease
 from zinfer.spec.lease import OwnFolder
@@ -128,6 +129,7 @@ class Decoder(Engine):
     half-way."""
 
     model: PreTrainedModel
+    _probe = Probe()  # until the weights are in place
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
@@ -144,12 +146,15 @@ class Decoder(Engine):
     def _load(self) -> None:
         """Build `model`, with its weights in place."""
 
-    def _ready(self) -> None:
+    def _ready(self, first: nn.Module | None = None) -> None:
+        """Make `model` ready to run, and probe it with its `first` layer, unless that is done."""
         self.model.eval()
         for module in self.model.modules():
             for leaf, buffer in module._buffers.items():
                 module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
         self._inspect()
+        if first is not None:
+            self._probe = self._probed(first, self.device)
 
     def _inspect(self) -> None:
         """Find out which arguments `model` takes; its weights are not needed. Raises EngineError if it takes no
@@ -217,8 +222,8 @@ class Decoder(Engine):
                 f"from position {switch} on {self.plan.model.name} turns all keys by other angles (longrope), also "
                 f"those in the cache: prompts of {least} to {most} tokens and {more} more must stay on one side"
             )
-        if "attention_mask" not in self._accepted and least < mask.shape[1]:
-            raise EngineError(f"{self.plan.model.name} knows no padding: its prompts must be of one length in a batch")
+        if least < mask.shape[1] and (why_not := self.cannot_pad()) is not None:
+            raise EngineError(f"{why_not}: its prompts must be of one length in a batch")
 
     def _check_past(self, past: Sequence[Past], batch_size: int, length: int) -> int:
         """Return the number of positions that `past` holds. Raises EngineError if the batch cannot continue from it."""
@@ -241,27 +246,63 @@ class Decoder(Engine):
         cache = None if self._own_cache else make_cache(self.model.config, 1, 1)
         return cache.layers if isinstance(cache, RowCache) else []
 
+    @property
+    def _counts(self) -> bool:
+        """True if the model numbers positions by itself."""
+        return "position_ids" not in self._accepted and bool(self._kinds_of_layers())
+
+    def _probed(self, first: nn.Module, device: torch.device) -> Probe:
+        """Find out what the model can do with positions; weights outside of the layers must be on `device`."""
+        if "attention_mask" not in self._accepted:
+            return Probe(padding=False, gaps=False, moves=False)
+        if not self._counts:
+            return Probe()
+
+        def make() -> RowCache:
+            cache = make_cache(self.model.config, 1, 2 * (TOKENS + PADS))
+            assert isinstance(cache, RowCache)
+            return cache
+
+        return probe(self.model, first, device, self._cache_name, make, self.plan.model.vocab_size)
+
+    def cannot_pad(self) -> str | None:
+        if not self._probe.padding:
+            return f"{self.plan.model.name} knows no padding"
+        return None
+
     def cannot_chunk(self) -> str | None:
-        layers = self._kinds_of_layers()
+        layers, name = self._kinds_of_layers(), self.plan.model.name
         if not layers or not RowCache(layers=layers).only_keys:
-            return f"layers of {self.plan.model.name} take a prompt as a whole: they hold more than keys and values"
+            return f"layers of {name} take a prompt as a whole: they hold more than keys and values"
+        if not self._probe.chunks:
+            return f"{name} takes a prompt as a whole, and then one token at a time"
         return None
 
     def cannot_draft(self) -> str | None:
         layers, name = self._kinds_of_layers(), self.plan.model.name
         if not layers or not RowCache(layers=layers).only_keys:
             return f"layers of {name} hold a state that cannot forget single tokens: drafts are not for them"
-        windows = [one.slots.window for one in RowCache(layers=layers).attention.values() if one.slots.window]
-        if windows:
-            return f"rows of {name} go on by one length within its window of {min(windows)} tokens: no drafts"
         return self.cannot_chunk()
+
+    def one_length(self) -> str | None:
+        name, attention = self.plan.model.name, RowCache(layers=self._kinds_of_layers()).attention
+        windows = [one.slots.window for one in attention.values() if one.slots.window]
+        local = "local" in getattr(self.model.config, "attention_layers", ())  # GPT-Neo cuts its window out by itself
+        if windows or local:
+            window = f"its window of {min(windows)} tokens" if windows else "the window of its local layers"
+            return f"rows of {name} go on by one length within {window}"
+        if not self._probe.gaps:
+            return f"rows of {name} go on by one length: it counts forgotten positions, too"
+        return None
 
     def cannot_regroup(self) -> str | None:
         name = self.plan.model.name
         if not self._kinds_of_layers():
             return f"the layers of {name} keep their cache whole"
-        if "attention_mask" not in self._accepted:
-            return f"{name} knows no padding"
+        if (why_not := self.cannot_pad()) is not None:
+            return why_not
+        if not self._probe.moves:
+            return f"keys of {name} carry their places"
         if self._rope_switch is not None:
             return f"{name} turns the keys of long rows by other angles (longrope)"
         return None
@@ -417,9 +458,8 @@ class Decoder(Engine):
         least, length = int(lengths.min()), int(lengths.max())
         if not 0 < least <= length <= batch.length:
             raise ValueError(f"rows of {batch.length} positions cannot be rolled back to {least} to {length}")
-        windows = [layer.slots.window for layer in cache.attention.values() if layer.slots.window is not None]
-        if least < length and windows and length >= min(windows):
-            raise EngineError(f"rows within a sliding window of {min(windows)} tokens must all keep one length")
+        if least < length and (why_not := self.one_length()) is not None:
+            raise EngineError(why_not)
         cache.rollback(length)
         batch.rollback(lengths)
 

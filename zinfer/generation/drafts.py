@@ -222,16 +222,17 @@ class Drafts:
         known = self._seconds[self._with_drafts]
         known[:] = [*known[1 - RECENT :], seconds]
 
-    def saw(self, key: int, drafted: int, accepted: int) -> None:
+    def saw(self, key: int, drafted: int, accepted: int, given_up: bool = False) -> None:
         """Note that `accepted` of `drafted` tokens of a row were right; the first wrong one says nothing of those
-        behind it."""
+        behind it. With `given_up` the next one was right, too, but another row's was not."""
         self.drafted += drafted
         self.accepted += accepted
-        self.checked += min(drafted, accepted + 1)
+        checked = accepted if given_up else min(drafted, accepted + 1)
+        self.checked += checked
         record = self._record(key)
-        record.verified = MEMORY * record.verified + min(drafted, accepted + 1)
+        record.verified = MEMORY * record.verified + checked
         record.accepted = MEMORY * record.accepted + accepted
-        record.misses = 0 if accepted else record.misses + 1
+        record.misses = 0 if accepted or given_up else record.misses + 1
         if record.misses >= MISSES and self.drafter.token_s is None:
             record.pause = min(LONGEST_PAUSE, 1 << record.misses)
 

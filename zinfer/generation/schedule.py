@@ -171,13 +171,14 @@ class PassPlan(NamedTuple):
 
 class Abilities(NamedTuple):
     """Abilities of an engine: several works in one trip of the weights, prompts in chunks, rows moved between
-    micro-batches, keys and values kept in host memory. `regroups` is "rarely" where moving rows of some groups,
-    `Group.hosted`, is slow."""
+    micro-batches, keys and values kept in host memory, rows of unlike length in a micro-batch (`pads`). `regroups` is
+    "rarely" where moving rows of some groups, `Group.hosted`, is slow."""
 
     one_trip: bool = True
     chunks: bool = True
     regroups: bool | Literal["rarely"] = True
     snapshots: bool = True
+    pads: bool = True
 
 
 class Limits(NamedTuple):
@@ -794,6 +795,8 @@ class Schedule:
             fresh = row.length - self.reusable(row)
             most, fewest = max([fresh, *new]), min([fresh, *new])
             unlike = shortest < alike * longest or fewest + SLACK < alike * most
+            if not self.able.pads:
+                unlike = shortest < longest or fewest < most
             if taken and (unlike or (len(taken) + 1) * most > budget):
                 if self.order is like_order:
                     break

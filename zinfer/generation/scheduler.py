@@ -339,6 +339,7 @@ class ContinuousScheduler:
             raise EngineError(why_not)
         self.engine, self._tokenizer = engine, tokenizer
         self.drafts = None if drafter is None else Drafts(drafter)
+        self._one_length = engine.one_length() is not None  # rows of a group get as many tokens of a pass
         self.sequences: dict[int, Sequence] = {}  # those that have not ended, by key
         engine.clear()
         engine.expect(load)
@@ -474,6 +475,8 @@ class ContinuousScheduler:
             SCORED_LOGITS // self.engine.plan.model.vocab_size,
         )
         drafts = self.drafts.propose(rows, room)
+        if self._one_length:
+            drafts = {key: own for group in running for key, own in _as_short(group, drafts).items()}
         count = 1 + max(map(len, drafts.values()), default=0)
         works = [GroupWork(group, count) if group.running else GroupWork(group, own) for group, own in planned.works]
         return planned._replace(works=works), drafts
@@ -503,6 +506,8 @@ class ContinuousScheduler:
             if not group.running or count == 1:
                 continue
             kept = [1 if row is None else gained.get(row.key, 1) for row in group.rows]
+            if self._one_length:  # those of rows that have ended do not matter
+                kept = [max(kept)] * len(kept)
             if min(kept) < count:
                 self.engine.rollback(self._batches[id(group)], group.length + torch.tensor(kept))
 
@@ -739,20 +744,24 @@ class ContinuousScheduler:
             chosen.append((sequences, *self._choose(sequences, logits)))
         del found
         for sequences, ids, finites, scored_rows in chosen:
+            owns = [[] if one is None else drafts.get(one.key, [])[: len(row) - 1] for one, row in
+                    zip(sequences, ids, strict=True)]  # fmt: skip
+            right = [_right(own, row) for own, row in zip(owns, ids, strict=True)]
+            least = min((count for one, count in zip(sequences, right, strict=True) if one is not None), default=0)
             for place, sequence in enumerate(sequences):
                 if sequence is None:
                     continue
-                own = drafts.get(sequence.key, []) if len(ids[place]) > 1 else []
+                own, most = owns[place], least if self._one_length else right[place]
                 gained[sequence.key] = 0
                 for position, (token, fine) in enumerate(zip(ids[place], finites[place], strict=True)):
                     add_token(self._tokenizer, sequence, token, fine)
                     gained[sequence.key] += 1
                     if (place, position) in scored_rows and fine:
                         sequence.scores.append(scored_rows[place, position])
-                    if sequence.ended or position >= len(own) or own[position] != token:
+                    if sequence.ended or position >= most:
                         break
                 if own and self.drafts is not None:
-                    self.drafts.saw(sequence.key, len(own), gained[sequence.key] - 1)
+                    self.drafts.saw(sequence.key, len(own), gained[sequence.key] - 1, given_up=most < right[place])
                 touched.append(sequence)
         return touched
 
@@ -786,6 +795,18 @@ class ContinuousScheduler:
                 sequence.prompt_scores += scores(
                     part, sequence.prompt_ids[known + 1 : last + 1], sequence.logprobs or 0
                 )
+
+
+def _right(drafts: Several[int], tokens: Several[int]) -> int:
+    """Return how many drafts of a row are right: the first ones that are the row's tokens."""
+    return next((place for place, one in enumerate(drafts) if one != tokens[place]), len(drafts))
+
+
+def _as_short(group: Group, drafts: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    """Return the drafts of a group's rows, as many of each row as of the one with fewest; none if that has none."""
+    keys = [row.key for row in group.rows if row is not None]
+    least = min((len(drafts.get(key, ())) for key in keys), default=0)
+    return {key: drafts[key][:least] for key in keys} if least else {}
 
 
 def _scores(sequences: Several[Sequence | None], logits: Tensor, tokens: Tensor) -> dict[int, Score]:
@@ -829,6 +850,7 @@ def abilities(engine: Engine, hosted: bool = False) -> Abilities:
         chunks=engine.cannot_chunk() is None,
         regroups="rarely" if moves and hosted else moves,
         snapshots=engine.cannot_snapshot() is None,
+        pads=engine.cannot_pad() is None,
     )
 
 

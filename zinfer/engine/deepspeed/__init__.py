@@ -32,6 +32,7 @@ from zinfer.engine.decoder import Decoder, DecoderBatch, scratch
 from zinfer.engine.deepspeed.quantized import GROUP, check_dequantizer, quantise, quantised_linear
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io, check_dtype, modules_under_way
 from zinfer.engine.pinned import empty_pinned_cache, pinned_bytes, set_pinned_allocator
+from zinfer.engine.positions import Probe
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
 from zinfer.spec.engine import DeepSpeedOptions
@@ -88,6 +89,8 @@ class DeepSpeed(Decoder):
         quantised = self._linears(layers) if bits is not None else {}
         if bits is not None:
             check_dequantizer(self.plan.model.dtype, self.device)
+        self._inspect()
+        self._probe = self._probed_alone(state)
         held: dict[str, Tensor] = {}
         for name, tensor in state.load(self.device, self.progress):
             if state.entries[name].is_parameter:
@@ -114,6 +117,19 @@ class DeepSpeed(Decoder):
             self.model.get_submodule(owner)._buffers[leaf] = buffer
         self._settings = _settings(config)
         self._ready()
+
+    def _probed_alone(self, state: ModelState) -> Probe:
+        """Probe the model while its weights are its own: DeepSpeed records the order in which modules run."""
+        cpu = torch.device("cpu")
+        outside = [(name, tensor.clone()) for name, tensor in state.load(cpu, layers=False)] if self._counts else []
+        before = {name: getattr(*state.entries[name].places[0]) for name, _ in outside}
+        try:
+            for name, tensor in outside:
+                state.entries[name].put(tensor)
+            return self._probed(state.layers[0], cpu)
+        finally:
+            for name, tensor in before.items():
+                state.entries[name].put(tensor)
 
     def _linears(self, layers: nn.ModuleList) -> dict[str, nn.Linear]:
         """Return the linear modules of the layers by the names of their weights. Raises EngineError if their inputs do

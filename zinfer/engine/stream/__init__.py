@@ -138,7 +138,8 @@ class Stream(Decoder):
         for name, tensor in resident.items():
             state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
-        self._ready()
+        self._ready(self._layers[0])
+        self._stacks = self._stacks and self._probe.padding and self._probe.moves
 
     def _attach(self, source: LayerSource, ring: PrefetchRing) -> None:
         """Have the layers, and the experts that come on demand, take their weights from `ring`, and begin."""
@@ -171,7 +172,7 @@ class Stream(Decoder):
         if plan is None:
             raise EngineError(f"draft={name}: a model drafts for run, batch, serve and loads of requests alone")
         self.draft = Stream(plan, self.progress)
-        if (why_not := self.draft.cannot_draft() or self.draft.cannot_regroup()) is not None:
+        if (why_not := self.draft.cannot_draft() or self.draft.cannot_regroup() or self.draft.one_length()) is not None:
             raise EngineError(f"draft={name}: {why_not}")
 
     def _on_demand(self) -> dict[int, Experts]:

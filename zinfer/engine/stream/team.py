@@ -434,11 +434,17 @@ class Team(Engine):
         self._all("abandon")
         self._all("expect", part, self.plan.at(load).placement)
 
+    def cannot_pad(self) -> str | None:
+        return self._engine.cannot_pad()
+
     def cannot_chunk(self) -> str | None:
         return self._engine.cannot_chunk()
 
     def cannot_draft(self) -> str | None:
         return self._engine.cannot_draft()
+
+    def one_length(self) -> str | None:
+        return self._engine.one_length()
 
     def cannot_snapshot(self) -> str | None:
         return self._engine.cannot_snapshot()

@@ -1,0 +1,126 @@
+"""Models that number positions by themselves: what they can do is found out, and what they cannot is not asked."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance.small import Subject, save, small_model
+from tests.test_continuous import LOAD, Words, alike, check, run, sequences, small
+from tests.test_drafts import answers, drafting
+from tests.test_drafts import check as check_answers
+from tests.test_parity import load
+from zinfer.engine import EngineError
+from zinfer.engine.base import Work
+from zinfer.engine.positions import Probe
+from zinfer.generation.drafts import MISSES, Drafts, NgramDrafter
+from zinfer.generation.scheduler import ContinuousScheduler
+
+Kinds = Callable[[str], Path]
+FOUND = {
+    "llama": Probe(),  # takes position ids
+    "bloom": Probe(),
+    "mpt": Probe(gaps=False),
+    "roformer": Probe(gaps=False, moves=False),
+    "bart": Probe(padding=False, gaps=False, moves=False),
+    "prophetnet": Probe(chunks=False, padding=False, gaps=False, moves=False),
+}
+
+
+@pytest.fixture(scope="module")
+def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
+    """Make a small checkpoint of a type, once."""
+
+    @cache
+    def make(name: str) -> Path:
+        directory = tmp_path_factory.mktemp(name)
+        save(small_model(Subject(name), 2.0), directory)
+        return directory
+
+    return make
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_a_model_makes_of_positions_is_found_out(name: str, kind: Kinds, tmp_path: Path) -> None:
+    engine: Any = load("stream", kind(name), "cpu", tmp_path)
+    assert engine._probe == FOUND[name]
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["stream", "accelerate", "deepspeed"])
+def test_padding_that_would_change_the_text_is_refused(name: str, kind: Kinds, tmp_path: Path) -> None:
+    engine = load(name, kind("bart"), "cpu", tmp_path)
+    with pytest.raises(EngineError, match="knows no padding: its prompts must be of one length in a batch"):
+        engine.admit(torch.tensor([[0, 1, 1], [1, 1, 1]]), 8)
+    engine.retire(engine.admit(torch.ones((2, 3), dtype=torch.long), 8))
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["bart", "roformer", "mpt"])
+def test_requests_of_any_lengths_have_the_tokens_of_each_alone(
+    name: str, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small(monkeypatch)
+    engine = load("stream", kind(name), "cpu", tmp_path)
+    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
+    running.schedule.step = 8
+    rows = sequences(9, 4, longest=6)
+    limits = [one.left for one in rows]
+    found = run(running, [rows[:5], rows[5:]], every=2)
+    running.end()
+    check(engine, found, limits)
+    engine.close()
+
+
+WHY = {
+    "mpt": "counts forgotten positions",
+    "bart": "counts forgotten positions",
+    "gpt_neo": "window of its local layers",
+    "gemma2": "window of 8 tokens",
+}
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_rows_that_must_stay_alike_get_as_many_drafts_as_the_one_with_fewest(
+    name: str, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small(monkeypatch)
+    engine = load("stream", kind(name), "cpu", tmp_path)
+    assert WHY[name] in str(engine.one_length())
+    plain, rows = alike(6, 5, 14), alike(6, 5, 14)
+    known = answers(engine, rows)
+    without = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
+    run(without, [plain[:4], plain[4:]], every=2)
+    running = drafting(engine, monkeypatch, known, 0.2)
+    found = run(running, [rows[:4], rows[4:]], every=2)
+    assert running.drafts is not None
+    assert 0 < running.drafts.accepted < running.drafts.drafted
+    assert running.schedule.tally.passes < without.schedule.tally.passes
+    running.end()
+    check_answers(found, known)
+    engine.close()
+
+
+def test_rows_that_must_stay_alike_do_not_forget_apart(kind: Kinds, tmp_path: Path) -> None:
+    engine = load("stream", kind("gemma2"), "cpu", tmp_path)
+    tokens = torch.randint(20, 90, (2, 6))
+    batch = engine.admit(torch.ones_like(tokens), 12)
+    engine.forward([Work(batch, tokens)])
+    engine.forward([Work(batch, tokens[:, :4], keep=4)])
+    with pytest.raises(EngineError, match="go on by one length within its window of 8 tokens"):
+        engine.rollback(batch, torch.tensor([8, 9]))
+    engine.rollback(batch, torch.tensor([9, 9]))
+    assert batch.length == 9
+    engine.close()
+
+
+def test_a_row_whose_drafts_were_given_up_goes_on_drafting() -> None:
+    drafts = Drafts(NgramDrafter())
+    for _ in range(4 * MISSES):
+        drafts.saw(1, 3, 0, given_up=True)
+        drafts.saw(2, 3, 0)
+    assert drafts._records[1].pause == 0 < drafts._records[2].pause
+    assert drafts._records[1].chance > drafts._records[2].chance

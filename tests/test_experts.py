@@ -82,10 +82,10 @@ def poisoned(loaded: Stream) -> None:
     assert pool is not None
     bring = pool.bring
 
-    def brought(layer: int, chosen: Tensor) -> None:
+    def brought(layer: int, chosen: Tensor, call: Any = None) -> None:
         pool._filled = -1, set()
         pool._slot.fill_(255)
-        bring(layer, chosen)
+        bring(layer, chosen, call)
 
     pool.bring = brought  # type: ignore[method-assign]
 
@@ -151,9 +151,9 @@ def foretold(loaded: Stream, calls: Brought, wrong: bool, patch: Patch) -> Broug
     assert pool is not None
     bring = pool.bring
 
-    def brought(layer: int, chosen: Tensor) -> None:
+    def brought(layer: int, chosen: Tensor, call: Any = None) -> None:
         seen.append((layer, chosen.clone()))
-        bring(layer, chosen)
+        bring(layer, chosen, call)
 
     def guess(own: Routers, layer: int, states: Tensor) -> tuple[int, Tensor] | None:
         if len(seen) >= len(calls) or calls[len(seen)][0] <= layer:
@@ -212,7 +212,7 @@ def test_a_layers_own_states_give_its_own_choice(name: str, mixture: Kinds, wait
     assert loaded.effective().settings["experts_guessed_per_step"] > 0
     bring, routers, checked = pool.bring, pool._routers, []
 
-    def brought(layer: int, chosen: Tensor) -> None:
+    def brought(layer: int, chosen: Tensor, call: Any = None) -> None:
         if not pool.scanning:
             following, routers._following[layer] = routers._following.get(layer), layer
             found = routers.guess(layer, routers._states[layer])
@@ -222,7 +222,7 @@ def test_a_layers_own_states_give_its_own_choice(name: str, mixture: Kinds, wait
             del routers._following[layer]
             if following is not None:
                 routers._following[layer] = following
-        bring(layer, chosen)
+        bring(layer, chosen, call)
 
     monkeypatch.setattr(pool, "bring", brought)
     for one, other in zip(steps(loaded), expected, strict=True):

@@ -62,6 +62,18 @@ def test_from_some_batch_on_all_experts_come() -> None:
     assert cost.whole_tokens(many) == 36
 
 
+def test_the_cpu_gets_uncoded_experts_on_demand() -> None:
+    """A plan has them so if it is asked for; with `auto` the CPU takes what there is."""
+    assert plan().placement.codec == plan(experts_cpu="off").placement.codec == "lossless"
+    found = plan(experts_cpu="on")
+    assert (found.placement.codec, found.placement.experts) == ("none", "on-demand")
+    assert found.streamed_bytes == plan(experts="on-demand", weight_codec="none").streamed_bytes
+    few = MIXTRAL.model_copy(update={"experts_per_token": 6})
+    assert plan(model=few, experts_cpu="on").placement.experts == "on-demand"
+    dense = resolve.resolve("llama-3.1-70b", None, None)
+    assert plan(model=dense, experts_cpu="on").placement.experts == "all"
+
+
 def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
     assert plan().placement.experts == "on-demand"
     assert plan().placement == plan(experts="on-demand").placement
@@ -123,12 +135,15 @@ def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
 
 
 def test_the_table_says_which_experts_come() -> None:
-    words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu", "--experts", "all,auto"]
-    shown = CliRunner().invoke(cli, [*words, "--batch-size", "1"]).output
+    words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu"]
+    shown = CliRunner().invoke(cli, [*words, "--batch-size", "1", "--experts", "all,auto"]).output
     told = " ".join(shown.split())
     assert "stream cpu experts=all, batch 1: all experts come in every step." in told
     assert "stream cpu, batch 1: experts on demand; a step brings 16.9 GB, 25% of the experts;" in told
     assert "passes of 9 tokens or more bring all." in told
+    assert "CPU's share" not in told
+    shared = CliRunner().invoke(cli, [*words, "--batch-size", "1", "--engine", "stream-cpu-experts"]).output
+    assert "The CPU's share of the experts (experts_cpu=on) is not counted" in " ".join(shared.split())
 
 
 def test_hits_are_those_of_a_recorded_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +173,12 @@ def test_hits_are_those_of_a_recorded_routing(tmp_path: Path, monkeypatch: pytes
     [
         ({"experts": "on-demand"}, "none", "experts=on-demand .* only with offload cpu; choose from auto, all"),
         ({"experts": "on-demand", "packed": "here"}, "cpu", "experts=on-demand .* packed=here.* choose from auto, all"),
+        ({"experts_cpu": "on", "experts": "all"}, "cpu", "experts_cpu=on .* experts=all.* choose from auto, off"),
+        ({"experts_cpu": "on", "weight_codec": "lossless"}, "cpu", "experts_cpu=on .* weight_codec=lossless"),
+        ({"experts_cpu": "on"}, "nvme", "experts_cpu=on .* offload nvme.* choose from auto, off"),
+        ({"experts_cpu": "on"}, "none", "experts_cpu=on .* offload none.* choose from auto, off"),
+        ({"experts_cpu": "on", "gpus": 2}, "cpu", "experts_cpu=on .* gpus=2.* choose from auto, off"),
+        ({"experts_cpu": "on", "packed": "here"}, "cpu", "experts_cpu=on .* packed=here.* choose from auto, off"),
         ({"experts": "some"}, "cpu", "experts=some: choose from auto, all, on-demand"),
         ({"expert_cache": "fifo"}, "cpu", "expert_cache=fifo: choose from lru, lfu"),
     ],
@@ -177,7 +198,9 @@ def test_records_of_before_brought_all_experts() -> None:
             case=case, status="ok", machine="h100-80gb", ttft_ms=(9.0,), step_ms=((5.0, 5.0),),
             effective=effective.model_copy(update={"settings": settings}),
         )  # fmt: skip
-        (seen,) = calibrate._seen([point], {"h100-80gb": H100})
+        shared = {"experts_on_cpu_per_step": 3.0}  # plans do not count what the CPU computed
+        other = point.model_copy(update={"effective": effective.model_copy(update={"settings": settings | shared})})
+        (seen,) = calibrate._seen([point, other], {"h100-80gb": H100})
         assert seen.setup.experts == experts
         assert make_plan(calibrate._as_run(seen), seen.model, H100).placement.experts == experts
 
@@ -189,4 +212,5 @@ def test_a_step_whose_experts_all_stayed_did_what_was_asked() -> None:
     )  # fmt: skip
     nothing = Effective(gpu_weight_bytes=50, host_weight_bytes=100)
     assert not_as_asked(case, nothing) is not None
-    assert not_as_asked(case, nothing.model_copy(update={"settings": {"experts_hits_per_step": 4.0}})) is None
+    for name in ("hits", "on_cpu"):
+        assert not_as_asked(case, nothing.model_copy(update={"settings": {f"experts_{name}_per_step": 4.0}})) is None

@@ -158,7 +158,7 @@ def _seen(points: Points, machines: Mapping[str, Machine]) -> list[_Seen]:
     for point in points:
         if point.status != "ok" or point.machine not in machines or not machines[point.machine].gpu_count:
             continue
-        if _slower_than_today(point):
+        if _slower_than_today(point) or _shared_with_cpu(point):
             continue
         try:
             model = resolve(point.case.model, point.case.dtype, point.case.layers, point.case.weights)
@@ -175,6 +175,11 @@ def _slower_than_today(point: Measurement) -> bool:
     if point.case.engine != "stream" or point.case.offload != "none" or point.effective is None:
         return False
     return "cuda_graphs" not in point.effective.settings
+
+
+def _shared_with_cpu(point: Measurement) -> bool:
+    """Tell whether the CPU computed experts of a point, which plans do not count."""
+    return point.effective is not None and point.effective.settings.get("experts_on_cpu_per_step", 0) > 0
 
 
 def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:

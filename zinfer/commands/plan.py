@@ -532,6 +532,8 @@ def _experts(plans: "Sequence[Plan]") -> "Iterator[str]":
         )
         if setup.cached_experts and batch < setup.whole_tokens:
             yield _hits(plan)
+        if dict(plan.case.options).get("experts_cpu") == "on":
+            yield "The CPU's share of the experts (experts_cpu=on) is not counted: the link brings all of them here."
 
 
 def _hits(plan: "Plan") -> str:

@@ -132,6 +132,11 @@ class StreamOptions(EngineOptions):
         description="Experts on demand that the next layer is guessed to choose, copied while the link would idle; "
         "auto: as long as that saves time.",
     )
+    experts_cpu: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Chosen experts on demand that the CPU computes in host memory, uncoded, while the link brings the "
+        "others; auto: where that is measured to be faster.",
+    )
     gpus: Count = Field(
         1, description="GPUs of the host, each with its own link: they share out weights and rows; with offload cpu."
     )
@@ -145,35 +150,52 @@ class StreamOptions(EngineOptions):
         """Name of the model that drafts; None if none does."""
         return None if self.draft in ("none", "ngram") else self.draft
 
+    @property
+    def _on_demand(self) -> tuple[str | None, str]:
+        """The option that asks for experts on demand, as it is typed, None if none does; and its other values."""
+        if self.experts == "on-demand":
+            return "experts=on-demand", "auto, all"
+        return ("experts_cpu=on" if self.experts_cpu == "on" else None), "auto, off"
+
     def conflict(self, offload: Offload) -> str | None:
         if self.host_weights != "auto" and offload != "nvme":
             return (
                 f"host_weights={self.host_weights} does not go with offload {offload}: it is the part of the weights "
                 "that host memory keeps with offload nvme"
             )
-        if offload == "nvme" and self.experts == "on-demand":
+        if self.experts_cpu == "on" and self.experts == "all":
             return (
-                "experts=on-demand does not go with offload nvme: layers come from disk with all of their experts; "
-                "choose from auto, all"
+                "experts_cpu=on does not go with experts=all: the CPU computes experts on demand; choose from auto, off"
+            )
+        if self.experts_cpu == "on" and self.weight_codec == "lossless":
+            return (
+                "experts_cpu=on does not go with weight_codec=lossless: the CPU reads experts as they lie in host "
+                "memory; choose from auto, off"
+            )
+        on_demand, others = self._on_demand
+        if offload == "nvme" and on_demand:
+            return (
+                f"{on_demand} does not go with offload nvme: layers come from disk with all of their experts; choose "
+                f"from {others}"
             )
         if self.gpus > 1 and offload != "cpu":
             return (
                 f"gpus={self.gpus} does not go with offload {offload}: weights come over several links with offload cpu"
             )
-        if self.gpus > 1 and self.experts == "on-demand":
+        if self.gpus > 1 and on_demand:
             return (
-                f"experts=on-demand does not go with gpus={self.gpus}: experts of a router's choice come to one GPU; "
-                "choose from auto, all"
+                f"{on_demand} does not go with gpus={self.gpus}: experts of a router's choice come to one GPU; choose "
+                f"from {others}"
             )
-        if self.experts == "on-demand" and offload == "none":
+        if on_demand and offload == "none":
             return (
-                "experts=on-demand does not go with offload none: experts cross the link only with offload cpu; choose "
-                "from auto, all"
+                f"{on_demand} does not go with offload none: experts cross the link only with offload cpu; choose from "
+                f"{others}"
             )
-        if self.experts == "on-demand" and self.packed != "auto":
+        if on_demand and self.packed != "auto":
             return (
-                f"experts=on-demand does not go with packed={self.packed}: packed layers hold their experts in one "
-                "piece; choose from auto, all"
+                f"{on_demand} does not go with packed={self.packed}: packed layers hold their experts in one piece; "
+                f"choose from {others}"
             )
         if self.kv_offload != "none" and self.kv_cache_dtype == "fp8":
             return (

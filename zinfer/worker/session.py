@@ -242,7 +242,8 @@ def not_as_asked(case: Case, effective: Effective) -> str | None:
     """Return the fault if the weights are not where the case wants them; None if all is well."""
     offloaded = effective.host_weight_bytes + effective.nvme_weight_bytes
     all_may_stay = 0 < offloaded <= resident_bytes(case.gpu_weights, offloaded, automatic=offloaded)
-    all_may_stay |= effective.settings.get("experts_hits_per_step", 0) > 0  # the experts of a step may all have stayed
+    # The experts of a step may all have stayed, or the CPU may have computed them.
+    all_may_stay |= any(effective.settings.get(f"experts_{name}_per_step", 0) > 0 for name in ("hits", "on_cpu"))
     if case.offload != "none" and effective.streamed_bytes_per_step == 0 and not all_may_stay:
         return effective.shortfall or f"offload {case.offload} was asked for, and no weight is streamed"
     return effective.shortfall

@@ -47,7 +47,7 @@ class Hosted(Tensor):
                 return operand
             if isinstance(operand, Hosted):
                 operand = operand.as_subclass(Tensor)
-                return _landed(operand, home) if lands else operand
+                return landed(operand, home) if lands else operand
             return operand if lands else _fetched(operand)
 
         with torch._C.DisableTorchFunctionSubclass():
@@ -209,7 +209,7 @@ def fetched(*tensors: Tensor) -> list[Tensor]:
     return found
 
 
-def _landed(tensor: Tensor, home: torch.device) -> Tensor:
+def landed(tensor: Tensor, home: torch.device) -> Tensor:
     """Return the CPU tensor `tensor` on the device `home`."""
     if home.type != "cuda" or trouble() is not None:
         return tensor.to(home)

@@ -10,6 +10,8 @@ While a choice is awaited, the link has brought all that is needed and would idl
 guessed to choose then (`zinfer.engine.stream.routers`), in small copies, and no more as soon as the choice is known: a
 wrong guess costs the rest of a copy under way.
 
+Of the experts that would have to come, the CPU may compute a share (`zinfer.engine.stream.cpu_experts`).
+
 A pass with so many tokens that they touch nearly all experts brings all of them, in order and ahead of compute, without
 waiting for any router. Buffers that hold experts of earlier passes are the cache.
 
@@ -28,7 +30,7 @@ from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import log2
 from sys import maxsize
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +41,10 @@ from zinfer.engine.state import Entry
 from zinfer.engine.stream.packed_layer import Chunk, pack, plain, unpack
 from zinfer.engine.stream.prefetch import Event, PrefetchRing, Queues
 from zinfer.engine.stream.routers import Routers
-from zinfer.engine.stream.trace import mark
+from zinfer.engine.stream.trace import Mark, elapsed, mark
+
+if TYPE_CHECKING:
+    from zinfer.engine.stream.cpu_experts import Call, CpuExperts
 
 UNIT = 16  # bytes; kernels that unpack write to multiples of it
 PART = 16 << 20  # bytes of an expert that are unpacked when they have arrived, at least: enough for the link's rate
@@ -48,6 +53,7 @@ AHEAD = 2  # such copies that are issued and not done, at most, so that the link
 TRIALS = 64  # layers whose guesses are judged before wrong ones may end them
 FADING = 0.98  # weight of what guesses brought before the latest layer
 END = maxsize, 0  # behind all experts, in the order of layers
+MEASURED = 256 << 20  # bytes of experts whose copies and products are measured at load, at least
 HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache that keeps those used most
 
 Key = tuple[int, int]  # numbers of a layer and of an expert in it
@@ -176,6 +182,17 @@ def fill_plain(images: LayerImages, name: str, tensor: Tensor, memory: Tensor) -
                 memory[piece.start : piece.end].copy_(rows[number, piece.place - base :][: piece.size])
 
 
+def stored_expert(images: LayerImages, number: int, memory: Tensor) -> dict[str, Tensor]:
+    """Return the weights of expert `number` of a layer, by name, as they lie in `memory`, uncoded."""
+    found = {}
+    for name, block in images.blocks.items():
+        stride = block.size // len(images.experts)
+        place = block.offset + number * stride
+        start = next(piece.start for piece in images.experts[number].pieces if piece.place == place)
+        found[name] = memory[start : start + stride].view(block.dtype).view(block.shape[1:])
+    return found
+
+
 def pack_experts(
     experts: Experts, tensors: Mapping[str, Tensor], coded: Mapping[str, Sequence[Codes]], arena: PinnedArena
 ) -> LayerImages:
@@ -258,6 +275,10 @@ class ExpertCache:
     def next_pass(self) -> None:
         self._passes += 1
 
+    def rank(self, key: Key) -> float:
+        """Return a number that is the lower the sooner an expert makes room; 0 if it was never used."""
+        return self._ranks.get(key, 0.0)
+
     def use(self, key: Key) -> None:
         """Note a use of an expert, whether it stays or not."""
         self._uses += 1
@@ -282,7 +303,7 @@ class ExpertCache:
             if self._void(self._order[0]):
                 heappop(self._order)
                 continue
-            if self._ranks.get(key, 0.0) < rank:
+            if self.rank(key) < rank:
                 return None
             heappop(self._order)
             self._inside.remove(first)
@@ -309,10 +330,10 @@ class ExpertCache:
         self._order.clear()
 
     def _void(self, entry: tuple[float, int, Key]) -> bool:
-        return entry[2] not in self._inside or self._ranks.get(entry[2], 0.0) != entry[0]
+        return entry[2] not in self._inside or self.rank(entry[2]) != entry[0]
 
     def _enter(self, key: Key) -> None:
-        heappush(self._order, (self._ranks.get(key, 0.0), self._uses, key))
+        heappush(self._order, (self.rank(key), self._uses, key))
         if len(self._order) > 64 + 4 * len(self._inside):
             self._order = [one for one in self._order if not self._void(one)]
             heapify(self._order)
@@ -322,7 +343,7 @@ class ExpertCounts(NamedTuple):
     """Counts of experts since the load: copied bytes, as they cross the link and as they are in the slot, copies, and
     needs of a pass met by the cache, or not; a pass that brings all experts has neither hits nor misses. Copies of
     guessed experts that were begun, and those among them that were needed; of the others only bytes on the link
-    count."""
+    count. Experts that the CPU computed, which are misses, too."""
 
     wire: int = 0
     delivered: int = 0
@@ -331,6 +352,7 @@ class ExpertCounts(NamedTuple):
     misses: int = 0
     guessed: int = 0
     right: int = 0
+    on_cpu: int = 0
 
     def since(self, before: "ExpertCounts") -> "ExpertCounts":
         return ExpertCounts(*(now - then for now, then in zip(self, before, strict=True)))
@@ -359,6 +381,11 @@ class _Guesses:
         while self.flight and self.flight[0][0].query():
             self.flight.popleft()
         return len(self.flight)
+
+    def left(self) -> int:
+        """Return the bytes that are under way."""
+        self.under_way()
+        return sum(size for _, _, size in self.flight)
 
     def judge(self, layer: int, chosen: set[int]) -> None:
         """Judge the guesses for `layer`, which has chosen."""
@@ -391,6 +418,8 @@ class ExpertPool:
     it is issued only once that has been recorded, since only then it is free. A guessed expert is coming, too, and
     makes room for one that is needed. Without queues there are no buffers and no guesses, and experts are unpacked from
     where they are; everything else is the same.
+
+    With `cpu`, some experts that would have to come are left to the CPU.
     """
 
     def __init__(
@@ -401,6 +430,7 @@ class ExpertPool:
         ring: PrefetchRing,
         policy: Policy,
         guess: bool = False,
+        cpu: "CpuExperts | None" = None,
     ) -> None:
         self.images = images
         self.counts = ExpertCounts()
@@ -422,6 +452,8 @@ class ExpertPool:
         self._routers = Routers() if guess and self._queues is not None else None
         self._guesses, self._guessed_layer = _Guesses(), -1
         self._choice, self._guess = _Choice(self._queues), _Choice(self._queues)
+        self._cpu, self._beside = cpu, False  # the CPU computes experts while those asked for come
+        self._timed: deque[tuple[int, Mark, Mark, bool]] = deque(maxlen=256)  # bytes of copies; beside the CPU or not
         # Points in the copy queue: behind the latest expert that was used, and behind all that was issued with it.
         self._needed: Event | None = None
         self._tail = None if self._queues is None else self._queues.event()
@@ -459,6 +491,11 @@ class ExpertPool:
         return self._routers.why_not or "on"
 
     @property
+    def cpu(self) -> "CpuExperts | None":
+        """The CPU's share of experts; None if it has none."""
+        return self._cpu
+
+    @property
     def router_bytes(self) -> int:
         """Bytes of routers that stay on the device for guesses."""
         return 0 if self._routers is None else self._routers.nbytes
@@ -469,15 +506,23 @@ class ExpertPool:
         blocks = self.images[layer].blocks
         for name, entry in experts.weights.items():
             entry.put(blocks[name].view(self._slot))
-        signature = inspect.signature(type(experts.module).forward)
+        signature, computed = inspect.signature(type(experts.module).forward), experts.module.forward
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            _, chosen, *_ = list(signature.bind(module, *args, **kwargs).arguments.values())[1:]
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = list(signature.bind(experts.module, *args, **kwargs).arguments.values())[1:]
             if self._routers is not None:
-                self._routers.see(layer, chosen)
-            self.bring(layer, chosen)
+                self._routers.see(layer, given[1])
+            call = None if self._cpu is None or self.scanning else self._cpu.offer(layer, *given)
+            self.bring(layer, given[1], call)
+            if call is None or not call.taken:
+                return computed(*args, **kwargs)
+            on_device = call.on_device(computed)
+            with self._ring.aside(layer):
+                on_cpu = call.on_cpu()
+            self._beside = False
+            return call.together(on_device, on_cpu)
 
-        experts.module.register_forward_pre_hook(before, with_kwargs=True)
+        experts.module.forward = forward
         if self._routers is not None:
             self._routers.attach(layer, module, experts.module)
 
@@ -508,7 +553,7 @@ class ExpertPool:
 
     def begin(self, scanning: bool) -> None:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order."""
-        self.scanning = scanning
+        self.scanning, self._beside = scanning, False
         self._asked.clear()
         while self._coming:
             self._drop(next(iter(self._coming)))
@@ -522,8 +567,9 @@ class ExpertPool:
         else:
             self._cache.next_pass()
 
-    def bring(self, layer: int, chosen: Tensor) -> None:
-        """Have the experts of `layer` whose numbers are in `chosen` in the slot, or all in a pass that brings all."""
+    def bring(self, layer: int, chosen: Tensor, call: "Call | None" = None) -> None:
+        """Have the experts of `layer` whose numbers are in `chosen` in the slot, but those that `call` takes, or all in
+        a pass that brings all."""
         count = len(self.images[layer].experts)
         numbers: Iterable[int] = range(count)
         if not self.scanning:
@@ -540,27 +586,83 @@ class ExpertPool:
         others = sorted((key for key in missing if key not in self._cache), key=lambda key: key not in self._at)
         if not self.scanning:
             self._count(hits=len(here), misses=len(others))
+        if call is not None:
+            left = self._left_to_cpu(call, layer, [key for key in others if key not in self._at])
+            others = [key for key in others if key not in left]
         for key in others:
             self._complete(key)
         self._asked.extend(key for key in others if key not in self._at and not self._will_come(key))
         self._issue()
         self._ring.resume()
+        if call is not None and call.taken:
+            call.fetch()  # before the device is given anything that waits for experts
         if self._queues is not None and self._tail is not None and self._routers is not None:
             with self._queues.copying():
                 self._tail.record()
             self._guess_next(layer)
         if self._unpacked is not None:
             self._unpacked.wait()  # if another queue unpacked the experts that are there
-        if missing:
-            for key in (*here, *others):
+        if brought := (*here, *others):
+            for key in brought:
                 self._use(key)
-            self._filled[1].update(expert for _, expert in missing)
+            self._filled[1].update(expert for _, expert in brought)
             if self._unpacked is not None:
                 self._unpacked.record()
+
+    def measure(self) -> None:
+        """Measure the rates of link and CPU with a few experts, the link's alone and then both at once, for the first
+        passes to know."""
+        keys = [(layer, expert) for layer, one in sorted(self.images.items()) for expert in range(len(one.experts))]
+        if self._cpu is None or len(keys) < 2:
+            return
+        count = min(len(keys) // 2, max(2, -(-MEASURED // self.buffer_bytes)))
+        keys = keys[:: len(keys) // (2 * count)]
+        counts = self.counts
+        for beside in (False, True):
+            self._beside = beside
+            for key in keys[:count] if self._queues is not None else ():
+                self._at[key] = 0  # a buffer that is free again below
+                self._copy(key, 0, self._image(key).size)
+                del self._at[key]
+            if beside:
+                self._cpu.measure(keys[count : 2 * count])
+            if self._queues is not None:
+                self._queues.finish()
+        self.counts, self._beside = counts, False
+        self._note_rates()
+
+    def _note_rates(self) -> None:
+        """Note how long the copies that are done took."""
+        assert self._cpu is not None
+        while self._timed and (seconds := elapsed(*self._timed[0][1:3])) is not None:
+            size, _, _, beside = self._timed.popleft()
+            (self._cpu.rates.beside if beside else self._cpu.rates.alone).add(size, seconds)
+
+    def _left_to_cpu(self, call: "Call", layer: int, asked: Sequence[Key]) -> set[Key]:
+        """Return those of the experts `asked`, which the link would have to bring, that the CPU computes: those used
+        least. While the cache has room, one comes to stay."""
+        assert self._cpu is not None
+        self._note_rates()
+        if not asked:
+            return set()
+        begun = [key for key in self._guesses.begun if key[0] == layer]  # they were chosen, the others are dropped
+        before = self._guesses.left() + sum(self._image(key).size - self._guesses.begun[key] for key in begun)
+        most = len(asked) - (len(self._cache) < self._cached)
+        count = self._cpu.share(len(asked), self._image(asked[0]).size, before, most)
+        left = sorted(asked, key=self._cache.rank)[:count]
+        for key in left:
+            self._cache.use(key)
+        if left:
+            self._beside = True
+            self._count(on_cpu=len(left))
+            call.take([expert for _, expert in left], self._choice.table)
+        return set(left)
 
     def close(self) -> None:
         if self._queues is not None:
             self._queues.finish()
+        if self._cpu is not None:
+            self._cpu.close()
         self._at, self._coming, self._ahead = {}, {}, iter(())
         self._forget_guesses()
         if self._routers is not None:
@@ -610,7 +712,7 @@ class ExpertPool:
 
     def _copy(self, key: Key, start: int, end: int) -> None:
         """Issue the copy of bytes `start` to `end` of an expert into its buffer."""
-        image, number = self._image(key), self._at[key]
+        image, number, first = self._image(key), self._at[key], start
         self._count(wire=end - start)
         if self._queues is None:
             return
@@ -624,6 +726,8 @@ class ExpertPool:
             if start < end:
                 self._write(key, number, start, end)
             end_mark = mark(self._device.type == "cuda")
+        if self._cpu is not None:
+            self._timed.append((end - first, begin, end_mark, self._beside))
         self._ring.copied((key[0], begin, end_mark, "guess" if key in self._guesses.begun else "expert"))
 
     def _complete(self, key: Key) -> None:
@@ -785,10 +889,15 @@ class _Choice:
         self._host.copy_(chosen, non_blocking=True)
         self.event.record()
 
+    @property
+    def table(self) -> Tensor:
+        """Numbers that were sent, ``[T, K]``, until others are sent; they must have arrived."""
+        return self._host.view(-1, self._columns)
+
     def numbers(self, count: int) -> list[int]:
         """Return the numbers below `count` that were sent, each token's first choice first; wait for them."""
         if self.event is not None:
             self.event.synchronize()
         self.sent = False
-        rows = self._host.view(-1, self._columns).T.flatten().tolist()
+        rows = self.table.T.flatten().tolist()
         return [number for number in rows if 0 <= number < count]

@@ -110,10 +110,31 @@ def _dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return found
 
 
+def matrix_names(module: nn.Module) -> tuple[str, str]:
+    """Return the names of the stacked weights of a module's first and second matrices; those of biases end in
+    ``_bias``."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+def activated(module: nn.Module, product: Tensor) -> Tensor:
+    """Apply the gate of a module of experts, or the activation of one without, to products of its first matrix."""
+    found: Tensor = module._apply_gate(product) if module.has_gate else module.act_fn(product)  # type: ignore[operator]
+    return found
+
+
+def unknown(module: nn.Module) -> str | None:
+    """Return the reason why it is not known what a module of experts computes beside its products; None if it is."""
+    if getattr(module, "_is_expert_parallel", False):
+        return "the experts are shared out among processes"
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm is behind each expert"
+    return None if not module.has_gate or hasattr(module, "_apply_gate") else "the gate of the experts is not known"
+
+
 def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None:
     """Return the stacked weights of a module's first and second matrices, with their biases; None if it has others."""
     found = []
-    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+    for name in matrix_names(module):
         weights = getattr(module, name, None)
         bias = getattr(module, f"{name}_bias", None) if getattr(module, "has_bias", False) else None
         if not isinstance(weights, Tensor) or weights.dim() != 3 or not weights.is_contiguous():
@@ -132,9 +153,7 @@ def _serves(module: nn.Module, *args: Any) -> bool:
     if len(args) != 3 or not all(isinstance(one, Tensor) and one.dim() == 2 for one in args):
         return False
     states, experts, weights = args
-    if getattr(module, "_is_expert_parallel", False) or getattr(module, "has_post_expert_norm", False):
-        return False
-    if module.has_gate and not hasattr(module, "_apply_gate"):
+    if unknown(module) is not None:
         return False
     if experts.shape != weights.shape or len(experts) != len(states) or experts.is_floating_point():
         return False
@@ -170,7 +189,7 @@ def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor
     else:
         partial = multiplied(states, up, experts, transposed)
         inner = combined(partial, experts, count, up_bias, None, states.dtype)
-        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)  # type: ignore[operator]
+        inner = activated(module, inner)
     partial = multiplied(inner.contiguous(), down, experts, transposed)
     return combined(partial, experts, count, down_bias, weights, states.dtype)
 

@@ -22,6 +22,13 @@ def mark(cuda: bool) -> Mark:
     return event
 
 
+def elapsed(begin: Mark, end: Mark) -> float | None:
+    """Return the seconds between two marks; None as long as the device has not come to the second one."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)  # type: ignore[arg-type]
+    return float(begin.elapsed_time(end)) / 1e3 if end.query() else None
+
+
 class Trace:
     """Spans collected from the creation of the trace on. `copies` were issued before it; some may still be under
     way."""

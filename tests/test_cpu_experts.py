@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import cycle
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
@@ -222,8 +221,10 @@ def test_results_in_16_bits_differ_by_rounding(name: str, dtype: torch.dtype, to
     """Compared with float32, relative to the norm, for the same choice of experts."""
     _, module = experts_of(name)
     module.to(dtype)
-    given = call(module, 3, dtype)
-    rounded = shared_call(deepcopy(module), given, sorted(set(given[1][:, 0].tolist())))
+    given = call(module, 6, dtype)
+    numbers = sorted(set(given[1][:4].flatten().tolist()))
+    assert {1, 2} <= set(given[1].flatten().bincount()[numbers].tolist()), "experts of one token, and of two"
+    rounded = shared_call(deepcopy(module), given, numbers)
     assert rounded.dtype == dtype
     states, chosen, weights = given
     assert 0 < error(rounded, eager(module.float(), states.float(), chosen, weights.float())) < tolerance
@@ -379,15 +380,18 @@ def test_it_turns_itself_off_and_on(mixture: Kinds, queued: None, monkeypatch: P
     monkeypatch.setattr(cpu_experts, "TRIAL", 3)
     monkeypatch.setattr(cpu_experts, "FADING", 0.5)
     monkeypatch.setattr(on_demand, "elapsed", lambda begin, end: 0.004)  # the link's seconds for an expert
+    now = 0.0
+    monkeypatch.setattr(cpu_experts, "perf_counter", lambda: now)
     loaded = load(mixture("mixtral"), experts_cpu="on")
     pool, product = loaded._pool, CpuExperts.product
     assert pool is not None
     assert pool.cpu is not None
     pool.cpu._always = False
-    for seconds, status in ((0.02, "waits"), (0.0, "on"), (0.02, "waits")):
+    for seconds, status in ((0.02, "waits"), (0.0001, "on"), (0.02, "waits")):
 
         def slow(cpu: CpuExperts, key: Key, states: Tensor, seconds: float = seconds) -> Tensor:
-            sleep(seconds)
+            nonlocal now
+            now += seconds
             return product(cpu, key, states)
 
         monkeypatch.setattr(CpuExperts, "product", slow)
@@ -450,32 +454,74 @@ def test_copies_come_first_and_the_device_works_meanwhile(mixture: Kinds, queued
     loaded.close()
 
 
+class Taking(Call):
+    """A call without states, which is only told what it takes."""
+
+    def __init__(self) -> None:
+        self.taken = ()
+
+    def take(self, numbers: Sequence[int], table: Tensor) -> None:
+        self.taken = sorted(numbers)
+
+    def fetch(self) -> None:
+        pass
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cached=st.integers(0, 9),
+    guesses=st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=16),
+    passed=st.lists(st.booleans(), max_size=90),
+    counts=st.lists(st.integers(-1, 4), min_size=1, max_size=9),
+    passes=st.lists(
+        st.tuples(st.booleans(), st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=4)), max_size=8
+    ),
+)
+def test_no_buffer_is_read_early_or_overwritten_late_beside_the_cpu(
+    cached: int,
+    guesses: list[list[int]],
+    passed: list[bool],
+    counts: list[int],
+    passes: list[tuple[bool, list[list[int]]]],
+) -> None:
+    """Whatever the CPU takes, all others are in their places, and each expert that is needed is counted once."""
+    with Patch.context() as patch:
+        patch.setattr(on_demand, "GUESSED", 32)
+        sharing(patch, *counts)
+        bench = Bench(3, 6, FakeQueues(passed=passed), patch)
+        bench.pool._cpu = CpuExperts(torch.empty(0), {}, {}, CPU, True)
+        bench.pool.resize(3, cached)
+        bench.foretell(guesses)
+        for scanning, calls in passes:
+            bench.pool.begin(scanning)
+            for number, chosen in enumerate(calls):
+                layer, asked = number * 3 // max(1, len(calls)), Taking()
+                bench.pool.bring(layer, torch.tensor([chosen]), None if scanning else asked)
+                for name, tensor in bench.weights[layer].items():
+                    for expert in set(chosen) - set(asked.taken):
+                        assert torch.equal(getattr(bench.modules[layer], name)[expert], tensor[expert])
+                assert len(bench.pool._free) + len(bench.pool._at) == 3 + bench.pool.cached
+        found = bench.pool.counts
+        assert found.on_cpu <= found.misses
+        if not any(scanning for scanning, _ in passes):
+            assert found.on_cpu + found.fetched == found.misses
+        bench.pool._cpu = None
+        bench.close()
+
+
 def test_the_cpu_gets_the_experts_used_least_and_a_cache_fills(monkeypatch: Patch) -> None:
-    bench = Bench(2, 6, FakeQueues(), monkeypatch)
-    taken: list[Sequence[int]] = []
-
-    class Taking(Call):
-        def __init__(self) -> None:
-            self.taken = ()
-
-        def take(self, numbers: Sequence[int], table: Tensor) -> None:
-            self.taken = numbers
-            taken.append(sorted(numbers))
-
-        def fetch(self) -> None:
-            pass
-
+    bench, first, second = Bench(2, 6, FakeQueues(), monkeypatch), Taking(), Taking()
     sharing(monkeypatch, -1)
     bench.pool._cpu = CpuExperts(torch.empty(0), {}, {}, CPU, True)
     bench.pool.resize(3, 1)
     bench.pool.begin(False)
     for _ in range(3):
         bench.pool._cache.use((0, 4))
-    bench.pool.bring(0, torch.tensor([[1, 4, 2]]), Taking())
-    assert taken == [[1, 2]], "the one used most comes, since the cache has room"
+    bench.pool.bring(0, torch.tensor([[1, 4, 2]]), first)
+    assert first.taken == [1, 2], "the one used most comes, since the cache has room"
     assert set(bench.pool._cache) == {(0, 4)}
-    bench.pool.bring(0, torch.tensor([[1, 4]]), Taking())
-    assert taken[1:] == [[1]]
+    bench.pool.bring(0, torch.tensor([[1, 4]]), second)
+    assert second.taken == [1]
     counts = bench.pool.counts
     assert (counts.on_cpu, counts.fetched, counts.misses) == (3, 1, 4)
     bench.pool._cpu = None

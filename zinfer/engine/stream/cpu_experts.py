@@ -71,6 +71,11 @@ class Rates:
     beside: Rate = field(default_factory=Rate)  # of the link while it does
     cpu: Rate = field(default_factory=Rate)
 
+    @property
+    def known(self) -> bool:
+        """True once link and CPU were measured; without a GPU no link is."""
+        return bool(self.alone.bandwidth and self.cpu.bandwidth)
+
     def seconds(self, count: int, asked: int, size: int, before: int) -> float:
         """Return the time for `asked` experts of `size` bytes, `count` of them on the CPU and the others over the link
         behind `before` other bytes."""
@@ -84,9 +89,9 @@ class Rates:
         return {name: round(rate.bandwidth) for name, rate in (names | {"expert_cpu_bandwidth": self.cpu}).items()}
 
     def best(self, asked: int, size: int, before: int) -> int:
-        """Return how many of `asked` experts the CPU computes in the shortest time: the least such number, all if no
-        link was measured."""
-        if not self.alone.bandwidth or not self.cpu.bandwidth:
+        """Return how many of `asked` experts the CPU computes in the shortest time: the least such number, all if a
+        rate is not known."""
+        if not self.known:
             return asked
         return min(range(asked + 1), key=lambda count: self.seconds(count, asked, size, before))
 
@@ -145,7 +150,7 @@ class CpuExperts:
         """Return how many of `asked` experts of `size` bytes the CPU computes now, `most` at most; `before` bytes cross
         the link before the others."""
         found = self.rates.best(asked, size, before)
-        if found and not self._always and self.rates.alone.bandwidth:
+        if found and self.rates.known and not self._always:
             alone, shared = (self.rates.seconds(count, asked, size, before) for count in (0, found))
             found = found if shared <= GAIN * alone else 0
         self._uses = found > 0
@@ -260,5 +265,10 @@ class Call:
 def _multiplied(states: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """Return the products of `states` and a matrix, ``[rows, columns]`` or transposed, rounded where `transformers`
     rounds: before the bias is added."""
-    found = states @ matrix if transposed else linear(states, matrix)
+    if transposed:
+        found = states @ matrix
+    elif len(states) == 1 and matrix.dtype == torch.bfloat16:  # faster than a product with a matrix of one row
+        found = torch.mv(matrix, states[0])[None]
+    else:
+        found = linear(states, matrix)
     return found if bias is None else found.add_(bias)

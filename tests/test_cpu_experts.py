@@ -424,6 +424,18 @@ def test_rates_are_measured_at_load_and_in_passes(mixture: Kinds, queued: None, 
         steps(loaded)
     assert rates.beside.bandwidth == pytest.approx(size / 1e-4, rel=0.05), "the CPU computed in each call"
     assert rates.alone.bandwidth < 2 * size / 1e-3
+    on_device, now = Call.on_device, 0.0
+
+    def waiting(call: Call, computed: Any) -> Tensor | None:
+        nonlocal now
+        now += 1e-2
+        return on_device(call, computed)
+
+    monkeypatch.setattr(Call, "on_device", waiting)
+    monkeypatch.setattr(cpu_experts, "perf_counter", lambda: now)
+    for _ in range(9):
+        steps(loaded)
+    assert rates.cpu.bandwidth == pytest.approx(size / 1e-2, rel=0.05), "what delays the CPU is counted"
     loaded.close()
 
 

@@ -214,10 +214,11 @@ class Call:
         self._states, self._chosen, self._weights = states, chosen, weights
         self._table = self._own = torch.empty(0)  # on the host: the chosen experts, and which of them the CPU computes
         self._on_host: Sequence[Tensor] = ()  # states and weights
+        self._begin = 0.0  # time at which the choice was known: what the device is given first delays the CPU
 
     def take(self, numbers: Sequence[int], table: Tensor) -> None:
         """Compute the experts `numbers` on the CPU; `table` are the chosen ones on the host, ``[T, K]``."""
-        self.taken, self._table = numbers, table
+        self.taken, self._table, self._begin = numbers, table, perf_counter()
         self._own = torch.isin(table, torch.tensor(numbers, dtype=table.dtype))
 
     def fetch(self) -> None:
@@ -246,14 +247,13 @@ class Call:
     def on_cpu(self) -> Tensor:
         """Return the weighted sums of the CPU's experts, float32 ``[T, H]``, on the device."""
         states, weights = self._on_host
-        begin = perf_counter()
         found = torch.zeros(states.shape, dtype=torch.float32)
         for number in self.taken:
             rows, places = (self._table == number).nonzero(as_tuple=True)
             made = self._cpu.product((self._layer, number), states[rows])
             found.index_add_(0, rows, made.float() * weights[rows, places, None].float())
         size = sum(self._cpu.size((self._layer, number)) for number in self.taken)
-        self._cpu.rates.cpu.add(size, perf_counter() - begin)
+        self._cpu.rates.cpu.add(size, perf_counter() - self._begin)
         return landed(found, self._states.device)
 
     def together(self, on_device: Tensor | None, on_cpu: Tensor) -> Tensor:

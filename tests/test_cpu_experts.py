@@ -50,7 +50,7 @@ def sharing(patch: Patch, *counts: int) -> None:
     """Give the CPU so many of the experts asked for, call by call, in turn; -1 stands for all of them."""
     turns = cycle(counts)
 
-    def share(_cpu: CpuExperts, asked: int, _size: int, _before: int, most: int) -> int:
+    def share(_cpu: CpuExperts, asked: int, _size: int, _besides: int, most: int) -> int:
         count = next(turns)
         return min(most, asked if count < 0 else count)
 
@@ -312,22 +312,22 @@ def test_coded_experts_stay_on_the_link(mixture: Kinds, monkeypatch: Patch) -> N
 @settings(max_examples=200, deadline=None)
 @given(
     asked=st.integers(1, 12),
-    before=st.integers(0, 40),
+    besides=st.integers(0, 40),
     link=st.floats(0.5, 64),
     beside=st.floats(0.5, 64),
     cpu=st.floats(0.5, 64),
 )
 def test_the_share_makes_the_longer_of_both_times_the_shortest(
-    asked: int, before: int, link: float, beside: float, cpu: float
+    asked: int, besides: int, link: float, beside: float, cpu: float
 ) -> None:
     size, rates = 8, Rates()
     for rate, value in ((rates.alone, link), (rates.beside, beside), (rates.cpu, cpu)):
         rate.add(1000, 1000 / value)
-    found = rates.best(asked, size, before)
+    found = rates.best(asked, size, besides)
 
     def seconds(count: int) -> float:
         speed = beside if count else link
-        return max((before + (asked - count) * size) / speed, count * size / cpu)
+        return max((besides + (asked - count) * size) / speed, count * size / cpu)
 
     assert seconds(found) == pytest.approx(min(map(seconds, range(asked + 1))))
     assert all(seconds(fewer) > 0.999 * seconds(found) for fewer in range(found))
@@ -437,6 +437,27 @@ def test_rates_are_measured_at_load_and_in_passes(mixture: Kinds, queued: None, 
         steps(loaded)
     assert rates.cpu.bandwidth == pytest.approx(size / 1e-2, rel=0.05), "what delays the CPU is counted"
     loaded.close()
+
+
+def test_all_that_the_link_still_brings_for_a_layer_counts(mixture: Kinds, waiting: None, monkeypatch: Patch) -> None:
+    """Attention and router of a layer, if they do not stay on the device, and the rest of guesses."""
+    found: list[int] = []
+
+    def counted(_cpu: CpuExperts, asked: int, size: int, besides: int, most: int) -> int:
+        found.append(besides)
+        return 0
+
+    monkeypatch.setattr(CpuExperts, "share", counted)
+    for share, guess in ((None, "off"), (None, "auto"), ("60%", "off")):
+        loaded = load(mixture("mixtral"), share=share, expert_guess=guess, experts_cpu="on")
+        found.clear()
+        steps(loaded)
+        spec, ring = loaded.plan.model, loaded._ring
+        assert ring is not None
+        assert bool(ring.streamed) == (share is None)
+        assert min(found) == pytest.approx(spec.dense_layer_bytes if ring.streamed else 0, rel=0.02)
+        assert (max(found) > min(found)) == (guess == "auto")
+        loaded.close()
 
 
 def test_copies_come_first_and_the_device_works_meanwhile(mixture: Kinds, queued: None, monkeypatch: Patch) -> None:

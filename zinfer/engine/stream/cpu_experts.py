@@ -3,9 +3,9 @@ they lie, in host memory.
 
 The link brings an expert at its own rate, and the CPU reads one at that of host memory, both at once. So of the experts
 that are neither on the device nor on their way, the CPU gets as many as make the longer of two times the shortest: the
-link's for the others, and its own. The rates are those of the experts themselves: measured on a few of them at load,
-and on all of them in each pass. What the CPU does costs the link some of its rate, since both read the same memory:
-hence the link has two rates, alone and beside the CPU.
+link's for all that it still has to bring for a layer, and its own. The rates are those of the experts themselves:
+measured on a few of them at load, and on all of them in each pass. What the CPU does costs the link some of its rate,
+since both read the same memory: hence the link has two rates, alone and beside the CPU.
 
 The device computes its experts with the model's own function, which sees no others: the places of the CPU's experts
 among those chosen are given to an expert that is there, with a weight of 0. The CPU computes its own after the device
@@ -76,11 +76,11 @@ class Rates:
         """True once link and CPU were measured; without a GPU no link is."""
         return bool(self.alone.bandwidth and self.cpu.bandwidth)
 
-    def seconds(self, count: int, asked: int, size: int, before: int) -> float:
-        """Return the time for `asked` experts of `size` bytes, `count` of them on the CPU and the others over the link
-        behind `before` other bytes."""
+    def seconds(self, count: int, asked: int, size: int, besides: int) -> float:
+        """Return the time for `asked` experts of `size` bytes, `count` of them on the CPU and the others over the link,
+        which brings `besides` other bytes for a layer."""
         link = (count and self.beside.bandwidth) or self.alone.bandwidth
-        crossing = before + (asked - count) * size
+        crossing = besides + (asked - count) * size
         return max(crossing / link if crossing else 0.0, count * size / self.cpu.bandwidth if count else 0.0)
 
     def settings(self) -> dict[str, Option]:
@@ -88,12 +88,12 @@ class Rates:
         names = {"expert_link_bandwidth": self.alone, "expert_link_bandwidth_beside_cpu": self.beside}
         return {name: round(rate.bandwidth) for name, rate in (names | {"expert_cpu_bandwidth": self.cpu}).items()}
 
-    def best(self, asked: int, size: int, before: int) -> int:
+    def best(self, asked: int, size: int, besides: int) -> int:
         """Return how many of `asked` experts the CPU computes in the shortest time: the least such number, all if a
         rate is not known."""
         if not self.known:
             return asked
-        return min(range(asked + 1), key=lambda count: self.seconds(count, asked, size, before))
+        return min(range(asked + 1), key=lambda count: self.seconds(count, asked, size, besides))
 
 
 class CpuExperts:
@@ -146,12 +146,12 @@ class CpuExperts:
         stored = next(iter(self._images[layer].blocks.values())).dtype
         return Call(self, layer, states, chosen, weights) if alike and states.dtype == stored else None
 
-    def share(self, asked: int, size: int, before: int, most: int) -> int:
-        """Return how many of `asked` experts of `size` bytes the CPU computes now, `most` at most; `before` bytes cross
-        the link before the others."""
-        found = self.rates.best(asked, size, before)
+    def share(self, asked: int, size: int, besides: int, most: int) -> int:
+        """Return how many of `asked` experts of `size` bytes the CPU computes now, `most` at most; the link brings the
+        others, and `besides` bytes for a layer."""
+        found = self.rates.best(asked, size, besides)
         if found and self.rates.known and not self._always:
-            alone, shared = (self.rates.seconds(count, asked, size, before) for count in (0, found))
+            alone, shared = (self.rates.seconds(count, asked, size, besides) for count in (0, found))
             found = found if shared <= GAIN * alone else 0
         self._uses = found > 0
         self._calls += 1

@@ -453,6 +453,7 @@ class ExpertPool:
         self._guesses, self._guessed_layer = _Guesses(), -1
         self._choice, self._guess = _Choice(self._queues), _Choice(self._queues)
         self._cpu, self._beside = cpu, False  # the CPU computes experts while those asked for come
+        self._dense = 0  # bytes that the link brings for a layer with experts besides these
         self._timed: deque[tuple[int, Mark, Mark, bool]] = deque(maxlen=256)  # bytes of copies; beside the CPU or not
         # Points in the copy queue: behind the latest expert that was used, and behind all that was issued with it.
         self._needed: Event | None = None
@@ -554,6 +555,8 @@ class ExpertPool:
     def begin(self, scanning: bool) -> None:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order."""
         self.scanning, self._beside = scanning, False
+        dense = sum(self._ring.images[layer].end - self._ring.images[layer].start for layer in self._ring.streamed)
+        self._dense = dense // len(self.images)
         self._asked.clear()
         while self._coming:
             self._drop(next(iter(self._coming)))
@@ -646,9 +649,9 @@ class ExpertPool:
         if not asked:
             return set()
         begun = [key for key in self._guesses.begun if key[0] == layer]  # they were chosen, the others are dropped
-        before = self._guesses.left() + sum(self._image(key).size - self._guesses.begun[key] for key in begun)
+        besides = self._guesses.left() + sum(self._image(key).size - self._guesses.begun[key] for key in begun)
         most = len(asked) - (len(self._cache) < self._cached)
-        count = self._cpu.share(len(asked), self._image(asked[0]).size, before, most)
+        count = self._cpu.share(len(asked), self._image(asked[0]).size, besides + self._dense, most)
         left = sorted(asked, key=self._cache.rank)[:count]
         for key in left:
             self._cache.use(key)

@@ -453,6 +453,7 @@ class ExpertPool:
         self._guesses, self._guessed_layer = _Guesses(), -1
         self._choice, self._guess = _Choice(self._queues), _Choice(self._queues)
         self._cpu, self._beside = cpu, False  # the CPU computes experts while those asked for come
+        self._attached: list[nn.Module] = []  # modules of experts
         self._dense = 0  # bytes that the link brings for a layer with experts besides these
         self._timed: deque[tuple[int, Mark, Mark, bool]] = deque(maxlen=256)  # bytes of copies; beside the CPU or not
         # Points in the copy queue: behind the latest expert that was used, and behind all that was issued with it.
@@ -524,6 +525,7 @@ class ExpertPool:
             return call.together(on_device, on_cpu)
 
         experts.module.forward = forward
+        self._attached.append(experts.module)
         if self._routers is not None:
             self._routers.attach(layer, module, experts.module)
 
@@ -664,6 +666,9 @@ class ExpertPool:
     def close(self) -> None:
         if self._queues is not None:
             self._queues.finish()
+        for module in self._attached:
+            del module.forward  # it holds the module, and the pool
+        self._attached = []
         if self._cpu is not None:
             self._cpu.close()
         self._at, self._coming, self._ahead = {}, {}, iter(())

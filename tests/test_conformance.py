@@ -80,6 +80,7 @@ def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest
         "packed": "refused",
         "kv-cpu": "differs",
         "kv-link": "differs",
+        "int8": "differs",
         "experts": "does not apply",
         "requests": "differs",
         "mixed": "differs",

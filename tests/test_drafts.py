@@ -140,10 +140,10 @@ def test_no_row_goes_beyond_the_positions_of_its_model(
     check(found, known)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("falcon_h1", "state that cannot"), ("mamba", "state that cannot forget")])
-def test_models_that_cannot_forget_are_refused(name: str, reason: str, kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba"])
+def test_models_that_cannot_forget_are_refused(name: str, kind: Any, tmp_path: Path) -> None:
     engine = load("stream", kind(name), "cpu", tmp_path)
-    with pytest.raises(EngineError, match=reason):
+    with pytest.raises(EngineError, match="state that cannot forget"):
         ContinuousScheduler(engine, Words(), LOAD, drafter=NgramDrafter())  # type: ignore[arg-type]
     engine.close()
 

@@ -1,5 +1,6 @@
 """Comparison of one type in every way: zinfer's greedy tokens against those of `transformers.generate`."""
 
+import json
 import shutil
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import click
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -46,6 +48,7 @@ class Way(NamedTuple):
     options: dict[str, Option] = {}  # noqa: RUF012
     prefill_tokens: int | None = None  # prompt tokens in one forward pass at most
     packed: bool = False
+    rounded: bool = False  # the quantised copy that `zinfer pack --weights int8` makes
     experts: bool = False  # for mixtures of experts alone
     rows: bool = False
     drafts: bool = False  # some of them wrong
@@ -63,6 +66,7 @@ WAYS: dict[str, Way] = {
     "kv-link": Way(
         "streamed, KV cache in host memory, over the link", options={"kv_offload": "cpu", "kv_attention": "gpu"}
     ),
+    "int8": Way("streamed from a copy with weights in int8", rounded=True),
     "experts": Way("streamed, experts on demand", options={"experts": "on-demand"}, experts=True),
     "requests": Way("streamed, requests that come and go", rows=True),
     "mixed": Way(
@@ -92,6 +96,14 @@ class Outcome(NamedTuple):
 Tell = Callable[[str, Outcome], None]
 
 
+class Reference(NamedTuple):
+    """Prompts, left-padded, ``[B, max length]``, their mask, and the tokens that follow, ``[B, OUTPUT_LEN]``."""
+
+    token_ids: Tensor
+    mask: Tensor
+    tokens: Tensor
+
+
 class CannotCompare(ValueError):
     """Raised for a model whose own `generate` is no reference."""
 
@@ -108,14 +120,14 @@ def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
     """
     directory = scratch / subject.type
     try:
-        token_ids, mask, expected = _saved(subject, directory, tell)
+        model_class, known = _saved(subject, directory, tell)
     except CannotBuild as error:
         return tell("all", Outcome("cannot be built", _clean(error, scratch)))
     except CannotCompare as error:
         return tell("all", Outcome("cannot be compared", _clean(error, scratch)))
     except Exception as error:
         return tell("all", Outcome("cannot be compared", f"transformers: {_clean(error, scratch)} {_place(error)}"))
-    tell("reference", Outcome("right", "" if not mask.all() else "one length"))
+    tell("reference", Outcome("right", "" if not known.mask.all() else "one length"))
     mixture = False
     with suppress(*REFUSALS):  # the ways will tell
         mixture = find(str(directory), "float32", None, "safetensors").spec.num_experts > 1
@@ -123,28 +135,34 @@ def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
         if way.experts and not mixture:
             tell(name, Outcome("does not apply"))
         else:
-            tell(name, _outcome(way, directory, token_ids, mask, expected, scratch))
+            tell(name, _outcome(way, directory, model_class, known, scratch))
 
 
-def _saved(subject: Subject, directory: Path, tell: Tell) -> tuple[Tensor, Tensor, Tensor]:
-    """Save the first model that is worth comparing in `directory`; return its `reference`."""
+def _saved(subject: Subject, directory: Path, tell: Tell) -> tuple[type[PreTrainedModel], Reference]:
+    """Save the first model that is worth comparing in `directory`; return its class and its `reference`."""
     for gain in GAINS:
         shutil.rmtree(directory, ignore_errors=True)
         model = small_model(subject, gain)
         tell("family", Outcome("right", family(model)))
         save(model, directory)
         try:
-            return reference(type(model), directory)
+            return type(model), reference(type(model), directory)
         except Monotonous as error:
             why = error
     raise why
 
 
-def _outcome(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, expected: Tensor, scratch: Path) -> Outcome:
+def _outcome(way: Way, directory: Path, model_class: type[PreTrainedModel], known: Reference, scratch: Path) -> Outcome:
     try:
-        found = run(way, directory, token_ids, mask, expected, scratch)
+        if way.rounded:
+            directory, plain = rounded(directory, scratch)
+            known = reference(model_class, plain)
+        expected = known.tokens
+        found = run(way, directory, known, scratch)
     except REFUSALS as error:
         return Outcome("refused", _clean(error, scratch))
+    except CannotCompare:
+        return Outcome("does not apply")
     except Exception as error:
         return Outcome("crash", f"{_clean(error, scratch)} {_place(error)}")
     if torch.equal(found, expected):
@@ -184,9 +202,9 @@ def prompts(seed: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     return token_ids * mask, mask
 
 
-def reference(model_class: type[PreTrainedModel], directory: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Return prompts, their mask, and the tokens that `transformers.generate` adds, ``[B, OUTPUT_LEN]``: the same ones
-    together as alone. The prompts are of one length if those of padded rows are not.
+def reference(model_class: type[PreTrainedModel], directory: Path) -> Reference:
+    """Return prompts with the tokens that `transformers.generate` adds, the same ones together as alone. The prompts
+    are of one length if those of padded rows are not.
 
     Raises CannotCompare if these are no usable reference.
     """
@@ -214,7 +232,7 @@ def reference(model_class: type[PreTrainedModel], directory: Path) -> tuple[Tens
         elif not torch.equal(tokens, _alone(model, token_ids, mask)):
             why = "transformers gives a prompt other tokens in a batch than alone"
         else:
-            return token_ids, mask, tokens
+            return Reference(token_ids, mask, tokens)
     raise Monotonous(why)
 
 
@@ -224,6 +242,26 @@ def _alone(model: PreTrainedModel, token_ids: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([
         model.generate(input_ids=row, attention_mask=torch.ones_like(row)).sequences[:, row.shape[1] :] for row in rows
     ])  # fmt: skip
+
+
+def rounded(directory: Path, scratch: Path) -> tuple[Path, Path]:
+    """Make a copy of a checkpoint with weights in int8, and another with the same weights as numbers; return both."""
+    copy, plain = scratch / "int8", scratch / "plain"
+    words = ["--model", str(directory), "--dtype", "fp32", "--weights", "int8", "--output", str(copy)]
+    pack.command.main(words, standalone_mode=False)
+    shutil.copytree(copy, plain)
+    for file in plain.glob("*.safetensors"):
+        tensors = load_file(file)
+        scales = {
+            name.removesuffix("_scale"): tensors.pop(name) for name in [*tensors] if name.endswith("weight_scale")
+        }
+        tensors |= {name: tensors[name].float() * scale for name, scale in scales.items()}
+        save_file(tensors, file, {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    for one in (config, *(each for each in config.values() if isinstance(each, dict))):
+        one.pop("quantization_config", None)
+    (plain / "config.json").write_text(json.dumps(config))
+    return copy, plain
 
 
 @contextmanager
@@ -254,8 +292,9 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
         running.close()
 
 
-def run(way: Way, directory: Path, token_ids: Tensor, mask: Tensor, expected: Tensor, scratch: Path) -> Tensor:
+def run(way: Way, directory: Path, known: Reference, scratch: Path) -> Tensor:
     """Return zinfer's greedy tokens, ``[B, OUTPUT_LEN]``."""
+    token_ids, mask, expected = known
     with loaded(way, directory, scratch) as running:
         if way.rows:
             prompts = [row[seen.bool()].tolist() for row, seen in zip(token_ids, mask, strict=True)]

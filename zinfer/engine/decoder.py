@@ -5,8 +5,10 @@ mask, so that left-padded rows count from their own first token, as `generate` d
 """
 
 import inspect
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from zinfer.spec import lease
 from zinfer.spec.lease import OwnFolder
 from zinfer.spec.progress import Progress, silent
 
+WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # of transformers.masking_utils
 CACHE_NAMES = ("past_key_values", "cache_params")  # names of the cache argument of forward passes
 
 
@@ -172,6 +175,7 @@ class Decoder(Engine):
         self._in_modules = any(hasattr(module, "_setup_cache") for module in self.model.modules())
         self._own_cache = self._in_modules or not takes_default()
         self._rope_switch = rope_switch(self.model)
+        self._masks_window = masks_window(self.model)
 
     def _call(self, batch: DecoderBatch, **inputs: object) -> Tensor:
         """Run one forward pass and return its logits ``[B, n, V]``."""
@@ -240,6 +244,7 @@ class Decoder(Engine):
             raise EngineError(f"snapshots hold {known} positions of a prompt of {length}: one at least must be new")
         return known
 
+    @cached_property
     def _kinds_of_layers(self) -> list[Any]:
         """Return the layers of a cache of the model; none if it makes its own, or holds more than keys, values and
         states."""
@@ -249,7 +254,13 @@ class Decoder(Engine):
     @property
     def _counts(self) -> bool:
         """True if the model numbers positions by itself."""
-        return "position_ids" not in self._accepted and bool(self._kinds_of_layers())
+        return "position_ids" not in self._accepted and bool(self._kinds_of_layers)
+
+    @property
+    def _windows(self) -> list[int]:
+        """Sliding windows of the layers, in tokens."""
+        attention = RowCache(layers=self._kinds_of_layers).attention
+        return [one.slots.window for one in attention.values() if one.slots.window]
 
     def _probed(self, first: nn.Module, device: torch.device) -> Probe:
         """Find out what the model can do with positions; weights outside of the layers must be on `device`."""
@@ -271,22 +282,23 @@ class Decoder(Engine):
         return None
 
     def cannot_chunk(self) -> str | None:
-        layers, name = self._kinds_of_layers(), self.plan.model.name
+        layers, name = self._kinds_of_layers, self.plan.model.name
         if not layers or not RowCache(layers=layers).only_keys:
             return f"layers of {name} take a prompt as a whole: they hold more than keys and values"
         if not self._probe.chunks:
             return f"{name} takes a prompt as a whole, and then one token at a time"
+        if self._windows and not self._masks_window:
+            return f"{name} takes a prompt as a whole: its masks know nothing of the window that its cache keeps"
         return None
 
     def cannot_draft(self) -> str | None:
-        layers, name = self._kinds_of_layers(), self.plan.model.name
+        layers, name = self._kinds_of_layers, self.plan.model.name
         if not layers or not RowCache(layers=layers).only_keys:
             return f"layers of {name} hold a state that cannot forget single tokens: drafts are not for them"
         return self.cannot_chunk()
 
     def one_length(self) -> str | None:
-        name, attention = self.plan.model.name, RowCache(layers=self._kinds_of_layers()).attention
-        windows = [one.slots.window for one in attention.values() if one.slots.window]
+        name, windows = self.plan.model.name, self._windows
         local = "local" in getattr(self.model.config, "attention_layers", ())  # GPT-Neo cuts its window out by itself
         if windows or local:
             window = f"its window of {min(windows)} tokens" if windows else "the window of its local layers"
@@ -297,7 +309,7 @@ class Decoder(Engine):
 
     def cannot_regroup(self) -> str | None:
         name = self.plan.model.name
-        if not self._kinds_of_layers():
+        if not self._kinds_of_layers:
             return f"the layers of {name} keep their cache whole"
         if (why_not := self.cannot_pad()) is not None:
             return why_not
@@ -346,7 +358,7 @@ class Decoder(Engine):
                 batch.closed_up(kept)
 
     def cannot_snapshot(self) -> str | None:
-        layers = self._kinds_of_layers()
+        layers = self._kinds_of_layers
         if not layers or any(type(layer) is not FixedLayer for layer in layers):
             return f"the layers of {self.plan.model.name} hold another state than keys and values"
         windows = {layer.slots.window for layer in layers} - {None}
@@ -504,6 +516,12 @@ def rope_switch(model: PreTrainedModel) -> int | None:
         if group.get("rope_type") == "longrope" and group.get("original_max_position_embeddings")
     ]
     return min(switches, default=None)
+
+
+def masks_window(model: PreTrainedModel) -> bool:
+    """Tell whether the code of a model makes masks that end with a window: the names of what it imports tell."""
+    modules = {type(module).__module__ for module in model.modules()}
+    return any(mask in vars(sys.modules[name]) for name in modules for mask in WINDOW_MASKS)
 
 
 def scratch(nvme_path: str | None, made: Sequence[str]) -> OwnFolder:

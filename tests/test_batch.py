@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from tests import mentions
 from zinfer.job.batch.intake import rows_of, split
 from zinfer.job.batch.openai import BatchRequest, Done, Fault, answer, decode, encode, failure, read_requests, refusal
+from zinfer.job.openai import chat_logprobs
 from zinfer.record.jsonl import Garbled
+from zinfer.worker.tasks import TokenScore
 
 TALK = [{"role": "user", "content": "hi"}]
 
@@ -24,6 +26,12 @@ def line(body: Any, chat: bool = False, **fields: Any) -> bytes:
 def one(content: bytes) -> BatchRequest | Fault:
     (found,) = read_requests(content)
     return found
+
+
+def test_the_bytes_of_a_token_are_told_if_it_is_whole_characters() -> None:
+    scores = [TokenScore(token="é", logprob=-1.0, top=[("\ufffd", -2.0)])]
+    (found,) = chat_logprobs(scores)["content"]
+    assert (found["bytes"], found["top_logprobs"][0]["bytes"]) == ([0xC3, 0xA9], None)
 
 
 def test_a_request_is_understood() -> None:

@@ -35,7 +35,7 @@ class Words:
     ends: frozenset[int] = frozenset()
     padding = 0
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], _before: Sequence[int] = ()) -> str:
         return " ".join(map(str, token_ids))
 
 

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from zinfer.generation.detokenizer import Detokenizer, Dialogue, decode
+from zinfer.generation.detokenizer import Detokenizer, Dialogue
 from zinfer.generation.radix_tree import common
-from zinfer.generation.tokenizer import byte_tokenizer
+from zinfer.generation.tokenizer import byte_tokenizer, decode
 from zinfer.spec.model import ModelError
 
 EXTENDING = (

@@ -1,5 +1,7 @@
 """Text generation, end to end: equal to that of `transformers`, and ended at the right token."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.test_parity import MACHINE
 from zinfer.engine.stream import Stream
 from zinfer.generation import scheduler
+from zinfer.generation.detokenizer import TextPieces
 from zinfer.generation.sampling import NotFiniteError, Sampling
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
 from zinfer.plan.plan import make_plan
@@ -67,6 +70,31 @@ def test_texts_are_those_of_transformers_in_any_batch(checkpoint: Callable[..., 
     engine.close()
 
 
+def test_a_text_keeps_the_space_that_some_tokenizers_drop_at_the_beginning(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As Llama 2's and Mixtral's do. Text that continues a prompt begins with it, an answer of a chat does not."""
+    directory = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    file = directory / "tokenizer.json"
+    drop = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    content = json.loads(file.read_text()) | {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, drop]}}
+    file.write_text(json.dumps(content))
+    tokenizer = Tokenizer(from_directory(directory))
+    prompt, answer = tokenizer.encode("Once"), tokenizer.encode(" upon it")
+    assert tokenizer.decode(answer) == "upon it"
+    for chat, stop, text in (
+        (False, (), " upon it"), (True, (), "upon it"), (False, (" upon",), ""), (False, (" it",), " upon"),
+    ):  # fmt: skip
+        sequence, pieces = scheduler.Sequence(prompt, len(answer), chat=chat, stop=stop), TextPieces(tokenizer)
+        shown = ""
+        for token in answer:
+            if not sequence.ended:
+                scheduler.add_token(tokenizer, sequence, token, True)
+                shown += pieces.add(sequence)
+        assert sequence.text == shown == text
+    assert [tokenizer.text_of(token) for token in (answer[0], answer[1], 2)] == [" ", "u", "</s>"]
+
+
 def test_rows_end_at_their_own_end_token(checkpoint: Callable[..., Path]) -> None:
     """The third token of a row is declared its end: the row stops there, the others continue."""
     engine, spec = engine_for(checkpoint("opt"))
@@ -99,6 +127,14 @@ def test_drawn_texts_do_not_depend_on_the_batch(checkpoint: Callable[..., Path])
     ]
     assert ways[0] == ways[1] == ways[2]
     assert ways[0][0] != ways[0][3]
+    row = scheduler.Sequence(Tokenizer(spec).encode(PROMPTS[0]), 12, sampling, ignore_eos=True)  # as a batch job's is
+    running = scheduler.ContinuousScheduler(
+        engine, Tokenizer(spec), Workload(batch_size=1, input_len=16, output_len=16)
+    )
+    running.add([row])
+    while running.running:
+        running.step()
+    assert row.output_ids == ways[0][0]
     other = generate(engine, spec, prompts, 4, sampling=sampling.model_copy(update={"seed": "4"}), **how)
     assert [sequence.output_ids for sequence in other] != ways[0]
     engine.close()

@@ -108,7 +108,7 @@ def test_answers_are_shown_in_the_order_of_their_prompts(capsys: pytest.CaptureF
 
 def test_pieces_wait_for_whole_characters() -> None:
     class Bytes:
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], before: Any = ()) -> str:
             return bytes(ids).decode(errors="replace")
 
     pieces, sequence = TextPieces(Bytes()), Sequence([1], 9)  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def test_pieces_of_a_long_text_are_its_text_up_to_a_stop(stops: tuple[str, ...])
     class Words:
         decoded = 0
 
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], before: Any = ()) -> str:
             self.decoded += len(ids)
             return "".join(words[number] for number in ids).replace(" .", ".").replace(" ,", ",").replace(" n't", "n't")
 

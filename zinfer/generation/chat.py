@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from zinfer.engine.base import Engine
 from zinfer.generation.detokenizer import Detokenizer, Dialogue
 from zinfer.generation.prefix_cache import PrefixCache
-from zinfer.generation.sampling import NotFiniteError, Sampling
+from zinfer.generation.sampling import NotFiniteError, Sampling, nth_seed
 from zinfer.generation.scheduler import Scheduler, Sequence
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.plan.plan import Plan
@@ -88,9 +88,9 @@ class Chat:
             raise ModelError(f"the conversation has {len(ids)} tokens, and {spec.name} {spec.max_position} positions")
         past = self._cache.find(ids) if self._cache is not None else []
         reloaded = sum(part.length for part in past)
-        sampling = self._sampling.model_copy(update={"seed": f"{self._sampling.seed}/{self._turns}"})
+        sampling = self._sampling.model_copy(update={"seed": nth_seed(self._sampling.seed, self._turns)})
         self._turns += 1
-        self._answer = Sequence(ids, left, sampling, ignore_eos=self._ignore_eos)
+        self._answer = Sequence(ids, left, sampling, ignore_eos=self._ignore_eos, chat=True)
         self._detokenizer, self._shown = Detokenizer(self._tokenizer.hf), 0
         self._scheduler.start([self._answer], left, past)
         return self._piece(), reloaded, len(ids) - reloaded

@@ -9,14 +9,13 @@ exactly that text; otherwise the whole text is, and the common beginning of both
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from zinfer.generation.tokenizer import chat_template
+from zinfer.generation.tokenizer import CONTEXT, chat_template, decode
 from zinfer.spec.model import ModelError
 
 if TYPE_CHECKING:
     from zinfer.generation.scheduler import Sequence
     from zinfer.generation.tokenizer import Tokenizer
 
-TAIL = 16  # tokens before the added ones: enough context to check that these decode to the added text
 SETTLED = 64  # tokens after which the text before them is not decoded again
 UNFINISHED = "\ufffd"  # the tokenizer decodes the bytes of an incomplete character to it
 
@@ -63,7 +62,7 @@ class Dialogue:
         `whole`."""
         if not self._ids or not whole.startswith(self._text):
             return None
-        added, tail = whole[len(self._text) :], self._ids[-TAIL:]
+        added, tail = whole[len(self._text) :], self._ids[-CONTEXT:]
         new: list[int] = self._tokenizer(added, add_special_tokens=False).input_ids
         before, after = (decode(self._tokenizer, ids, special=True) for ids in (tail, tail + new))
         return self._ids + new if new and after == before + added else None
@@ -90,11 +89,6 @@ class Detokenizer:
         """Return the text that `add` has not returned yet, even if its last character is not complete."""
         before = decode(self._tokenizer, self._ids[self._start : self._done])
         return decode(self._tokenizer, self._ids[self._start :])[len(before) :]
-
-
-def decode(tokenizer: Any, ids: list[int], special: bool = False) -> str:
-    """Return the text of `ids`, without cleaning up spaces; `special` keeps special tokens."""
-    return str(tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
 class TextPieces:
@@ -134,11 +128,12 @@ class TextPieces:
     def _text(self, sequence: "Sequence") -> str:
         ids = sequence.output_ids
         count, settled = self._settled.get(sequence.key, (0, ""))
-        first = max(0, count - TAIL)
+        first = max(0, count - CONTEXT)
         head, both = self._tokenizer.decode(ids[first:count]), self._tokenizer.decode(ids[first:])
-        if count and not (settled.endswith(head) and both.startswith(head)):
-            return self._tokenizer.decode(ids)
-        text = settled + both[len(head) :]
+        if count and settled.endswith(head) and both.startswith(head):
+            text = settled + both[len(head) :]
+        else:
+            text = self._tokenizer.decode(ids, sequence.before)
         if len(ids) >= count + SETTLED and not text.endswith(UNFINISHED):
             self._settled[sequence.key] = len(ids), text
         return text

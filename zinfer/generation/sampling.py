@@ -41,6 +41,12 @@ class Sampling(Frozen):
 GREEDY = Sampling()
 
 
+def nth_seed(seed: str, number: int) -> str:
+    """Return the seed of one of several rows, counted from 0, that were given one seed. The first one keeps it, so that
+    equal requests draw equal tokens, alone or with others, in every command."""
+    return f"{seed}/{number}" if number else seed
+
+
 def waiting_times(samplings: Sequence[Sampling], places: Sequence[int], size: int, device: "device") -> "Tensor":
     """Return exponentially distributed numbers for the tokens of each row, float32 ``[n, size]``: always the same for a
     row's seed, its place, and a token."""

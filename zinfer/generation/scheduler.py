@@ -23,7 +23,7 @@ from zinfer.generation import passes
 from zinfer.generation.draft_model import drafter_of
 from zinfer.generation.drafts import MOST, Drafter, DraftRow, Drafts
 from zinfer.generation.prefix_cache import PrefixCache
-from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, scores
+from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, nth_seed, scores
 from zinfer.generation.schedule import (
     EXPANDED_SHARE,
     Abilities,
@@ -153,7 +153,8 @@ class Sequence:
 
     `left` is the number of tokens that it may still get. Once it has ended, `finish_reason` is ``stop`` (an end token,
     or one of the texts `stop`) or ``length`` and `text` its output; or `error` says why it has none. The end token is
-    not part of `output_ids`. `cached` counts the tokens of the prompt whose keys and values were kept and not computed.
+    not part of `output_ids`. The text continues that of the prompt; with `chat` it is a text of its own. `cached`
+    counts the tokens of the prompt whose keys and values were kept and not computed.
 
     `logprobs` asks for the scores of its tokens, with that many others in each place: `scores` are those of
     `output_ids` and of the end token, if it ended with one, and with `echo` `prompt_scores` those of the prompt from
@@ -167,6 +168,7 @@ class Sequence:
     ignore_eos: bool = False
     output_ids: list[int] = field(default_factory=list)
     key: int = 0
+    chat: bool = False
     finish_reason: Literal["stop", "length"] | None = None
     error: str | None = None
     text: str = ""
@@ -184,6 +186,11 @@ class Sequence:
     @property
     def ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def before(self) -> list[int]:
+        """Tokens whose text its own continues."""
+        return [] if self.chat else self.prompt_ids
 
 
 class Scheduler:
@@ -286,7 +293,7 @@ def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool
     if not finite:
         sequence.error = str(NotFiniteError())
     elif token in tokenizer.ends and not sequence.ignore_eos:
-        sequence.finish_reason, sequence.text = "stop", tokenizer.decode(sequence.output_ids)
+        sequence.finish_reason, sequence.text = "stop", tokenizer.decode(sequence.output_ids, sequence.before)
     else:
         sequence.output_ids.append(token)
         sequence.left -= 1
@@ -294,7 +301,7 @@ def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool
         if text is not None:
             sequence.finish_reason, sequence.text = "stop", text
         elif sequence.left == 0:
-            sequence.finish_reason, sequence.text = "length", tokenizer.decode(sequence.output_ids)
+            sequence.finish_reason, sequence.text = "length", tokenizer.decode(sequence.output_ids, sequence.before)
 
 
 def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
@@ -302,10 +309,11 @@ def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
     if not sequence.stop:
         return None
     recent = 8 + max(len(stop.encode(errors="replace")) for stop in sequence.stop)  # a token is a byte at least
-    tail = tokenizer.decode(sequence.output_ids[-recent:])
+    ids = sequence.output_ids
+    tail = tokenizer.decode(ids[-recent:], ids[:-recent] or sequence.before)
     if not any(stop in tail for stop in sequence.stop):
         return None
-    text = tokenizer.decode(sequence.output_ids)
+    text = tokenizer.decode(sequence.output_ids, sequence.before)
     places = [place for stop in sequence.stop if (place := text.find(stop)) >= 0]
     return text[: min(places)] if places else None
 
@@ -872,7 +880,7 @@ def continue_prompts(
     """
     sequences = []
     for number, prompt in enumerate(prompts):
-        own = sampling.model_copy(update={"seed": f"{sampling.seed}/{number}"})
+        own = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
         sequences.append(Sequence(tokenizer.encode(prompt), output_len, own, ignore_eos=ignore_eos, key=number))
         if not sequences[-1].prompt_ids:
             raise ModelError(f"prompt {prompt!r} {NO_TOKENS}")

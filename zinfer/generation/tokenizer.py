@@ -11,6 +11,7 @@ from zinfer.spec.model import ModelError, ModelSpec
 if TYPE_CHECKING:  # it takes seconds to import, and whoever decodes without text does not need it
     from transformers import PreTrainedTokenizerBase
 
+CONTEXT = 16  # tokens before others, enough to know how the text goes on
 NO_TOKENS = "has no tokens: it needs at least one"
 
 
@@ -22,6 +23,7 @@ class Tokenizer:
         self.ends = eos_token_ids(spec, self.hf)
         self._spec = spec
         self._template: ChatTemplate | None = None
+        self._letter: list[int] | None = None  # tokens of a text that a token is shown behind
         padding = int(self.hf.pad_token_id or 0)
         self.padding = padding if 0 <= padding < spec.vocab_size else 0  # no row attends to it
 
@@ -75,13 +77,25 @@ class Tokenizer:
         except Exception as error:  # a template says no in whatever way its author chose
             return " ".join(str(error).split())[:300] or type(error).__name__
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the text of `token_ids`, special tokens left out."""
-        return str(self.hf.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Iterable[int], before: Sequence[int] = ()) -> str:
+        """Return the text of `token_ids`, special tokens left out; with `before`, as it continues the text of those.
+
+        Tokenizers such as Llama 2's drop the space before the first word of every text.
+        """
+        ids = list(token_ids)
+        if before:
+            context = list(before)[-CONTEXT:]
+            head, both = self.decode(context), self.decode(context + ids)
+            if both.startswith(head):
+                return both[len(head) :]
+        return str(self.hf.decode(ids, skip_special_tokens=True))
 
     def text_of(self, token: int) -> str:
-        """Return the text of one token, also of a special one."""
-        return str(self.hf.decode([token], skip_special_tokens=False))
+        """Return the text of one token within a text, also of a special one."""
+        if self._letter is None:
+            self._letter = self.hf("a", add_special_tokens=False).input_ids
+        head, both = (decode(self.hf, ids, special=True) for ids in (self._letter, [*self._letter, token]))
+        return both[len(head) :] if both.startswith(head) else decode(self.hf, [token], special=True)
 
 
 def load_tokenizer(spec: ModelSpec) -> "PreTrainedTokenizerBase":
@@ -122,6 +136,11 @@ def _check_library(error: BaseException) -> None:
     compiled code, which is none."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
+
+
+def decode(tokenizer: Any, ids: list[int], special: bool = False) -> str:
+    """Return the text of `ids`, without cleaning up spaces; `special` keeps special tokens."""
+    return str(tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
 def count_tokens(file: Path, texts: list[str]) -> list[int] | None:

@@ -340,7 +340,12 @@ def chat_logprobs(scores: "Sequence[TokenScore]") -> dict[str, Any]:
     """Return log-probabilities as ``/v1/chat/completions`` has them."""
 
     def entry(token: str, logprob: float) -> dict[str, Any]:
-        return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode(errors="replace"))}
+        whole = "\ufffd" not in token  # else it is part of a character, whose bytes are not known here
+        return {
+            "token": token,
+            "logprob": _finite(logprob),
+            "bytes": list(token.encode(errors="replace")) if whole else None,
+        }
 
     content = [
         entry(one.token, one.logprob) | {"top_logprobs": [entry(token, value) for token, value in one.top]}

@@ -111,7 +111,7 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
     sequences = [
         Sequence(
             row.prompt_ids, row.left, row.sampling, row.stop, row.ignore_eos, list(row.output_ids), row.key,
-            logprobs=row.logprobs, echo=row.echo,
+            chat=row.chat, logprobs=row.logprobs, echo=row.echo,
         )
         for row in request.rows
     ]  # fmt: skip

@@ -40,7 +40,7 @@ class _NoText:
     ends: frozenset[int] = frozenset()
     padding = 0
 
-    def decode(self, _token_ids: Sequence[int]) -> str:
+    def decode(self, _token_ids: Sequence[int], _before: Sequence[int] = ()) -> str:
         return ""
 
 

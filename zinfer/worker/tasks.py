@@ -176,6 +176,7 @@ class BatchRow(Message):
     sampling: Sampling = GREEDY
     stop: tuple[Text, ...] = ()
     ignore_eos: bool = False
+    chat: bool = False
     stream: bool = False
     logprobs: int | None = None
     echo: bool = False

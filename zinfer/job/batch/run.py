@@ -300,5 +300,5 @@ def batch_row(row: RequestRow) -> BatchRow:
     sampling = Sampling(temperature=request.temperature, top_p=request.top_p, seed=request.seed)
     return BatchRow(
         key=row.key, prompt_ids=list(row.prompt_ids), output_ids=row.output_ids, left=row.need.left, sampling=sampling,
-        stop=request.stop,
+        stop=request.stop, chat=request.chat,
     )  # fmt: skip

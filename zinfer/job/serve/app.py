@@ -19,6 +19,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from zinfer.generation.sampling import nth_seed
 from zinfer.job import openai
 from zinfer.job.openai import Asked, Refused, ServerLimits
 from zinfer.job.serve.dispatcher import Dispatcher, Failure, QueueFull, Row, RowNews, Unavailable
@@ -109,9 +110,7 @@ class Exchange:
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         seed = asked.seed or secrets.token_hex(8)
         self.rows = [
-            Row(prompt, self.asked, seed if asked.n == 1 else f"{seed}/{number}")
-            for prompt in asked.prompts
-            for number in range(asked.n)
+            Row(prompt, self.asked, nth_seed(seed, number)) for prompt in asked.prompts for number in range(asked.n)
         ]
         self.choices = {row: Choice() for row in self.rows}
         self.changed = asyncio.Event()

@@ -105,7 +105,7 @@ class Row:
         return BatchRow(
             key=self.key, prompt_ids=self.prompt_ids, output_ids=self.output_ids, left=self.left, sampling=sampling,
             stop=asked.stop, stream=asked.stream, logprobs=asked.logprobs, echo=asked.echo and self.echoed is None,
-            ignore_eos=asked.ignore_eos,
+            ignore_eos=asked.ignore_eos, chat=asked.chat,
         )  # fmt: skip
 
 

@@ -28,10 +28,11 @@ def one(content: bytes) -> BatchRequest | Fault:
     return found
 
 
-def test_the_bytes_of_a_token_are_told_if_it_is_whole_characters() -> None:
-    scores = [TokenScore(token="é", logprob=-1.0, top=[("\ufffd", -2.0)])]
+def test_the_bytes_of_a_token_are_told_also_of_a_part_of_a_character() -> None:
+    scores = [TokenScore(token="é", logprob=-1.0, top=[("bytes:\\xe6\\x97", -2.0), ("\ud800", -3.0)])]
     (found,) = chat_logprobs(scores)["content"]
-    assert (found["bytes"], found["top_logprobs"][0]["bytes"]) == ([0xC3, 0xA9], None)
+    assert found["bytes"] == [0xC3, 0xA9]
+    assert [top["bytes"] for top in found["top_logprobs"]] == [[0xE6, 0x97], [ord("?")]]
 
 
 def test_a_request_is_understood() -> None:

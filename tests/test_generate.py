@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.test_dialogue import sentencepiece
 from tests.test_parity import MACHINE
 from zinfer.engine.stream import Stream
 from zinfer.generation import scheduler
@@ -19,7 +20,7 @@ from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.model import ModelError, ModelSpec
-from zinfer.spec.resolve import from_directory
+from zinfer.spec.resolve import from_catalogue, from_directory
 
 PROMPTS = ["Once upon a time", "No", "weights"]
 
@@ -156,6 +157,15 @@ def test_prompts_that_cannot_run_are_refused(checkpoint: Callable[..., Path]) ->
     with pytest.raises(ModelError, match="exceed the 64 positions"):
         generate(engine, spec, ["x" * 60], 1, output_len=8)
     engine.close()
+
+
+@pytest.mark.parametrize("kind", ["bytes of GPT-2", "bytes of Llama 2"])
+def test_a_token_that_is_part_of_a_character_is_told_by_its_bytes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = byte_tokenizer() if kind == "bytes of GPT-2" else sentencepiece()
+    monkeypatch.setattr("zinfer.generation.tokenizer.load_tokenizer", lambda _spec: hf)
+    tokenizer = Tokenizer(from_catalogue("bloom-tiny"))
+    tokens = hf("aé", add_special_tokens=False).input_ids[-3:]
+    assert [tokenizer.text_of(token) for token in tokens] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
 
 
 def test_bytes_stand_in_where_there_is_no_tokenizer() -> None:

@@ -9,7 +9,7 @@ exactly that text; otherwise the whole text is, and the common beginning of both
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from zinfer.generation.tokenizer import CONTEXT, chat_template, decode
+from zinfer.generation.tokenizer import CONTEXT, UNFINISHED, chat_template, decode
 from zinfer.spec.model import ModelError
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from zinfer.generation.tokenizer import Tokenizer
 
 SETTLED = 64  # tokens after which the text before them is not decoded again
-UNFINISHED = "\ufffd"  # the tokenizer decodes the bytes of an incomplete character to it
 
 
 class Dialogue:

@@ -1,5 +1,6 @@
 """Tokenizers: prompts and chats to token ids, token ids to text, and the tokens that end a text."""
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ from zinfer.spec.model import ModelError, ModelSpec
 if TYPE_CHECKING:  # it takes seconds to import, and whoever decodes without text does not need it
     from transformers import PreTrainedTokenizerBase
 
+BYTES = "bytes:"  # before the bytes of a token that is part of a character
+UNFINISHED = "\ufffd"  # tokenizers decode the bytes of an incomplete character to it
 CONTEXT = 16  # tokens before others, enough to know how the text goes on
 NO_TOKENS = "has no tokens: it needs at least one"
 
@@ -91,11 +94,13 @@ class Tokenizer:
         return str(self.hf.decode(ids, skip_special_tokens=True))
 
     def text_of(self, token: int) -> str:
-        """Return the text of one token within a text, also of a special one."""
+        """Return the text of one token within a text, also of a special one; of a part of a character the bytes, as
+        OpenAI's API writes them: ``bytes:\\xe6``."""
         if self._letter is None:
             self._letter = self.hf("a", add_special_tokens=False).input_ids
         head, both = (decode(self.hf, ids, special=True) for ids in (self._letter, [*self._letter, token]))
-        return both[len(head) :] if both.startswith(head) else decode(self.hf, [token], special=True)
+        text = both[len(head) :] if both.startswith(head) else decode(self.hf, [token], special=True)
+        return (_bytes_of(self.hf.convert_ids_to_tokens(token)) or text) if UNFINISHED in text else text
 
 
 def load_tokenizer(spec: ModelSpec) -> "PreTrainedTokenizerBase":
@@ -136,6 +141,17 @@ def _check_library(error: BaseException) -> None:
     compiled code, which is none."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
+
+
+def _bytes_of(name: str) -> str | None:
+    """Return the bytes of a token by its name, ``<0xE6>`` or letters that stand for bytes (GPT-2's); None if it is
+    neither."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    if (found := re.fullmatch("<0x([0-9A-F]{2})>", name)) is not None:
+        return f"{BYTES}\\x{found[1].lower()}"
+    values = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    return BYTES + "".join(f"\\x{values[letter]:02x}" for letter in name) if values.keys() >= set(name) else None
 
 
 def decode(tokenizer: Any, ids: list[int], special: bool = False) -> str:

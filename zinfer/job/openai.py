@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 STOPS, STOP = 100, 10_000  # most texts that end an answer, and most characters of one
 TOP = 20  # most alternatives whose log-probabilities are told
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
+PART = "bytes:\\x"  # beginning of the text of a token that is part of a character (`Tokenizer.text_of`)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 Prompt = str | list[int] | list[dict[str, str]]  # a text, token ids, or the messages of a chat
@@ -340,12 +341,9 @@ def chat_logprobs(scores: "Sequence[TokenScore]") -> dict[str, Any]:
     """Return log-probabilities as ``/v1/chat/completions`` has them."""
 
     def entry(token: str, logprob: float) -> dict[str, Any]:
-        whole = "\ufffd" not in token  # else it is part of a character, whose bytes are not known here
-        return {
-            "token": token,
-            "logprob": _finite(logprob),
-            "bytes": list(token.encode(errors="replace")) if whole else None,
-        }
+        part = token.startswith(PART)  # of a character
+        octets = bytes.fromhex(token.removeprefix(PART).replace("\\x", "")) if part else token.encode(errors="replace")
+        return {"token": token, "logprob": _finite(logprob), "bytes": list(octets)}
 
     content = [
         entry(one.token, one.logprob) | {"top_logprobs": [entry(token, value) for token, value in one.top]}

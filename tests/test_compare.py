@@ -229,7 +229,7 @@ def test_json_has_values_noise_and_verdicts(files: Files) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["no.jsonl", "b.jsonl"], 4, "no results in no.jsonl"),
+        (["no.jsonl", "b.jsonl"], 4, "no.jsonl does not exist"),
         (["empty.jsonl", "b.jsonl"], 4, "no results in empty.jsonl"),
         (["torn.jsonl", "b.jsonl"], 4, "torn.jsonl:1: not a whole record"),
         (["a.jsonl", "."], 2, "name a .jsonl"),

@@ -203,6 +203,12 @@ def test_each_objective_has_its_best_under_the_levels(objective: Any, levels: tu
     assert found.point in found.front or objective == "energy"
 
 
+def test_the_latency_of_a_single_token_does_not_grow_with_the_repeats() -> None:
+    slow, fast = (timed(batch, first_s=first_s, repeats=repeats, step_ms=[[]] * repeats)
+                  for batch, first_s, repeats in ((1, 2.0, 1), (2, 1.0, 3)))  # fmt: skip
+    assert decide([slow, fast], (), "latency", Prices()).point is fast
+
+
 def test_when_nothing_keeps_the_levels_the_nearest_is_named() -> None:
     found = decide(POINTS, (parse("ttft:max:<=:500ms"),), "throughput", Prices())
     assert found.point is None

@@ -39,8 +39,8 @@ def case(engine: str = "stream", offload: Offload = "cpu", **options: Any) -> Ca
     ("engine", "given", "words"),
     [
         ("stream", {"kv_offload": "disk"}, "kv_offload=disk: choose from none, cpu, auto"),
-        ("stream", {"kv_threads": 0}, "kv_threads=0: choose from auto, a whole number from 1 on"),
-        ("stream", {"kv_threads": True}, "kv_threads=true: choose from auto, a whole number from 1 on"),
+        ("stream", {"kv_threads": 0}, "kv_threads=0: choose from auto, a whole number of at least 1"),
+        ("stream", {"kv_threads": True}, "kv_threads=true: choose from auto, a whole number of at least 1"),
         ("stream", {"pin_memory": True}, "engine stream has no option 'pin_memory'; its options: weight_codec, packed"),
         ("stream", {"ring_depth": 3}, "engine stream has no option 'ring_depth'"),
         ("deepspeed", {"tuned": "no"}, "tuned=no: choose from true, false"),
@@ -129,7 +129,7 @@ def test_any_engine_may_be_planned_with_what_only_a_planner_knows() -> None:
     fields: dict[str, Any] = {"model": ("m",), "engine": ("deepspeed",), "offload": ("cpu",)}
     wanted = Sweep(**fields, options={"gpus": (1, 2), "kv_offload": ("auto",)})
     assert [dict(load.options)["gpus"] for load in wanted.loads(planning=True)] == [1, 2]
-    with pytest.raises(OptionError, match="gpus=0: choose from"):
+    with pytest.raises(OptionError, match="gpus=0: write a whole number"):
         settle("stream", {"gpus": 0}, planning=True)
 
 

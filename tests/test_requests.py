@@ -26,6 +26,7 @@ from zinfer.job.requests import RequestsError, request_sets
 from zinfer.job.signals import Interrupted
 from zinfer.job.sweep import Events, Outcome, exit_code, prepare, run
 from zinfer.plan.plan import make_plan
+from zinfer.record.export import request_table
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import METRICS, RequestPoint, RequestSample, latest
 from zinfer.record.store import Header, Records, Store, read
@@ -464,7 +465,8 @@ def test_damaged_files_of_requests_are_refused_in_one_line(content: str, fault: 
         ({"in_flight": "all"}, "auto"),
         ({"request_rate": -1.0}, "rate"), ({"request_rate": "fast"}, "inf"), ({"request_rate": float("nan")}, "rate"),
         ({"num_requests": 10**9}, "num_requests"), ({"input_len": 20}, "batch_size"), ({"rounds": 0}, "rounds"),
-        ({"request_lengths": (), "num_requests": None, "in_flight": 3}, "in_flight is for requests"),
+        ({"request_lengths": (), "num_requests": None, "in_flight": 3}, "in_flight is for loads of requests only"),
+        ({"request_lengths": (), "num_requests": None, "seed": 3}, "seed is for loads of requests only"),
         ({"batch_size": 0}, "batch sizes"),
         ({"request_lengths": (), "num_requests": None, "batch_size": ()}, "batch"),
     ],
@@ -527,6 +529,13 @@ def test_equal_batches_and_requests_are_never_mixed(recorded: Path, tmp_path: Pa
         assert row["output_tok_s"] == point.output_tok_s
         assert row["goodput_request_s"] == goodput(point)
         assert row["passes"] == len(point.pass_ms)
+    table = request_table([("a", found.requests[0])], goodput)
+    kinds = list(table.columns.values())
+    fits = [
+        cell is None or isinstance(cell, kind | int if kind is float else kind)
+        for cell, kind in zip(table.rows[0], kinds, strict=True)
+    ]
+    assert all(fits)
     alone = tmp_path / "alone.jsonl"
     swept(alone, small(in_flight=[2]))
     for words in (("best", alone), ("compare", alone, alone), ("export", alone), ("plot", alone)):

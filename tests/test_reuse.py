@@ -162,6 +162,13 @@ def test_samples_before_a_crash_stay(inline: Callable[..., tuple[Any, Run]]) -> 
     assert len(study.read(Path("r.jsonl"), Run).runs) == 2
 
 
+def test_a_run_without_a_measured_context_leaves_earlier_ones(inline: Callable[..., tuple[Any, Run]]) -> None:
+    _, found = inline("--context", "16", "--new-tokens", "8")
+    result, last = inline("--context", "4k,8k")
+    assert (result.exit_code, last) == (4, found)
+    assert "bloom-tiny has 2,048 positions" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

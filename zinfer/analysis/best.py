@@ -1,6 +1,7 @@
 """Best configuration: the best point by one objective among those that keep the service levels."""
 
 from collections.abc import Sequence
+from statistics import mean
 from typing import Literal
 
 from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost
@@ -54,7 +55,7 @@ def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Pr
     def value(point: Measurement, found: Cost) -> float | None:
         return {
             "throughput": -(point.output_tok_s or 0.0),
-            "latency": point.tpot_ms or sum(point.ttft_ms),
+            "latency": point.tpot_ms or mean(point.ttft_ms),
             "cost": found.usd_per_mtok,
             "energy": found.j_per_token,
         }[objective]

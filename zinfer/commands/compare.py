@@ -84,13 +84,15 @@ def command(
 
 def _points(path: Path) -> "tuple[Measurement, ...]":
     from zinfer.cli import Failure
-    from zinfer.record.store import Records, StoreError, read
+    from zinfer.record.store import StoreError, read
     from zinfer.spec.errors import ENVIRONMENT, NOTHING
 
     if path.is_dir() or path.suffix != ".jsonl":
         raise Failure(f"{path} is not a results file: name a .jsonl, such as sweeps/results/<machine>/<sweep>.jsonl")
+    if not path.exists():
+        raise Failure(f"{path} does not exist: name a results file", NOTHING)
     try:
-        records = read(path) if path.exists() else Records()
+        records = read(path)
     except StoreError as error:
         raise Failure(str(error), ENVIRONMENT) from error
     if not records.points:

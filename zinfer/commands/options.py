@@ -336,6 +336,8 @@ def weights_of(
 
     Raises ModelError for a model without weights.
     """
+    from pathlib import Path
+
     from zinfer.spec.model import ModelError
     from zinfer.spec.source import find
 
@@ -343,7 +345,8 @@ def weights_of(
     draft = next((one.draft_model for one in loads), None)
     source = find(model, dtype, layers, cast("Any", load_format or "auto"), fetch=True, weights=form, draft=draft)
     if source.load_format == "dummy" and load_format != "dummy":
-        raise ModelError(f"{model} has no weights to fetch: give a checkpoint folder, or --load-format dummy to try it")
+        lack = "holds no .safetensors file" if Path(model).is_dir() else "has no weights to fetch"
+        raise ModelError(f"{model} {lack}: give a checkpoint folder, or --load-format dummy to try it")
     return source
 
 

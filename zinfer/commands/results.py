@@ -91,6 +91,8 @@ class Chosen(NamedTuple):
         if self.machines is not None:
             known = f"there are {', '.join(there)}" if there else "there are none"
             return Failure(f"no results for machine {', '.join(self.machines)} in {self.path}; {known}", NOTHING)
+        if not self.path.exists() and self.named:
+            return Failure(f"{self.path} does not exist: name a results file, or a folder of them", NOTHING)
         return Failure(f"no results in {self.path}: measure first, with `zinfer sweep`", NOTHING)
 
     def _there(self) -> list[str]:

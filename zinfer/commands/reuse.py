@@ -129,6 +129,9 @@ def command(
     jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path, positions=False)
     if not jobs:
         raise click.UsageError(f"engine {', '.join(engine)} has no offload {', '.join(offload)}")
+    reasons = [_why_not(job.plan.at(case.workload)) for job in jobs for case in job.cases]
+    if all(reasons):  # a run without a measured context would take the place of an earlier one
+        raise Failure(str(reasons[0]), NOTHING)
     path = study_file(Run, machine.name, output)
     done: list[Run] = []
     with Watch() as watch:
@@ -144,7 +147,7 @@ def command(
     click.echo(f"wrote {path}", err=True)
     if not any(run.measured for run in done):
         raise Failure(next(point.skipped for run in done for point in run.points if point.skipped), NOTHING)
-    possible = sum(_why_not(job.plan.at(case.workload)) is None for job in jobs for case in job.cases)
+    possible = reasons.count(None)
     if (lost := possible - sum(len(run.measured) for run in done)) > 0:
         raise Failure(f"{lost} of {possible} context lengths failed; the others are recorded", PARTIAL)
 

@@ -245,9 +245,9 @@ class Sweep(Frozen):
         """Return the number of loads of requests on each load of the model; check them. Raises ValueError."""
         sources = len(self.request_lengths) + (self.requests is not None)
         if not sources:
-            for name in ("num_requests", "in_flight", "request_rate", "sla"):
+            for name in ("num_requests", "in_flight", "request_rate", "seed", "sla"):
                 if getattr(self, name):
-                    raise ValueError(f"{name} is for requests: name a file, requests, or request_lengths")
+                    raise ValueError(f"{name} is for loads of requests only: add requests (a file) or request_lengths")
             if self.batch_size == ():
                 raise ValueError("batch_size: a sweep without requests needs one")
         return sources * (len(self.in_flight) + len(self.request_rate))
@@ -317,8 +317,10 @@ def parse_batches(text: str) -> tuple[int, ...] | str:
             raise RecipeError(f"--batch-size {told!r}: write auto, best, 1,2,4, 1-64*2 (doubling), or 8-64+8 (steps)")
         value, end = int(match[1]), int(match[2] or match[1])
         step = int(match[4] or 1)
-        if value < 1 or step < (2 if match[3] == "*" else 1):
-            raise RecipeError(f"--batch-size {text!r}: the range {part.strip()} never ends or starts below 1")
+        if value < 1:
+            raise RecipeError(f"--batch-size {text!r}: a batch has at least one sequence")
+        if step < (2 if match[3] == "*" else 1):
+            raise RecipeError(f"--batch-size {text!r}: the range {part.strip()} never ends")
         if end > MOST or (match[3] == "+" and (end - value) // step >= AXIS):
             raise RecipeError(
                 f"--batch-size: {part.strip()} is more than {AXIS:,} batch sizes, or a batch above {MOST:,}"
@@ -413,7 +415,9 @@ def engine_recipe(name: str) -> EngineRecipe:
     if name in ENGINES:
         return EngineRecipe(engine=name)
     hint = did_you_mean(name, [*ENGINES, *recipes])
-    raise RecipeError(f"no engine {name[:80]!r}{hint}; choose from {', '.join([*ENGINES, *sorted(recipes)])}")
+    raise RecipeError(
+        f"no engine {name[:80]!r}{hint}; choose from {', '.join(dict.fromkeys([*ENGINES, *sorted(recipes)]))}"
+    )
 
 
 def _first_problem(error: ValidationError, kind: type[Frozen]) -> str:

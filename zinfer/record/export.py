@@ -129,6 +129,10 @@ _COLUMNS: dict[str, _Column[Any]] = {
 COLUMNS = ("file", *_COLUMNS)
 
 
+def _counted(name: str) -> Callable[[RequestPoint], Cell]:
+    return lambda point: getattr(point.counts, name) if point.pass_ms else None
+
+
 def _statistic(metric: RequestMetric, name: str) -> Callable[[RequestPoint], Cell]:
     return lambda point: getattr(point.summary(metric), name, None) if point.usable else None
 
@@ -151,14 +155,12 @@ _REQUEST_COLUMNS: dict[str, _Column[Any]] = {
        for name in ("output_tok_s", "input_tok_s", "request_s", "waiting_tok_s", "steady_tok_s", "padding",
                     "link_busy")},
     **{f"{metric}_{name}": _Column(float, _statistic(metric, name)) for metric in METRICS for name in Summary._fields},
-    **{name: _Column(int, lambda p, name=name: getattr(p.counts, name) if p.pass_ms else None)  # type: ignore[misc]
-       for name in PassCounts.model_fields},
+    **{name: _Column(_kind(field.annotation), _counted(name)) for name, field in PassCounts.model_fields.items()},
     "kv_positions": _Column(int, lambda p: p.kv_positions or None),
     "link_bandwidth_bytes_s": _Column(float, lambda p: p.link_bandwidth),
     **_CONDITIONS,
     "sla": _Column(str, lambda p: _json(p.sla)),
 }  # fmt: skip
-REQUEST_COLUMNS = ("file", *_REQUEST_COLUMNS, "goodput_request_s")
 
 
 class FlatTable(NamedTuple):

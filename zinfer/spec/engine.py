@@ -372,8 +372,9 @@ def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> 
         try:
             found[name] = getattr(model.model_validate({name: value}), name)
         except ValidationError:
-            choices = ", ".join("a whole number from 1 on" if one == "N" else one for one in values(fields[name]))
-            raise OptionError(f"{name}={_written(value)}: choose from {choices}") from None
+            *words, last = ("a whole number of at least 1" if one == "N" else one for one in values(fields[name]))
+            choices = f"choose from {', '.join([*words, last])}" if words else f"write {last}"
+            raise OptionError(f"{name}={_written(value)}: {choices}") from None
     return without_defaults(engine, tuple(found.items()))
 
 

@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 
 
 @click.command("accuracy", cls=options.LoadCommand)
-@click.option("-m", "--model", required=True, help=options.MODEL_HELP)
-@click.option("--engine", default="stream", show_default=True, help=options.ENGINE_HELP)
-@click.option(
-    "--offload",
-    type=click.Choice(options.OFFLOADS),
-    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: none if they fit]",
-)
+@options.model
+@options.engine
+@options.offload_if_needed
 @click.option(
     "--reference", multiple=True, callback=options.engine_options, metavar="KEY=VALUE",
     help="Setting of the reference, as key=value; the engine's defaults otherwise. Repeatable.",
@@ -34,9 +30,7 @@ if TYPE_CHECKING:
     help="Compare a quantised copy, as `zinfer pack --weights` writes it: its folder, or int4, int8 or fp8 for the "
     "copy in the default folder, which is written if it is missing. Repeatable.",
 )  # fmt: skip
-@click.option(
-    "--prompt-file", metavar="FILE", default="default", help="UTF-8 text file.  [default: Python's own manual]"
-)
+@options.prompt_text
 @click.option("--input-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a prompt.")
 @click.option(
     "--output-len", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens compared in each row."
@@ -50,20 +44,8 @@ if TYPE_CHECKING:
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Rows in a batch.")
 @options.load_options
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=36000,
-    help="Limit for a batch, in seconds.",
-)
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    help="File or folder.  [default: sweeps/results/MACHINE/accuracy.jsonl]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
+@options.timeout(36000, "a batch")
+@options.record("accuracy")
 @click.pass_obj
 def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> None:
     """Compare each setting (a comma list is an axis), or the model's weights in fewer bits, with the engine's defaults:

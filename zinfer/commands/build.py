@@ -13,7 +13,7 @@ from zinfer.spec.errors import ENVIRONMENT
 
 
 @click.command("build")
-@click.option("-m", "--model", required=True, help=options.MODEL_HELP)
+@options.model
 @click.option(
     "--engine", type=click.Choice(["tensorrt"]), default="tensorrt", show_default=True, help="Engine to build for."
 )
@@ -27,11 +27,8 @@ from zinfer.spec.errors import ENVIRONMENT
     metavar=options.DTYPE,
     help="Weight type, bf16 or fp16.  [default: the model's own]",
 )
-@click.option("--layers", type=click.IntRange(min=1), help="Slice: the model's first N layers only.")
-@click.option(
-    "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default="auto", show_default=True,
-    help="Real weights (safetensors), random ones of the same size (dummy), or real ones if there are any (auto).",
-)  # fmt: skip
+@options.layers
+@options.load_format
 @click.option(
     "--library", type=click.Choice(["auto", "tensorrt", "tensorrt-rtx"]), default="auto", show_default=True,
     help="Library to build with, if both are installed.",
@@ -75,7 +72,7 @@ def command(
     from zinfer.engine.tensorrt.library import find_library
 
     found = find_library(library)
-    source = find(model, dtype, layers, load_format, fetch=True)
+    source = find(model, dtype, layers, load_format or "auto", fetch=True)
     key = plan_key(found, model, source.spec, source.load_format, layers, max_batch_size, max_seq_len)
     path = _path(output, planfile.PLANS, key.stem)
     if path.is_file() and not force:

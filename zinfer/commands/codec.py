@@ -21,13 +21,7 @@ if TYPE_CHECKING:
     metavar=options.DTYPE,
     help="With bf16, cast other floats to bf16 and code them, too; without it bf16 and FP8 alone are coded.",
 )
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    help="File or folder.  [default: sweeps/results/MACHINE/codec.jsonl]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
+@options.record("codec")
 def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | None, as_json: bool) -> None:
     """Code and decode weights of known distributions, and those of each CHECKPOINT (a folder, or one safetensors file).
     Reports their size as a share of the original, the speed, whether every bit returns, and the gain of a streamed

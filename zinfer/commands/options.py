@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
@@ -140,15 +141,8 @@ def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str
     return axes
 
 
-SHORTHANDS = {  # options of `stream` that have a flag of their own
-    "weight_codec": "How weights cross the link; auto: lossless where that pays.",
-    "kv_offload": "Sequences with their KV cache in host memory; auto: those that the GPU has no room for.",
-    "kv_cache_dtype": "Type of the KV cache; auto: that of the weights.",
-    "draft": "Tokens guessed ahead, which one pass verifies; ngram: what followed the last tokens before; MODEL: those "
-    "of a small model of the same tokenizer, named as for --model.",
-    "experts": "Routed experts that cross the link: all, or those that the router chose (on-demand).",
-    "gpus": "GPUs of this host that share out the weights and the rows, each with its own link.",
-}
+# options of `stream` that have a flag of their own
+SHORTHANDS = ("weight_codec", "kv_offload", "kv_cache_dtype", "draft", "experts", "gpus")
 
 
 def shorthand(name: str) -> Callable[[Command], Command]:
@@ -156,7 +150,7 @@ def shorthand(name: str) -> Callable[[Command], Command]:
     field = StreamOptions.model_fields[name]
     choices = tuple(values(field))
     kind = Numbers() if choices == ("N",) else Words(choices, others=field.title is not None)
-    return click.option(f"--{name.replace('_', '-')}", name, type=kind, help=SHORTHANDS[name])
+    return click.option(f"--{name.replace('_', '-')}", name, type=kind, help=field.description)
 
 
 def _shorthands(function: Command) -> Command:
@@ -179,6 +173,41 @@ def drafts_right(drafted: int, accepted: int) -> str:
     return f", {accepted:,} of {drafted:,} drafts right" if drafted else ""
 
 
+def timeout(default: float, limited: str) -> Callable[[Command], Command]:
+    """Return the option ``--timeout``, in seconds."""
+    return click.option(
+        "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=default, show_default=True,
+        help=f"Limit for {limited}, in seconds.",
+    )  # fmt: skip
+
+
+def record(kind: str) -> Callable[[Command], Command]:
+    """Return the options ``--output`` and ``--json`` of a command that adds a run to the file of a kind of study."""
+
+    def added(function: Command) -> Command:
+        told = "Print the record as JSON, besides writing it."
+        function = click.option("--json", "as_json", is_flag=True, help=told)(function)
+        told = f"File or folder.  [default: sweeps/results/MACHINE/{kind}.jsonl]"
+        return click.option("-o", "--output", type=click.Path(path_type=Path), help=told)(function)
+
+    return added
+
+
+model = click.option("-m", "--model", required=True, help=MODEL_HELP)
+engine = click.option("--engine", default="stream", show_default=True, help=ENGINE_HELP)
+offload_if_needed = click.option(
+    "--offload", type=click.Choice(OFFLOADS),
+    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: none if they fit]",
+)  # fmt: skip
+layers = click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
+load_format = click.option(
+    "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]),
+    help="Real weights (safetensors), random ones of the same size (dummy), or real ones if there are any (auto).  "
+    "[default: auto]",
+)  # fmt: skip
+prompt_text = click.option(
+    "--prompt-file", metavar="FILE", default="default", help="UTF-8 text file.  [default: Python's own manual]"
+)
 weights = click.option(
     "--weights", type=Words(WEIGHTS), default=None,
     help="Format of the weights in decoder layers; all but as-released round them (int4: groups of 128 values with a "
@@ -218,11 +247,8 @@ def load_options(function: Command) -> Command:
             "--nvme-path", type=click.Path(file_okay=False),
             help="Folder for --offload nvme; engine stream takes several, A,B, one a drive.",
         ),
-        click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only."),
-        click.option(
-            "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default=None,
-            help="Real weights (safetensors), random ones (dummy), or real ones if there are any (auto).",
-        ),
+        layers,
+        load_format,
         allow_nan,
         click.option(
             "--dtype", type=Dtype(), metavar=DTYPE, default=None, help="Weight type.  [default: the model's own]"
@@ -237,10 +263,7 @@ def job_options(function: Command) -> Command:
     """Add the options of a command that answers requests: engine, place of the weights, rows at a time, and the limits
     of an answer and of a pass."""
     for option in (
-        click.option(
-            "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=36000,
-            help="Limit for a load or a pass, in seconds.",
-        ),
+        timeout(36000, "a load or a pass"),
         load_options,
         weights,
         click.option(
@@ -255,7 +278,7 @@ def job_options(function: Command) -> Command:
             help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  "
             "[default: the faster of none and cpu]",
         ),
-        click.option("--engine", default="stream", show_default=True, help=ENGINE_HELP),
+        engine,
     ):  # fmt: skip
         function = option(function)
     return function
@@ -336,8 +359,6 @@ def weights_of(
 
     Raises ModelError for a model without weights.
     """
-    from pathlib import Path
-
     from zinfer.spec.model import ModelError
     from zinfer.spec.source import find
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     type=click.Choice(SCHEMES),
     help="Write a checkpoint with quantised layers instead: other weights, so measure the loss with `zinfer accuracy`.",
 )
-@click.option("--layers", type=click.IntRange(min=1), help="Slice: the model's first N layers only.")
+@options.layers
 @click.option(
     "-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder.  [default: in engines/packed]"
 )

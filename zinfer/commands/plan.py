@@ -58,7 +58,7 @@ SCENARIOS = {
 @click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
 @click.option("--dtype", type=options.Dtype(), metavar=options.DTYPE, help="Weight type.  [default: the model's own]")
 @options.revision
-@click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
+@options.layers
 @click.option(
     "--gpu-weights", type=options.GpuWeights(),
     help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).",

@@ -37,7 +37,7 @@ class Contexts(click.ParamType[Any]):
 
 
 @click.command("reuse", cls=options.LoadCommand)
-@click.option("-m", "--model", required=True, help=options.MODEL_HELP)
+@options.model
 @click.option(
     "--engine",
     type=options.Words(),
@@ -67,17 +67,8 @@ class Contexts(click.ParamType[Any]):
 @click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Also reload from a file in this folder.")
 @options.load_options
 @options.weights
-@click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=3600, show_default=True,
-    help="Limit for a load or a context, in seconds.",
-)  # fmt: skip
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    help="File or folder.  [default: sweeps/results/MACHINE/reuse.jsonl]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
+@options.timeout(3600, "a load or a context")
+@options.record("reuse")
 @click.pass_obj
 def command(
     debug: bool,

@@ -8,19 +8,11 @@ from zinfer.commands import options
 
 
 @click.command("routing")
-@click.option("-m", "--model", required=True, help=options.MODEL_HELP)
-@click.option(
-    "--prompt-file", metavar="FILE", default="default", help="UTF-8 text file.  [default: Python's own manual]"
-)
+@options.model
+@options.prompt_text
 @click.option("--samples", type=click.IntRange(min=1), default=16, show_default=True, help="Pieces of the text.")
 @click.option("--length", type=click.IntRange(min=2), default=256, show_default=True, help="Tokens of a piece.")
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    help="File or folder.  [default: sweeps/results/MACHINE/routing.jsonl]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
+@options.record("routing")
 def command(model: str, prompt_file: str, samples: int, length: int, output: Path | None, as_json: bool) -> None:
     """Record which experts the routers of a checkpoint choose for each token of a text, and replay that on a cache of
     experts: the share of needs that it meets, with each policy of expert_cache and for several sizes; and the share of

@@ -25,13 +25,9 @@ INTERRUPTED = 130  # exit code
 
 
 @click.command("run", cls=options.LoadCommand)
-@click.option("-m", "--model", required=True, help=options.MODEL_HELP)
-@click.option("--engine", default="stream", show_default=True, help=options.ENGINE_HELP)
-@click.option(
-    "--offload",
-    type=click.Choice(options.OFFLOADS),
-    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: none if they fit]",
-)
+@options.model
+@options.engine
+@options.offload_if_needed
 @click.option(
     "-p", "--prompt", "prompts", multiple=True, help="A prompt. Repeatable; without one each line of stdin is a prompt."
 )
@@ -59,13 +55,7 @@ INTERRUPTED = 130  # exit code
 @chat_options
 @options.load_options
 @options.weights
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=36000,
-    help="Limit for the whole run, in seconds.",
-)
+@options.timeout(36000, "the whole run")
 @click.option(
     "--json",
     "as_json",

@@ -16,7 +16,7 @@ LOOPBACK = ("127.", "localhost", "::1")
 
 
 @click.command("serve", cls=options.LoadCommand)
-@click.option("-m", "--model", required=True, help=options.MODEL_HELP)
+@options.model
 @click.option(
     "--host",
     default="127.0.0.1",

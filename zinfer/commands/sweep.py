@@ -101,7 +101,7 @@ class Rates(click.ParamType[Any]):
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
-    help="Limit for a point or a load, in seconds.",
+    help="Limit for a point or a load, in seconds.  [default: 1800]",
 )
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Result file (JSON lines).")
 @click.option("--resume", is_flag=True, help="Continue a result file: measure only the points that it lacks.")

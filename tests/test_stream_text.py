@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,6 +122,27 @@ def test_pieces_wait_for_whole_characters() -> None:
     assert pieces.add(sequence) == ""
     sequence.finish_reason, sequence.text = "length", "aé b\ufffd"
     assert pieces.add(sequence) == "\ufffd"
+
+
+def test_pieces_go_on_where_a_tokenizer_takes_characters_back() -> None:
+    class Fallback:
+        """Bytes that follow each other become characters only if all of them do, as with `ByteFallback`."""
+
+        def decode(self, ids: list[int], before: Any = ()) -> str:
+            runs = [(kind, [*run]) for kind, run in groupby(ids, lambda one: one < 256)]
+            return "".join(self._bytes(bytes(run)) if kind else "".join(map(chr, run)) for kind, run in runs)
+
+        def _bytes(self, run: bytes) -> str:
+            try:
+                return run.decode()
+            except UnicodeDecodeError:
+                return "\ufffd" * len(run)
+
+    pieces, sequence, found = TextPieces(Fallback()), Sequence([1], 9), []  # type: ignore[arg-type]
+    for token in [*"é".encode(), *"à".encode(), 0xFF, 0x3B1, 0x3B2]:
+        sequence.output_ids.append(token)
+        found.append(pieces.add(sequence))
+    assert found == ["", "é", "", "à", "", "\ufffd" * 5 + "α", "β"]
 
 
 @pytest.mark.parametrize("stops", [(), ("the en", "they"), ("\n\n",)])

@@ -9,6 +9,7 @@ exactly that text; otherwise the whole text is, and the common beginning of both
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from zinfer.generation.radix_tree import common
 from zinfer.generation.tokenizer import CONTEXT, UNFINISHED, chat_template, decode
 from zinfer.spec.model import ModelError
 
@@ -94,7 +95,9 @@ class TextPieces:
     """Text of sequences, in the pieces that their tokens complete: joined, a sequence's pieces are its whole text.
 
     Each piece is cut from the text of all tokens so far, unlike a `Detokenizer`'s: where a tokenizer cleans up spaces,
-    the pieces then still make the text that the sequence ends with. A long text is decoded from its last tokens on.
+    the pieces then still make the text that the sequence ends with. Only characters that a tokenizer takes back for
+    good, as Llama 2's does where invalid bytes follow them, stay in the pieces. A long text is decoded from its last
+    tokens on.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
@@ -108,12 +111,15 @@ class TextPieces:
         that end it."""
         before = self._shown.get(sequence.key, "")
         if sequence.ended:
-            text = sequence.text
+            text = whole = sequence.text
             self.forget([sequence.key])
         else:
-            text = _before_a_stop(self._text(sequence).rstrip(UNFINISHED).rstrip(), sequence.stop)
-        if not text.startswith(before) or len(text) < len(before):
-            return ""
+            whole = self._text(sequence)
+            text = _before_a_stop(whole.rstrip(UNFINISHED).rstrip(), sequence.stop)
+        if not text.startswith(before):
+            if before.startswith(text) or (whole.endswith(UNFINISHED) and not sequence.ended):
+                return ""
+            before = before[: common(before, text)]
         if not sequence.ended:
             self._shown[sequence.key] = text
         return text[len(before) :]

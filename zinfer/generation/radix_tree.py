@@ -114,7 +114,7 @@ class RadixTree:
         return gone
 
 
-def common(first: Sequence[int], second: Sequence[int], start: int = 0) -> int:
+def common(first: Sequence[object], second: Sequence[object], start: int = 0) -> int:
     """Return the length of the common prefix of `first` and of `second` from `start` on."""
     length = min(len(first), len(second) - start)
     if length and first[0] != second[start]:  # the common case, found without a copy

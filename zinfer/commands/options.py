@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from zinfer.spec.engine import ENGINES, OptionError, StreamOptions, values
+from zinfer.spec.engine import ENGINES, OptionError, StreamOptions, values, written
 
 if TYPE_CHECKING:
     from zinfer.job.recipe import Sweep, SweepLoad
@@ -303,18 +303,12 @@ class LoadCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for name, kind in ENGINES.items():
             with formatter.section(f"Options of engine {name}, as -O KEY=VALUE"):
-                formatter.write_dl(
-                    [
-                        (f"{key}={'|'.join(values(field))}", f"{field.description}  [default: {_typed(field.default)}]")
-                        for key, field in kind.options.model_fields.items()
-                    ]
-                )
+                rows = [
+                    (f"{key}={'|'.join(values(one))}", f"{one.description}  [default: {written(one.default)}]")
+                    for key, one in kind.options.model_fields.items()
+                ]
+                formatter.write_dl(rows)
         super().format_epilog(ctx, formatter)
-
-
-def _typed(value: object) -> str:
-    """Return a default value as it is typed on the command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_nvme(offloads: Iterable[str | None], nvme_path: str | None) -> None:

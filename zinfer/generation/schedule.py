@@ -521,14 +521,14 @@ class Schedule:
             self.suspended.remove(group)
             moves.append(Move("retire", group))
 
-    def _regroup(self, moves: list[Move], sources: Sequence[Group], capacity: int = 0) -> Group:
+    def _regroup(self, moves: list[Move], sources: Sequence[Group]) -> Group:
         """Move the living rows of `sources` into one group."""
         taken = tuple((group, tuple(group.alive)) for group in sources)
         rows = [row for group in sources for row in group.rows if row is not None]
         real = [group.real(place) for group, places in taken for place in places]
         length = max(real)
         left = max(row.left for row in rows)
-        made = Group(rows, real, length, max(capacity, self._capacity(length, left)), length)
+        made = Group(rows, real, length, self._capacity(length, left), length)
         made.hosted = any(group.hosted for group in sources)
         self.groups = [group for group in self.groups if all(group is not one for one in sources)] + [made]
         moves.append(Move("regroup", made, taken))

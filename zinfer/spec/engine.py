@@ -374,11 +374,11 @@ def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> 
         except ValidationError:
             *words, last = ("a whole number of at least 1" if one == "N" else one for one in values(fields[name]))
             choices = f"choose from {', '.join([*words, last])}" if words else f"write {last}"
-            raise OptionError(f"{name}={_written(value)}: {choices}") from None
+            raise OptionError(f"{name}={written(value)}: {choices}") from None
     return without_defaults(engine, tuple(found.items()))
 
 
-def _written(value: object) -> str:
+def written(value: object) -> str:
     """Return `value` as it is typed, at most 60 characters of it."""
     return str(value).lower() if isinstance(value, bool) else str(value)[:60]
 

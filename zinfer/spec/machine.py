@@ -22,7 +22,6 @@ from zinfer.spec.errors import ZinferError, did_you_mean
 from zinfer.spec.units import figures, gb, parse_bytes
 from zinfer.spec.value import Frozen
 
-Tier = Literal["gpu", "host", "nvme"]
 Bytes = Annotated[int, Field(gt=0, le=1 << 60)]
 Rate = Annotated[float, Field(ge=1, le=1e18, allow_inf_nan=False)]  # bytes or operations a second
 Text = Annotated[str, Field(max_length=4000)]

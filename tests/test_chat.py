@@ -219,7 +219,9 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F81
     [
         (["--system", "x"], "--system"),
         (["--kv-cache-dir", "kv"], "--kv-cache-dir"),
+        (["--kv-cache-size", "1GiB"], "--kv-cache-size is for a conversation"),
         (["--chat", "--batch-size", "2"], "--batch-size"),
+        (["--top-p", "0.9"], "--top-p has no effect on greedy text: add --temperature"),
         (["--chat", "--kv-cache-size", "lots"], "'lots' is not a size"),
     ],
 )

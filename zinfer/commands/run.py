@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from zinfer.cli import Failure
 from zinfer.commands import options
@@ -112,7 +113,7 @@ def command(
     from zinfer.worker.process import TaskFailed, Worker, WorkerDied
     from zinfer.worker.tasks import ChatOpen, Generate, GenerateStep, Tokenize
 
-    _check_chat(chat, batch_size, system, kv_cache_dir)
+    _check_together(chat, batch_size, temperature)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(seed))
     output_len = output_len or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
@@ -253,14 +254,19 @@ def _longest(directory: str | None, texts: list[str]) -> int:
     return max([1, *counts])
 
 
-def _check_chat(chat: bool, batch_size: int | None, system: str | None, kv_cache_dir: str | None) -> None:
-    """Raise UsageError for options that do not go together."""
-    alone = {"--system": system, "--kv-cache-dir": kv_cache_dir}
-    given = [name for name, value in alone.items() if value is not None]
-    if given and not chat:
+def _check_together(chat: bool, batch_size: int | None, temperature: float) -> None:
+    """Raise UsageError for options that do not go together, or would have no effect."""
+
+    def typed(*names: str) -> list[str]:
+        source = click.get_current_context().get_parameter_source
+        return [f"--{name.replace('_', '-')}" for name in names if source(name) is ParameterSource.COMMANDLINE]
+
+    if not chat and (given := typed("system", "kv_cache_dir", "kv_cache_size", "kv_cache_dir_size")):
         raise click.UsageError(f"{given[0]} is for a conversation: add --chat")
     if chat and batch_size is not None:
         raise click.UsageError("a conversation is one row: leave out --batch-size")
+    if not temperature and (given := typed("top_p")):
+        raise click.UsageError(f"{given[0]} has no effect on greedy text: add --temperature, such as 1")
 
 
 def _prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:

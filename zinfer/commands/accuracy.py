@@ -217,7 +217,7 @@ def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tu
 
 
 def table(record: "AccuracyRecord") -> "Table":
-    """Return each setting beside the reference, along its own tokens and along the text."""
+    """Return each setting beside the reference, fed the reference's own tokens and those of the text."""
     from zinfer.commands import out
     from zinfer.record.accuracy import COLUMNS
 

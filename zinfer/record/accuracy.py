@@ -25,8 +25,8 @@ from zinfer.spec.value import Frozen
 
 Along = Literal["own", "text"]
 COLUMNS = (
-    "setting", "along", "#positions", "#logit error", "#at most", "#KL, nats", "#at most", "#same token",
-    "#perplexity", "#same rows", "#tokens till then",
+    "setting", "tokens fed", "#positions", "#logit error", "#largest", "#KL, nats", "#largest KL", "#same token",
+    "#perplexity", "#same texts", "#tokens before a difference",
 )  # fmt: skip
 
 

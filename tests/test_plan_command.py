@@ -228,3 +228,15 @@ def test_lengths_beyond_the_positions_are_left_out() -> None:
     alone = CliRunner().invoke(cli, [*words, "--input-len", "4096"])
     assert alone.exit_code != 0
     assert "2048 positions" in str(alone.exception)
+
+
+def test_what_has_no_answer_is_told_once(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["plan", "-m", "bloom-tiny", "--machine", "h100-80gb", "--input-len", "4096"])
+    assert mentions(str(done.exception), "--input-len 4096", "exceed the 2048 positions")
+    assert "left out" not in done.stderr, "the error says it"
+    figure = tmp_path / "f.svg"
+    done = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "t4", "--figure", str(figure)])
+    assert (done.exit_code, figure.exists()) == (4, False)
+    assert mentions(done.stderr, "f.svg was not drawn")
+    assert "published" not in plan("bloom-176b-machines", "-m", "opt-30b", "--machine", "h100-80gb")
+    assert "published" in plan("bloom-176b-machines", "--machine", "h100-80gb,gh200-96gb", "--set", "host_bytes=500GiB")

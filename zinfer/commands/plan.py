@@ -135,16 +135,7 @@ def command(
     if power_usd_kwh is not None:
         raise click.UsageError("--power-usd-kwh needs a reading of the energy: no plan has one, `zinfer best` may")
     prices = {"gpu_hour_usd": gpu_hour_usd, "host_hour_usd": host_hour_usd, "gpus_per_server": gpus_per_server}
-    criteria = decision.question(
-        levels,
-        objective,
-        False,
-        demand,
-        deadline,
-        utilisation,
-        spare,
-        **prices,
-    )
+    criteria = decision.question(levels, objective, False, demand, deadline, utilisation, spare, **prices)
     wanted = _sweep(recipe, given)
     named = [machine.load(name) for name in wanted.machine] if wanted.machine else [local.this_machine()]
     places = [reduce(machine.override, settings, place) for place in named]
@@ -174,7 +165,9 @@ def command(
         for engine, told in factors.items():
             if any(plan.case.engine == engine for plan in plans):
                 click.echo(f"{engine}: {told.describe()}")
-        for claim in beside(wanted.published, plans, factors):
+        for claim in beside(
+            () if given["model"] else wanted.published, plans, factors
+        ):  # they are of the recipe's model
             click.echo(claim.describe())
     for reason in dict.fromkeys(_remarks(plans)):
         click.echo(reason, err=True)
@@ -331,7 +324,7 @@ def _plans(
     loads: dict[tuple[str, int | None], list[SweepLoad]] = {}
     for load in runnable:
         loads.setdefault((load.model, load.layers), []).append(load)
-    refused: ModelError | None = None
+    refused: list[ModelError] = []
     yielded = False
     for place, (input_len, output_len), name, layers in product(places, wanted.lengths(), wanted.model, wanted.layers):
         own, cases = [], set()
@@ -340,8 +333,7 @@ def _plans(
         try:
             check_positions(spec, input_len, output_len)
         except ModelError as error:
-            refused = error
-            click.echo(f"left out: {error}", err=True)
+            refused.append(error)
             continue
         for load in loads[name, layers]:
             case = load.case("dummy", spec.dtype, input_len, output_len)
@@ -360,8 +352,10 @@ def _plans(
         machine = f"{place.name}{'*' * bool(place.overridden)}"
         yielded = True
         yield f"{name}{part}{positions} on {machine}, {input_len} in / {output_len} out", own
-    if refused is not None and not yielded:
-        raise refused
+    if refused and not yielded:
+        raise refused[-1]
+    for one in refused:
+        click.echo(f"left out: {one}", err=True)
 
 
 def _batches(
@@ -579,6 +573,8 @@ def _draw(
     sizes = edges | {1 << power for power in range(max(edges).bit_length())}
     every = wanted.model_copy(update={"batch_size": tuple(sorted(sizes))})
     drawn = plot.prediction([plan for _, own in _plans(every, places, factors, None, drafts) for plan in own])
-    if drawn is not None:
-        atomic.write(path, style.render(drawn, "svg" if form == "svg" else "png"))
-        click.echo(str(path), err=True)
+    if drawn is None:
+        click.echo(f"{path} was not drawn: no plan has a throughput", err=True)
+        return
+    atomic.write(path, style.render(drawn, "svg" if form == "svg" else "png"))
+    click.echo(str(path), err=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests import mentions
 from zinfer.job.batch.intake import rows_of, split
 from zinfer.job.batch.openai import BatchRequest, Done, Fault, answer, decode, encode, failure, read_requests, refusal
-from zinfer.job.openai import chat_logprobs
+from zinfer.job.openai import chat_logprobs, text_logprobs
 from zinfer.record.jsonl import Garbled
 from zinfer.worker.tasks import TokenScore
 
@@ -33,6 +33,8 @@ def test_the_bytes_of_a_token_are_told_also_of_a_part_of_a_character() -> None:
     (found,) = chat_logprobs(scores)["content"]
     assert found["bytes"] == [0xC3, 0xA9]
     assert [top["bytes"] for top in found["top_logprobs"]] == [[0xE6, 0x97], [ord("?")]]
+    parts = [TokenScore(token=token, logprob=-1.0) for token in ("ab", "bytes:\\xe6", "c")]
+    assert text_logprobs(parts, 0)["text_offset"] == [0, 2, 3]
 
 
 def test_a_request_is_understood() -> None:

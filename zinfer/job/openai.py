@@ -325,8 +325,13 @@ def text_logprobs(
     offsets = []
     for token in tokens:
         offsets.append(offset)
-        offset += len(token)
+        offset += characters(token)
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops if top else None, "text_offset": offsets}
+
+
+def characters(token: str) -> int:
+    """Return the length of a token's text; of a part of a character it is one."""
+    return 1 if token.startswith(PART) else len(token)
 
 
 def _top(score: "TokenScore") -> dict[str, float]:

@@ -160,7 +160,7 @@ class Exchange:
             return openai.chat_logprobs(choice.scores)
         prompt = choice.prompt if self.asked.echo else None
         found = openai.text_logprobs(choice.scores, top, prompt, choice.length)
-        choice.length += sum(map(len, found["tokens"]))
+        choice.length += sum(map(openai.characters, found["tokens"]))
         return found
 
     def chunks(self) -> list[dict[str, Any]]:

@@ -49,21 +49,37 @@ class Words(click.ParamType[Any]):
         return words
 
 
-class Numbers(click.ParamType[Any]):
-    """A comma list of positive whole numbers."""
+class Values(click.ParamType[Any]):
+    """A comma list of values; `convert_one` makes each of a word, and raises ValueError for a wrong one."""
 
-    name = "n,n,.."
+    def __init__(self, name: str, convert_one: Callable[[str], Any], form: str) -> None:
+        self.name, self._convert_one, self._form = name, convert_one, form
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            numbers = tuple(int(word) for word in value.split(","))
+            return tuple(self._convert_one(word.strip()) for word in value.split(","))
         except ValueError:
-            numbers = ()
-        if not numbers or min(numbers) < 1:
-            self.fail(f"{value[:60]!r}: write positive whole numbers with commas between", param, ctx)
-        return numbers
+            self.fail(f"{value[:60]!r}: write {self._form}", param, ctx)
+
+
+def positive(word: str) -> int:
+    """Return a positive whole number. Raises ValueError."""
+    if (number := int(word)) < 1:
+        raise ValueError(word)
+    return number
+
+
+def _share_or_size(word: str) -> str:
+    from zinfer.spec.case import resident_bytes
+
+    resident_bytes(word, 0)
+    return word
+
+
+NUMBERS = Values("n,n,..", positive, "positive whole numbers with commas between")
+GPU_WEIGHTS = Values("auto|n%|size,..", _share_or_size, "auto, a share such as 25%, or a size such as 40GiB")
 
 
 class Size(click.ParamType[Any]):
@@ -95,25 +111,6 @@ class Batches(click.ParamType[Any]):
             return parse_batches(value)
         except RecipeError as error:
             self.fail(str(error).removeprefix("--batch-size "), param, ctx)
-
-
-class GpuWeights(click.ParamType[Any]):
-    """A comma list of ``auto``, shares (``25%``) and sizes (``40GiB``)."""
-
-    name = "auto|n%|size,.."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        from zinfer.spec.case import resident_bytes
-
-        words = tuple(word.strip() for word in value.split(","))
-        for word in words:
-            try:
-                resident_bytes(word, 0)
-            except ValueError:
-                self.fail(f"{word!r}: write auto, a share such as 25%, or a size such as 40GiB", param, ctx)
-        return words
 
 
 class Dtype(click.ParamType[Any]):
@@ -149,7 +146,7 @@ def shorthand(name: str) -> Callable[[Command], Command]:
     """Return the click option ``--name`` of an option of `stream`, a comma list of its values."""
     field = StreamOptions.model_fields[name]
     choices = tuple(values(field))
-    kind = Numbers() if choices == ("N",) else Words(choices, others=field.title is not None)
+    kind = NUMBERS if choices == ("N",) else Words(choices, others=field.title is not None)
     return click.option(f"--{name.replace('_', '-')}", name, type=kind, help=field.description)
 
 
@@ -240,7 +237,7 @@ def load_options(function: Command) -> Command:
             help="An option of the engine (listed below); a comma list is an axis. Repeatable.",
         ),
         click.option(
-            "--gpu-weights", type=GpuWeights(), default=None,
+            "--gpu-weights", type=GPU_WEIGHTS, default=None,
             help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).",
         ),
         click.option(

@@ -54,13 +54,13 @@ SCENARIOS = {
     type=options.Batches(),
     help="Sequences at once; auto: the batch with the best throughput.  [default: auto]",
 )
-@click.option("--input-len", type=options.Numbers(), help="Prompt tokens; 512,2048 plans both.  [default: 512]")
-@click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
+@click.option("--input-len", type=options.NUMBERS, help="Prompt tokens; 512,2048 plans both.  [default: 512]")
+@click.option("--output-len", type=options.NUMBERS, help="Generated tokens.  [default: 32]")
 @click.option("--dtype", type=options.Dtype(), metavar=options.DTYPE, help="Weight type.  [default: the model's own]")
 @options.revision
 @options.layers
 @click.option(
-    "--gpu-weights", type=options.GpuWeights(),
+    "--gpu-weights", type=options.GPU_WEIGHTS,
     help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).",
 )  # fmt: skip
 @options.shorthand("weight_codec")
@@ -73,7 +73,7 @@ SCENARIOS = {
     help="Chance that a draft is right if those before it were.  [default: as recorded for the model and --draft]",
 )  # fmt: skip
 @options.shorthand("experts")
-@click.option("--gpus", type=options.Numbers(), help="GPUs, each with its own link.  [default: 1]")
+@click.option("--gpus", type=options.NUMBERS, help="GPUs, each with its own link.  [default: 1]")
 @click.option(
     "--calibrate", type=click.Path(exists=True, path_type=Path), metavar="RESULTS",
     help="Predict the speed that engines reach, from these records, instead of the physical limit.",

@@ -18,22 +18,12 @@ if TYPE_CHECKING:
     from zinfer.record.prefix_reuse import Point, Run
 
 
-class Contexts(click.ParamType[Any]):
-    """Comma list of token counts; k is 1024."""
+def _context(word: str) -> int:
+    shortened = word.lower().removesuffix("k")
+    return options.positive(shortened) * (1024 if shortened != word.lower() else 1)
 
-    name = "n,nk,.."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            parts = [part.strip().lower() for part in value.split(",")]
-            found = {int(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in parts}
-        except ValueError:
-            found = {0}
-        if min(found) < 1:
-            self.fail(f"{value[:60]!r}: write numbers of tokens, such as 512,1k,32k", param, ctx)
-        return tuple(sorted(found))
+CONTEXTS = options.Values("n,nk,..", _context, "numbers of tokens, such as 512,1k,32k")
 
 
 @click.command("reuse", cls=options.LoadCommand)
@@ -51,7 +41,7 @@ class Contexts(click.ParamType[Any]):
 )  # fmt: skip
 @click.option(
     "--context",
-    type=Contexts(),
+    type=CONTEXTS,
     default="1k,2k,4k,8k,16k,32k",
     show_default=True,
     help="Context lengths in tokens; k is 1024.",
@@ -104,6 +94,7 @@ def command(
     from zinfer.record.prefix_reuse import Run
     from zinfer.spec.source import find
 
+    context = tuple(sorted(set(context)))
     options.check_nvme(offload, nvme_path)
     if context[0] <= how["new_tokens"]:
         raise click.UsageError(f"--context {context[0]} has to exceed --new-tokens {how['new_tokens']}")

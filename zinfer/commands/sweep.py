@@ -18,33 +18,18 @@ if TYPE_CHECKING:
     from zinfer.record.store import Header, Records
 
 
-class InFlight(click.ParamType[Any]):
-    """A comma list of whole numbers and ``auto``."""
-
-    name = "auto|n,.."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        words = [word.strip() for word in value.split(",")]
-        if not all(word == "auto" or re.fullmatch("[1-9][0-9]{0,8}", word) for word in words):
-            self.fail(f"{value[:60]!r}: write auto, or positive whole numbers with commas between", param, ctx)
-        return tuple(word if word == "auto" else int(word) for word in words)
+def _in_flight(word: str) -> int | str:
+    return word if word == "auto" else options.positive(word)
 
 
-class Rates(click.ParamType[Any]):
-    """A comma list of rates and ``inf``."""
+def _rate(word: str) -> float | str:
+    if word != "inf" and not (re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,9})?", word) and float(word) > 0):
+        raise ValueError(word)
+    return word if word == "inf" else float(word)
 
-    name = "r,..|inf"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        words = [word.strip() for word in value.split(",")]
-        rate = r"[0-9]{1,7}(\.[0-9]{1,9})?"
-        if not all(word == "inf" or (re.fullmatch(rate, word) and float(word) > 0) for word in words):
-            self.fail(f"{value[:60]!r}: write positive numbers with commas between, or inf", param, ctx)
-        return tuple(word if word == "inf" else float(word) for word in words)
+IN_FLIGHT = options.Values("auto|n,..", _in_flight, "auto, or positive whole numbers with commas between")
+RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between, or inf")
 
 
 @click.command("sweep", cls=options.LoadCommand)
@@ -61,8 +46,8 @@ class Rates(click.ParamType[Any]):
     type=options.Batches(),
     help="Sequences at once; auto: double up to the edge of memory.  [default: auto]",
 )
-@click.option("--input-len", type=options.Numbers(), help="Prompt tokens.  [default: 512]")
-@click.option("--output-len", type=options.Numbers(), help="Generated tokens.  [default: 32]")
+@click.option("--input-len", type=options.NUMBERS, help="Prompt tokens.  [default: 512]")
+@click.option("--output-len", type=options.NUMBERS, help="Generated tokens.  [default: 32]")
 @click.option(
     "--requests",
     type=click.Path(dir_okay=False),
@@ -79,10 +64,10 @@ class Rates(click.ParamType[Any]):
 @click.option("--num-requests", type=click.IntRange(min=1), help="Requests of a load.  [default: 1000, or all of FILE]")
 @click.option(
     "--in-flight",
-    type=InFlight(),
+    type=IN_FLIGHT,
     help="Closed loop: requests at a time; auto: all that there is room for.  [default: auto, unless there is a rate]",
 )
-@click.option("--request-rate", type=Rates(), help="Open loop: requests a second, at random times; inf: all at once.")
+@click.option("--request-rate", type=RATES, help="Open loop: requests a second, at random times; inf: all at once.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of lengths, arrivals and tokens.  [default: 0]")
 @click.option(
     "--sla",

@@ -78,6 +78,7 @@ PLAN = ["plan", "-m", "bloom-tiny", "--machine", "h200"]
         (["sweep", "-m", "bloom-tiny", "-O", "kv_threads=1e400", "--dry-run"], "choose from auto"),
         (["sweep", "-m", "bloom-tiny", "--repeats", "99999999999"], "up to 1,000,000,000"),
         (["reuse", "-m", "bloom-tiny", "--context", "9999999999k"], "up to 1,000,000,000"),
+        (["probe", "--memory", "1"], "--memory: 64MiB at least"),
         (["accuracy", "-m", "bloom-tiny", "--kv-cache-dtype", "int8", "--samples", "2" * 12], "up to 1,000,000,000"),
     ],
 )

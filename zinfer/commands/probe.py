@@ -30,8 +30,11 @@ def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int
     machine.json."""
     from zinfer.commands.out import console, write
     from zinfer.spec import local
+    from zinfer.spec.units import parse_bytes
     from zinfer.worker.probe import probe
 
+    if memory is not None and memory < parse_bytes(local.LITTLE):
+        raise click.UsageError(f"--memory: {local.LITTLE} at least; less would measure the caches of the processor")
     machine = probe(nvme_path, quick, lambda what: click.echo(f"measuring {what}", err=True), memory)
     machine = machine.model_copy(update={"name": local.name()})
     path = output or local.results_folder()

@@ -64,6 +64,9 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
     assert again.returncode == 3
     assert mentions(again.stderr, "7 answers", "5 errors", "out.jsonl")
     assert "tok/s" not in again.stderr
+    lossy = zinfer(folder, *words, "--offload", "cpu", "--kv-cache-dtype", "int8")
+    assert lossy.returncode == 6
+    assert "kv_cache_dtype: None -> int8" in lossy.stderr
     with prompts.open("a") as file:
         file.write(line("more", prompt="x", echo=True))
     other = zinfer(folder, *words, "--dtype", "bf16")

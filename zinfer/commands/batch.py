@@ -107,6 +107,7 @@ def command(
     from zinfer.job.batch.openai import Fault, digest, read_requests, refusal
     from zinfer.record.jsonl import MAX_BYTES
     from zinfer.spec.documents import read_bytes
+    from zinfer.spec.engine import plan_options
     from zinfer.spec.tokenizer_files import require
 
     if merge:
@@ -127,8 +128,11 @@ def command(
     source = options.weights_of(model, dtype, layers, load_format, how["weights"], loads)
     if source.spec.directory is not None:
         require(Path(source.spec.directory))
+    load = next(iter(loads))
+    cache = plan_options(load.engine, load.options)
     identity = {
         "prompts": digest(content), "model": model, "model_revision": source.revision, "dtype": source.spec.dtype,
+        "kv_cache_dtype": cache.kv_cache_dtype if cache.kv_in_8_bits else None,
         "layers": layers, "output_len": output_len, "shard": shard and str(shard),
     }  # fmt: skip
     with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:

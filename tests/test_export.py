@@ -200,12 +200,12 @@ def test_damaged_lines_are_warned_about(results: Path) -> None:
     assert len(read_csv(done.stdout_bytes)) == len(sweep())
 
 
-@pytest.mark.parametrize("name", ["nowhere.jsonl", "empty"])
-def test_nothing_to_export_is_one_message(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "told"), [("nowhere.jsonl", "does not exist"), ("empty", "measure first")])
+def test_nothing_to_export_is_one_message(tmp_path: Path, name: str, told: str) -> None:
     (tmp_path / "empty").mkdir()
     done = export(tmp_path / name)
     assert done.exit_code == 4
-    assert "measure first" in done.stderr
+    assert told in done.stderr
     assert done.stdout == ""
 
 

@@ -41,6 +41,8 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
         raise Failure("--format parquet is binary, and stdout is a terminal: name a file with -o, or redirect")
     points, served = [], []
     for path in dict.fromkeys(results or (Path("sweeps/results"),)):
+        if results and not path.exists():
+            raise Failure(f"{path} does not exist: name a results file, or a folder of them", NOTHING)
         try:
             own = [(str(file), read(file)) for file in files(path)] if path.exists() else [(str(path), Records())]
         except StoreError as error:

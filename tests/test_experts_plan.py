@@ -1,25 +1,33 @@
 """Plans of experts on demand: bytes of a step, room for buffers and experts that stay, and the batch from which on all
 experts come anyway."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from tests import trained
+from tests.checkpoints import save_config
+from tests.test_experts import MIXTURES
 from zinfer.analysis import calibrate
+from zinfer.analysis.routing import routing_of
 from zinfer.cli import cli
-from zinfer.commands.plan import _hits
 from zinfer.plan import cost
 from zinfer.plan.plan import DENSE_DEPTH, Plan, make_plan
 from zinfer.record import study
 from zinfer.record.measurement import Effective, Measurement
-from zinfer.record.routing import Hits, RoutingRecord
-from zinfer.spec import machine, resolve
+from zinfer.record.plausible import implausible
+from zinfer.record.routing import Hits, RoutingRecord, Touched
+from zinfer.record.store import read
+from zinfer.spec import local, machine, resolve
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.engine import OptionError, parse_options
 from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelSpec
+from zinfer.spec.model import ModelSpec, Routing
+from zinfer.worker import process
+from zinfer.worker.inline import InlineWorker
 from zinfer.worker.session import not_as_asked
 
 MIXTRAL = resolve.resolve("mixtral-8x7b", None, None)
@@ -27,12 +35,13 @@ H100 = machine.load("h100-80gb")
 
 
 def plan(
-    batch_size: int = 1, model: ModelSpec = MIXTRAL, share: str | None = None, place: Machine = H100, **options: Any
-) -> Plan:
+    batch_size: int = 1, model: ModelSpec = MIXTRAL, share: str | None = None, place: Machine = H100,
+    factors: cost.Efficiency | None = None, **options: Any,
+) -> Plan:  # fmt: skip
     load = Workload(batch_size=batch_size, input_len=512, output_len=32)
     settings = tuple(sorted(options.items()))
     case = Case(model=model.name, engine="stream", offload="cpu", workload=load, gpu_weights=share, options=settings)
-    return make_plan(case, model, place)
+    return make_plan(case, model, place, factors=factors)
 
 
 def test_a_step_brings_the_experts_that_its_tokens_touch() -> None:
@@ -139,33 +148,158 @@ def test_the_table_says_which_experts_come() -> None:
     shown = CliRunner().invoke(cli, [*words, "--batch-size", "1", "--experts", "all,auto"]).output
     told = " ".join(shown.split())
     assert "stream cpu experts=all, batch 1: all experts come in every step." in told
-    assert "stream cpu, batch 1: experts on demand; a step brings 16.9 GB, 25% of the experts;" in told
+    assert "stream cpu, batch 1: experts on demand; a step touches 25% of the experts and brings 16.9 GB;" in told
     assert "passes of 9 tokens or more bring all." in told
     assert "CPU's share" not in told
     shared = CliRunner().invoke(cli, [*words, "--batch-size", "1", "--engine", "stream-cpu-experts"]).output
     assert "The CPU's share of the experts (experts_cpu=on) is not counted" in " ".join(shared.split())
 
 
-def test_hits_are_those_of_a_recorded_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def traced(name: str = "mixtral-8x7b", **fields: Any) -> RoutingRecord:
+    rows = Hits(policy="lru", experts=100, hits=0.61), Hits(policy="lfu", experts=64, hits=0.6)
+    base: dict[str, Any] = {"num_layers": 32, "num_experts": 8, "experts_per_token": 2, "rows": rows}
+    return RoutingRecord(machine="h", device="d", model=name, told="", text="a book", tokens=9, **base | fields)
+
+
+def step_point(batch_size: int, hits: float, misses: float, **fields: Any) -> Measurement:
+    load = Workload(batch_size=batch_size, input_len=512, output_len=2)
+    case = Case(model="mixtral-8x7b", engine="stream", offload="cpu", workload=load, load_format="safetensors")
+    settings = {
+        "experts_hits_per_step": hits, "experts_misses_per_step": misses, "cached_experts": 128, "expert_cache": "lru",
+        "experts_guessed_per_step": 8.0, "experts_right_per_step": 6.0,
+    }  # fmt: skip
+    effective = Effective(gpu_weight_bytes=0, settings=settings)
+    base: dict[str, Any] = {"case": case, "status": "ok", "machine": "h", "effective": effective}
+    return Measurement(ttft_ms=(9.0,), step_ms=((5.0,),), **base | fields)
+
+
+def test_a_step_is_planned_by_the_recorded_routing() -> None:
+    """A trace comes first, then measured steps with real weights; what neither knows is as if all were alike."""
+    touched = (Touched(batch_size=2, share=0.4), Touched(batch_size=8, share=0.7))
+    run = traced(touched=touched, guessed=0.75)
+    routing = routing_of(MIXTRAL, [run, traced(num_layers=4), traced("other")], [step_point(4, 1, 1)])
+    assert routing is not None
+    known = MIXTRAL.model_copy(update={"routing": routing})
+    shares = [known.touched_share(tokens) for tokens in (1, 2, 5, 8)]
+    assert shares == pytest.approx([0.25, 0.4, 0.55, 0.7])
+    assert known.touched_share(16) == pytest.approx(1 - 0.3**2), "beyond what was recorded, as if tokens were alike"
+    assert [known.hits("lfu", share, 1) for share in (0, 0.125, 0.25, 0.625, 1)] == pytest.approx([0, 0.3, 0.6, 0.8, 1])
+    assert known.hits("lru", 100 / 256, 4) == pytest.approx(0.61)
+    even, told = plan(2, share="50%", weight_codec="none"), plan(2, model=known, share="50%", weight_codec="none")
+    assert even.placement == told.placement, "an engine knows no record, and obeys the plan"
+    cached = cost.cached_share(told.placement, MIXTRAL)
+    assert told.streamed_bytes == round(MIXTRAL.routed_bytes * 0.4 * (1 - known.hits("lfu", cached, 2)))
+    assert even.streamed_bytes == round(MIXTRAL.routed_bytes * (1 - 0.75**2) * (1 - cached))
+    assert (told.step_s or 0) / (even.step_s or 0) == pytest.approx(told.streamed_bytes / even.streamed_bytes, rel=0.01)
+    old = routing_of(MIXTRAL, [traced()], [])
+    assert old is not None
+    assert old.touched == (), "of a run of before"
+
+
+def test_measured_steps_tell_the_routing_if_no_trace_does() -> None:
+    points = [
+        step_point(1, 16, 48), step_point(4, 40, 80), step_point(4, 40, 120), step_point(99, 0, 0),
+        step_point(2, 1, 1, status="crashed"), step_point(2, 1, 1).model_copy(update={"step_ms": ()}),
+    ]  # fmt: skip
+    dummy = step_point(2, 1, 1)
+    points.append(dummy.model_copy(update={"case": dummy.case.model_copy(update={"load_format": "dummy"})}))
+    points.append(dummy.model_copy(update={"case": dummy.case.model_copy(update={"layers": 4})}))
+    routing = routing_of(MIXTRAL, [], points)
+    assert routing is not None
+    assert routing.source == "the decode steps of 3 records, after prompts of random tokens"
+    assert routing.touched == ((4, 140 / 256),)
+    assert routing.guessed == 0.75
+    known = MIXTRAL.model_copy(update={"routing": routing})
+    assert [known.hits("lru", 0.5, tokens) for tokens in (1, 4)] == pytest.approx([0.25, (40 / 120 + 40 / 160) / 2])
+    assert known.hits("lfu", 0.5, 4) == 0.5, "nothing was measured of that policy"
+    assert routing_of(MIXTRAL, [], points[3:]) is None
+    assert routing_of(resolve.resolve("llama-3.1-70b", None, None), [traced()], points) is None
+
+
+def test_counts_of_experts_that_nobody_believes_are_left_out() -> None:
+    good = step_point(4, 40, 80)
+    assert good.effective is not None
+    assert implausible(good) is None
+    for wrong in ({"expert_cache": "fifo"}, {"experts_hits_per_step": -1.0}, {"experts_misses_per_step": "many"},
+                  {"cached_experts": None}):  # fmt: skip
+        effective = good.effective.model_copy(update={"settings": {**good.effective.settings, **wrong}})
+        assert next(iter(wrong)) in (implausible(good.model_copy(update={"effective": effective})) or "")
+
+
+def test_right_guesses_use_the_time_in_which_the_link_awaits_a_choice() -> None:
+    """Launches take 2 ms a layer here, and with all but experts on the GPU the link has nothing else to bring."""
+    factors = cost.Efficiency(layer_s=2e-3)
+
+    def step(guessed: float, **options: Any) -> float:
+        model = MIXTRAL.model_copy(update={"routing": Routing(source="s", guessed=guessed)})
+        found = plan(model=model, share="50%", factors=factors, **options)
+        assert found.bound_by == "link"
+        return found.step_s or 0
+
+    waits = 32 * 2e-3
+    assert step(0) - step(1) == pytest.approx(waits, rel=0.05)
+    assert step(0) - step(0.5) == pytest.approx(waits / 2, rel=0.05)
+    assert step(0, expert_guess="off") == step(1, expert_guess="off") == step(0)
+    assert plan(share="50%").step_s == plan(share="50%", expert_guess="off").step_s, "a limit has no waits"
+    hidden = [plan(factors=factors, expert_guess=guess).step_s for guess in ("auto", "off")]
+    assert hidden[0] == pytest.approx(hidden[1], rel=0.3)
+
+
+def test_the_table_says_what_the_routing_was_taken_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu", "--gpu-weights", "50%"]
 
     def told(*more: str) -> str:
-        return " ".join(CliRunner().invoke(cli, [*words, "--batch-size", "1", *more]).output.split())
+        return " ".join(CliRunner().invoke(cli, [*words, *more]).output.split())
 
-    assert "expert_cache=lfu: the experts that stay meet 48% of what a token needs, if experts are chosen" in told()
-    rows = Hits(policy="lru", experts=100, hits=0.61), Hits(policy="lfu", experts=99, hits=0.7)
-    run = RoutingRecord(
-        machine="h", device="d", model="mixtral-8x7b", told="", text="a book", tokens=9, num_layers=32, num_experts=8,
-        experts_per_token=2, rows=rows,
-    )  # fmt: skip
-    study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", run)
-    other = run.model_copy(update={"num_layers": 4})  # of a slice
-    study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", other)
-    assert "expert_cache=lfu: the experts that stay meet 70% of what a token needs, by the routing" in told()
-    assert "recorded on a book." in told()
-    assert _hits(plan(share="50%", expert_cache="lru")).startswith("expert_cache=lru: the experts that stay meet 61%")
-    assert "expert_cache" not in told("--experts", "all")
+    evenly = "as if tokens chose evenly (`zinfer routing`)."
+    assert f"Predicted: 49% hits with expert_cache=lfu {evenly}" in told("--batch-size", "1")
+    study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", traced())
+    assert "Predicted: 73% hits with expert_cache=lfu by the routing recorded on a book." in told("--batch-size", "1")
+    both = "Predicted: 73% hits with expert_cache=lfu by the routing recorded on a book; 68% of the experts touched"
+    assert f"{both} {evenly}" in told("--batch-size", "4")
+    rows = json.loads(CliRunner().invoke(cli, [*words, "--batch-size", "1", "--json"]).stdout)
+    assert rows[0]["routing_from"].endswith("by the routing recorded on a book.")
+    assert "expert_cache" not in told("--experts", "all", "--batch-size", "1")
+    assert "expert_cache" not in told("--batch-size", "16")
+
+
+def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`zinfer routing` and `zinfer sweep` on one checkpoint: what its steps brought, their record predicts exactly, and
+    the trace of a text roughly."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(process, "Worker", InlineWorker)
+    shape = MIXTURES["qwen3_moe"] | {"vocab_size": 256, "max_position_embeddings": 128}
+    trained.tokenizer().save_pretrained(save_config(tmp_path / "mix", "qwen3_moe", **shape))
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1  # a function\n" * 20)
+    own = tmp_path / "sweeps" / "results" / local.name() / "machine.json"
+    own.parent.mkdir(parents=True)
+    own.write_text(H100.model_copy(update={"name": local.name(), "gpu_count": 0, "gpu_bytes": 0}).model_dump_json())
+    where = ["-m", "mix", "--dtype", "float32", "--offload", "cpu", "--experts", "on-demand", "--gpu-weights", "60%",
+             "--batch-size", "1,2,4", "--input-len", "8", "--output-len", "20", "--engine", "stream"]  # fmt: skip
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(cli, list(words))
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    def planned() -> tuple[list[int], str]:
+        rows = json.loads(run("plan", *where, "--machine", "h100-80gb", "--json"))
+        return [row["streamed_bytes"] for row in rows], rows[1]["routing_from"]
+
+    even, source = planned()
+    assert source.endswith("as if tokens chose evenly (`zinfer routing`).")
+    run("sweep", *where, "--load-format", "safetensors", "-o", "sweeps/results/mix.jsonl")
+    points = read(Path("sweeps/results")).points
+    brought = [point.effective.wire_bytes_per_step for point in points if point.effective is not None]
+    by_steps, source = planned()
+    assert source.endswith("by the decode steps of 3 records, after prompts of random tokens.")
+    assert by_steps == pytest.approx(brought, rel=0.01)
+    assert all(bytes_ < 0.8 * evenly for bytes_, evenly in zip(by_steps, even, strict=True)), "they are not alike"
+    run("routing", "-m", "mix", "--prompt-file", "text.txt", "--samples", "3", "--length", "40")
+    by_trace, source = planned()
+    assert source.endswith("by the routing recorded on text.txt.")
+    assert all(bytes_ < 0.8 * evenly for bytes_, evenly in zip(by_trace, even, strict=True))
 
 
 @pytest.mark.parametrize(

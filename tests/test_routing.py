@@ -3,16 +3,18 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from tests import trained
+from tests import test_experts, trained
 from tests.checkpoints import save_config
 from tests.test_experts import MIXTURES
 from zinfer.cli import cli
 from zinfer.engine.stream.experts import ExpertCache, Policy
+from zinfer.generation import passes
 from zinfer.record import study
 from zinfer.record.routing import Hits, RoutingRecord
 from zinfer.spec import resolve
@@ -55,6 +57,11 @@ def test_a_run_is_recorded_and_shown(checkpoint: Callable[[str], Path]) -> None:
     assert run.hits("lru", 6) == 0, "a step needs 12: in their order, each is dropped before it is needed again"
     assert 0 < run.hits("lfu", 16) < run.hits("lfu", 48) < 1
     assert [run.hits("lru", size) for size in run.sizes] == sorted(run.hits("lru", size) for size in run.sizes)
+    assert [one.batch_size for one in run.touched] == [2, 4, 8, 11], "from 12 tokens on all experts come"
+    shares = [3 / 16, *(one.share for one in run.touched)]
+    assert shares == sorted(shares)
+    assert shares[-1] < 1 - (13 / 16) ** 11, "tokens of a text are alike"
+    assert sum(row.batch_size == 11 for row in run.rows) == 8
     assert "hits with lfu" in shown
     assert "% right; at random, 19% would be." in shown
     code, shown, path = measured(folder, "--json")
@@ -85,6 +92,37 @@ def test_a_forward_pass_over_text_gives_the_choices_of_single_steps(checkpoint: 
     for end in (5, 24):
         for number, chosen in choices(end).items():
             assert torch.equal(chosen[-1], whole[number][end - 1])
+
+
+def test_rows_of_a_step_read_their_own_parts_of_the_text() -> None:
+    steps = [[(0, [token % 3]), (2, [token, 9])] for token in range(7)]
+    assert routing.side_by_side(steps, 1) == [[(0, [token % 3]), (2, [token, 9])] for token in range(7)]
+    assert routing.side_by_side(steps, 2) == [[(0, [0]), (2, [0, 3, 9])], [(0, [1]), (2, [1, 4, 9])],
+                                              [(0, [2]), (2, [2, 5, 9])]]  # fmt: skip
+    assert routing.side_by_side(steps, 7) == [[(0, [0, 1, 2]), (2, [0, 1, 2, 3, 4, 5, 6, 9])]]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_a_replay_meets_what_the_engine_meets(policy: Policy, checkpoint: Callable[[str], Path]) -> None:
+    """Two rows that read two parts of a text, each from its first token on."""
+    folder, tokens, length = checkpoint("qwen3_moe"), list(TEXT.encode()), 20
+    spec = resolve.from_directory(folder).with_dtype("float32")
+    rows = tokens[:length], tokens[57 : 57 + length]
+    steps: list[routing.Step] = []
+    for watched in routing.trace(spec, rows):
+        chosen = sorted((number, own.tolist()) for number, own in watched.chosen.items())
+        steps += ([(number, own[token]) for number, own in chosen] for token in range(length))
+    engine: Any = test_experts.load(folder, share="60%", expert_cache=policy)
+    ids = torch.tensor(rows)
+    batch, _ = passes.prefill(engine, ids[:, :1], torch.ones(2, 1, dtype=torch.int64), length)
+    for token in range(1, length):
+        passes.decode(engine, batch, ids[:, token])
+    met, missed, room = engine._pool.counts.hits, engine._pool.counts.misses, engine._pool.cached
+    engine.close()
+    pairs = routing.side_by_side(steps, 2)
+    assert met + missed == sum(len(experts) for step in pairs for _, experts in step)
+    assert 0 < room < 64
+    assert routing.replay(pairs, policy, room) == pytest.approx(met / (met + missed))
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])

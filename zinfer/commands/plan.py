@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from zinfer.plan.cost import Efficiency
     from zinfer.plan.plan import Plan
     from zinfer.record.measurement import Measurement
-    from zinfer.record.requests import RequestPoint
+    from zinfer.record.routing import RoutingRecord
+    from zinfer.record.store import Records
     from zinfer.spec.case import Case
     from zinfer.spec.engine import Options
     from zinfer.spec.machine import Machine
@@ -142,19 +143,19 @@ def command(
     factors = _factors(calibrate)
     if acceptance is not None and all(_draft_of(load) == "none" for load in wanted.loads(planning=True)):
         raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
-    drafts = _Acceptances(acceptance, calibrate)
-    groups = list(_plans(wanted, places, factors, criteria, drafts))
+    recorded = _Recorded(acceptance, calibrate)
+    groups = list(_plans(wanted, places, factors, criteria, recorded))
     plans = [plan for _, own in groups for plan in own]
     if figure is not None:
-        _draw(figure, wanted, places, factors, drafts)
+        _draw(figure, wanted, places, factors, recorded)
     answers = [criteria.answer(_as_points(own)) for _, own in groups] if criteria is not None else []
     if as_json:
-        click.echo(json.dumps([_row(plan, drafts) for plan in plans], indent=1))
+        click.echo(json.dumps([_row(plan, recorded) for plan in plans], indent=1))
     else:
         for nth, (title, own) in enumerate(groups):
             _print(title, own, bool(factors), criteria)
             click.echo(advice(own))
-            for line in (*_experts(own), *map(drafts.describe, own)):
+            for line in (*_experts(own), *map(recorded.describe, own)):
                 if line:
                     click.echo(line)
             if criteria is not None:
@@ -298,7 +299,7 @@ def _plans(
     places: "list[Machine]",
     factors: "Mapping[str, Efficiency]",
     criteria: "DecisionCriteria | None",
-    drafts: "_Acceptances",
+    recorded: "_Recorded",
 ) -> "Iterator[tuple[str, list[Plan]]]":
     """Yield the plans of each model, machine and pair of lengths, with a title. Loads that no engine can run are left
     out.
@@ -342,11 +343,11 @@ def _plans(
                 continue
             cases.add(case)
             told = factors.get(load.engine, Efficiency()) if factors else None
-            spec = specs[load.weights]
+            spec = recorded.routed(specs[load.weights])
             if load.draft_model is not None:
                 small = resolve(load.draft_model, spec.dtype)
                 spec = spec.model_copy(update={"draft": small})
-            own += _batches(wanted, case, spec, place, told, criteria, drafts)
+            own += _batches(wanted, case, spec, place, told, criteria, recorded)
         part = "" if layers is None else f", {layers} layers"
         positions = f" ({spec.max_position:,} positions)" if spec.max_position else ""
         machine = f"{place.name}{'*' * bool(place.overridden)}"
@@ -365,7 +366,7 @@ def _batches(
     place: "Machine",
     told: "Efficiency | None",
     criteria: "DecisionCriteria | None",
-    drafts: "_Acceptances",
+    recorded: "_Recorded",
 ) -> "list[Plan]":
     """Plan a case at the batches that were asked for; with ``auto`` at the best one, which keeps the levels if any
     does. Drafts count in the times, but the batch that is best without them is taken."""
@@ -377,16 +378,16 @@ def _batches(
         first = make_plan(sizes[0], spec, place, factors=told)
         edge = first.max_batch_size  # the same for all of them, and it takes the most time
         return [
-            drafts.counted(one)
+            recorded.counted(one)
             for one in (first, *(make_plan(one, spec, place, None, told, edge) for one in sizes[1:]))
         ]
     if criteria is None:
-        return [drafts.counted(best_batch(case, spec, place, told))]
+        return [recorded.counted(best_batch(case, spec, place, told))]
 
     def kept(plan: "Plan") -> bool:
-        return criteria.answer(_as_points([drafts.counted(plan)])).decision.point is not None
+        return criteria.answer(_as_points([recorded.counted(plan)])).decision.point is not None
 
-    plans = [drafts.counted(plan) for plan in batches_within(case, spec, place, told, kept)]
+    plans = [recorded.counted(plan) for plan in batches_within(case, spec, place, told, kept)]
     chosen = criteria.answer(_as_points(plans)).decision
     point = chosen.point or chosen.nearest
     return [plan for plan in plans if point is None or plan.case == point.case][:1]
@@ -398,13 +399,15 @@ def _telling(load: "SweepLoad") -> "Options":
     return tuple((key, value) for key, value in load.options if key not in idle or idle[key] != value)
 
 
-def _row(plan: "Plan", drafts: "_Acceptances") -> dict[str, Any]:
+def _row(plan: "Plan", recorded: "_Recorded") -> dict[str, Any]:
     names = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "e2e_s", "bounds")
     derived = {name: getattr(plan, name) for name in names}
     derived |= {"fits": plan.holds, "assumes": list(_assumptions(plan)), "what_if": _hypothetical(plan)}
     if plan.drafting is not None:
-        derived["acceptance_from"] = drafts.source(plan)
-    return plan.model_dump(mode="json", exclude={"model": {"layers", "config", "draft"}}) | derived
+        derived["acceptance_from"] = recorded.source(plan)
+    if plan.placement.experts == "on-demand":
+        derived["routing_from"] = _routing(plan)
+    return plan.model_dump(mode="json", exclude={"model": {"layers", "config", "draft", "routing"}}) | derived
 
 
 def _print(title: str, plans: "list[Plan]", calibrated: bool, criteria: "DecisionCriteria | None") -> None:
@@ -452,25 +455,47 @@ def _draft_of(load: "SweepLoad | Case") -> str:
     return str(dict(load.options).get("draft", "none"))
 
 
-class _Acceptances:
-    """Chances that drafts are right: the one that was `stated`, or those of the records at `results`, by default this
-    machine's."""
+class _Recorded:
+    """Acceptance of drafts, which may be `stated`, and routing of mixtures, by the records at `results`, by default
+    those in sweeps/results."""
 
     def __init__(self, stated: float | None, results: Path | None) -> None:
-        self._stated, self._results = stated, results
-
-    @cached_property
-    def _points(self) -> "Sequence[RequestPoint]":
-        from zinfer.record.store import read
         from zinfer.spec.local import RESULTS
 
-        results = self._results or RESULTS
-        return read(results).requests if results.exists() else ()
+        self._stated, self._results = stated, results or RESULTS
 
-    def _recorded(self, plan: "Plan") -> tuple[int, int]:
+    @cached_property
+    def _records(self) -> "Records":
+        from zinfer.record.store import Records, read
+
+        return read(self._results) if self._results.exists() else Records()
+
+    @cached_property
+    def _traces(self) -> "Sequence[RoutingRecord]":
+        from zinfer.record import study
+        from zinfer.record.routing import RoutingRecord
+        from zinfer.spec.errors import ZinferError
+        from zinfer.spec.local import RESULTS
+
+        found: list[RoutingRecord] = []
+        for folder in dict.fromkeys((RESULTS, self._results)):
+            for path in study.files(folder, RoutingRecord) if folder.is_dir() else ():
+                with suppress(ZinferError):
+                    found += study.read(path, RoutingRecord).runs
+        return found
+
+    def routed(self, spec: "ModelSpec") -> "ModelSpec":
+        """Return a model with its routing, if that was recorded."""
+        from zinfer.analysis.routing import routing_of
+
+        if spec.num_experts < 2:
+            return spec
+        return spec.model_copy(update={"routing": routing_of(spec, self._traces, self._records.points)})
+
+    def _accepted(self, plan: "Plan") -> tuple[int, int]:
         from zinfer.analysis.requests import acceptance
 
-        return acceptance(self._points, plan.case.model, _draft_of(plan.case))
+        return acceptance(self._records.requests, plan.case.model, _draft_of(plan.case))
 
     def counted(self, plan: "Plan") -> "Plan":
         """Return a plan with what its drafts gain, if that is known."""
@@ -478,14 +503,14 @@ class _Acceptances:
             return plan
         if self._stated is not None:
             return plan.with_acceptance(self._stated)
-        right, checked = self._recorded(plan)
+        right, checked = self._accepted(plan)
         return plan.with_acceptance(right / checked) if checked else plan
 
     def source(self, plan: "Plan") -> str:
         """Return how the acceptance of a plan's drafts was come by."""
         if self._stated is not None:
             return "stated, not measured"
-        right, checked = self._recorded(plan)
+        right, checked = self._accepted(plan)
         return f"measured: {right:,} of {checked:,} drafts in the records"
 
     def describe(self, plan: "Plan") -> str:
@@ -508,51 +533,58 @@ class _Acceptances:
 
 def _experts(plans: "Sequence[Plan]") -> "Iterator[str]":
     """Yield which experts of a mixture cross the link, in a sentence for each plan that streams."""
+    from zinfer.plan.cost import chooses
     from zinfer.spec.units import gb
 
     for plan in plans:
-        model, setup, batch = plan.model, plan.placement, plan.case.workload.batch_size
+        model, setup, tokens = plan.model, plan.placement, _step_tokens(plan)
         if model.num_experts < 2 or not plan.streamed_bytes or setup.tier != "host":
             continue
-        where = f"{plan.case.label()}, batch {batch}"
+        where = f"{plan.case.label()}, batch {plan.case.workload.batch_size}"
         if setup.experts == "all":
             yield f"{where}: all experts come in every step."
             continue
-        touched = model.touched_share(batch) if batch < setup.whole_tokens else 1.0
+        touched = model.touched_share(tokens) if chooses(setup, tokens) else 1.0
         stay = f", {setup.cached_experts} experts stay on the GPU" if setup.cached_experts else ""
         yield (
-            f"{where}: experts on demand; a step brings {gb(plan.streamed_bytes)}, {touched:.0%} of the experts"
-            f"{stay}; passes of {setup.whole_tokens} tokens or more bring all."
+            f"{where}: experts on demand; a step touches {touched:.0%} of the experts and brings "
+            f"{gb(plan.streamed_bytes)}{stay}; passes of {setup.whole_tokens} tokens or more bring all."
         )
-        if setup.cached_experts and batch < setup.whole_tokens:
-            yield _hits(plan)
+        yield _routing(plan)
         if dict(plan.case.options).get("experts_cpu") == "on":
             yield "The CPU's share of the experts (experts_cpu=on) is not counted: the link brings all of them here."
 
 
-def _hits(plan: "Plan") -> str:
-    """Return the share of a token's needs that the experts on the GPU meet: by the routing recorded for the model, or,
-    without a record, if experts were chosen evenly."""
-    from zinfer.record import study
-    from zinfer.record.routing import RoutingRecord
-    from zinfer.spec.engine import StreamOptions
-    from zinfer.spec.errors import ZinferError
-    from zinfer.spec.local import RESULTS
+def _step_tokens(plan: "Plan") -> int:
+    """Return the tokens of a decode step, drafts included."""
+    return plan.case.workload.batch_size * (1 + (0 if plan.drafting is None else plan.drafting.drafts))
 
-    model, cached = plan.model, plan.placement.cached_experts
-    policy = dict(plan.case.options).get("expert_cache", StreamOptions.model_fields["expert_cache"].default)
-    found: list[RoutingRecord] = []
-    for path in study.files(RESULTS, RoutingRecord) if RESULTS.is_dir() else ():
-        with suppress(ZinferError):
-            found += [run for run in study.read(path, RoutingRecord).runs if run.model == model.name]
-    every = model.routed_bytes // model.expert_bytes
-    runs = [run for run in found if run.num_layers * run.num_experts == every]
-    if not runs:
-        met = f"{min(1.0, cached / every):.0%} of what a token needs, if experts are chosen evenly (`zinfer routing`)"
-    else:
-        hits = runs[-1].hits(str(policy), cached)
-        met = f"{hits:.0%} of what a token needs, by the routing recorded on {runs[-1].text}"
-    return f"expert_cache={policy}: the experts that stay meet {met}."
+
+def _routing(plan: "Plan") -> str:
+    """Return what a step with experts on demand is predicted from, in a sentence: a record of the model's routing, or
+    the assumption that each token chooses evenly. A step of one token whose experts all come needs neither."""
+    from zinfer.plan.cost import cached_share, chooses
+
+    model, setup, tokens = plan.model, plan.placement, _step_tokens(plan)
+    if not chooses(setup, tokens):
+        return ""
+    known: list[str] = []
+    assumed: list[str] = []
+    recorded, cached = model.routing, cached_share(setup, model)
+    if tokens > 1:
+        (known if recorded is not None and recorded.touched else assumed).append(
+            f"{model.touched_share(tokens):.0%} of the experts touched"
+        )
+    if setup.cached_experts:
+        met = f"{model.hits(setup.expert_cache, cached, tokens):.0%} hits with expert_cache={setup.expert_cache}"
+        is_known = recorded is not None and recorded.hits_of(setup.expert_cache, cached, tokens) is not None
+        (known if is_known else assumed).append(met)
+    if setup.expert_guess and plan.factors is not None:  # limits take it that the link never waits for a router
+        right = f"{model.right_guesses:.0%} right guesses"
+        (known if recorded is not None and recorded.guessed is not None else assumed).append(right)
+    parts = [f"{', '.join(known)} by {recorded.source}"] if known and recorded is not None else []
+    parts += [f"{', '.join(assumed)} as if tokens chose evenly (`zinfer routing`)"] if assumed else []
+    return f"Predicted: {'; '.join(parts)}." if parts else ""
 
 
 def _draw(
@@ -560,7 +592,7 @@ def _draw(
     wanted: "Sweep",
     places: "list[Machine]",
     factors: "Mapping[str, Efficiency]",
-    drafts: "_Acceptances",
+    recorded: "_Recorded",
 ) -> None:
     from zinfer.report.plot import figures as plot
     from zinfer.report.plot import style
@@ -569,10 +601,10 @@ def _draw(
     form = path.suffix.removeprefix(".")
     if form not in ("png", "svg"):
         raise click.BadParameter(f"{path}: end it in .png or .svg", param_hint="--figure")
-    edges = {max(1, plan.max_batch_size) for _, own in _plans(wanted, places, factors, None, drafts) for plan in own}
+    edges = {max(1, plan.max_batch_size) for _, own in _plans(wanted, places, factors, None, recorded) for plan in own}
     sizes = edges | {1 << power for power in range(max(edges).bit_length())}
     every = wanted.model_copy(update={"batch_size": tuple(sorted(sizes))})
-    drawn = plot.prediction([plan for _, own in _plans(every, places, factors, None, drafts) for plan in own])
+    drawn = plot.prediction([plan for _, own in _plans(every, places, factors, None, recorded) for plan in own])
     if drawn is None:
         click.echo(f"{path} was not drawn: no plan has a throughput", err=True)
         return

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from zinfer.spec.engine import PREFILL_TOKENS
 from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelSpec
+from zinfer.spec.model import ExpertPolicy, ModelSpec
 from zinfer.spec.units import counted
 from zinfer.spec.value import Frozen
 
@@ -94,6 +94,8 @@ class Placement(Frozen):
     layer_experts: int = 0  # routed experts of a layer that come on demand; 0 if all come with their layer
     expert_buffers: int = 0  # buffers between link and slot for single experts
     cached_experts: int = 0  # buffers beside these, for experts that stay
+    expert_cache: ExpertPolicy = "lfu"  # policy of these
+    expert_guess: bool = False  # experts that the next layer is guessed to choose come while the link would idle
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
     also_streamed: int = 0  # bytes that a pass fetches besides the layers
@@ -158,16 +160,32 @@ class Times(Frozen):
 def wire_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None) -> int:
     """Return the weight bytes that one pass of `tokens` tokens moves over the links, by default a long one.
 
-    With experts on demand these are the experts that the tokens touch, less those that stay on the GPU: the same share
-    of them, if all experts are alike. A long pass brings all experts.
+    With experts on demand these are the experts that the tokens touch, less those that stay on the GPU: as many as the
+    cache meets of what a step needs. A long pass brings all experts.
     """
     if setup.tier == "gpu":
         return 0
     left = max(0, model.streamed_bytes - setup.resident_bytes)
-    if setup.experts == "on-demand" and tokens is not None and tokens < setup.whole_tokens:
-        experts = min(left, model.routed_bytes)
-        left += round(experts * (model.touched_share(tokens) - 1))
+    if tokens is not None and chooses(setup, tokens):
+        left += _needed_experts(setup, model, tokens) - min(left, model.routed_bytes)
     return round((left + setup.also_streamed) * setup.wire_ratio)
+
+
+def chooses(setup: Placement, tokens: int) -> bool:
+    """Tell whether a pass of `tokens` tokens brings only the routed experts that its routers choose."""
+    return setup.experts == "on-demand" and tokens < setup.whole_tokens
+
+
+def cached_share(setup: Placement, model: ModelSpec) -> float:
+    """Return the share of the routed experts that the GPU has room for, after all that every pass needs."""
+    left = max(0, model.streamed_bytes - setup.resident_bytes)
+    return 1 - min(left, model.routed_bytes) / max(1, model.routed_bytes)
+
+
+def _needed_experts(setup: Placement, model: ModelSpec, tokens: int) -> int:
+    """Return the bytes of the routed experts that a pass touches and that are not on the GPU."""
+    hits = model.hits(setup.expert_cache, cached_share(setup, model), tokens)
+    return round(model.routed_bytes * model.touched_share(tokens) * (1 - hits))
 
 
 def disk_bytes(setup: Placement, wire: int) -> int:
@@ -278,6 +296,8 @@ def _pass(
     if over_link and link is not None:
         links = min(share * link, machine.links_bandwidth or inf)
         limits["link"] = over_link / (factors.link_share * links)
+        if tokens is not None and chooses(setup, tokens) and not factors.perfect:
+            limits["link"] += _awaiting_choice(setup, model, machine, factors, tokens, factors.link_share * links)
     if share > 1 and setup.tier == "host" and machine.gather_bandwidth is not None:  # layers that stay are parts, too
         parts = setup.wire_ratio * model.streamed_bytes * (share - 1) / share
         limits["gather"] = parts / machine.gather_bandwidth
@@ -307,6 +327,21 @@ def _pass(
         return found
     in_turn = moved + max(limits["compute"], limits["launch"])
     return found.model_copy(update={"seconds": max(found.seconds, in_turn)})
+
+
+def _awaiting_choice(
+    setup: Placement, model: ModelSpec, machine: Machine, factors: Efficiency, tokens: int, link: float
+) -> float:
+    """Return the seconds of a pass in which the link idles, since it has brought what is sure to be needed and the
+    routers have not chosen yet: in each layer its launches, the unpacking and reading of all but its experts, less the
+    copy of these for a later layer. Right guesses of experts that are missing use the time."""
+    dense, kept = model.streamed_bytes - model.routed_bytes, min(setup.resident_bytes, model.streamed_bytes)
+    copied = max(0, dense - kept)
+    unpacked = 0.0 if setup.wire_ratio == 1 else copied / (UNPACKING * (machine.hbm_bandwidth or inf))
+    before = factors.layer_s * model.num_layers + unpacked + dense / (machine.hbm_bandwidth or inf)
+    idle = max(0.0, before - copied * setup.wire_ratio / link)
+    guessed = model.right_guesses * idle if setup.expert_guess else 0.0
+    return idle - min(guessed, _needed_experts(setup, model, tokens) * setup.wire_ratio / link)
 
 
 def contended_rates(setup: Placement, machine: Machine, cpu: float, hosted: int, copying: float) -> tuple[float, float]:

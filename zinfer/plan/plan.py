@@ -332,6 +332,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         update["kept_ratio"] = common.wire_ratio
     if transport.fetched == "pieces" and experts_on_demand(case, model, common.wire_ratio):
         update |= _expert_buffers(common, model, machine, depth)
+        update |= {"expert_cache": options.expert_cache, "expert_guess": options.expert_guess == "auto"}
     elif transport.fetched == "pieces":
         buffers = depth * cost.piece_bytes(common, model) if machine.gpu_count else 0
         update |= {"slots": 1 + buffers / model.layer_bytes, "ring_depth": depth}

@@ -6,12 +6,13 @@ computed from it and no reader has to guard against it. Every reader of records 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 from pydantic import BaseModel
 
 from zinfer.record.measurement import Measurement, Recorded
 from zinfer.record.requests import RequestPoint
+from zinfer.spec.model import ExpertPolicy
 
 LARGEST = 1e18  # of any number
 LONGEST = 20_000  # characters of any text: messages of errors are cut to less
@@ -108,11 +109,15 @@ def _of_samples(point: Measurement) -> Iterator[str]:
 def _settings(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield faults of the settings that a calibration computes with (`zinfer.analysis.calibrate`)."""
     for name in ("slot_bytes", "buffer_bytes", "ring_depth", "kv_host_rows", "kv_threads", "expert_buffers",
-                 "expert_buffer_bytes"):  # fmt: skip
+                 "expert_buffer_bytes", "cached_experts", "experts_hits_per_step", "experts_misses_per_step",
+                 "experts_guessed_per_step", "experts_right_per_step"):  # fmt: skip
         value = settings.get(name)
         if name in settings and not (_number(value) and value >= 0) and not (value is None and name == "kv_threads"):
             yield f"effective.settings.{name}: {value!r:.40} is no count"
-    for name, needs in (("slot_bytes", "ring_depth"), ("kv_host_rows", "kv_attention")):
+    if "expert_cache" in settings and settings["expert_cache"] not in get_args(ExpertPolicy):
+        yield f"effective.settings.expert_cache: {settings['expert_cache']!r:.40} is no policy"
+    for name, needs in (("slot_bytes", "ring_depth"), ("kv_host_rows", "kv_attention"),
+                        ("cached_experts", "expert_cache")):  # fmt: skip
         if name in settings and needs not in settings:
             yield f"effective.settings: {name} without {needs}"
 

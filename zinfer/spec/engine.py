@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, StrictBool, ValidationError
 from pydantic.fields import FieldInfo
 
 from zinfer.spec.errors import ZinferError, did_you_mean
-from zinfer.spec.model import Weights
+from zinfer.spec.model import ExpertPolicy, Weights
 from zinfer.spec.units import parse_share
 from zinfer.spec.value import Frozen
 
@@ -33,6 +33,7 @@ KVOffload = Literal["none", "cpu", "auto"]
 KVAttention = Literal["auto", "gpu", "cpu"]
 KVCacheDtype = Literal["auto", "bf16", "int8", "fp8"]
 Experts = Literal["auto", "all", "on-demand"]
+ExpertGuess = Literal["auto", "off"]
 # Prompt tokens in one forward pass. A pass streams every weight (2 bytes a parameter) and computes 2 FLOPs a parameter
 # and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
 # model. More tokens at once only take memory, of which the KV cache of a larger batch makes better use.
@@ -114,7 +115,7 @@ class StreamOptions(EngineOptions):
         description="Routed experts that cross the link: all, or those that the router chose; auto: on-demand where a "
         "step at batch 1 then brings clearly fewer bytes.",
     )
-    expert_cache: Literal["lru", "lfu"] = Field(
+    expert_cache: ExpertPolicy = Field(
         "lfu",
         description="Experts on demand that leave the cache first: those not used for longest, or those used least.",
     )
@@ -127,7 +128,7 @@ class StreamOptions(EngineOptions):
         "auto",
         description="Routed experts in passes of few tokens by a kernel of its own; auto: on a GPU that runs Triton.",
     )
-    expert_guess: Literal["auto", "off"] = Field(
+    expert_guess: ExpertGuess = Field(
         "auto",
         description="Experts on demand that the next layer is guessed to choose, copied while the link would idle; "
         "auto: as long as that saves time.",
@@ -261,6 +262,8 @@ class PlanOptions(Frozen):
     kv_threads: Literal["auto"] | Count = Field("auto", description="CPU threads that attend.")
     kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache.")
     experts: Experts = Field("all", description="Routed experts that cross the link.")
+    expert_cache: ExpertPolicy = Field("lfu", description="Experts on demand that leave the cache first.")
+    expert_guess: ExpertGuess = Field("auto", description="Guesses of the next layer's experts.")
     host_weights: Share = Field(
         "auto", title="SIZE", description="Weights that host memory keeps with offload nvme."
     )  # fmt: skip

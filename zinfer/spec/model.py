@@ -9,8 +9,9 @@ without torch, the closed forms of `zinfer.spec.formula` replace it.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -22,6 +23,8 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Formats of the weights in decoder layers; all but the first are made here, of weights in 16 bits, and are lossy.
 Weights = Literal["as-released", "int4", "int8", "fp8"]
+
+ExpertPolicy = Literal["lru", "lfu"]  # experts that leave a cache first: not used for longest, or used least
 
 # Our name of a quantity -> the names that published configurations use.
 CONFIG_KEYS = {
@@ -142,6 +145,38 @@ class Shape(Frozen):
     stack: str = ""  # name of the module that holds the decoder layers, if it is known
 
 
+class Routing(Frozen):
+    """Routing of a mixture as it was recorded, for plans; what is not known is reckoned as if every token chose its
+    experts evenly."""
+
+    source: str  # what was recorded, as a noun phrase
+    touched: tuple[tuple[int, float], ...] = ()  # tokens of a step, ascending from 2 on, and the share of experts
+    # By policy: tokens of a step, size of the cache as a share of all experts, and the share of needs that it meets.
+    hits: Mapping[ExpertPolicy, tuple[tuple[int, float, float], ...]] = Field(default_factory=dict)
+    guessed: float | None = Field(default=None, ge=0, le=1)  # right guesses of the next layer's experts, as a share
+
+    def hits_of(self, policy: ExpertPolicy, cached: float, tokens: int) -> float | None:
+        """Return the share of the needs of a step that a cache of the share `cached` of all experts meets, between
+        those of the nearest known sizes and numbers of tokens; None if nothing is known of the policy."""
+        known = self.hits.get(policy, ())
+        sizes = sorted({step for step, _, _ in known})
+        met = [
+            (step, _between([(0.0, 0.0), *sorted((size, hits) for one, size, hits in known if one == step), (1.0, 1.0)],
+                            cached))
+            for step in sizes
+        ]  # fmt: skip
+        return _between(met, tokens) if met else None
+
+
+def _between(known: Iterable[tuple[float, float]], at: float) -> float:
+    """Interpolate linearly between `known` points, ascending; beyond them the nearest one counts."""
+    known = list(known)
+    for (low, first), (high, second) in pairwise(known):
+        if low <= at < high:
+            return first + (second - first) * (at - low) / (high - low)
+    return known[0][1] if at < known[0][0] else known[-1][1]
+
+
 class ModelSpec(Shape):
     """Decoder-only model, whole or the first `num_layers` of `total_layers` layers."""
 
@@ -156,6 +191,7 @@ class ModelSpec(Shape):
     weights: Weights = "as-released"  # format that the layers' weights are given here; `config` describes it, too
     hub_id: str | None = None
     draft: "ModelSpec | None" = None  # small model of the same tokenizer that drafts for this one
+    routing: Routing | None = None  # routing that a plan reckons with; None: tokens choose their experts evenly
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
@@ -187,9 +223,26 @@ class ModelSpec(Shape):
         return self.parameters - self._routed * (1 - self.touched_share(batch_size))
 
     def touched_share(self, tokens: int) -> float:
-        """Return the expected share of a layer's routed experts that some of `tokens` tokens are sent to, if tokens
-        choose independently and all experts alike: 1 - (1 - k/E)^n."""
-        return 1 - (1 - self.experts_per_token / max(1, self.num_experts)) ** tokens
+        """Return the expected share of a layer's routed experts that some of `tokens` tokens are sent to: as `routing`
+        says, and beyond what it says, if tokens choose independently and all experts alike: 1 - (1 - k/E)^n."""
+        known = [(1, self.experts_per_token / max(1, self.num_experts))]
+        known += [] if self.routing is None else self.routing.touched
+        last, share = known[-1]
+        return _between(known, tokens) if tokens < last else 1 - (1 - share) ** (tokens / last)
+
+    def hits(self, policy: ExpertPolicy, cached: float, tokens: int) -> float:
+        """Return the expected share of the experts that `tokens` tokens touch which a cache holds, of the share
+        `cached` of all experts: as `routing` says; the same share if all experts are alike."""
+        recorded = None if self.routing is None else self.routing.hits_of(policy, cached, tokens)
+        return cached if recorded is None else recorded
+
+    @property
+    def right_guesses(self) -> float:
+        """Expected share of right ones among guesses of the next layer's experts: as `routing` says; by chance, k/E, if
+        nothing is known."""
+        if self.routing is not None and self.routing.guessed is not None:
+            return self.routing.guessed
+        return self.experts_per_token / max(1, self.num_experts)
 
     @property
     def _routed(self) -> int:

@@ -2,7 +2,8 @@
 experts would have met.
 
 A forward pass over a piece of the text gives the choices of each of its tokens, which are those of a decode step that
-gets this token. The pieces follow each other through the cache, as requests do.
+gets this token. The pieces follow each other through the cache, as requests do; a step of several rows has a token of
+as many places in the text, which move on together.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,8 @@ from zinfer.engine.state import ModelState
 from zinfer.engine.stream.experts import ExpertCache, Policy, routed_experts
 from zinfer.engine.stream.routers import Routers
 from zinfer.generation.tokenizer import load_tokenizer
-from zinfer.record.routing import POLICIES, Hits, RoutingRecord
+from zinfer.plan.cost import whole_tokens
+from zinfer.record.routing import POLICIES, Hits, RoutingRecord, Touched
 from zinfer.spec import host, local
 from zinfer.spec.errors import ENVIRONMENT, ZinferError
 from zinfer.spec.model import ModelSpec
@@ -64,8 +66,27 @@ class Watched:
         return before
 
 
+def side_by_side(steps: Sequence[Step], batch_size: int) -> list[Step]:
+    """Return the steps of `batch_size` rows, of which each reads its own part of the text, from those of one row."""
+    length = len(steps) // batch_size
+    return [
+        [
+            (rows[0][0], sorted({expert for _, experts in rows for expert in experts}))
+            for rows in zip(*steps[place : length * batch_size : length], strict=True)
+        ]
+        for place in range(length)
+    ]
+
+
+def batch_sizes(spec: ModelSpec, tokens: int) -> list[int]:
+    """Return the rows of steps that bring experts on demand, with `tokens` tokens altogether: 1, 2, 4, .. and the most
+    that do."""
+    most = min(whole_tokens(spec) - 1, tokens)
+    return sorted({1 << power for power in range(most.bit_length())} | {max(1, most)})
+
+
 def replay(steps: Iterable[Step], policy: Policy, room: int) -> float:
-    """Return the share of the needs of decode steps at batch 1 that a cache of `room` experts meets."""
+    """Return the share of the needs of decode steps that a cache of `room` experts meets."""
     cache, hits, needs = ExpertCache(policy), 0, 0
     for step in steps:
         cache.next_pass()
@@ -120,11 +141,19 @@ def measure(
         progress(f"{len(steps)} of {count * length} tokens")
     assert watched is not None
     every = len(watched.chosen) * watched.count
-    rows = [
-        Hits(policy=policy, experts=size, hits=replay(steps, policy, size))
-        for size in dict.fromkeys(max(1, round(share * every)) for share in SHARES)
-        for policy in POLICIES
-    ]
+    sizes = dict.fromkeys(max(1, round(share * every)) for share in SHARES)
+    rows, touched = [], []
+    for batch_size in batch_sizes(spec, len(steps)):
+        own = side_by_side(steps, batch_size)
+        rows += [
+            Hits(policy=policy, experts=size, hits=replay(own, policy, size), batch_size=batch_size)
+            for size in sizes
+            for policy in POLICIES
+        ]
+        if batch_size > 1:
+            needs = sum(len(experts) for step in own for _, experts in step)
+            touched.append(Touched(batch_size=batch_size, share=needs / (len(own) * every)))
+        progress(f"steps of {batch_size} tokens")
     versions = {name: host.metadata_version(name) for name in ("torch", "transformers")} | {"zinfer": __version__}
     return RoutingRecord(
         machine=local.name(),
@@ -140,4 +169,5 @@ def measure(
         experts_per_token=len(steps[0][0][1]),
         guessed=watched.right / watched.guessed if watched.guessed else None,
         rows=tuple(rows),
+        touched=tuple(touched),
     )

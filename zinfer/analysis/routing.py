@@ -1,0 +1,69 @@
+"""Routing of a mixture for plans: from its recorded trace, or from measured decode steps with experts on demand.
+
+Random weights route evenly and tell nothing of a model, so points with dummy weights do not count.
+"""
+
+from collections.abc import Iterable
+from statistics import mean
+
+from zinfer.record.measurement import Measurement
+from zinfer.record.routing import POLICIES, RoutingRecord
+from zinfer.spec.model import ExpertPolicy, ModelSpec, Routing
+from zinfer.spec.units import counted
+
+
+def routing_of(model: ModelSpec, runs: Iterable[RoutingRecord], points: Iterable[Measurement]) -> Routing | None:
+    """Return the routing of a model by the last of `runs` that traced it, or by those of `points` that ran it; None if
+    none did. Slices of other depths do not count."""
+    if model.num_experts < 2 or not model.expert_bytes:
+        return None
+    every = model.routed_bytes // model.expert_bytes
+    own = [run for run in runs if run.model == model.name and run.num_layers * run.num_experts == every]
+    return _traced(own[-1], every) if own else _measured(model, points, every)
+
+
+def _traced(run: RoutingRecord, every: int) -> Routing:
+    return Routing(
+        source=f"the routing recorded on {run.text}",
+        touched=tuple(sorted((one.batch_size, one.share) for one in run.touched)),
+        hits={
+            policy: tuple((row.batch_size, row.experts / every, row.hits) for row in run.rows if row.policy == policy)
+            for policy in POLICIES
+        },
+        guessed=run.guessed,
+    )
+
+
+def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Routing | None:
+    """Return the routing by the counts of experts of a step in records; the mean of equal points counts."""
+    needs: dict[int, list[float]] = {}
+    met: dict[ExpertPolicy, dict[tuple[int, float], list[float]]] = {}
+    guessed = right = 0.0
+    used = 0
+    for point in points:
+        case, settings = point.case, {} if point.effective is None else point.effective.settings
+        if not point.usable or case.load_format == "dummy" or case.model != model.name:
+            continue
+        if dict(case.options).get("draft", "none") != "none":  # a step then has more tokens than rows
+            continue
+        hits, misses = (settings.get(f"experts_{name}_per_step", 0.0) for name in ("hits", "misses"))
+        if (case.layers or model.total_layers) != model.num_layers or not hits + misses:
+            continue
+        used, batch_size = used + 1, case.workload.batch_size
+        needs.setdefault(batch_size, []).append((hits + misses) / every)
+        guessed += settings.get("experts_guessed_per_step", 0.0)
+        right += settings.get("experts_right_per_step", 0.0)
+        if cached := settings.get("cached_experts", 0):
+            own = met.setdefault(settings["expert_cache"], {})
+            own.setdefault((batch_size, cached / every), []).append(hits / (hits + misses))
+    if not used:
+        return None
+    return Routing(
+        source=f"the decode steps of {counted(used, 'record')}, after prompts of random tokens",
+        touched=tuple((size, min(1.0, mean(shares))) for size, shares in sorted(needs.items()) if size > 1),
+        hits={
+            policy: tuple((*place, mean(shares)) for place, shares in sorted(own.items()))
+            for policy, own in met.items()
+        },
+        guessed=right / guessed if guessed else None,
+    )

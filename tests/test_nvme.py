@@ -26,6 +26,7 @@ from tests.checkpoints import save_checkpoint, save_config
 from tests.command import zinfer
 from tests.test_parity import BATCHES, MACHINE, greedy, load
 from tests.test_ring import Answer, Bench, FakeQueues
+from zinfer.analysis.timeline import length_ms, share, waits
 from zinfer.engine import direct
 from zinfer.engine.direct import PAGE, Stripes, StripeWriter
 from zinfer.engine.stream import Stream, codec, disk, packed, packed_layer
@@ -365,6 +366,7 @@ def test_commands_take_it(models: Callable[[str], Path], tmp_path: Path) -> None
     (point,) = read(tmp_path / "r.jsonl").points
     assert point.effective is not None
     assert 0 < point.effective.nvme_bytes_per_step < point.effective.nvme_weight_bytes
+    assert {span.lane for span in point.timeline} >= {"disk", "compute"}
     prompt = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello"}}
     (tmp_path / "q.jsonl").write_text(json.dumps(prompt))
     done = zinfer(tmp_path, "batch", "q.jsonl", "-o", "o.jsonl", *load[:4], *way)
@@ -563,6 +565,37 @@ def test_no_buffer_is_read_early_or_overwritten_late(
             bench.trip(calls, fetches, beside)
             assert bench.borrowed == [[one, layer, number, 7] for layer in range(len(sizes)) for one in range(count)]
         bench.close()
+
+
+def test_a_trace_shows_the_reads_of_a_disk_beside_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of a real file, of 20 ms each: the link waits for them, and layers of host memory are not among them."""
+    real = os.preadv
+
+    def preadv(file: int, parts: list[Any], offset: int) -> int:
+        time.sleep(0.02)
+        return real(file, parts, offset)
+
+    monkeypatch.setattr(packed_layer, "PIECE", 5000)
+    bench = Bench([9000] * 6, 3, FakeQueues(), monkeypatch, from_disk(tmp_path, 20_000, {1, 4}))
+    bench.trip()
+    monkeypatch.setattr(os, "preadv", preadv)
+    for _ in range(2):
+        with bench.ring.watched() as trace:
+            bench.trip()
+        spans = trace.spans()
+    bench.close()
+    reads = [span for span in spans if span.lane == "disk"]
+    assert {span.layer for span in reads} == {0, 2, 3, 5}
+    assert len(reads) <= 10, "one for each piece at most"
+    assert [span.start_ms for span in reads] == sorted(span.start_ms for span in reads)
+    assert all(span.end_ms > 0 for span in reads), "none that was over before the step"
+    assert share(spans, "disk") > 0.6
+    assert waits(spans).reading_ms > 0.6 * waits(spans).total_ms > 0.3 * length_ms(spans)
+    for layer in (2, 3):
+        read, copied = (
+            [span.end_ms for span in spans if (span.lane, span.layer) == (lane, layer)] for lane in ("disk", "copy")
+        )
+        assert max(read) <= max(copied), "a piece is copied once it is there"
 
 
 def from_disk(folder: Path, ring_bytes: int, kept: set[int]) -> Callable[..., DiskRing]:

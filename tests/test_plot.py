@@ -23,7 +23,7 @@ from tests import mentions
 from tests.results import LAYERS_BYTES, case, point, sweep, traced
 from zinfer.analysis.group import groups
 from zinfer.cli import cli
-from zinfer.record.measurement import Effective, Measurement
+from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.store import Store, read
 from zinfer.report.plot import figures as plot
 from zinfer.report.plot import style as chart
@@ -190,6 +190,25 @@ def test_the_timeline_tells_chosen_and_guessed_experts_apart() -> None:
         figure = drawn([point(case(8), timeline=some)])["timeline"]
         told = {patch.get_label() for axes in figure.axes for patch in axes.patches}
         assert sum(f"{kind} experts cross the link" in told for kind in ("chosen", "guessed")) == expected
+
+
+def test_the_timeline_shows_the_disk_above_the_link() -> None:
+    figure = drawn([point(case(8, offload="nvme"), timeline=slow_disk())])["timeline"]
+    for axes in figure.axes[:2]:
+        assert [tick.get_text() for tick in axes.get_yticklabels()] == ["disk", "link", "compute"]
+    said = " ".join(text.get_text() for text in figure.axes[0].texts)
+    assert "Busy: disk 100.0%, link 51.8%, compute 7.8%" in said
+    assert "of them, the disk in" in said
+
+
+def slow_disk() -> tuple[Span, ...]:
+    """A step of 10 layers, each read in 40 ms while the last requests of the one before go on, and copied in 20 ms."""
+    rows: list[tuple[str, int, float, float]] = [("disk", 9, -35, 2)]
+    for layer in range(10):
+        arrived = 40.0 * layer + 2
+        rows += [("disk", layer, 40 * layer, arrived + 40), ("copy", (layer + 9) % 10, arrived, arrived + 20)]
+        rows.append(("compute", (layer + 9) % 10, arrived + 21, arrived + 24))
+    return tuple(Span.model_validate(row) for row in rows)
 
 
 def test_only_traced_steps_over_a_link_make_a_timeline() -> None:

@@ -82,6 +82,13 @@ def test_the_focus_is_where_the_link_waits_longest() -> None:
     assert focus(experts) == (0, 35), "several copies a layer"
 
 
+def test_a_disk_reads_on_for_the_next_step_and_tells_why_the_link_waits() -> None:
+    step = (*STEP, *spans(("disk", 2, -5, 42), ("disk", 3, 41, 50), ("disk", 0, 66, 90)))
+    assert length_ms(step) == 70, "the next step has the rest"
+    assert busy(step, "disk") == ((0, 50), (66, 70))
+    assert waits(step) == Waits(before_ms=10, between_ms=5, after_ms=5, working_ms=15, reading_ms=10 + 5 + 4)
+
+
 def test_an_empty_trace_has_no_timeline() -> None:
     assert length_ms(()) == share((), "copy") == waits(()).total_ms == 0
     assert busy((), "copy") == idle(()) == ()

@@ -15,13 +15,14 @@ Interval = tuple[float, float]
 
 
 class Waits(NamedTuple):
-    """Idle time of the link in a step: before its first copy, between copies, after its last copy; and the part of it
-    in which another lane works. The rest of it is launches and the CPU."""
+    """Idle time of the link in a step: before its first copy, between copies, after its last copy; the part of it in
+    which the GPU works, and that in which the disk does. The rest of it is launches and the CPU."""
 
     before_ms: float
     between_ms: float
     after_ms: float
     working_ms: float
+    reading_ms: float = 0.0
 
     @property
     def total_ms(self) -> float:
@@ -33,10 +34,11 @@ def length_ms(spans: Spans) -> float:
     """Return the end of the step, in ms.
 
     A step that found a copy under way leaves as much to the next one, and ends with its last computation. A step that
-    found the link idle, because its clock waits for the whole device, ends with its last span.
+    found the link idle, because its clock waits for the whole device, ends with its last span. Reads from disk for the
+    next step go on all the time.
     """
     handed_on = any(span.lane == "copy" and span.start_ms < 0 < span.end_ms for span in spans)
-    own = [span.end_ms for span in spans if span.lane == "compute" or not handed_on]
+    own = [span.end_ms for span in spans if span.lane == "compute" or (not handed_on and span.lane != "disk")]
     return max(own, default=0.0)
 
 
@@ -72,7 +74,8 @@ def waits(spans: Spans) -> Waits:
     first, last = (copies[0][0], copies[-1][1]) if copies else (length_ms(spans),) * 2
     before = _overlap(gaps, [(0.0, first)])
     after = _overlap(gaps, [(last, length_ms(spans))])
-    return Waits(before, _total(gaps) - before - after, after, _overlap(gaps, busy(spans, "unpack", "compute")))
+    working, reading = _overlap(gaps, busy(spans, "unpack", "compute")), _overlap(gaps, busy(spans, "disk"))
+    return Waits(before, _total(gaps) - before - after, after, working, reading)
 
 
 def busy_bandwidth(point: Measurement) -> float | None:

@@ -47,8 +47,8 @@ class Effective(Frozen):
         return self.streamed_bytes_per_step if self.wire_bytes_per_step is None else self.wire_bytes_per_step
 
 
-# Copy over the link, gather the parts of several GPUs, unpack the wire's code, compute with the weights.
-Lane = Literal["copy", "gather", "unpack", "compute"]
+# Read from disk, copy over the link, gather the parts of several GPUs, unpack the wire's code, compute with weights.
+Lane = Literal["disk", "copy", "gather", "unpack", "compute"]
 Carried = Literal["expert", "guess"]  # what a copy carries: experts that were chosen, or guessed to be
 Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
 
@@ -58,7 +58,8 @@ class Span(Frozen):
 
     No layer stands for the embedding, the head, and all else outside the layers. Stored as a row,
     ``["copy",3,17.204,35.391]``, since a step has hundreds of them; a copy of experts on demand tells so at its end:
-    ``["copy",3,17.204,35.391,"expert"]``.
+    ``["copy",3,17.204,35.391,"expert"]``. Reads from disk are timed by the host's clock, the rest by the device's, and
+    those of a layer may begin while the last ones of the layer before go on.
     """
 
     lane: Lane

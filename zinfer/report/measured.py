@@ -11,7 +11,7 @@ from zinfer.analysis.group import Points, by_load
 from zinfer.analysis.timeline import busy, busy_bandwidth, length_ms, share, waits
 from zinfer.plan.published import PublishedCodec, codecs
 from zinfer.record import accuracy, codec, prefix_reuse
-from zinfer.record.measurement import Measurement
+from zinfer.record.measurement import Lane, Measurement
 from zinfer.report import requests
 from zinfer.report.document import (
     Block,
@@ -171,10 +171,8 @@ def link_waits(findings: Findings) -> tuple[Block, ...]:
     tables: list[Plain] = []
     for workload in findings.workloads:
         if rows := _steps(workload.points):
-            columns = (
-                "configuration", "#batch", "#traced", "#timed", "#link busy", "#unpacking", "#computing", "#link waits",
-                "#busy link",
-            )  # fmt: skip
+            lanes = [_LANES[lane] for lane in _lanes(workload.points)]
+            columns = ("configuration", "#batch", "#traced", "#timed", *lanes, "#link waits", "#busy link")
             caption = (
                 f"{workload.name}: when the link waits. One decode step, traced after the timed ones, at each "
                 "configuration's own best batch. While the link does not wait, it carries bytes."
@@ -544,8 +542,18 @@ def _failures(points: Points) -> tuple[Row, ...]:
     return tuple(rows)
 
 
+_LANES: dict[Lane, str] = {
+    "disk": "#disk busy", "copy": "#link busy", "unpack": "#unpacking", "compute": "#computing",
+}  # fmt: skip
+
+
+def _lanes(points: Points) -> list[Lane]:
+    """Return the lanes of a table of traced steps; the disk is among them if one was read."""
+    return [lane for lane in _LANES if lane != "disk" or any(busy(point.timeline, lane) for point in points)]
+
+
 def _steps(points: Points) -> tuple[Row, ...]:
-    rows = []
+    rows, lanes = [], _lanes(points)
     for point in rates.best_by_load([point for point in points if busy(point.timeline, "copy")]):
         spans, bandwidth = point.timeline, busy_bandwidth(point)
         rows.append(
@@ -554,7 +562,7 @@ def _steps(points: Points) -> tuple[Row, ...]:
                 str(point.case.workload.batch_size),
                 f"{length_ms(spans):,.1f} ms",
                 f"{point.step_median_ms:,.1f} ms" if point.step_median_ms else "",
-                *(f"{share(spans, lane):.1%}" for lane in ("copy", "unpack", "compute")),
+                *(f"{share(spans, lane):.1%}" for lane in lanes),
                 f"{waits(spans).total_ms:,.2f} ms",
                 f"{bandwidth / 1e9:.1f} GB/s" if bandwidth else "unknown",
             ))

@@ -28,10 +28,12 @@ from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.read import as_bytes
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
 from zinfer.engine.stream.prefetch import Event, Fetch, PrefetchRing, Queues, Transfer
+from zinfer.engine.stream.trace import Reads, clock
 from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.progress import Progress, silent
 
 LAYERS_AHEAD = 2  # layers that are read into host memory while one is checked
+KNOWN_READS = 1 << 14  # latest pieces whose times of reading are known: more than a pass has
 
 
 @dataclass
@@ -43,6 +45,7 @@ class _Read:
     size: int
     jobs: list[Future[None]]
     left: int  # requests that have not ended
+    began: list[float]  # times in s at which requests began, ascending
     done: Future[None] = field(default_factory=Future)
     free: bool = False  # handed out and given back
     last: Event | None = None  # point in the copy queue behind the last read of the ring; None: at once
@@ -70,6 +73,8 @@ class DiskLayers:
             for image, own in zip(images, sums, strict=True)
             for piece, checksum in zip(image.pieces, own, strict=True)
         }
+        self._layer_of = {piece.start: index for index, image in enumerate(images) for piece in image.pieces}
+        self._read_times: deque[tuple[int, float, float]] = deque(maxlen=KNOWN_READS)  # layer, begin, end; in s
         if any(piece.size <= 0 for image in images for piece in image.pieces):
             raise CheckpointError(f"{files.name(0)} lists an empty piece: pack it again")
         self._checked, self._seen = set[int](), files.identity
@@ -155,13 +160,31 @@ class DiskLayers:
         self._kept[index] = arena
         self._views |= views
 
-    def _submit(self, memory: memoryview, begin: int, need: int, end: int) -> list[Future[None]]:
-        """Start to fill `memory` with the bytes from `begin` to `end`; the files may lack those behind `need`."""
+    def _submit(
+        self, memory: memoryview, begin: int, need: int, end: int, began: list[float] | None = None
+    ) -> list[Future[None]]:
+        """Start to fill `memory` with the bytes from `begin` to `end`; the files may lack those behind `need`. The time
+        at which each request begins is appended to `began`."""
+
+        def read(part: memoryview, start: int, need: int) -> None:
+            if began is not None:
+                began.append(clock())
+            self._files.read(part, start, need)
+
         jobs = []
         for start, stop in self._files.requests(begin, end):
             part = memory[start - begin : stop - begin]
-            jobs.append(self._pool.submit(self._files.read, part, start, min(stop, need) - start))
+            jobs.append(self._pool.submit(read, part, start, min(stop, need) - start))
         return jobs
+
+    def reads(self) -> list[tuple[int, float, float]]:
+        """Return layer, begin and end, by the host's clock, of the latest reads of pieces for passes; those under way
+        end now."""
+        with self._changed:
+            under_way = [read for read in self._reads if read.left and read.began]
+            now = clock()
+            known = [*self._read_times, *((self._layer_of[one.piece.start], one.began[0], now) for one in under_way)]
+        return sorted(known, key=lambda one: one[1])
 
     def _check(self, piece: Chunk, content: memoryview) -> None:
         """Compare a piece with its checksum unless that was done since the files were last changed."""
@@ -173,8 +196,8 @@ class DiskLayers:
             if piece.start in self._checked:
                 return
         if zlib.crc32(content) != self._sums[piece.start]:
-            number = next(index for index, image in enumerate(self.images) if image.start <= piece.start < image.end)
-            raise CheckpointError(f"{self._files.name(piece.start)}: layer {number} is damaged, or was changed")
+            layer = self._layer_of[piece.start]
+            raise CheckpointError(f"{self._files.name(piece.start)}: layer {layer} is damaged, or was changed")
         with self._changed:
             if now == self._seen:
                 self._checked.add(piece.start)
@@ -247,8 +270,9 @@ class DiskLayers:
                 place = self._place(end - begin)
                 if place is None:
                     return
-                jobs = self._submit(self._bytes[place : place + end - begin], begin, piece.end, end)
-                read = _Read(piece, place, end - begin, jobs, len(jobs))
+                began: list[float] = []
+                jobs = self._submit(self._bytes[place : place + end - begin], begin, piece.end, end, began)
+                read = _Read(piece, place, end - begin, jobs, len(jobs), began)
                 with self._changed:
                     self._reads.append(read)
                     self._changed.notify_all()
@@ -264,6 +288,8 @@ class DiskLayers:
         with self._changed:
             read.left -= 1
             last = read.left == 0
+            if last and read.began:
+                self._read_times.append((self._layer_of[read.piece.start], read.began[0], clock()))
         if not last:
             return
         faults = [fault for one in read.jobs if not one.cancelled() and (fault := one.exception()) is not None]
@@ -375,6 +401,9 @@ class DiskRing(PrefetchRing):
     def close(self) -> None:
         super().close()
         self.disk.close()
+
+    def _reads(self) -> Reads:
+        return self.disk.reads()
 
     def _settle(self) -> None:
         super()._settle()

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, unpack
-from zinfer.engine.stream.trace import Copy, Trace, mark
+from zinfer.engine.stream.trace import Copy, Reads, Trace, mark
 
 
 class Event(Protocol):
@@ -294,11 +294,15 @@ class PrefetchRing:
     @contextmanager
     def watched(self) -> Iterator[Trace]:
         """Trace the work done within the ``with`` block; on a GPU, the work issued within it."""
-        self._trace = Trace(self._cuda, self._copies)
+        self._trace = Trace(self._cuda, self._copies, self._reads)
         try:
             yield self._trace
         finally:
             self._trace = None
+
+    def _reads(self) -> Reads:
+        """Return the latest reads from disk, for the timeline."""
+        return ()
 
     def borrow(self, index: int) -> Tensor:
         """Return the next fetch of layer `index`, uint8, on the device until the layer's call ends."""

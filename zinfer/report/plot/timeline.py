@@ -1,4 +1,4 @@
-"""Timeline of one decode step: link, unpacking and layers over time, and the moments in which the link waits.
+"""Timeline of one decode step: disk, link, unpacking and layers over time, and the moments in which the link waits.
 
 The upper panel shows the whole step, the lower one the stretch in which the link waits longest, a few layers wide.
 Hatched parts of the link's lane are time that the step takes beyond its bytes.
@@ -25,6 +25,7 @@ _SHOWN = 3  # configurations in one figure, the fastest
 _ORANGE, _SKY, _BLACK = PALETTE[5:8]  # colours that no engine has
 _VERMILION = PALETTE[1]
 _LOOKS: dict[Lane, tuple[str, str, str]] = {  # colour, name at the axis, meaning
+    "disk": ("#8c6d31", "disk", "weights are read from disk"),
     "copy": (_SKY, "link", "weights cross the link"),
     "gather": ("#7a5195", "gather", "GPUs exchange their parts"),
     "unpack": (_ORANGE, "unpack", "a layer is unpacked"),
@@ -41,8 +42,8 @@ _BAR = 0.74  # height of a bar, as a share of its lane
 
 
 def timeline(group: Group, points: Points) -> Figure | None:
-    """Draw copies over the link, unpacking and computing in one traced step of each configuration's fastest batch; None
-    without a trace."""
+    """Draw reads from disk, copies over the link, unpacking and computing in one traced step of each configuration's
+    fastest batch; None without a trace."""
     tops = best_by_load([point for point in points if busy(point.timeline, "copy")])
     if not tops:
         return None
@@ -107,7 +108,8 @@ def _idleness(found: Waits, end: float) -> str:
     )
     where = ", ".join(f"{_ms(ms)} {words}" for ms, words in parts if ms > 0.02 * found.total_ms)
     total = f"{_ms(found.total_ms)} ms ({found.total_ms / end:.1%})"
-    return f"The link waits {total}: {where}; the GPU works in {_ms(found.working_ms)} of them."
+    reading = f", the disk in {_ms(found.reading_ms)}" if found.reading_ms else ""
+    return f"The link waits {total}: {where}; the GPU works in {_ms(found.working_ms)} of them{reading}."
 
 
 def _ms(value: float) -> str:
@@ -128,8 +130,9 @@ def _magnified(axes: Axes, spans: Spans) -> None:
     start, stop = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0.0, 0.0))
     if stop - start >= 0.002 * (high - low):
         late = start > (low + high) / 2
+        who = "" if _lanes(spans)[0] == "copy" else "the link "
         axes.text(
-            stop if late else start, -0.47, f"waits {_ms(stop - start)} ms", size=8, color=_VERMILION,
+            stop if late else start, -0.47, f"{who}waits {_ms(stop - start)} ms", size=8, color=_VERMILION,
             ha="right" if late else "left", va="bottom",
         )  # fmt: skip
 

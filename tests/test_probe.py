@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -82,13 +83,26 @@ def test_a_disturbed_copy_is_not_the_links_rate() -> None:
     assert probe._pinned_rate(blocks) == 53e9
 
 
+def flags_of(memory: memoryview) -> list[str]:
+    """Return the kernel's flags (`VmFlags`) of the mapping that `memory` lies in."""
+    address, inside = np.frombuffer(memory, dtype=np.uint8).ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            first, _, last = name.partition("-")
+            inside = int(first, 16) <= address < int(last, 16)
+        elif inside and name == "VmFlags:":
+            return rest
+    raise LookupError("no mapping holds this memory")
+
+
 @pytest.mark.torch
 def test_disk_is_read_and_left_as_it_was(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "BUDGET_S", 0.05)
-    requests, real = dict[int, int](), os.preadv
+    requests, real = dict[int, set[str]](), os.preadv
 
     def preadv(file: int, parts: list[memoryview], offset: int) -> int:
-        requests[len(parts[0])] = requests.get(len(parts[0]), 0) + 1
+        requests.setdefault(len(parts[0]), set()).update(flags_of(parts[0]))
         return real(file, parts, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
@@ -96,6 +110,8 @@ def test_disk_is_read_and_left_as_it_was(swift: None, tmp_path: Path, monkeypatc
     assert machine.nvme_bytes
     assert machine.nvme_bandwidth
     assert requests.keys() == {direct.PAGE, direct.REQUEST}, "of the size with which stream reads layers"
+    assert "hg" in requests[direct.REQUEST], "into memory that gets huge pages, as the memory of stream does"
+    assert "sh" not in requests[direct.REQUEST], "which shared memory does not get"
     assert list(tmp_path.iterdir()) == []
     (other := tmp_path / "other").mkdir()
     assert probe.probe(nvme_path=f"{tmp_path},{other}", quick=True).nvme_bandwidth

@@ -395,11 +395,14 @@ def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats:
 
 def _nvme_read(folders: list[Path], quick: bool) -> list[float]:
     """Return the bytes per second of direct reads from unnamed files in `folders`, each of a drive: as `stream` reads
-    layers, with as many requests in flight, of the same size.
+    layers, with as many requests in flight, of the same size, into memory of the same kind.
 
     The files disappear when they are closed, however the process ends. Raises OSError where direct I/O is refused or a
     disk is full.
     """
+    from zinfer.engine.pinned import PinnedArena
+    from zinfer.engine.read import as_bytes
+
     size = min((512 if quick else 4096) * MIB, min(shutil.disk_usage(folder).free for folder in folders) // 4)
     noise = os.urandom(direct.REQUEST)
     with contextlib.ExitStack() as stack:
@@ -415,16 +418,13 @@ def _nvme_read(folders: list[Path], quick: bool) -> list[float]:
         if not blocks:
             raise OSError(errno.ENOSPC, "no space to measure with")
 
-        # Page-aligned, as direct reads want it, and in huge pages where there are any, as the memory of `stream` is.
-        buffer = stack.enter_context(mmap.mmap(-1, direct.THREADS * direct.REQUEST))
-        with contextlib.suppress(OSError):
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-        whole = stack.enter_context(memoryview(buffer))
+        arena = stack.enter_context(contextlib.closing(PinnedArena(direct.THREADS * direct.REQUEST, pin=False)))
+        whole = as_bytes(arena.memory)
 
         def read(thread: int) -> None:
-            with whole[thread * direct.REQUEST : (thread + 1) * direct.REQUEST] as part:
-                for block in range(thread, blocks, direct.THREADS):
-                    stripes.read(part, block * direct.REQUEST, direct.REQUEST)
+            part = whole[thread * direct.REQUEST : (thread + 1) * direct.REQUEST]
+            for block in range(thread, blocks, direct.THREADS):
+                stripes.read(part, block * direct.REQUEST, direct.REQUEST)
 
         with ThreadPoolExecutor(direct.THREADS) as pool:
             return _rates(lambda: list(pool.map(read, range(direct.THREADS))), blocks * direct.REQUEST, _cpu_seconds, 3)

@@ -25,6 +25,7 @@ from tests import (
     test_engine_accelerate,
     test_experts,
     test_few_experts,
+    test_graphs,
     test_quantized,
     test_ragged,
     test_team_ways,
@@ -346,6 +347,19 @@ def test_cuda_graphs_of_micro_batches_that_come_and_go(
     assert engine.effective().settings["cuda_graphs"] == "on"
     test_continuous.check(engine, found, limits)
     engine.close()
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("keep_all", [True, False])
+def test_cuda_graphs_of_steps_with_several_tokens(keep_all: bool, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    found = []
+    for option in ("off", "auto"):
+        engine = load("stream", checkpoint("llama"), "none", tmp_path, cuda_graphs=option)
+        found.append(test_graphs.verified(engine, keep_all))
+        assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": "on"}[option]
+        assert engine._graphs.takes_several, "none failed"  # type: ignore[attr-defined]
+        engine.close()
+    assert all(graphs.alike(one, told) for one, told in zip(*found, strict=True))
 
 
 def test_a_step_that_waits_for_the_gpu_is_not_recorded(

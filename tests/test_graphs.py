@@ -1,6 +1,7 @@
 """Recorded decode steps: passes of static shape give the tokens of passes that are not recorded, and what cannot be
 recorded runs as before. `Rerun` takes the place of CUDA graphs; `test_gpu` records them."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests import test_cache_kinds as kinds
-from tests import test_continuous, test_ragged
+from tests import test_continuous, test_drafts, test_ragged
 from tests.test_parity import BATCHES, OUTPUT_LEN, check, greedy, load, prompts, reference
 from tests.test_passes import close
 from zinfer.engine.base import Engine, Work
@@ -32,6 +33,7 @@ class Rerun:
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
+        self.kept = Counter[int]()  # replays by the number of tokens whose logits they give
         self.fails: Exception | None = None
         self.off, self.seconds = 0.0, 0.0
 
@@ -43,7 +45,9 @@ class Rerun:
 
         def replay() -> Tensor:
             self.replayed += 1
-            return run() + self.off
+            logits = run() + self.off
+            self.kept[logits.shape[1]] += 1
+            return logits
 
         return replay
 
@@ -151,6 +155,105 @@ def test_positions_that_are_forgotten_are_hidden(checkpoint: Checkpoints, tmp_pa
         engine.close()
     assert recorder.recorded
     assert all(close(one, other) for one, other in zip(*found, strict=True))
+
+
+VERIFIED = (3, 3, 1, 3, 2, 3, 2, 1, 2, 3, 1, 2, 1, 3, 3)  # tokens of a row in one step after the other
+
+
+def verified(engine: Engine, keep_all: bool = True) -> list[Tensor]:
+    """Return the logits of steps of several tokens a row, of which rows keep different numbers, then fewer rows."""
+    found = []
+    batch, _ = passes.prefill(engine, *prompts((9, 5, 7)), 64)
+    for step, count in enumerate(VERIFIED):
+        given = torch.arange(4 + step, 4 + step + 3 * count).view(3, count)[: batch.batch_size]
+        before = batch.length
+        found += engine.forward([Work(batch, given, count if keep_all else 1)])
+        if count > 1 and step % 2:
+            engine.rollback(batch, before + torch.tensor([1, count, 2])[: batch.batch_size])
+        if step == 10:
+            engine.retire(batch, [1])
+    return found
+
+
+@pytest.mark.parametrize("keep_all", [True, False])
+@pytest.mark.parametrize(("architecture", "several"), [("llama", True), ("mixtral", True), ("bloom", False)])
+def test_steps_of_several_tokens_are_recorded(
+    architecture: str, several: bool, keep_all: bool, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+) -> None:
+    """Steps that verify drafts have logits of all their tokens, those that catch up of the last one. A model that gets
+    a mask has graphs of single tokens."""
+    found = []
+    for option in ("off", "auto"):
+        engine = load("stream", checkpoint(architecture), "none", tmp_path, cuda_graphs=option)
+        found.append(verified(engine, keep_all))
+        engine.clear()
+        assert status(engine) == ("off" if option == "off" else "on")
+        engine.close()
+    assert all(close(one, other) for one, other in zip(*found, strict=True))
+    assert set(recorder.kept) == ({1, 2, 3} if several and keep_all else {1})
+    assert recorder.replayed >= (8 if several else 2)
+
+
+@pytest.mark.parametrize(("count", "least"), [(1, 15), (5, 2)])
+def test_tokens_of_drafts_are_those_of_decoding_one_by_one(
+    count: int, least: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
+) -> None:
+    """A row alone keeps its memory, and so its graphs; rows that advance by different lengths change it often."""
+    test_continuous.small(monkeypatch)
+    monkeypatch.setattr(graphs, "LONGEST_WAIT", 1)
+    monkeypatch.setattr(graphs, "BUCKET", 64)
+    engine = load("stream", checkpoint("llama"), "none", tmp_path)
+    rows = test_continuous.alike(count, 8, 80 if count == 1 else 40)
+    known = test_drafts.answers(engine, rows)
+    before = recorder.kept.copy()
+    running = test_drafts.drafting(engine, monkeypatch, known, 0.4)
+    running.schedule.step = 64
+    found = test_continuous.run(running, [rows[:3], rows[3:]])
+    running.end()
+    engine.close()
+    test_drafts.check(found, known)
+    assert sum(times for kept, times in (recorder.kept - before).items() if kept > 1) >= least
+
+
+def test_graphs_are_bounded_in_number_and_the_one_used_last_stays(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
+) -> None:
+    monkeypatch.setattr(graphs, "MOST", 2)
+    monkeypatch.setattr(graphs, "BUCKET", 128)
+    engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
+    batch, _ = passes.prefill(engine, *prompts((5, 3)), 64)
+    kept = []
+    for count in (1, 1, 2, 2, 1, 3, 3, 1, 1):
+        engine.forward([Work(batch, torch.full((2, count), 9), count)])
+        ((_, together),) = engine._graphs._sets.items()
+        kept.append([shape[0] for shape, _ in together.graphs])
+    assert kept == [[], [1], [1], [1, 2], [2, 1], [2, 1], [1, 3], [3, 1], [3, 1]]
+    engine.close()
+
+
+@pytest.mark.parametrize("way", ["fails", "off"])
+def test_steps_of_several_tokens_are_given_up_apart(
+    way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
+) -> None:
+    """Graphs of single tokens go on where several cannot be recorded, or give other logits."""
+    real = recorder.record
+
+    def record(run: Run) -> Run:
+        if (several := run().shape[1] > 1) and way == "fails":
+            raise RuntimeError("no such thing")
+        replay = real(run)
+        return (lambda: replay() + 1) if several else replay
+
+    monkeypatch.setattr(recorder, "record", record)
+    engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
+    told = load("stream", checkpoint("llama"), "none", tmp_path / "off", cuda_graphs="off")
+    assert all(close(one, other) for one, other in zip(verified(engine), verified(told), strict=True))
+    assert not engine._graphs.takes_several
+    assert engine._graphs.wanted
+    assert recorder.kept[1] > 3, "single tokens are replayed"
+    assert not any(shape[0] > 1 for one in engine._graphs._sets.values() for shape, _ in one.graphs)
+    engine.close()
+    told.close()
 
 
 def test_a_micro_batch_of_the_same_shape_takes_memory_and_graphs_over(

@@ -452,9 +452,10 @@ class Stream(Decoder):
 
     def _is_recordable(self, parts: Sequence[Part]) -> bool:
         """Tell whether a pass is a decode step that can be recorded (`zinfer.engine.stream.graphs`)."""
-        if any(part.token_ids.shape[1] > 1 or part.keep > 1 or not part.batch.length for part in parts):
+        count = parts[0].token_ids.shape[1]
+        if count > (VERIFIED if self._graphs.takes_several else 1) or self.options.cuda_graphs == "off":
             return False
-        if self.options.cuda_graphs == "off":
+        if any(part.batch.length < (1 if count == 1 else part.batch.prompt_len) for part in parts):
             return False
         ring, why_not = self._ring, None
         if ring is not None and (ring.streamed or self._pool is not None or self._group is not None):

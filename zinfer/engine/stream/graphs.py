@@ -5,19 +5,22 @@ weight crosses the link, the kernels of a step are recorded once and launched as
 graph reads and writes the same memory each time, while the KV cache grows by a position a step. So the recorded pass
 sees a number of positions that is rounded up (`end_of`); a mask hides those that are not computed yet, and new keys and
 values go to the position that a tensor on the device holds (`Seat.slot`). When the rounded length is used up, the next
-one is recorded.
+one is recorded. A step that verifies drafts, or catches up, has several tokens a row, and each number of them a graph
+of its own.
 
 Models run unchanged. Those that take their attention function by name run as ragged passes do (`ragged`), several
-micro-batches in one graph; the others get the mask, one micro-batch at a time. A graph is believed only if its logits
-are those of the same step without it, and it is used only if it is faster. In a mixture of experts, rounding may lead a
-token to other experts, and from there on to other logits; so a graph whose logits differ is compared again, with the
-experts' choice of the step without it (`Choices`).
+micro-batches in one graph. The others get the mask, one micro-batch at a time and one token a row, since a mask ``[B,
+n]`` does not say where on the device a step's tokens are. A graph is believed only if its logits are those of the same
+step without it, and it is used only if it is faster. In a mixture of experts, rounding may lead a token to other
+experts, and from there on to other logits; so a graph whose logits differ is compared again, with the experts' choice
+of the step without it (`Choices`).
 
 The memory of a retired micro-batch is kept for the next one of the same shape, together with its graphs; any other
 micro-batch that is admitted frees it first (`Graphs.make_room`).
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -37,8 +40,8 @@ from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias
 BUCKET = 128  # positions: least step by which recorded lengths grow
 GROWTH = 8  # a step is at most 1/8 of the length, so that reading what is masked costs little, and graphs stay few
 PAYS = 16  # replays that pay for a recording
-LONGEST_WAIT = 64  # steps that rows decode together, at most, before their pass is recorded
-MOST = 16  # graphs of one set of micro-batches
+LONGEST_WAIT = 64  # steps of one shape that rows decode together, at most, before their pass is recorded
+MOST = 16  # graphs of one set of micro-batches, those used last
 CHECKS = 2  # steps that are computed both ways before graphs are believed; the first step of each graph always is
 TRIES = 2  # differences between the two ways after which no more graphs are made
 # Largest difference of logits between the two ways, relative to their norm, by bytes of a value: that of rounding.
@@ -49,6 +52,7 @@ TOLERANCE = {2: 0.06, 4: 1e-3, 8: 1e-6}
 LEAST_ROOM = 512 << 20
 
 Run = Callable[[], Tensor]
+Shape = tuple[int, int]  # tokens of each row in a step, and the number of last ones whose logits are wanted
 
 
 class Recorder(Protocol):
@@ -168,20 +172,20 @@ def end_of(length: int, capacity: int) -> int:
 
 class StaticLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one decoder layer in a recorded pass: the first `end` positions of memory ``[B, kv_heads,
-    room, head_dim]``, computed or not. The new ones go to position `slot`, ``[1]`` on the device."""
+    room, head_dim]``, computed or not. The new ones go to positions `slots`, ``[n]`` on the device."""
 
     is_compileable = True  # transformers then never looks at a mask's values, which are on the device
     is_sliding = False
 
-    def __init__(self, keys: Tensor, values: Tensor, slot: Tensor, end: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, end: int) -> None:
         super().__init__()
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
-        self._slot, self._end = slot, end
+        self._slots, self._end = slots, end
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self._slot, key_states)
-        self.values.index_copy_(2, self._slot, value_states)
+        self.keys.index_copy_(2, self._slots, key_states)
+        self.values.index_copy_(2, self._slots, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -225,8 +229,8 @@ class Seat:
         self._clean = False
         return True
 
-    def feed(self, batch: DecoderBatch) -> None:
-        """Set what the next pass reads besides tokens."""
+    def feed(self, batch: DecoderBatch, count: int) -> None:
+        """Set what the next pass, of `count` tokens a row, reads besides tokens."""
         self.slot.fill_(batch.length)
         if batch.mask is not None:
             self.mask.copy_(batch.mask)
@@ -234,39 +238,46 @@ class Seat:
             self.mask.fill_(1)
         self._padded = batch.mask is not None
         if not self._clean:  # attention multiplies what is hidden by zero, so it must be numbers
-            torch._foreach_zero_([part[:, :, batch.length + 1 :] for pair in self.memory for part in pair])
+            torch._foreach_zero_([part[:, :, batch.length + count :] for pair in self.memory for part in pair])
             self._clean = True
 
-    def seen(self, end: int) -> Tensor:
-        """Return which of the first `end` positions the next token of each row sees: bool ``[B, end]``."""
-        return (self.mask[:, :end] != 0) & (self._places[:end] <= self.slot)
+    def slots(self, count: int) -> Tensor:
+        """Return the positions of the next `count` tokens: ``[count]``, computed on the device."""
+        return self.slot + self._places[:count]
 
-    def written(self, position: int) -> list[Tensor]:
-        """Return the keys and values at a position: views of the memory."""
-        return [part[:, :, position] for pair in self.memory for part in pair]
+    def seen(self, end: int, count: int) -> Tensor:
+        """Return which of the first `end` positions each of the next `count` tokens of a row sees: bool ``[B, count,
+        end]``."""
+        return (self.mask[:, None, :end] != 0) & (self._places[:end] <= self.slots(count)[:, None])
+
+    def written(self, position: int, count: int) -> list[Tensor]:
+        """Return the keys and values of `count` positions: views of the memory."""
+        return [part[:, :, position : position + count] for pair in self.memory for part in pair]
 
 
 @dataclass(eq=False)
 class Graph:
-    """A recorded pass, and the memory of its inputs: ids and positions of the next tokens, ``[rows, 1]``."""
+    """A recorded pass, and the memory of its inputs: ids and positions of the next tokens, ``[rows, n]``. It gives the
+    logits of the last `keep` of them."""
 
     token_ids: Tensor
     positions: Tensor
+    keep: int
     replay: Run = field(default=lambda: torch.empty(0))
 
 
 @dataclass(eq=False)
 class Together:
-    """Micro-batches that decode in one pass: the steps that they have computed without a graph, and their graphs, by
-    the number of positions that each of them sees."""
+    """Micro-batches that decode in one pass: the steps of each shape that they have computed without a graph, and their
+    graphs, by the shape and the number of positions that each of them sees, the one used last at the end."""
 
     seats: tuple[Seat, ...]
-    steps: int = 0
+    steps: Counter[Shape] = field(default_factory=Counter)
     replays: int = 0
-    graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
+    graphs: dict[tuple[Shape, tuple[int, ...]], Graph] = field(default_factory=dict)
 
     @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
+    def sizes(self) -> tuple[tuple[int, int], ...]:
         """Number of rows, and capacity, of each micro-batch."""
         return tuple((seat.rows, seat.capacity) for seat in self.seats)
 
@@ -337,12 +348,19 @@ class Graphs:
         self._wait = 1  # steps without a graph before a pass is recorded
         self._checks, self._differences = 0, 0
         self._choices = Choices(model)
-        self._useless = set[tuple[tuple[int, int], ...]]()  # rows and capacities of micro-batches without use for them
+        self._single = False  # steps of several tokens a row cannot be recorded
+        # Shapes of steps, and rows and capacities of their micro-batches, that have no use for graphs.
+        self._useless = set[tuple[Shape, tuple[tuple[int, int], ...]]]()
 
     @property
     def wanted(self) -> bool:
         """True if passes are recorded that `cannot` finds nothing against."""
         return self._why_not is None and not self.paused
+
+    @property
+    def takes_several(self) -> bool:
+        """True if steps of several tokens a row are recorded, too."""
+        return self._ragged.able and not self._single
 
     def make_room(self, rows: int, capacity: int) -> None:
         """Free the memory of retired micro-batches, unless one of them had the shape of the next one."""
@@ -359,24 +377,28 @@ class Graphs:
         self._free()
 
     def forward(self, parts: Sequence[Part], eager: Run) -> Tensor:
-        """Compute a decode pass of `parts`, whole micro-batches that `cannot` finds nothing against; return its logits
-        ``[rows, 1, V]``, to be copied before the next pass. `eager` computes it without a graph."""
+        """Compute a decode pass of `parts`, whole micro-batches that `cannot` finds nothing against, all with as many
+        tokens a row; return its logits ``[rows, keep, V]``, to be copied before the next pass. `eager` computes it
+        without a graph."""
         if self._why_not is not None or self.paused:
             return eager()
         seats = tuple(self._seat_of(part.batch) for part in parts)
         found = self._sets.setdefault(tuple(map(id, seats)), Together(seats))
-        ends = tuple(end_of(part.batch.length + 1, part.batch.capacity) for part in parts)
-        graph = found.graphs.get(ends)
-        if found.shapes in self._useless or (graph is None and found.steps < self._wait):
-            found.steps += 1
+        count, _ = shape = _shape(parts)
+        ends = tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)
+        graph = found.graphs.pop((shape, ends), None)
+        if (shape, found.sizes) in self._useless or (graph is None and found.steps[shape] < self._wait):
+            found.steps[shape] += 1
             return eager()
+        if graph is not None:
+            found.graphs[shape, ends] = graph
         if graph is None or self._checks < CHECKS:
             return self._both_ways(found, parts, ends, eager)
         logits = self._replay(found, graph, parts)
         for part in parts:
             for layer in _layers(part.batch):
                 layer.length = part.batch.length
-                layer.advance(1)
+                layer.advance(count)
         return logits
 
     def cannot(self, part: Part) -> str | None:
@@ -445,7 +467,7 @@ class Graphs:
         torch.cat([part.token_ids for part in parts], out=graph.token_ids)
         torch.cat([part.positions for part in parts], out=graph.positions)
         for seat, part in zip(found.seats, parts, strict=True):
-            seat.feed(part.batch)
+            seat.feed(part.batch, part.token_ids.shape[1])
         found.replays += 1
         self.status = "on"
         return graph.replay()
@@ -455,30 +477,33 @@ class Graphs:
         assert self._recorder is not None
         with self._choices.recorded():
             logits, without_s = self._recorder.timed(eager)
+        count, _ = shape = _shape(parts)
         views = [
-            view for seat, part in zip(found.seats, parts, strict=True) for view in seat.written(part.batch.length)
+            view
+            for seat, part in zip(found.seats, parts, strict=True)
+            for view in seat.written(part.batch.length, count)
         ]
         kept = [view.clone() for view in views]
         try:
-            graph = found.graphs.get(ends) or self._record(found, parts, ends)
+            graph = found.graphs.get((shape, ends)) or self._record(found, parts, ends)
             replayed = self._replay(found, graph, parts)
             same = alike(replayed, logits) or self._rerouted(found, ends, graph, replayed, logits)
             with_s = self._recorder.timed(graph.replay)[1]
         except NotRaggedError:
             self._ragged.able = False  # its micro-batches run one by one from now on
         except torch.OutOfMemoryError:
-            self._give_up(found, "no GPU memory for them")
+            self._give_up(found, shape, "no GPU memory for them")
         except Exception as error:
             reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
-            self._give_up(found, f"a decode step cannot be recorded: {reason}", for_good=True)
+            self._give_up(found, shape, f"a decode step cannot be recorded: {reason}", for_good=True)
         else:
             self._checks += same
             if not same:
                 self._differences += 1
                 reason = "their logits differ from those of a step without them"
-                self._give_up(found, reason, for_good=self._differences >= TRIES)
+                self._give_up(found, shape, reason, for_good=self._differences >= TRIES)
             elif with_s > without_s and self._recorder.timed(graph.replay)[1] > without_s:
-                self._give_up(found, "a step without them is faster")
+                self._give_up(found, shape, "a step without them is faster")
         torch._foreach_copy_(views, kept)  # the keys and values that go with the logits
         return logits
 
@@ -495,50 +520,63 @@ class Graphs:
             same = alike(self._static(found.seats, ends, graph), logits)
         return same and not unused
 
-    def _give_up(self, found: Together, reason: str, for_good: bool = False) -> None:
-        """Use no graphs for micro-batches of these shapes, or for none any more."""
-        self._useless.add(found.shapes)
-        found.graphs.clear()
+    def _give_up(self, found: Together, shape: Shape, reason: str, for_good: bool = False) -> None:
+        """Use no graphs for steps of this shape of micro-batches of these sizes; with `for_good` for none any more, or
+        for none of several tokens if that is such a step."""
+        self._useless.add((shape, found.sizes))
+        found.graphs = {key: graph for key, graph in found.graphs.items() if key[0] != shape}
         self.status = reason
-        if for_good:
+        if for_good and shape[0] > 1:
+            self._single = True
+        elif for_good:
             self._why_not = reason
             self.clear()
 
     def _record(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...]) -> Graph:
         """Record the pass of `parts` that sees the first `ends` positions of each."""
         assert self._recorder is not None
-        graph = Graph(torch.cat([part.token_ids for part in parts]), torch.cat([part.positions for part in parts]))
+        count, keep = shape = _shape(parts)
+        token_ids, positions = ([getattr(part, name) for part in parts] for name in ("token_ids", "positions"))
+        graph = Graph(torch.cat(token_ids), torch.cat(positions), keep)
         for seat, part in zip(found.seats, parts, strict=True):
-            seat.feed(part.batch)
+            seat.feed(part.batch, count)
         graph.replay = self._recorder.record(lambda: self._static(found.seats, ends, graph))
         while len(found.graphs) >= MOST:
             del found.graphs[next(iter(found.graphs))]
-        found.graphs[ends] = graph
+        found.graphs[shape, ends] = graph
         return graph
 
     def _static(self, seats: Sequence[Seat], ends: Sequence[int], graph: Graph) -> Tensor:
         """Run the pass that is recorded: nothing in it depends on a number that changes from step to step."""
+        count = graph.token_ids.shape[1]
         layers = [
-            [StaticLayer(keys, values, seat.slot, end) for keys, values in seat.memory]
-            for seat, end in zip(seats, ends, strict=True)
+            [StaticLayer(keys, values, slots, end) for keys, values in seat.memory]
+            for seat, slots, end in zip(seats, [seat.slots(count) for seat in seats], ends, strict=True)
         ]
         inputs: dict[str, object] = {
             "input_ids": graph.token_ids,
             "position_ids": graph.positions,
-            "logits_to_keep": 1,
+            "logits_to_keep": graph.keep,
             "use_cache": True,
         }
         if not self._ragged.able:
-            inputs |= {"attention_mask": seats[0].seen(ends[0]).long(), self._cache_name: Cache(layers=layers[0])}
-            return self._logits(inputs)
-        masks = [bias(seat.seen(end), self._model.dtype) for seat, end in zip(seats, ends, strict=True)]
+            inputs |= {
+                "attention_mask": seats[0].seen(ends[0], count)[:, 0].long(),
+                self._cache_name: Cache(layers=layers[0]),
+            }
+            return self._logits(inputs, graph.keep)
+        masks = [bias(seat.seen(end, count), self._model.dtype) for seat, end in zip(seats, ends, strict=True)]
         with self._ragged.cache(layers, [seat.rows for seat in seats], masks) as cache:
-            return self._logits(inputs | {"attention_mask": None, self._cache_name: cache})
+            return self._logits(inputs | {"attention_mask": None, self._cache_name: cache}, graph.keep)
 
-    def _logits(self, inputs: dict[str, object]) -> Tensor:
+    def _logits(self, inputs: dict[str, object], keep: int) -> Tensor:
         with self._trip(), ConstantsOnDevice():
             logits: Tensor = self._model(**{name: one for name, one in inputs.items() if name in self._accepted}).logits
-        return logits[:, -1:]
+        return logits[:, -keep:]
+
+
+def _shape(parts: Sequence[Part]) -> Shape:
+    return parts[0].token_ids.shape[1], parts[0].keep
 
 
 def _layers(batch: DecoderBatch) -> list[FixedLayer]:
@@ -548,7 +586,7 @@ def _layers(batch: DecoderBatch) -> list[FixedLayer]:
 
 
 def alike(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether logits ``[rows, 1, V]`` differ by rounding alone. The median row decides: where experts are chosen,
+    """Tell whether logits ``[rows, n, V]`` differ by rounding alone. The median row decides: where experts are chosen,
     rounding alone may lead a row elsewhere."""
     expected = expected.double().flatten(1)
     error = (found.double().flatten(1) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)

@@ -220,23 +220,23 @@ def bias_of(part: Part, dtype: torch.dtype) -> Tensor | None:
     batch, (rows, count) = part.batch, part.token_ids.shape
     if batch.mask is None and count == 1:
         return None
+    end = batch.length + count
     if batch.mask is None:
-        seen = torch.ones((rows, batch.length + count), dtype=torch.bool, device=part.token_ids.device)
+        seen = torch.ones((rows, 1, end), dtype=torch.bool, device=part.token_ids.device)
     else:
-        seen = batch.mask[:, : batch.length + count] != 0
-    return bias(seen, dtype, count)
-
-
-def bias(seen: Tensor, dtype: torch.dtype, count: int = 1) -> Tensor:
-    """Return the bias of attention, ``[B, 1, count, n]``, for the last `count` positions of each row: 0 where `seen`,
-    bool ``[B, n]``, is true and no position comes later, else the lowest number."""
-    rows, end = seen.shape
-    made = _aligned(rows, count, end, dtype, seen.device)
-    hidden = ~seen[:, None, None]
+        seen = (batch.mask[:, :end] != 0)[:, None]
     if count > 1:
         place = torch.arange(end, device=seen.device)
-        hidden = hidden | (place > place[end - count :, None])
-    return made.masked_fill_(hidden, torch.finfo(dtype).min)
+        seen = seen & (place <= place[batch.length :, None])
+    return bias(seen, dtype)
+
+
+def bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bias of attention, ``[B, 1, count, n]``, for `count` tokens of each row: 0 where `seen`, bool ``[B,
+    count, n]``, is true, else the lowest number."""
+    rows, count, end = seen.shape
+    made = _aligned(rows, count, end, dtype, seen.device)
+    return made.masked_fill_(~seen[:, None], torch.finfo(dtype).min)
 
 
 class Bias:

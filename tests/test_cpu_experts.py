@@ -25,10 +25,11 @@ from tests.test_ring import CPU, FakeQueues
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import Stream, cpu_experts
+from zinfer.engine.stream import Stream, cpu_experts, expert_images
 from zinfer.engine.stream import experts as on_demand
 from zinfer.engine.stream.cpu_experts import GAIN, TRIAL, Call, CpuExperts, Rates
-from zinfer.engine.stream.experts import ExpertPool, Experts, Key, through_interface
+from zinfer.engine.stream.expert_images import Experts, Key, through_interface
+from zinfer.engine.stream.experts import ExpertPool
 
 Patch = pytest.MonkeyPatch
 mixture, queued, waiting = test_experts.mixture, test_experts.queued, test_experts.waiting
@@ -179,10 +180,10 @@ def shared_call(module: Any, given: Sequence[Tensor], numbers: Sequence[int]) ->
     experts = Experts(
         module, {f"e.{name}": Entry((name,), (), one, 0) for name, one in stacked.items()}, module.num_experts
     )
-    images, end = on_demand.plain_experts(experts, 0)
+    images, end = expert_images.plain_experts(experts, 0)
     arena = PinnedArena(end, pin=False)
     for name, one in stacked.items():
-        on_demand.fill_plain(images, f"e.{name}", one, arena.memory)
+        expert_images.fill_plain(images, f"e.{name}", one, arena.memory)
     cpu = CpuExperts(arena.memory, {0: images}, {0: experts}, CPU, True)
     assert cpu.cannot() is None
     found = cpu.offer(0, *given)
@@ -249,7 +250,7 @@ def test_calls_of_other_kinds_are_left_to_the_device() -> None:
     _, module = experts_of("mixtral")
     given = call(module, 2, torch.float32)
     experts = Experts(module, {f"e.{name}": Entry((name,), (), one, 0) for name, one in module.named_parameters()}, 8)
-    images, end = on_demand.plain_experts(experts, 0)
+    images, end = expert_images.plain_experts(experts, 0)
     cpu = CpuExperts(torch.zeros(end, dtype=torch.uint8), {0: images}, {0: experts}, CPU, True)
     states, chosen, weights = given
     assert isinstance(cpu.offer(0, *given), Call)

@@ -24,9 +24,10 @@ from zinfer import engine as engines
 from zinfer.engine import EngineError, base
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import Stream, packed_layer
+from zinfer.engine.stream import Stream, expert_images, packed_layer
 from zinfer.engine.stream import experts as on_demand
-from zinfer.engine.stream.experts import HALF_LIFE, UNIT, ExpertCache, ExpertPool, Experts, Key
+from zinfer.engine.stream.expert_images import UNIT, Experts, Key
+from zinfer.engine.stream.experts import HALF_LIFE, ExpertCache, ExpertPool
 from zinfer.engine.stream.packed_layer import PackedLayer, plain
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 from zinfer.engine.stream.routers import NO_ROUTER, Routers
@@ -93,7 +94,7 @@ def poisoned(loaded: Stream) -> None:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: Patch) -> None:
     """Have the experts of small models come in several parts."""
-    monkeypatch.setattr(on_demand, "PART", 40)
+    monkeypatch.setattr(expert_images, "PART", 40)
 
 
 def poison(loaded: Stream) -> None:
@@ -418,7 +419,7 @@ def test_an_expert_is_unpacked_as_its_parts_come(monkeypatch: Patch) -> None:
         part = image.part_of(piece)
         assert piece.end - image.start <= image.parts[part]
         assert part == 0 or image.parts[part - 1] < piece.end - image.start
-    monkeypatch.setattr(on_demand, "PART", 16 << 20)
+    monkeypatch.setattr(expert_images, "PART", 16 << 20)
     assert type(image)(image.pieces, image.unpacked).parts == (image.size,), "small copies would slow the link"
     bench.close()
 
@@ -481,7 +482,7 @@ def test_a_weight_that_is_not_stacked_or_shared_is_not_taken_apart() -> None:
         return {f"0.{name}": Entry((name,), ((module, name),), one, 0) for name, one in module.named_parameters()}
 
     def found(module: nn.Module, known: dict[str, Entry] | None = None) -> Any:
-        return on_demand.find_experts(nn.Sequential(module), entries(module) if known is None else known)
+        return expert_images.find_experts(nn.Sequential(module), entries(module) if known is None else known)
 
     good = Mixture((4, 8, 8), (4, 8, 8), (4, 3), (8, 8))
     several = nn.Sequential(Mixture((4, 8, 8), (4, 8, 8)), Mixture((4, 8, 8), (4, 8, 8)))
@@ -490,12 +491,12 @@ def test_a_weight_that_is_not_stacked_or_shared_is_not_taken_apart() -> None:
     assert "stacked" in found(Mixture((4, 8, 8)))
     assert "no multiple of 16" in found(Mixture((4, 1, 3), (4, 8, 8)))
     assert "shared between layers" in found(good, {})
-    assert on_demand.find_experts(several, {}) == "a layer has several modules of experts"
+    assert expert_images.find_experts(several, {}) == "a layer has several modules of experts"
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE_EXPERTS))
 def test_plans_know_the_experts_that_come_with_their_layer(name: str) -> None:
-    assert not any(map(on_demand.through_interface, small_model(Subject(name)).modules()))
+    assert not any(map(expert_images.through_interface, small_model(Subject(name)).modules()))
 
 
 # The cache's order
@@ -578,11 +579,11 @@ class Bench:
             entries = {name: Entry((name,), ((module, name),), tensor, layer) for name, tensor in own.items()}
             dense.append(plain([("dense", torch.empty(40, dtype=torch.uint8))], end))
             experts[layer] = Experts(module, entries, count)
-            images[layer], end = on_demand.plain_experts(experts[layer], dense[-1].end)
+            images[layer], end = expert_images.plain_experts(experts[layer], dense[-1].end)
         self.arena = PinnedArena(end, pin=False)
         for layer, own in enumerate(self.weights):
             for name, tensor in own.items():
-                on_demand.fill_plain(images[layer], name, tensor, self.arena.memory)
+                expert_images.fill_plain(images[layer], name, tensor, self.arena.memory)
         self.ring = PrefetchRing(self.arena.memory, dense, 3, CPU, queues)
         self.pool = ExpertPool(self.arena.memory, images, CPU, self.ring, policy)
         real_write, real_unpack, pool = ExpertPool._write, packed_layer.unpack, self.pool

@@ -19,7 +19,7 @@ from transformers.integrations import moe
 from tests.checkpoints import save_config
 from tests.test_experts import MIXTURES, load, steps
 from zinfer.engine.stream import few_experts
-from zinfer.engine.stream.experts import through_interface
+from zinfer.engine.stream.expert_images import through_interface
 from zinfer.engine.stream.few_experts import NAME, FewExperts, pays
 
 CPU = torch.device("cpu")

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from zinfer import __version__
 from zinfer.engine.state import ModelState
-from zinfer.engine.stream.experts import ExpertCache, Policy, routed_experts
+from zinfer.engine.stream.expert_images import routed_experts
+from zinfer.engine.stream.experts import ExpertCache, Policy
 from zinfer.engine.stream.routers import Routers
 from zinfer.generation.tokenizer import load_tokenizer
 from zinfer.plan.cost import whole_tokens

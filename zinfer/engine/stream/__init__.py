@@ -32,7 +32,8 @@ from zinfer.engine.stream import graphs
 from zinfer.engine.stream.cpu_experts import CpuExperts
 from zinfer.engine.stream.cpu_kernel import library
 from zinfer.engine.stream.disk import DiskRing
-from zinfer.engine.stream.experts import ExpertCounts, ExpertPool, Experts, LayerImages, find_experts
+from zinfer.engine.stream.expert_images import Experts, LayerImages, find_experts
+from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
 from zinfer.engine.stream.few_experts import FewExperts
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.interleave import interleave

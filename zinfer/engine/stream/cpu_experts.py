@@ -15,15 +15,15 @@ so on the thread that leads the pass, as the CPU's attention does, so the two ne
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from zinfer.engine.stream.cpu_attention import fetched, landed
-from zinfer.engine.stream.experts import Experts, Key, LayerImages, stored_expert
+from zinfer.engine.stream.expert_images import Experts, Key, LayerImages, stored_expert
 from zinfer.engine.stream.few_experts import activated, matrix_names, unknown
+from zinfer.engine.stream.trace import clock
 from zinfer.engine.stream.triton_check import trouble
 from zinfer.spec.case import Option
 from zinfer.spec.errors import one_line
@@ -171,10 +171,10 @@ class CpuExperts:
     def measure(self, keys: Sequence[Key]) -> None:
         """Measure the CPU's rate with the experts `keys` and one token."""
         self._trial(keys[0])  # what is made at the first call is not measured
-        begin = perf_counter()
+        begin = clock()
         for key in keys:
             self._trial(key)
-        self.rates.cpu.add(sum(self.size(key) for key in keys), perf_counter() - begin)
+        self.rates.cpu.add(sum(self.size(key) for key in keys), clock() - begin)
 
     def size(self, key: Key) -> int:
         """Return the bytes of an expert."""
@@ -218,7 +218,7 @@ class Call:
 
     def take(self, numbers: Sequence[int], table: Tensor) -> None:
         """Compute the experts `numbers` on the CPU; `table` are the chosen ones on the host, ``[T, K]``."""
-        self.taken, self._table, self._begin = numbers, table, perf_counter()
+        self.taken, self._table, self._begin = numbers, table, clock()
         self._own = torch.isin(table, torch.tensor(numbers, dtype=table.dtype))
 
     def fetch(self) -> None:
@@ -253,7 +253,7 @@ class Call:
             made = self._cpu.product((self._layer, number), states[rows])
             found.index_add_(0, rows, made.float() * weights[rows, places, None].float())
         size = sum(self._cpu.size((self._layer, number)) for number in self.taken)
-        self._cpu.rates.cpu.add(size, perf_counter() - self._begin)
+        self._cpu.rates.cpu.add(size, clock() - self._begin)
         return landed(found, self._states.device)
 
     def together(self, on_device: Tensor | None, on_cpu: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import moe
 
-from zinfer.engine.stream.experts import through_interface
+from zinfer.engine.stream.expert_images import through_interface
 from zinfer.engine.stream.triton_check import trouble
 from zinfer.spec.errors import one_line
 

@@ -34,7 +34,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part
-from zinfer.engine.stream.experts import through_interface
+from zinfer.engine.stream.expert_images import through_interface
 from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias
 
 BUCKET = 128  # positions: least step by which recorded lengths grow

@@ -20,7 +20,7 @@ from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
 from zinfer.engine.stream import disk, packed
 from zinfer.engine.stream.disk import DiskLayers, DiskRing
-from zinfer.engine.stream.experts import (
+from zinfer.engine.stream.expert_images import (
     Experts,
     LayerImages,
     fill_plain,

@@ -192,6 +192,23 @@ def test_the_timeline_tells_chosen_and_guessed_experts_apart() -> None:
         assert sum(f"{kind} experts cross the link" in told for kind in ("chosen", "guessed")) == expected
 
 
+def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
+    one = traced(running=True)
+    gathers = [span.model_copy(update={"lane": "gather", "end_ms": span.start_ms + 9}) for span in one[-30:-2]]
+    two = (*one, *(span.model_copy(update={"rank": 1}) for span in (*traced(launch_ms=40.0), *gathers)))
+    alone, both = (drawn([point(case(8), timeline=spans)])["timeline"] for spans in (one, two))
+    whole, part = both.axes
+    for axes in (whole, part):
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        assert names == ["link 0", "compute 0", "link 1", "gather 1", "compute 1"]
+    assert both.get_size_inches()[1] > alone.get_size_inches()[1] + 2 * 15 / 72
+    first, _, second, idle = labels(whole)[1:]
+    assert mentions(first, "GPU 0 busy", "link 100.0%")
+    assert mentions(second, "GPU 1 busy", "gather")
+    assert re.search(r"It works during \d+\.\d% of the gathers", idle)
+    assert any(re.match(r"link 1 waits 4\d", label) for label in labels(part))
+
+
 def test_only_traced_steps_over_a_link_make_a_timeline() -> None:
     compute = tuple(span for span in traced() if span.lane == "compute")
     assert "timeline" not in shown("sweep")

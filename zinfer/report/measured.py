@@ -8,7 +8,7 @@ from zinfer.analysis import rates, reproduce
 from zinfer.analysis.best import known_cost
 from zinfer.analysis.economics import DAY_S
 from zinfer.analysis.group import Points, by_load
-from zinfer.analysis.timeline import busy, busy_bandwidth, length_ms, share, waits
+from zinfer.analysis.timeline import busy, busy_bandwidth, by_rank, hidden_share, length_ms, share, waits
 from zinfer.plan.published import PublishedCodec, codecs
 from zinfer.record import accuracy, codec, prefix_reuse
 from zinfer.record.measurement import Measurement
@@ -170,16 +170,19 @@ def link_waits(findings: Findings) -> tuple[Block, ...]:
     """Return a table for each workload with traced points: the parts of a decode step's time."""
     tables: list[Plain] = []
     for workload in findings.workloads:
-        if rows := _steps(workload.points):
+        if points := rates.best_by_load([point for point in workload.points if busy(point.timeline, "copy")]):
+            gathers = any(span.lane == "gather" for point in points for span in point.timeline)
             columns = (
-                "configuration", "#batch", "#traced", "#timed", "#link busy", "#unpacking", "#computing", "#link waits",
-                "#busy link",
+                "configuration", "#batch", "#traced", "#timed", "#link busy", *(["#gathering"] * gathers), "#unpacking",
+                "#computing", "#link waits", "#busy link",
             )  # fmt: skip
             caption = (
                 f"{workload.name}: when the link waits. One decode step, traced after the timed ones, at each "
                 "configuration's own best batch. While the link does not wait, it carries bytes."
             )
-            tables.append(Table(caption, columns, rows))
+            if gathers:
+                caption += " In brackets: the share of the gathers that the link works beside."
+            tables.append(Table(caption, columns, tuple(row for point in points for row in _steps(point, gathers))))
     return (Details("One traced decode step of each configuration", tuple(tables)),) if tables else ()
 
 
@@ -544,19 +547,19 @@ def _failures(points: Points) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _steps(points: Points) -> tuple[Row, ...]:
-    rows = []
-    for point in rates.best_by_load([point for point in points if busy(point.timeline, "copy")]):
-        spans, bandwidth = point.timeline, busy_bandwidth(point)
-        rows.append(
-            Row((
-                point.case.label(),
-                str(point.case.workload.batch_size),
-                f"{length_ms(spans):,.1f} ms",
-                f"{point.step_median_ms:,.1f} ms" if point.step_median_ms else "",
-                *(f"{share(spans, lane):.1%}" for lane in ("copy", "unpack", "compute")),
-                f"{waits(spans).total_ms:,.2f} ms",
-                f"{bandwidth / 1e9:.1f} GB/s" if bandwidth else "unknown",
-            ))
-        )  # fmt: skip
-    return tuple(rows)
+def _steps(point: Measurement, gathers: bool) -> Iterator[Row]:
+    """Yield a row for each GPU of a traced point."""
+    several = len(ranks := by_rank(point.timeline)) > 1
+    for spans in ranks:
+        bandwidth, gather = busy_bandwidth(point, spans), share(spans, "gather")
+        yield Row((
+            point.case.label() + (f", GPU {spans[0].rank}" if several else ""),
+            str(point.case.workload.batch_size),
+            f"{length_ms(spans):,.1f} ms",
+            f"{point.step_median_ms:,.1f} ms" if point.step_median_ms else "",
+            f"{share(spans, 'copy'):.1%}",
+            *([f"{gather:.1%} ({hidden_share(spans, 'gather'):.0%})" if gather else ""] * gathers),
+            *(f"{share(spans, lane):.1%}" for lane in ("unpack", "compute")),
+            f"{waits(spans).total_ms:,.2f} ms",
+            f"{bandwidth / 1e9:.1f} GB/s" if bandwidth else "unknown",
+        ))  # fmt: skip

@@ -23,6 +23,7 @@ from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.stream import Stream, together
 from zinfer.engine.stream.gather import GatherRing
 from zinfer.engine.stream.ranks import Channel, Follower, Leader, Start
+from zinfer.engine.stream.trace import Recording, joined
 from zinfer.plan.cost import Placement
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
@@ -36,6 +37,14 @@ class RankWork(NamedTuple):
     key: int
     token_ids: Tensor
     keep: int
+
+
+class Passed(NamedTuple):
+    """Answer of a rank to a pass: the logits of each of its works, None if the pass has to be run once more; and the
+    recording, if one was asked for."""
+
+    logits: list[Tensor] | None
+    recording: Recording | None = None
 
 
 class Member:
@@ -102,22 +111,21 @@ class Member:
         self.engine.given = placement
         self.engine.expect(load)
 
-    def forward(self, works: Sequence[RankWork]) -> list[Tensor] | None:
-        """Run one trip, with these works; return their logits, None if it has to be run once more."""
+    def forward(self, works: Sequence[RankWork]) -> Passed:
+        """Run one trip, with these works."""
         before = self._ring.trips
         try:
             if not works:
-                return []
-            return self.engine.attempt([Work(self._batches[key], ids, keep) for key, ids, keep in works])
+                return Passed([])
+            return Passed(self.engine.attempt([Work(self._batches[key], ids, keep) for key, ids, keep in works]))
         finally:
             if self._ring.trips == before:
                 self._ring.idle_trip()
 
-    def watched(self, works: Sequence[RankWork]) -> tuple[list[Tensor] | None, tuple[Span, ...]]:
-        """Run one trip as `forward` does; return its spans, too."""
+    def watched(self, works: Sequence[RankWork]) -> Passed:
+        """Run one trip as `forward` does, and trace it."""
         with self._ring.watched() as trace:
-            found = self.forward(works)
-            return found, trace.spans()
+            return self.forward(works)._replace(recording=trace.recording())
 
     def effective(self) -> Effective:
         return self.engine.effective()
@@ -172,11 +180,8 @@ def _serve(group: Follower, member: Member) -> None:
             group.answer(error)
             del error  # its traceback holds what the failed pass held
             continue
-        if name == "forward" and found is not None:
-            group.answer(None, found)
-        elif name == "watched":
-            logits, spans = found
-            group.answer((logits is None, spans), logits)
+        if isinstance(found, Passed):
+            group.answer(found._replace(logits=None), found.logits)
         elif isinstance(found, KVSnapshot):
             told, memory = sent(found)
             group.answer(told, memory)
@@ -457,10 +462,11 @@ class Team(Engine):
 
     def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
         with torch.inference_mode():
-            return self._passes(works, "watched")[1]
+            return joined(self._passes(works, "watched")[1])
 
-    def _passes(self, works: Sequence[Work], name: str) -> tuple[list[Tensor], tuple[Span, ...]]:
-        """Run a pass; return the logits ``[B, keep, V]`` of each work, on the leader's device, and its own spans."""
+    def _passes(self, works: Sequence[Work], name: str) -> tuple[list[Tensor], list[Recording]]:
+        """Run a pass; return the logits ``[B, keep, V]`` of each work, on the leader's device, and what each rank has
+        traced, if it has."""
         check_works(works, self.batches)
         if self._placed is None:
             self._place_again()
@@ -472,12 +478,12 @@ class Team(Engine):
                 orders[rank].append(RankWork(batch.key, here[batch.rows_of(rank)], keep))
         logits: list[list[Tensor]] = [[] for _ in orders]
         done = [False] * len(orders)
-        spans: tuple[Span, ...] = ()
+        traced: list[Recording] = []
         while not all(done):  # ranks that have to compute theirs in another way, while the others have none
             todo = [[] if ready else own for own, ready in zip(orders, done, strict=True)]
-            for rank, answer in enumerate(self._run(name, [(own,) for own in todo])):
-                found, seen = _answer(answer, rank, name)
-                spans = seen if rank == 0 else spans
+            answers = [_passed(one) for one in self._run(name, [(own,) for own in todo])]
+            traced = [one.recording for one in answers if one.recording is not None]
+            for rank, (found, _) in enumerate(answers):
                 if found is not None and not done[rank]:
                     logits[rank], done[rank] = [one.to(self.device) for one in found] if rank else found, True
         for work in works:
@@ -486,7 +492,7 @@ class Team(Engine):
             work.batch.length += more
             work.batch.lengths = {rank: length + more for rank, length in work.batch.lengths.items()}
         parts = [iter(own) for own in logits]
-        return [self._joined(work, parts) for work in works], spans
+        return [self._joined(work, parts) for work in works], traced
 
     def _joined(self, work: Work, parts: Sequence[Iterator[Tensor]]) -> Tensor:
         """Return the logits of a work, whose parts come next from each of its ranks."""
@@ -552,13 +558,10 @@ def _snapshot(answer: Any) -> KVSnapshot:
     return found
 
 
-def _answer(answer: Any, rank: int, name: str) -> tuple[list[Tensor] | None, tuple[Span, ...]]:
-    """Return the logits and spans of a rank's answer to `forward` or `watched`; no logits where it has to go again."""
-    if rank == 0:
-        return (answer, ()) if name == "forward" else answer
-    if name == "forward":
-        return (None if answer is None else answer[1]), ()
-    if isinstance(answer[0], tuple):
-        (_, spans), logits = answer
-        return logits, spans
-    return None, answer[1]
+def _passed(answer: Any) -> Passed:
+    """Return a rank's answer to `forward` or `watched`: as it is, or with logits that came by another way."""
+    if isinstance(answer, Passed):
+        return answer
+    passed, logits = answer
+    assert isinstance(passed, Passed)
+    return passed._replace(logits=logits)

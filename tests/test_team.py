@@ -20,7 +20,7 @@ from zinfer.engine import EngineError, decoder
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.stream import Stream
-from zinfer.engine.stream.team import Team, TeamBatch
+from zinfer.engine.team import Team, TeamBatch
 from zinfer.generation import passes
 from zinfer.generation.scheduler import ContinuousScheduler, Sequence
 

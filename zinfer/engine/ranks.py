@@ -1,9 +1,10 @@
 """Processes of several GPUs of a host: their start, what they exchange, and their end.
 
 Rank 0 is the worker's own process (`Leader`); it starts the others (`Follower`), one for each further GPU, which do
-what it says. Orders and answers go through a socket to each, weights lie in one shared arena
+what it says. Orders and answers go through a socket to each, weights may lie in one shared arena
 (`zinfer.engine.pinned`), and tensors of answers in memory that the two share (`Letters`). Parts of layers go from GPU
-to GPU (`torch.distributed`: NCCL, or gloo on CPUs, which meet over the loopback device).
+to GPU (`torch.distributed`: NCCL, or gloo on CPUs, which meet over the loopback device). What the ranks compute is
+their members' business (`zinfer.engine.team`).
 
 Nobody is left behind: a follower ends with its leader, whatever kills that (`zinfer.spec.ending`), and the leader,
 which may wait for a lost follower in the middle of a gather, ends as the follower did. So the parent sees one worker
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,7 +43,7 @@ from zinfer.spec.units import counted
 GATHER_S = 600.0  # for all ranks to take part in a gather, or to start
 END_S = 20.0  # for a follower to end in order
 LOST_S = 10.0  # for the thread that watches a follower to notice its end
-COMMAND = (sys.executable, "-m", "zinfer.engine.stream.rank")
+COMMAND = (sys.executable, "-m", "zinfer.engine.rank")
 # Addresses of this host alone; multicast over NVLink (NVLS) hangs on some hosts, and gains nothing here.
 QUIET = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -97,6 +98,7 @@ class Start:
 
     rank: int
     size: int
+    member: Callable[..., Any]  # class of the rank's end, which loads the engine
     plan: Plan
     store: str  # file through which the ranks find each other
     weights: int  # descriptor of the shared arena
@@ -225,12 +227,12 @@ class Follower(Group):
 
 
 class Leader(Group):
-    """Rank 0, which starts the others when it is made. `answers` collects what they say.
+    """Rank 0, which starts the others when it is made, as `member` of an engine. `answers` collects what they say.
 
     Raises EngineError where the host has fewer GPUs than `plan` wants.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, member: Callable[..., Any]) -> None:
         size = plan.placement.gpus
         if torch.cuda.is_available() and torch.cuda.device_count() < size:
             raise EngineError(f"gpus={size}: this host has {counted(torch.cuda.device_count(), 'GPU')}")
@@ -245,12 +247,12 @@ class Leader(Group):
         threads = max(1, torch.get_num_threads() // size)
         try:
             for rank in range(1, size):
-                self._start(rank, plan, threads)
+                self._start(rank, plan, member, threads)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, rank: int, plan: Plan, threads: int) -> None:
+    def _start(self, rank: int, plan: Plan, member: Callable[..., Any], threads: int) -> None:
         orders, letters = shared_memory(), shared_memory()
         self._files += [orders, letters]
         self._orders.append(Letters(orders))
@@ -265,7 +267,8 @@ class Leader(Group):
         )
         self._processes.append(process)
         theirs.close()
-        self._channels[-1].send(Start(rank, self.size, plan, self._store, self.weights, orders, letters, threads))
+        start = Start(rank, self.size, member, plan, self._store, self.weights, orders, letters, threads)
+        self._channels[-1].send(start)
         threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:

@@ -47,7 +47,7 @@ def case(engine: str = "stream", offload: Offload = "cpu", **options: Any) -> Ca
         (
             "deepspeed",
             {"prefetch_layers": 2},
-            "engine deepspeed has no option 'prefetch_layers'; .* pin_memory, tuned, prefill_tokens$",
+            "engine deepspeed has no option 'prefetch_layers'; .* pin_memory, tuned, prefill_tokens, gpus$",
         ),
         ("tensorrt", {"library": "trt"}, "library=trt: choose from auto, tensorrt, tensorrt-rtx"),
     ],
@@ -126,7 +126,7 @@ def test_records_with_options_that_are_gone_can_be_read_and_planned() -> None:
 
 
 def test_any_engine_may_be_planned_with_what_only_a_planner_knows() -> None:
-    fields: dict[str, Any] = {"model": ("m",), "engine": ("deepspeed",), "offload": ("cpu",)}
+    fields: dict[str, Any] = {"model": ("m",), "engine": ("accelerate",), "offload": ("cpu",)}
     wanted = Sweep(**fields, options={"gpus": (1, 2), "kv_offload": ("auto",)})
     assert [dict(load.options)["gpus"] for load in wanted.loads(planning=True)] == [1, 2]
     with pytest.raises(OptionError, match="gpus=0: choose from"):

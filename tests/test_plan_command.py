@@ -167,7 +167,7 @@ def test_what_no_engine_runs_is_not_listed_or_said_to_be_so() -> None:
     refused = CliRunner().invoke(cli, ["plan", *words, "--engine", "tensorrt", "--offload", "nvme"])
     assert refused.exit_code == 2
     assert mentions(refused.stderr, "tensorrt", "nvme", "accelerate")
-    told = CliRunner().invoke(cli, ["plan", *words, "--engine", "deepspeed", "--gpus", "2", "--offload", "cpu"])
+    told = CliRunner().invoke(cli, ["plan", *words, "--engine", "accelerate", "--gpus", "2", "--offload", "cpu"])
     assert mentions(told.stderr, "gpus=2", "what-if")
 
 

@@ -179,8 +179,8 @@ def test_what_several_gpus_cannot_do_is_refused(checkpoint: Checkpoints, monkeyp
         parse_options("stream", settle("stream", {"gpus": 2}), "none")
     with pytest.raises(OptionError, match="experts=on-demand does not go with gpus=2"):
         parse_options("stream", settle("stream", {"gpus": 2, "experts": "on-demand"}), "cpu")
-    with pytest.raises(OptionError, match="engine deepspeed has no option 'gpus'"):
-        settle("deepspeed", {"gpus": 2})
+    with pytest.raises(OptionError, match="engine accelerate has no option 'gpus'"):
+        settle("accelerate", {"gpus": 2})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     plan = make_plan(case_of(checkpoint("llama")), resolve.from_directory(checkpoint("llama")), MACHINE)

@@ -20,8 +20,8 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
@@ -37,7 +37,8 @@ from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shared_memory
 from zinfer.plan.plan import Plan
 from zinfer.spec import lease
-from zinfer.spec.ending import PARENT
+from zinfer.spec.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
+from zinfer.spec.errors import one_line
 from zinfer.spec.units import counted
 
 GATHER_S = 600.0  # for all ranks to take part in a gather, or to start
@@ -173,6 +174,18 @@ class Group(ABC):
         if same is not tensor:
             tensor.copy_(same)
 
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Run a block in which a failure of one rank leaves the others waiting for it: end all processes then, with an
+        exit code that tells a want of memory (`zinfer.spec.ending`)."""
+        try:
+            with self._losses():  # the end of another one may be the cause
+                yield
+        except BaseException as error:
+            with suppress(OSError):
+                os.write(2, f"GPU {self.rank}: {one_line(error)}\n".encode())
+            os._exit(_exit_code(error))
+
     def leave(self) -> None:
         """Part from the others. Safe to call twice."""
         if self._joined:
@@ -191,8 +204,8 @@ class _Losses:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
-        if kind is not None and issubclass(kind, RuntimeError) and not issubclass(kind, torch.OutOfMemoryError):
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, RuntimeError) and _exit_code(error) not in MEMORY_CODES:
             time.sleep(LOST_S)
 
 
@@ -276,6 +289,8 @@ class Leader(Group):
         code = process.wait()
         if self._closing:
             return
+        if code in MEMORY_CODES:  # it has said so
+            os._exit(code)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         with suppress(OSError):
             os.write(2, f"the process of GPU {rank} ended: {how}\n".encode())
@@ -323,12 +338,17 @@ class Leader(Group):
         time.sleep(LOST_S)  # the watching thread ends this process
         raise EngineError("a process of another GPU ended")
 
+    def dismiss(self) -> None:
+        """Tell the followers to end."""
+        if not self._closing:
+            self._closing = True
+            for channel in self._channels:
+                with suppress(EOFError):
+                    channel.send(None)
+
     def close(self) -> None:
         """Let the followers end in order; kill those that do not. Safe to call twice."""
-        self._closing = True
-        for channel in self._channels:
-            with suppress(EOFError):
-                channel.send(None)
+        self.dismiss()
         self.leave()
         deadline = time.monotonic() + END_S
         for process in self._processes:
@@ -356,6 +376,12 @@ def _visible(rank: int) -> dict[str, str]:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = listed.split(",") if listed else [str(number) for number in range(torch.cuda.device_count())]
     return {"CUDA_VISIBLE_DEVICES": ",".join([names[rank], *names[:rank], *names[rank + 1 :]])}
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, torch.OutOfMemoryError):
+        return NO_GPU_MEMORY
+    return NO_HOST_MEMORY if isinstance(error, MemoryError) or "can't allocate memory" in str(error) else 1
 
 
 def portable(error: BaseException) -> BaseException:

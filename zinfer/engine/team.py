@@ -110,6 +110,11 @@ class Member(Generic[E]):
         """Return works with their micro-batches."""
         return [Work(self._batches[key], token_ids, keep) for key, token_ids, keep in works]
 
+    def close(self) -> None:
+        """Part from the other ranks, and free everything."""
+        self.group.leave()
+        self.engine.close()
+
     def effective(self) -> Effective:
         return self.engine.effective()
 
@@ -150,8 +155,7 @@ def follow(descriptor: int) -> None:
             group.agree()
             _serve(group, member)
         finally:
-            group.leave()
-            member.engine.close()
+            member.close()
 
 
 def _serve(group: Follower, member: Member[Any]) -> None:
@@ -475,8 +479,9 @@ class Team(Engine, Generic[E]):
     def close(self) -> None:
         if self._member is not None:
             self.batches = []
+            self._group.dismiss()
+            self._member.close()
             self._group.close()
-            self._member.engine.close()
             self._member = self.draft = None
             torch.set_num_threads(self._threads)
         elif "_group" in self.__dict__:

@@ -67,6 +67,7 @@ class Transport(Frozen):
     pinned_tensors: bool = False  # each tensor is a pinned block of its own, which torch rounds up to a power of two
     outside_trips: int = 0  # trips a pass of the weights outside the layers, where these are offloaded too
     pass_tokens: int = PREFILL_TOKENS  # prompt tokens in one forward pass at most, unless prompts pass in blocks
+    divided: bool = False  # of several GPUs each has a part of all weights, and gathers a copy of what it computes with
     graphs: bool = False  # decode steps in which no weight crosses the link are launched as CUDA graphs
     shares_memory: bool = False  # gives free GPU memory away, to rows, buffers and layers, and so leaves a margin
 
@@ -221,11 +222,20 @@ class DeepSpeedOptions(EngineOptions):
     pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
     tuned: StrictBool = Field(True, description="Settings tuned for decode; false: those of DeepSpeed's own example.")
     prefill_tokens: Count = Field(PREFILL_TOKENS, description="Prompt tokens in one forward pass at most.")
+    gpus: Count = Field(
+        1, description="GPUs of the host: they share out rows, and ZeRO divides every weight between them; with "
+        "offload cpu or nvme.",
+    )  # fmt: skip
+
+    def conflict(self, offload: Offload) -> str | None:
+        if self.gpus > 1 and offload == "none":
+            return f"gpus={self.gpus} does not go with offload none: weights come over several links with offload cpu"
+        return None
 
     def transport(self) -> Transport:
         # Embeddings that are offloaded, too, are fetched for both of their uses.
         trips, tokens = 0 if self.tuned else 2, self.prefill_tokens
-        return Transport(fetched="layer", pinned_tensors=True, outside_trips=trips, pass_tokens=tokens)
+        return Transport(fetched="layer", pinned_tensors=True, outside_trips=trips, divided=True, pass_tokens=tokens)
 
 
 class AccelerateOptions(EngineOptions):

@@ -21,7 +21,7 @@ from zinfer.engine.deepspeed.world import World
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.plan.plan import make_plan
 from zinfer.spec import resolve
-from zinfer.spec.case import Case, Workload
+from zinfer.spec.case import Case, Offload, Workload
 from zinfer.spec.engine import OptionError, parse_options, settle
 from zinfer.worker.process import Worker, WorkerDied
 
@@ -74,9 +74,10 @@ def test_a_second_one_in_the_process_is_refused(team: Engine, checkpoint: Checkp
     assert alone(team, [5, 9, 11], 3)
 
 
-def test_without_offload_it_is_refused() -> None:
-    with pytest.raises(OptionError, match="gpus=2 does not go with offload none"):
-        parse_options("deepspeed", settle("deepspeed", {"gpus": 2}), "none")
+@pytest.mark.parametrize("offload", ["none", "nvme"])
+def test_other_offloads_are_refused(offload: Offload) -> None:
+    with pytest.raises(OptionError, match=f"gpus=2 does not go with offload {offload}"):
+        parse_options("deepspeed", settle("deepspeed", {"gpus": 2}), offload)
 
 
 @pytest.mark.slow

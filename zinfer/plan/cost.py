@@ -279,7 +279,7 @@ def _pass(
     if over_link and link is not None:
         links = min(share * link, machine.links_bandwidth or inf)
         limits["link"] = over_link / (factors.link_share * links)
-    if share > 1 and setup.tier != "gpu" and machine.gather_bandwidth is not None:  # layers that stay are parts, too
+    if share > 1 and setup.tier == "host" and machine.gather_bandwidth is not None:  # layers that stay are parts, too
         gathered = setup.wire_ratio * model.streamed_bytes + (model.other_bytes if setup.divided else 0)
         limits["gather"] = gathered * (share - 1) / share / machine.gather_bandwidth
     if written and machine.duplex_bandwidth is not None:

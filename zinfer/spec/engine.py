@@ -72,6 +72,13 @@ class Transport(Frozen):
     shares_memory: bool = False  # gives free GPU memory away, to rows, buffers and layers, and so leaves a margin
 
 
+def _several(gpus: int, offload: Offload) -> str | None:
+    """Return the reason why an engine does not run on so many GPUs with this offload; None if it does."""
+    if gpus == 1 or offload == "cpu":
+        return None
+    return f"gpus={gpus} does not go with offload {offload}: weights come over several links with offload cpu"
+
+
 class EngineOptions(Frozen):
     """Settings of an engine: a field is an option, its type gives the values, its description its meaning."""
 
@@ -179,10 +186,8 @@ class StreamOptions(EngineOptions):
                 f"{on_demand} does not go with offload nvme: layers come from disk with all of their experts; choose "
                 f"from {others}"
             )
-        if self.gpus > 1 and offload != "cpu":
-            return (
-                f"gpus={self.gpus} does not go with offload {offload}: weights come over several links with offload cpu"
-            )
+        if (why_not := _several(self.gpus, offload)) is not None:
+            return why_not
         if self.gpus > 1 and on_demand:
             return (
                 f"{on_demand} does not go with gpus={self.gpus}: experts of a router's choice come to one GPU; choose "
@@ -224,13 +229,11 @@ class DeepSpeedOptions(EngineOptions):
     prefill_tokens: Count = Field(PREFILL_TOKENS, description="Prompt tokens in one forward pass at most.")
     gpus: Count = Field(
         1, description="GPUs of the host: they share out rows, and ZeRO divides every weight between them; with "
-        "offload cpu or nvme.",
+        "offload cpu.",
     )  # fmt: skip
 
     def conflict(self, offload: Offload) -> str | None:
-        if self.gpus > 1 and offload == "none":
-            return f"gpus={self.gpus} does not go with offload none: weights come over several links with offload cpu"
-        return None
+        return _several(self.gpus, offload)
 
     def transport(self) -> Transport:
         # Embeddings that are offloaded, too, are fetched for both of their uses.

@@ -211,10 +211,9 @@ class DeepSpeed(Decoder):
             pin = self.options.pin_memory
             zero["offload_param"] = {"device": self.plan.case.offload, "pin_memory": pin}
         if self._folder is not None:
-            largest = max(self.model.get_parameter(name).numel() for name in self._offloaded)
             zero["offload_param"] |= {
                 "nvme_path": self._folder.name,
-                "buffer_size": -(-largest // (1 if self._group is None else self._group.size)),
+                "buffer_size": max(self.model.get_parameter(name).numel() for name in self._offloaded),
                 "buffer_count": 2 * max(map(len, fetched)) + 1 if tuned else 5,
             }
             config["aio"] = {

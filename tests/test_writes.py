@@ -42,7 +42,7 @@ ALLOWED = {
     "engine.pinned:PinnedArena.seal": "the size of a file in memory",
     "engine.ranks:Letters.put": "the size of a file in memory",
     "engine.ranks:Group.undivided": "a line on stderr",
-    "engine.ranks:Leader._watch": "a line on stderr",
+    "engine.ranks:Leader._end": "a line on stderr",
     "job.cluster:Cluster.submit": "numbers of jobs, appended: a torn line names none",
     "job.cluster:ClusterSweep.clear": "removes the folder of a sweep's jobs, whose points are recorded",
     "engine.stream.packed:write": "removes the old index first; the data go through an atomic write",

@@ -1,18 +1,19 @@
 """Processes of several GPUs of a host: their start, what they exchange, and their end.
 
-Rank 0 is the worker's own process (`Leader`); it starts the others (`Follower`), one for each further GPU, which do
-what it says. Orders and answers go through a socket to each, weights may lie in one shared arena
-(`zinfer.engine.pinned`), and tensors of answers in memory that the two share (`Letters`). Parts of layers go from GPU
-to GPU (`torch.distributed`: NCCL, or gloo on CPUs, which meet over the loopback device). What the ranks compute is
-their members' business (`zinfer.engine.team`).
+Rank 0 is the worker's own process (`Leader`); it starts the others (`Follower`), one for each further GPU, unless
+torchrun has (`zinfer.spec.torchrun`), and they do what it says. Orders and answers go through a socket to each, weights
+may lie in one shared arena (`zinfer.engine.pinned`), and tensors of answers in memory that the two share (`Letters`).
+Parts of layers go from GPU to GPU (`torch.distributed`: NCCL, or gloo on CPUs, which meet over the loopback device).
+What the ranks compute is their members' business (`zinfer.engine.team`).
 
-Nobody is left behind: a follower ends with its leader, whatever kills that (`zinfer.spec.ending`), and the leader,
+Nobody is left behind: a follower ends with its leader, whatever ends that (`zinfer.spec.ending`), and the leader,
 which may wait for a lost follower in the middle of a gather, ends as the follower did. So the parent sees one worker
 end.
 """
 
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shared_memory
 from zinfer.plan.plan import Plan
-from zinfer.spec import lease
+from zinfer.spec import lease, torchrun
 from zinfer.spec.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
 from zinfer.spec.errors import one_line
 from zinfer.spec.units import counted
@@ -44,6 +45,7 @@ from zinfer.spec.units import counted
 GATHER_S = 600.0  # for all ranks to take part in a gather, or to start
 END_S = 20.0  # for a follower to end in order
 LOST_S = 10.0  # for the thread that watches a follower to notice its end
+ALIKE = ("OMP_WAIT_POLICY", "PYTORCH_CUDA_ALLOC_CONF", "ZINFER_DEBUG")  # variables that a follower gets in any case
 COMMAND = (sys.executable, "-m", "zinfer.engine.rank")
 # Addresses of this host alone; multicast over NVLink (NVLS) hangs on some hosts, and gains nothing here.
 QUIET = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
@@ -125,6 +127,18 @@ class Channel:
             return pickle.loads(self._connection.recv_bytes())
         except OSError:
             raise EOFError from None
+
+    def watch(self, ended: Callable[[], object], after_s: float = 0.0) -> None:
+        """Have `ended` called, in a thread, once the other end is gone, and `after_s` seconds have passed."""
+
+        def wait() -> None:
+            poll = select.poll()
+            poll.register(self._connection.fileno(), select.POLLRDHUP)
+            poll.poll()
+            time.sleep(after_s)
+            ended()
+
+        threading.Thread(target=wait, daemon=True).start()
 
     def close(self) -> None:
         self._connection.close()
@@ -252,6 +266,7 @@ class Leader(Group):
         self._folder = lease.folder(Path(tempfile.gettempdir()), "ranks", ["store"])
         super().__init__(0, size, str(self._folder.path / "store"), shared_memory())
         self._closing = False
+        self._ready = torchrun.taken()  # sockets to followers that are there
         self._files = [self.weights]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -270,28 +285,48 @@ class Leader(Group):
         self._files += [orders, letters]
         self._orders.append(Letters(orders))
         self._letters.append(Letters(letters))
+        files = [self.weights, orders, letters]
+        channel = self._invited(rank, self._ready.pop(0), files) if self._ready else self._started(rank, files)
+        self._channels.append(channel)
+        start = Start(rank, self.size, member, plan, self._store, self.weights, orders, letters, threads)
+        channel.send(start)
+
+    def _started(self, rank: int, files: Sequence[int]) -> Channel:
+        """Start a follower's process; return the channel to it."""
         ours, theirs = Pipe()
-        self._channels.append(Channel(ours))
+        channel = Channel(ours)
         process = subprocess.Popen(
             [*COMMAND, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno(), self.weights, orders, letters],
+            pass_fds=[theirs.fileno(), *files],
             env={**os.environ, **_visible(rank), PARENT: str(os.getpid())},
         )
         self._processes.append(process)
         theirs.close()
-        start = Start(rank, self.size, member, plan, self._store, self.weights, orders, letters, threads)
-        self._channels[-1].send(start)
         threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+        return channel
+
+    def _invited(self, rank: int, descriptor: int, files: Sequence[int]) -> Channel:
+        """Have a process that torchrun has started be a follower; return the channel to it."""
+        channel = Channel(Connection(descriptor))
+        alike = {name: os.environ[name] for name in ALIKE if name in os.environ}
+        try:
+            torchrun.invite(descriptor, alike | _visible(rank), files)
+        except OSError as error:
+            raise EngineError(f"the process of GPU {rank} ended: {error}") from None
+        channel.watch(lambda: self._end(rank, 1, "see the report of torchrun"))
+        return channel
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         """End this process as a follower ended, unless it was told to."""
         code = process.wait()
+        self._end(rank, code, f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+
+    def _end(self, rank: int, code: int, how: str) -> None:
         if self._closing:
             return
         if code in MEMORY_CODES:  # it has said so
             os._exit(code)
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         with suppress(OSError):
             os.write(2, f"the process of GPU {rank} ended: {how}\n".encode())
         if code < 0:

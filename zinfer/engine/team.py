@@ -7,9 +7,11 @@ without rows. The plan counts the whole batch. An engine that can do so has a su
 """
 
 import gc
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -21,7 +23,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
 from zinfer.engine.kv_snapshot import KVSnapshot, Past, Sent, received, sent
 from zinfer.engine.pinned import TensorPlace
-from zinfer.engine.ranks import Channel, Follower, Group, Leader, Start
+from zinfer.engine.ranks import LOST_S, Channel, Follower, Group, Leader, Start
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective
 from zinfer.spec.progress import Progress, silent
@@ -135,12 +137,17 @@ class Member(Generic[E]):
         self._batches = {key: batch for key, batch in self._batches.items() if id(batch) in live}
 
 
-def follow(descriptor: int) -> None:
-    """Be a follower: load as the leader says, and do what it says until it ends."""
+def follow(descriptor: int, files: Sequence[int] = ()) -> None:
+    """Be a follower: load as the leader says, and do what it says until it ends. `files` are the descriptors of shared
+    memory, as this process has them, if the leader has not started it."""
     channel = Channel(Connection(descriptor))
     with suppress(EOFError):
         start = channel.receive()
         assert isinstance(start, Start)
+        if files:
+            weights, orders, letters = files
+            start = replace(start, weights=weights, orders=orders, letters=letters)
+            channel.watch(lambda: os._exit(1), LOST_S)
         group = Follower(start, channel)
         try:
             torch.set_num_threads(start.threads)

@@ -99,6 +99,9 @@ def test_contradictions_are_refused_before_a_process_starts(options: Any, offloa
     [
         (["-O", "kv_offload=disk"], "kv_offload=disk: choose from none, cpu, auto"),
         (["--offload", "none", "-O", "kv_attention=gpu"], "kv_attention=gpu does not go with offload none"),
+        (["--offload", "none", "--gpus", "2"], "gpus=2 does not go with offload none"),
+        (["--offload", "cpu", "--gpus", "2", "--experts", "on-demand"], "experts=on-demand does not go with gpus=2"),
+        (["--engine", "deepspeed", "--offload", "none", "--gpus", "2"], "gpus=2 does not go with offload none"),
         (["--engine", "deepspeed", "-O", "tuned=1"], "tuned=1: choose from true, false"),
     ],
 )

@@ -229,6 +229,7 @@ class Follower(Group):
     def __init__(self, start: Start, channel: Channel) -> None:
         super().__init__(start.rank, start.size, start.store, start.weights)
         self._channel, self._orders, self._letters = channel, Letters(start.orders), Letters(start.letters)
+        self.dismissed = False
 
     def share(self, value: Any) -> Any:
         return self.receive()
@@ -240,6 +241,7 @@ class Follower(Group):
         """Return the leader's next message. Raises EOFError where it ends."""
         message = self._channel.receive()
         if message is None:
+            self.dismissed = True
             raise EOFError
         return message
 

@@ -147,8 +147,9 @@ def follow(descriptor: int, files: Sequence[int] = ()) -> None:
         if files:
             weights, orders, letters = files
             start = replace(start, weights=weights, orders=orders, letters=letters)
-            channel.watch(lambda: os._exit(1), LOST_S)
         group = Follower(start, channel)
+        if files:
+            channel.watch(lambda: group.dismissed or os._exit(1), LOST_S)
         try:
             torch.set_num_threads(start.threads)
             member = start.member(start.plan, silent, group)

@@ -201,11 +201,11 @@ def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
     for axes in (whole, part):
         names = [label.get_text() for label in axes.get_yticklabels()]
         assert names == ["link 0", "compute 0", "link 1", "gather 1", "compute 1"]
-    assert both.get_size_inches()[1] > alone.get_size_inches()[1] + 2 * 15 / 72
-    first, _, second, idle = labels(whole)[1:]
+    assert both.get_size_inches()[1] > alone.get_size_inches()[1] + 3 * 15 / 72
+    first, _, second, _, hidden = labels(whole)[1:]
     assert mentions(first, "GPU 0 busy", "link 100.0%")
     assert mentions(second, "GPU 1 busy", "gather")
-    assert re.search(r"It works during \d+\.\d% of the gathers", idle)
+    assert re.search(r"The link works during \d+\.\d% of the gathers", hidden)
     assert any(re.match(r"link 1 waits 4\d", label) for label in labels(part))
 
 

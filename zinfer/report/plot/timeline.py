@@ -127,15 +127,10 @@ def _words(point: Measurement) -> list[str]:
         shares = ", ".join(f"{_LOOKS[lane][1]} {share(spans, lane):.1%}" for lane, *_ in _lanes(spans))
         which = f"GPU {spans[0].rank} busy" if len(ranks) > 1 else "Busy"
         lines.append(f"{which}: {shares}{_rate(point, spans)}.")
-        lines.append(_idleness(waits(spans), length_ms(spans)) + _hidden(spans))
+        lines.append(_idleness(waits(spans), length_ms(spans)))
+        if busy(spans, "gather"):
+            lines.append(f"The link works during {hidden_share(spans, 'gather'):.1%} of the gathers.")
     return lines
-
-
-def _hidden(spans: Spans) -> str:
-    """Say whether the link waits for the exchange of the GPUs."""
-    if not busy(spans, "gather"):
-        return ""
-    return f" It works during {hidden_share(spans, 'gather'):.1%} of the gathers."
 
 
 def _rate(point: Measurement, spans: Spans) -> str:

@@ -11,7 +11,6 @@ from itertools import pairwise
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, largest_batch, make_plan, output_rate
 from zinfer.spec.case import Case
-from zinfer.spec.engine import conflict
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import figures
@@ -83,17 +82,12 @@ def advice(plans: Sequence[Plan]) -> str:
     )
     if moving is None or staying is None:
         (only,) = (plan for plan in (staying, moving) if plan)
-        tried = any(case.offload == "none" and _runs(case) for case in (plan.case for plan in plans))
-        stream = "Stream: without it the weights do not fit. " if tried else "Only streaming was planned: "
+        too_large = any(plan.case.offload == "none" and not plan.max_batch_size for plan in plans)
+        stream = "Stream: without it the weights do not fit. " if too_large else "Only streaming was planned: "
         return f"{stream if only is moving else 'Do not stream: all of it fits. '}{_words(only)}."
     first, second = (staying, moving) if _rate(staying) >= _rate(moving) else (moving, staying)
     verb = "Do not stream" if first is staying else "Stream"
     return f"{verb}: {_words(first)}; {_words(second)}, {_rate(second) / _rate(first):.2f} of it."
-
-
-def _runs(case: Case) -> bool:
-    """Tell whether an engine takes the options of a case, whatever fits."""
-    return conflict(case.engine, case.options, case.offload, case.weights) is None
 
 
 def _rate(plan: Plan) -> float:

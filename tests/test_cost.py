@@ -22,7 +22,7 @@ from zinfer.plan.cost import (
     tiers,
     wire_bytes,
 )
-from zinfer.plan.plan import CAUTIOUS, largest_batch, make_plan, placement_of, split_free_memory
+from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, make_plan, placement_of, split_free_memory
 from zinfer.plan.search import advice, best_batch
 from zinfer.spec import machine, resolve
 from zinfer.spec.case import Case, Workload
@@ -406,6 +406,30 @@ def test_every_gpu_brings_its_own_link() -> None:
     assert found.bound_by == "gather"
     assert (found.step_s or 0) == pytest.approx(BLOOM.streamed_bytes * 3 / 4 / 60e9, rel=FULL_RING)
     assert (capped.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 100e9, rel=FULL_RING)
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_deepspeed_on_several_gpus_divides_what_it_gathers(tuned: bool) -> None:
+    place = linked(55e9).model_copy(update={"host_bytes": 800 << 30, "gather_bandwidth": 1e12})
+
+    def planned(gpus: int, machine: Machine = place) -> Plan:
+        options = tuple({"gpus": gpus, "tuned": tuned}.items())
+        load = Workload(batch_size=8, input_len=512, output_len=32)
+        return make_plan(
+            Case(model="b", engine="deepspeed", offload="cpu", workload=load, options=options), BLOOM, machine
+        )
+
+    one, four = planned(1), planned(4)
+    assert (one.step_s or 0) == pytest.approx(4 * (four.step_s or 0))
+    assert one.bound_by == four.bound_by == "link"
+    assert (one.host.weights, one.streamed_bytes) == (four.host.weights, four.streamed_bytes), "one copy, crossing once"
+    assert four.gpu.kv_cache == one.gpu.kv_cache // 4
+    assert four.gpu.weights == one.gpu.weights // 4 == (BLOOM.other_bytes // 4 if tuned else 0)
+    gathered = BLOOM.other_bytes if tuned else 0
+    assert four.gpu.buffers == pytest.approx((2 + 1 / 4) * BLOOM.layer_bytes + gathered, rel=0.01)
+    slow = planned(4, place.model_copy(update={"gather_bandwidth": 10e9}))
+    assert slow.bound_by == "gather"
+    assert (slow.step_s or 0) == pytest.approx(BLOOM.weight_bytes * 3 / 4 / 10e9, rel=0.001)
 
 
 def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:

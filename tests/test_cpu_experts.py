@@ -382,7 +382,7 @@ def test_it_turns_itself_off_and_on(mixture: Kinds, queued: None, monkeypatch: P
     monkeypatch.setattr(cpu_experts, "FADING", 0.5)
     monkeypatch.setattr(on_demand, "elapsed", lambda begin, end: 0.004)  # the link's seconds for an expert
     now = 0.0
-    monkeypatch.setattr(cpu_experts, "perf_counter", lambda: now)
+    monkeypatch.setattr(cpu_experts, "clock", lambda: now)
     loaded = load(mixture("mixtral"), experts_cpu="on")
     pool, product = loaded._pool, CpuExperts.product
     assert pool is not None
@@ -433,7 +433,7 @@ def test_rates_are_measured_at_load_and_in_passes(mixture: Kinds, queued: None, 
         return on_device(call, computed)
 
     monkeypatch.setattr(Call, "on_device", waiting)
-    monkeypatch.setattr(cpu_experts, "perf_counter", lambda: now)
+    monkeypatch.setattr(cpu_experts, "clock", lambda: now)
     for _ in range(9):
         steps(loaded)
     assert rates.cpu.bandwidth == pytest.approx(size / 1e-2, rel=0.05), "what delays the CPU is counted"

@@ -452,7 +452,7 @@ def test_models_without_such_experts_are_refused_or_streamed_whole(
     with pytest.raises(EngineError, match="cannot come on demand: it has none; take experts=all"):
         load(checkpoint("llama"))
     with monkeypatch.context() as other_kind:
-        other_kind.setattr(on_demand, "through_interface", lambda module: False)
+        other_kind.setattr(expert_images, "through_interface", lambda module: False)
         with pytest.raises(EngineError, match=r"do not go through the ExpertsInterface .*experts=all"):
             load(mixture("mixtral"))
         monkeypatch.setattr("zinfer.plan.plan.LEAST_EXPERT_BYTES", 1)
@@ -691,7 +691,7 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     """Passes of any mixture: that bring all experts or those chosen, end early, and call a layer several times; with
     guesses, whose copies end at any point."""
     with Patch.context() as patch:
-        patch.setattr(on_demand, "PART", 40)
+        patch.setattr(expert_images, "PART", 40)
         patch.setattr(on_demand, "GUESSED", 32)
         bench = Bench(3, count, FakeQueues(passed=passed), patch, policy)
         bench.pool.resize(staging, cached)

@@ -47,7 +47,7 @@ def case(engine: str = "stream", offload: Offload = "cpu", **options: Any) -> Ca
         (
             "deepspeed",
             {"prefetch_layers": 2},
-            "engine deepspeed has no option 'prefetch_layers'; .* pin_memory, tuned, prefill_tokens$",
+            "engine deepspeed has no option 'prefetch_layers'; .* pin_memory, tuned, prefill_tokens, gpus$",
         ),
         ("tensorrt", {"library": "trt"}, "library=trt: choose from auto, tensorrt, tensorrt-rtx"),
     ],
@@ -99,6 +99,9 @@ def test_contradictions_are_refused_before_a_process_starts(options: Any, offloa
     [
         (["-O", "kv_offload=disk"], "kv_offload=disk: choose from none, cpu, auto"),
         (["--offload", "none", "-O", "kv_attention=gpu"], "kv_attention=gpu does not go with offload none"),
+        (["--offload", "none", "--gpus", "2"], "gpus=2 does not go with offload none"),
+        (["--offload", "cpu", "--gpus", "2", "--experts", "on-demand"], "experts=on-demand does not go with gpus=2"),
+        (["--engine", "deepspeed", "--offload", "none", "--gpus", "2"], "gpus=2 does not go with offload none"),
         (["--engine", "deepspeed", "-O", "tuned=1"], "tuned=1: choose from true, false"),
     ],
 )
@@ -126,7 +129,7 @@ def test_records_with_options_that_are_gone_can_be_read_and_planned() -> None:
 
 
 def test_any_engine_may_be_planned_with_what_only_a_planner_knows() -> None:
-    fields: dict[str, Any] = {"model": ("m",), "engine": ("deepspeed",), "offload": ("cpu",)}
+    fields: dict[str, Any] = {"model": ("m",), "engine": ("accelerate",), "offload": ("cpu",)}
     wanted = Sweep(**fields, options={"gpus": (1, 2), "kv_offload": ("auto",)})
     assert [dict(load.options)["gpus"] for load in wanted.loads(planning=True)] == [1, 2]
     with pytest.raises(OptionError, match="gpus=0: write a whole number"):

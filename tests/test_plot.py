@@ -211,6 +211,23 @@ def slow_disk() -> tuple[Span, ...]:
     return tuple(Span.model_validate(row) for row in rows)
 
 
+def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
+    one = traced(running=True)
+    gathers = [span.model_copy(update={"lane": "gather", "end_ms": span.start_ms + 9}) for span in one[-30:-2]]
+    two = (*one, *(span.model_copy(update={"rank": 1}) for span in (*traced(launch_ms=40.0), *gathers)))
+    alone, both = (drawn([point(case(8), timeline=spans)])["timeline"] for spans in (one, two))
+    whole, part = both.axes
+    for axes in (whole, part):
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        assert names == ["link 0", "compute 0", "link 1", "gather 1", "compute 1"]
+    assert both.get_size_inches()[1] > alone.get_size_inches()[1] + 3 * 15 / 72
+    first, _, second, _, hidden = labels(whole)[1:]
+    assert mentions(first, "GPU 0 busy", "link 100.0%")
+    assert mentions(second, "GPU 1 busy", "gather")
+    assert re.search(r"The link works during \d+\.\d% of the gathers", hidden)
+    assert any(re.match(r"the link 1 waits 4\d", label) for label in labels(part))
+
+
 def test_only_traced_steps_over_a_link_make_a_timeline() -> None:
     compute = tuple(span for span in traced() if span.lane == "compute")
     assert "timeline" not in shown("sweep")
@@ -359,13 +376,13 @@ def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/plots/h100/bloom-timeline.svg\n")
 
 
-@pytest.mark.parametrize("name", ["nowhere", "."])
-def test_without_results_there_is_one_message(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "told"), [("nowhere", "does not exist"), (".", "zinfer sweep")])
+def test_without_results_there_is_one_message(tmp_path: Path, name: str, told: str) -> None:
     done = CliRunner().invoke(cli, ["plot", str(tmp_path / name), "-o", str(tmp_path / "plots")])
     assert done.exit_code == 4
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert "zinfer sweep" in done.stderr
+    assert told in done.stderr
     assert not (tmp_path / "plots").exists()
 
 

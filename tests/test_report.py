@@ -320,6 +320,20 @@ def test_a_traced_step_has_its_figure_and_its_table(results: Path, plain: Report
     assert "when the link waits" in html
 
 
+def test_a_traced_step_of_several_gpus_has_a_row_for_each(results: Path, plain: Report) -> None:
+    gathers = [span.model_copy(update={"lane": "gather"}) for span in traced(compute_ms=9) if span.lane == "compute"]
+    ranks = [span.model_copy(update={"rank": rank}) for rank in (0, 1) for span in (*traced(), *gathers[: 12 * rank])]
+    two = point(case(64, options=(("gpus", 2),)), timeline=tuple(ranks))
+    store(results / "h100" / "bloom.jsonl", [two, point(case(64), timeline=traced())])
+    table = section(written(results).text, "Bottleneck").split("One traced decode step")[1]
+    rows = [line.split(" | ")[4:] for line in table.splitlines() if line.startswith("| stream cpu")]
+    assert rows[0] == ["99.7%", "", "0.0%", "3.9%", "4.21 ms", "27.1 GB/s |"], "a link carries its part"
+    assert rows[1][1].endswith("%)")
+    assert rows[2] == ["99.7%", "", "0.0%", "3.9%", "4.21 ms", "54.2 GB/s |"]
+    assert [f"gpus=2, GPU {rank} |" in table for rank in (0, 1, 2)] == [True, True, False]
+    assert "the share of the gathers that the link works beside" in table
+
+
 def test_accuracy_and_prefix_reuse_are_reported_if_measured(results: Path, plain: Report) -> None:
     assert "Accuracy of settings" not in plain.text
     folder = results / "h100"

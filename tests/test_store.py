@@ -332,8 +332,8 @@ measurements = st.builds(
     versions=st.dictionaries(text, text, max_size=3),
     predicted=st.dictionaries(text, number | st.none(), max_size=3),
     timeline=st.lists(
-        st.tuples(st.sampled_from(LANES), st.none() | counts, number, number).map(
-            lambda row: Span(lane=row[0], layer=row[1], start_ms=min(row[2:]), end_ms=max(row[2:]))
+        st.tuples(st.sampled_from(LANES), st.none() | counts, st.integers(0, 7), number, number).map(
+            lambda row: Span(lane=row[0], layer=row[1], rank=row[2], start_ms=min(row[3:]), end_ms=max(row[3:]))
         ),
         max_size=3,
     ).map(tuple),

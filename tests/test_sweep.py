@@ -19,6 +19,9 @@ from zinfer.job.signals import Interrupted
 from zinfer.job.sweep import Answer, Batches, Try, exit_code, listed, to_the_best, to_the_edge
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.store import Store, read
+from zinfer.worker.process import WorkerDied
+from zinfer.worker.session import Session
+from zinfer.worker.tasks import Measure, Measured
 
 
 def drive(batches: Batches, edge: int, failure: Status = "oom_gpu", rate: Callable[[int], float] = float) -> list[Try]:
@@ -195,6 +198,24 @@ def test_resume_measures_only_what_is_missing(tmp_path: Path) -> None:
     third = FakeWorker(edge=100)
     run_inline(path, sweep, third)
     assert (third.loads, third.measured) == (0, [])
+
+
+def test_workers_that_end_for_want_of_memory_leave_the_smaller_batches_to_others(tmp_path: Path) -> None:
+    """Ranks that exchange parts end together; any other end counts, and the second one ends the load."""
+
+    class Ends(FakeWorker):
+        def _measure_point(self, session: Session, request: Measure) -> Measured:
+            if (batch := request.case.workload.batch_size) > self.edge:
+                raise WorkerDied(self.fails.get(batch, "oom_gpu"), "GPU 1: out of memory")
+            return super()._measure_point(session, request)
+
+    sweep = Sweep(model=("fake",), offload=("cpu",), batch_size=(2, 8), input_len=(8, 16, 32))
+    worker = Ends(edge=4)
+    points = run_inline(tmp_path / "r.jsonl", sweep, worker)
+    assert [one.status for one in points] == ["ok", "oom_gpu"] * 3
+    assert worker.loads == 3
+    points = run_inline(tmp_path / "s.jsonl", sweep, Ends(edge=4, fails={8: "crashed"}))
+    assert [one.status for one in points] == ["ok", "crashed"] * 2
 
 
 def test_a_failed_load_is_reported_once_and_the_next_runs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ process left when one ends."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from tests.test_continuous import greedy as alone
 from tests.test_drafts import drafting
 from tests.test_kept import go_on
 from tests.test_parity import BATCHES, OUTPUT_LEN, greedy, load, prompts, reference
+from zinfer.analysis.timeline import by_rank
 from zinfer.engine import EngineError, decoder
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.stream import Stream
-from zinfer.engine.stream.team import Team, TeamBatch
+from zinfer.engine.team import Team, TeamBatch
 from zinfer.generation import passes
 from zinfer.generation.scheduler import ContinuousScheduler, Sequence
 
@@ -141,12 +143,20 @@ def test_a_rank_without_room_leaves_all_alike(team: Engine, checkpoint: Checkpoi
 def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:
     token_ids, mask = prompts(BATCHES[1])
     batch, logits = passes.prefill(team, token_ids, mask, OUTPUT_LEN)
+    begun = perf_counter()
     spans = team.timeline([Work(batch, logits.argmax(-1)[:, None])])
+    within_ms = (perf_counter() - begun) * 1e3
     layers = team.plan.model.num_layers
-    assert {lane: sum(one.lane == lane for one in spans) for lane in ("gather", "compute")} == {
-        "gather": layers,
-        "compute": layers,
-    }
+    own = by_rank(spans)
+    assert [one[0].rank for one in own] == [0, 1]
+    for rank in own:
+        assert [one.layer for one in rank if one.lane == "gather"] == list(range(layers))
+        assert sum(one.lane == "compute" for one in rank) == layers
+        assert -within_ms < min(one.start_ms for one in rank) < max(one.end_ms for one in rank) < within_ms
+    # On one clock: a gather ends in no rank before it has begun in all of them.
+    for layer in range(layers):
+        alike = [one for one in spans if (one.lane, one.layer) == ("gather", layer)]
+        assert max(one.start_ms for one in alike) < min(one.end_ms for one in alike)
     team.clear()
 
 

@@ -17,8 +17,9 @@ from tests.steered import steered
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
+from zinfer.engine.ranks import Leader
 from zinfer.engine.stream import Stream, codec, packed_layer
-from zinfer.engine.stream.ranks import Leader
+from zinfer.engine.stream.team import StreamMember
 from zinfer.generation import passes
 from zinfer.plan.plan import make_plan
 from zinfer.spec import resolve
@@ -113,7 +114,7 @@ def followers(process: int) -> list[int]:
     """Return the processes of other ranks below `process`."""
     tasks = Path(f"/proc/{process}/task").iterdir()
     children = [child for task in tasks for child in (task / "children").read_text().split()]
-    mark = b"zinfer.engine.stream.rank"
+    mark = b"zinfer.engine.rank"
     return [int(child) for child in children if mark in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
@@ -178,10 +179,10 @@ def test_what_several_gpus_cannot_do_is_refused(checkpoint: Checkpoints, monkeyp
         parse_options("stream", settle("stream", {"gpus": 2}), "none")
     with pytest.raises(OptionError, match="experts=on-demand does not go with gpus=2"):
         parse_options("stream", settle("stream", {"gpus": 2, "experts": "on-demand"}), "cpu")
-    with pytest.raises(OptionError, match="engine deepspeed has no option 'gpus'"):
-        settle("deepspeed", {"gpus": 2})
+    with pytest.raises(OptionError, match="engine accelerate has no option 'gpus'"):
+        settle("accelerate", {"gpus": 2})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     plan = make_plan(case_of(checkpoint("llama")), resolve.from_directory(checkpoint("llama")), MACHINE)
     with pytest.raises(EngineError, match="gpus=2: this host has 1"):
-        Leader(plan)
+        Leader(plan, StreamMember)

@@ -4,7 +4,18 @@ import pytest
 from pydantic import ValidationError
 
 from tests.results import LINK, case, point, traced
-from zinfer.analysis.timeline import Waits, busy, busy_bandwidth, focus, idle, length_ms, share, waits
+from zinfer.analysis.timeline import (
+    Waits,
+    busy,
+    busy_bandwidth,
+    by_rank,
+    focus,
+    hidden_share,
+    idle,
+    length_ms,
+    share,
+    waits,
+)
 from zinfer.record.measurement import Effective, Span
 
 
@@ -19,6 +30,24 @@ def test_copies_of_experts_are_told_apart_in_a_row() -> None:
     assert [list(span.model_dump()) for span in (one, other)] == [*rows]
     with pytest.raises(ValidationError):
         Span.model_validate([*rows[0], "another"])
+
+
+def test_spans_of_several_gpus_are_told_apart_in_a_row() -> None:
+    rows = [["gather", 1, 2.0, 3.5], ["gather", 1, 2.0, 3.5, None, 1], ["copy", 1, 2.0, 3.5, "guess", 3]]
+    found = [Span.model_validate(row) for row in rows]
+    assert [(one.rank, one.carries) for one in found] == [(0, None), (1, None), (3, "guess")]
+    assert [list(span.model_dump()) for span in found] == rows
+    assert [len(own) for own in by_rank((*found, *found))] == [2, 2, 2]
+    assert by_rank(()) == ()
+    for wrong in (rows[0][:3], [*rows[2], 1]):
+        with pytest.raises(ValidationError):
+            Span.model_validate(wrong)
+
+
+def test_a_gather_is_hidden_where_the_link_works_too() -> None:
+    step = spans(("copy", 0, 0, 40), ("copy", 1, 50, 90), ("gather", 0, 20, 30), ("gather", 1, 35, 65))
+    assert hidden_share(step, "gather") == pytest.approx((10 + 5 + 15) / 40)
+    assert hidden_share(step, "unpack") == 1
 
 
 # link: 10 idle, 30 busy, 5 idle, 20 busy in two overlapping copies, 5 idle; meanwhile layers compute
@@ -99,9 +128,11 @@ def test_an_empty_trace_has_no_timeline() -> None:
 
 def test_the_busy_link_s_bandwidth_is_that_of_what_crosses_it() -> None:
     effective = Effective(gpu_weight_bytes=0, streamed_bytes_per_step=10**9)
-    assert busy_bandwidth(point(case(), timeline=STEP, effective=effective)) == pytest.approx(1e9 / 0.050)
+    assert busy_bandwidth(point(case(), timeline=STEP, effective=effective), STEP) == pytest.approx(1e9 / 0.050)
     wire = effective.model_copy(update={"wire_bytes_per_step": 700_000_000})
-    assert busy_bandwidth(point(case(), timeline=STEP, effective=wire)) == pytest.approx(0.7e9 / 0.050)
-    assert busy_bandwidth(point(case(), timeline=STEP, effective=None)) is None
-    assert busy_bandwidth(point(case())) is None
-    assert busy_bandwidth(point(case(), timeline=traced())) == pytest.approx(LINK, rel=0.01)
+    assert busy_bandwidth(point(case(), timeline=STEP, effective=wire), STEP) == pytest.approx(0.7e9 / 0.050)
+    assert busy_bandwidth(point(case(), timeline=STEP, effective=None), STEP) is None
+    assert busy_bandwidth(point(case()), ()) is None
+    assert busy_bandwidth(point(case()), traced()) == pytest.approx(LINK, rel=0.01)
+    two = point(case(options=(("gpus", 2),)), effective=effective)
+    assert busy_bandwidth(two, STEP) == pytest.approx(0.5e9 / 0.050), "each link carries its part"

@@ -11,6 +11,7 @@ from typing import IO, Any, NoReturn, cast
 import click
 
 from zinfer.commands import limits
+from zinfer.spec import torchrun
 from zinfer.spec.ending import interruption
 from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError, did_you_mean
 from zinfer.spec.printable import guarded, refuse_surrogates
@@ -132,6 +133,8 @@ def cli(ctx: click.Context, debug: bool) -> None:
     zinfer plot && zinfer best                       decide
     """
     ctx.obj = debug
+    if (launch := torchrun.launched()) is not None:
+        launch.check(ctx.invoked_subcommand)
     if ctx.invoked_subcommand in MAKERS:
         from zinfer.spec import lease
 

@@ -1,7 +1,8 @@
 """Timeline of a decode step: the share that each lane works, and the time that the link waits.
 
 A streamed step takes as long as its bytes need on the link, and longer by every moment in which the link is idle. Pure
-functions over the spans of one traced step; times are ms from its beginning.
+functions over the spans of one traced step; times are ms from its beginning. Each of several GPUs has a link and lanes
+of its own: but for `by_rank`, functions take the spans of one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,6 +29,12 @@ class Waits(NamedTuple):
     def total_ms(self) -> float:
         """Idle time of the link, in ms."""
         return self.before_ms + self.between_ms + self.after_ms
+
+
+def by_rank(spans: Spans) -> tuple[Spans, ...]:
+    """Return the spans of each GPU, in the order of their numbers; nothing for an empty trace."""
+    ranks = sorted({span.rank for span in spans})
+    return tuple(tuple(span for span in spans if span.rank == rank) for rank in ranks)
 
 
 def length_ms(spans: Spans) -> float:
@@ -78,12 +85,20 @@ def waits(spans: Spans) -> Waits:
     return Waits(before, _total(gaps) - before - after, after, working, reading)
 
 
-def busy_bandwidth(point: Measurement) -> float | None:
-    """Return the bytes a second that cross the link while it works, in a traced step; None if that is not known."""
-    seconds = _total(busy(point.timeline, "copy")) / 1e3
+def hidden_share(spans: Spans, lane: Lane) -> float:
+    """Return the share of a lane's time in which the link works, too, 0 to 1: all of it, where the link never waits for
+    that lane."""
+    own = busy(spans, lane)
+    return _overlap(own, busy(spans, "copy")) / _total(own) if own else 1.0
+
+
+def busy_bandwidth(point: Measurement, spans: Spans) -> float | None:
+    """Return the bytes a second that cross the link of a GPU of `point` while it works, in the traced step; None if
+    that is not known."""
+    seconds = _total(busy(spans, "copy")) / 1e3
     if point.effective is None or not seconds:
         return None
-    return point.effective.wire_bytes / seconds
+    return point.effective.wire_bytes / point.gpus / seconds
 
 
 def focus(spans: Spans, layers: float = 3.5) -> Interval:

@@ -417,12 +417,16 @@ class Decoder(Engine):
         assert isinstance(batch, DecoderBatch)
         token_ids = token_ids.to(self.device)
         count = token_ids.shape[1]
+        self.check_chunk(batch, count)
+        positions = batch.positions(count, token_ids.device)
+        return [Part(batch, rows, token_ids[rows], positions[rows], keep) for rows in self._rows(batch, count)]
+
+    def check_chunk(self, batch: MicroBatch, count: int) -> None:
+        """Raise EngineError if `count` tokens of a row are part of a prompt, or several, and the model takes none."""
         whole = batch.length == 0 and count >= batch.prompt_len
         chunked = not whole and (count > 1 or batch.length < batch.prompt_len)
         if chunked and (why_not := self.cannot_chunk()) is not None:
             raise EngineError(why_not)
-        positions = batch.positions(count, token_ids.device)
-        return [Part(batch, rows, token_ids[rows], positions[rows], keep) for rows in self._rows(batch, count)]
 
     def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
         """Return the rows of `batch` as slices that go through the model one after the other, `count` tokens of each

@@ -420,7 +420,7 @@ class _Runner:
         except TaskFailed as failure:
             return failed(self._facts(failure.status, str(failure), stage))
         except WorkerDied as death:
-            self._crashes += 1
+            self._crashes += death.status != "oom_gpu"  # ranks end together where one is out of memory
             self._stop()
             return failed(self._facts(death.status, str(death), stage))
         except Interrupted as interrupt:

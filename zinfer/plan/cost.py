@@ -98,6 +98,7 @@ class Placement(Frozen):
     expert_guess: bool = False  # experts that the next layer is guessed to choose come while the link would idle
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
+    divided: bool = False  # each of several GPUs keeps its part of them only, and gathers them when it needs them
     also_streamed: int = 0  # bytes that a pass fetches besides the layers
     overlapped: bool = True  # copies run beside compute
     blocks: bool = False  # prefill passes go through the layers side by side, and the weights cross once for all
@@ -299,8 +300,8 @@ def _pass(
         if tokens is not None and chooses(setup, tokens) and not factors.perfect:
             limits["link"] += _awaiting_choice(setup, model, machine, factors, tokens, factors.link_share * links)
     if share > 1 and setup.tier == "host" and machine.gather_bandwidth is not None:  # layers that stay are parts, too
-        parts = setup.wire_ratio * model.streamed_bytes * (share - 1) / share
-        limits["gather"] = parts / machine.gather_bandwidth
+        gathered = setup.wire_ratio * model.streamed_bytes + (model.other_bytes if setup.divided else 0)
+        limits["gather"] = gathered * (share - 1) / share / machine.gather_bandwidth
     if written and machine.duplex_bandwidth is not None:
         limits["link"] = max(limits.get("link", 0.0), written / share / machine.duplex_bandwidth)
     if from_host and machine.host_bandwidth is not None:  # all links, and the CPU, read from one memory
@@ -421,8 +422,11 @@ def tiers(
         others += model.draft.weight_bytes
         working += activations(setup, model.draft, batch_size, input_len)
     extra = round((factors.memory - 1) * (slots + working))
+    beside = others if setup.resident_others else 0
+    if setup.divided:  # a part, and a copy of the whole while it is used
+        slots, beside = slots + beside, beside // setup.gpus
     gpu = Bytes(
-        weights=round(resident * setup.kept_ratio) // setup.gpus + (others if setup.resident_others else 0),
+        weights=round(resident * setup.kept_ratio) // setup.gpus + beside,
         kv_cache=own - round(own * setup.kv_host_share) + draft_kv_bytes(model, batch_size, input_len + output_len),
         buffers=slots,
         activations=working + extra,

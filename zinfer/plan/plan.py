@@ -330,6 +330,8 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         update["graphs"] = case.offload == "none" or update["resident_bytes"] == model.streamed_bytes
     if transport.coded_at_rest or own:
         update["kept_ratio"] = common.wire_ratio
+    divided = transport.divided and options.gpus > 1
+    whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
     if transport.fetched == "pieces" and experts_on_demand(case, model, common.wire_ratio):
         update |= _expert_buffers(common, model, machine, depth)
         update |= {"expert_cache": options.expert_cache, "expert_guess": options.expert_guess == "auto"}
@@ -338,7 +340,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         update |= {"slots": 1 + buffers / model.layer_bytes, "ring_depth": depth}
         update["buffers"] = depth if machine.gpu_count else 1
     elif transport.fetched == "layer":
-        update["slots"] = 1.0
+        update |= {"slots": whole, "divided": divided}
     elif transport.fetched == "matrix":
         matrix = model.hidden_size * max(model.ffn_size, model.hidden_size) * model.dtype_bytes
         update["slots"] = matrix / model.layer_bytes
@@ -348,10 +350,11 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         update["held_bytes"] = parse_share(options.host_weights, model.streamed_bytes)
     if transport.pinned_tensors:
         layers = [round(parameters * model.dtype_bytes * (own or 1)) for parameters in model.layer_parameters]
-        rounded = sum(pinned_block(size // 3) * 3 for size in layers) - sum(layers)
+        blocks = 3 * options.gpus
+        rounded = sum(pinned_block(size // blocks) * blocks for size in layers) - sum(layers)
         update["host_rounding"] = max(rounded, 0)
     if trips := transport.outside_trips:
-        slots = max(1.0, model.other_bytes / model.layer_bytes)
+        slots = max(whole, model.other_bytes / model.layer_bytes)
         update |= {"resident_others": False, "also_streamed": trips * model.other_bytes, "slots": slots}
     return common.model_copy(update=update)
 

@@ -82,8 +82,8 @@ def advice(plans: Sequence[Plan]) -> str:
     )
     if moving is None or staying is None:
         (only,) = (plan for plan in (staying, moving) if plan)
-        tried = any(plan.case.offload == "none" for plan in plans)
-        stream = "Stream: without it the weights do not fit. " if tried else "Only streaming was planned: "
+        too_large = any(plan.case.offload == "none" and not plan.max_batch_size for plan in plans)
+        stream = "Stream: without it the weights do not fit. " if too_large else "Only streaming was planned: "
         return f"{stream if only is moving else 'Do not stream: all of it fits. '}{_words(only)}."
     first, second = (staying, moving) if _rate(staying) >= _rate(moving) else (moving, staying)
     verb = "Do not stream" if first is staying else "Stream"

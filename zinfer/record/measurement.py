@@ -56,10 +56,11 @@ Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda valu
 class Span(Frozen):
     """Time that one lane worked for one layer, in ms from the beginning of a decode step, to the microsecond.
 
-    No layer stands for the embedding, the head, and all else outside the layers. Stored as a row,
-    ``["copy",3,17.204,35.391]``, since a step has hundreds of them; a copy of experts on demand tells so at its end:
-    ``["copy",3,17.204,35.391,"expert"]``. Reads from disk are timed by the host's clock, the rest by the device's, and
-    those of a layer may begin while the last ones of the layer before go on.
+    No layer stands for the embedding, the head, and all else outside the layers. Of several GPUs, the step begins when
+    it does on the first one. Stored as a row, ``["copy",3,17.204,35.391]``, since a step has hundreds of them; a copy
+    of experts on demand tells so at its end, ``["copy",3,17.204,35.391,"expert"]``, and so does a span of a further
+    GPU: ``["gather",3,17.204,35.391,null,1]``. Reads from disk are timed by the host's clock, the rest by the device's,
+    and those of a layer may begin while the last ones of the layer before go on.
     """
 
     lane: Lane
@@ -67,13 +68,13 @@ class Span(Frozen):
     start_ms: Moment  # negative if it was under way when the step began
     end_ms: Moment
     carries: Carried | None = None
+    rank: int = 0  # number of the GPU
 
     @model_validator(mode="before")
     @classmethod
     def _from_row(cls, value: Any) -> Any:
         if isinstance(value, list | tuple):
-            own = value if len(value) == len(cls.model_fields) else (*value, None)
-            value = dict(zip(cls.model_fields, own, strict=True))
+            value = dict(zip(cls.model_fields, (*value, *(None, 0)[len(value) - 4 :]), strict=True))
         if isinstance(value, dict) and value.get("lane") == "decode":  # name of the lane in earlier records
             value = value | {"lane": "unpack"}
         return value
@@ -87,6 +88,8 @@ class Span(Frozen):
     @model_serializer
     def _to_row(self) -> tuple[Any, ...]:
         row = self.lane, self.layer, self.start_ms, self.end_ms
+        if self.rank:
+            return (*row, self.carries, self.rank)
         return row if self.carries is None else (*row, self.carries)
 
 

@@ -102,6 +102,8 @@ def _of_samples(point: Measurement) -> Iterator[str]:
             yield f"timeline: a span from {span.start_ms} to {span.end_ms} ms"
         if span.layer is not None and not 0 <= span.layer <= LARGEST:
             yield f"timeline: layer {span.layer}"
+        if not 0 <= span.rank < point.gpus:
+            yield f"timeline: GPU {span.rank} of {point.gpus}"
     if point.timeline and max(span.end_ms for span in point.timeline) <= 0:
         yield "timeline: a step of no length"
 

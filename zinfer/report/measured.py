@@ -8,10 +8,10 @@ from zinfer.analysis import rates, reproduce
 from zinfer.analysis.best import known_cost
 from zinfer.analysis.economics import DAY_S
 from zinfer.analysis.group import Points, by_load
-from zinfer.analysis.timeline import busy, busy_bandwidth, length_ms, share, waits
+from zinfer.analysis.timeline import busy, busy_bandwidth, by_rank, hidden_share, length_ms, share, waits
 from zinfer.plan.published import PublishedCodec, codecs
 from zinfer.record import accuracy, codec, prefix_reuse
-from zinfer.record.measurement import Lane, Measurement
+from zinfer.record.measurement import Lane, Measurement, Span
 from zinfer.report import requests
 from zinfer.report.document import (
     Block,
@@ -170,14 +170,19 @@ def link_waits(findings: Findings) -> tuple[Block, ...]:
     """Return a table for each workload with traced points: the parts of a decode step's time."""
     tables: list[Plain] = []
     for workload in findings.workloads:
-        if rows := _steps(workload.points):
-            lanes = [_LANES[lane] for lane in _lanes(workload.points)]
-            columns = ("configuration", "#batch", "#traced", "#timed", *lanes, "#link waits", "#busy link")
+        if points := rates.best_by_load([point for point in workload.points if busy(point.timeline, "copy")]):
+            lanes = _lanes(points)
+            columns = (
+                "configuration", "#batch", "#traced", "#timed", *(_LANES[lane] for lane in lanes), "#link waits",
+                "#busy link",
+            )  # fmt: skip
             caption = (
                 f"{workload.name}: when the link waits. One decode step, traced after the timed ones, at each "
                 "configuration's own best batch. While the link does not wait, it carries bytes."
             )
-            tables.append(Table(caption, columns, rows))
+            if "gather" in lanes:
+                caption += " In brackets: the share of the gathers that the link works beside."
+            tables.append(Table(caption, columns, tuple(row for point in points for row in _steps(point, lanes))))
     return (Details("One traced decode step of each configuration", tuple(tables)),) if tables else ()
 
 
@@ -543,28 +548,35 @@ def _failures(points: Points) -> tuple[Row, ...]:
 
 
 _LANES: dict[Lane, str] = {
-    "disk": "#disk busy", "copy": "#link busy", "unpack": "#unpacking", "compute": "#computing",
+    "disk": "#disk busy", "copy": "#link busy", "gather": "#gathering", "unpack": "#unpacking", "compute": "#computing",
 }  # fmt: skip
 
 
 def _lanes(points: Points) -> list[Lane]:
-    """Return the lanes of a table of traced steps; the disk is among them if one was read."""
-    return [lane for lane in _LANES if lane != "disk" or any(busy(point.timeline, lane) for point in points)]
+    """Return the lanes of a table of traced steps; those of disk and gathers are among them if there were any."""
+    seldom = ("disk", "gather")
+    return [lane for lane in _LANES if lane not in seldom or any(busy(point.timeline, lane) for point in points)]
 
 
-def _steps(points: Points) -> tuple[Row, ...]:
-    rows, lanes = [], _lanes(points)
-    for point in rates.best_by_load([point for point in points if busy(point.timeline, "copy")]):
-        spans, bandwidth = point.timeline, busy_bandwidth(point)
-        rows.append(
-            Row((
-                point.case.label(),
-                str(point.case.workload.batch_size),
-                f"{length_ms(spans):,.1f} ms",
-                f"{point.step_median_ms:,.1f} ms" if point.step_median_ms else "",
-                *(f"{share(spans, lane):.1%}" for lane in lanes),
-                f"{waits(spans).total_ms:,.2f} ms",
-                f"{bandwidth / 1e9:.1f} GB/s" if bandwidth else "unknown",
-            ))
-        )  # fmt: skip
-    return tuple(rows)
+def _steps(point: Measurement, lanes: Sequence[Lane]) -> Iterator[Row]:
+    """Yield a row for each GPU of a traced point."""
+    several = len(ranks := by_rank(point.timeline)) > 1
+    for spans in ranks:
+        bandwidth = busy_bandwidth(point, spans)
+        yield Row((
+            point.case.label() + (f", GPU {spans[0].rank}" if several else ""),
+            str(point.case.workload.batch_size),
+            f"{length_ms(spans):,.1f} ms",
+            f"{point.step_median_ms:,.1f} ms" if point.step_median_ms else "",
+            *(_busy(spans, lane) for lane in lanes),
+            f"{waits(spans).total_ms:,.2f} ms",
+            f"{bandwidth / 1e9:.1f} GB/s" if bandwidth else "unknown",
+        ))  # fmt: skip
+
+
+def _busy(spans: Sequence[Span], lane: Lane) -> str:
+    """Return a lane's share of a step; of gathers also the part beside which the link works."""
+    found = share(spans, lane)
+    if lane != "gather":
+        return f"{found:.1%}"
+    return f"{found:.1%} ({hidden_share(spans, lane):.0%})" if found else ""

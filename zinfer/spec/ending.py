@@ -21,6 +21,7 @@ PARENT = "ZINFER_PARENT"  # environment variable: the process to end with
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE_S = 1.0  # for a call into C to return, and again for what has to be done last
 RECENT_S = 2.0  # after a context put the handler back, in which a signal may have been its
+NO_GPU_MEMORY, NO_HOST_MEMORY = MEMORY_CODES = (101, 102)  # exit codes of a process that cannot go on without memory
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 # Waits for the end of its standard input, that is of the process that holds the other end; then ends the whole group.
 KEEPER = 'trap "" INT TERM HUP; read -r _; kill -KILL 0'

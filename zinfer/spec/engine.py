@@ -68,8 +68,16 @@ class Transport(Frozen):
     pinned_tensors: bool = False  # each tensor is a pinned block of its own, which torch rounds up to a power of two
     outside_trips: int = 0  # trips a pass of the weights outside the layers, where these are offloaded too
     pass_tokens: int = PREFILL_TOKENS  # prompt tokens in one forward pass at most, unless prompts pass in blocks
+    divided: bool = False  # of several GPUs each has a part of all weights, and gathers a copy of what it computes with
     graphs: bool = False  # decode steps in which no weight crosses the link are launched as CUDA graphs
     shares_memory: bool = False  # gives free GPU memory away, to rows, buffers and layers, and so leaves a margin
+
+
+def _several(gpus: int, offload: Offload) -> str | None:
+    """Return the reason why an engine does not run on so many GPUs with this offload; None if it does."""
+    if gpus == 1 or offload == "cpu":
+        return None
+    return f"gpus={gpus} does not go with offload {offload}: weights come over several links with offload cpu"
 
 
 class EngineOptions(Frozen):
@@ -179,10 +187,8 @@ class StreamOptions(EngineOptions):
                 f"{on_demand} does not go with offload nvme: layers come from disk with all of their experts; choose "
                 f"from {others}"
             )
-        if self.gpus > 1 and offload != "cpu":
-            return (
-                f"gpus={self.gpus} does not go with offload {offload}: weights come over several links with offload cpu"
-            )
+        if (why_not := _several(self.gpus, offload)) is not None:
+            return why_not
         if self.gpus > 1 and on_demand:
             return (
                 f"{on_demand} does not go with gpus={self.gpus}: experts of a router's choice come to one GPU; choose "
@@ -222,11 +228,18 @@ class DeepSpeedOptions(EngineOptions):
     pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
     tuned: StrictBool = Field(True, description="Settings tuned for decode; false: those of DeepSpeed's own example.")
     prefill_tokens: Count = Field(PREFILL_TOKENS, description="Prompt tokens in one forward pass at most.")
+    gpus: Count = Field(
+        1, description="GPUs of the host: they share out rows, and ZeRO divides every weight between them; with "
+        "offload cpu.",
+    )  # fmt: skip
+
+    def conflict(self, offload: Offload) -> str | None:
+        return _several(self.gpus, offload)
 
     def transport(self) -> Transport:
         # Embeddings that are offloaded, too, are fetched for both of their uses.
         trips, tokens = 0 if self.tuned else 2, self.prefill_tokens
-        return Transport(fetched="layer", pinned_tensors=True, outside_trips=trips, pass_tokens=tokens)
+        return Transport(fetched="layer", pinned_tensors=True, outside_trips=trips, divided=True, pass_tokens=tokens)
 
 
 class AccelerateOptions(EngineOptions):

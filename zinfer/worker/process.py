@@ -26,9 +26,9 @@ from zinfer import __version__
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.requests import RequestPoint
-from zinfer.spec import lease
+from zinfer.spec import lease, torchrun
 from zinfer.spec.case import Case
-from zinfer.spec.ending import PARENT, at_end
+from zinfer.spec.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
 from zinfer.spec.model import Weights
 from zinfer.spec.progress import Progress, silent
 from zinfer.worker.failure import TaskFailure
@@ -38,6 +38,7 @@ OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds the
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
 # as long. Sleeping costs next to nothing.
 _CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
+_MEMORY: dict[int, Status] = {NO_GPU_MEMORY: "oom_gpu", NO_HOST_MEMORY: "oom_host"}  # by exit code
 KILL_S = 10.0  # for the kernel to end a killed worker
 # Batches of many sizes in one process leave gaps that a larger one cannot use, unless blocks may grow.
 _GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -114,8 +115,8 @@ class Client(ABC):
 class Worker(Client):
     """Worker in a process of its own: starts it, sends it requests, watches the time.
 
-    `target` is the engine as ``module:Class``. Raises WorkerDied when the process crashes (`crashed`, `oom_host`) or
-    overruns `timeout_s` in a request (`timeout`; it is killed then).
+    `target` is the engine as ``module:Class``. Raises WorkerDied when the process crashes (`crashed`), cannot go on
+    without memory (`oom_gpu`, `oom_host`) or overruns `timeout_s` in a request (`timeout`; it is killed then).
     """
 
     def __init__(
@@ -131,14 +132,16 @@ class Worker(Client):
         self._timeout = timeout_s
         self._log: IO[bytes] | None = None if debug else tempfile.TemporaryFile()  # noqa: SIM115
         self._oom_kills, self._killed = _oom_kills(), False
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "zinfer.worker.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={**_CALM, **_GROWING, **os.environ, PARENT: str(os.getpid())},
-            start_new_session=True,  # ctrl-C is the parent's to handle
-        )
+        with torchrun.handed_over() as ranks:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "zinfer.worker.server"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env={**_CALM, **_GROWING, **os.environ, PARENT: str(os.getpid())},
+                start_new_session=True,  # ctrl-C is the parent's to handle
+                pass_fds=ranks,
+            )
         self._forget = at_end(self._abort)
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -177,6 +180,8 @@ class Worker(Client):
             return WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         tail = self._tail()
+        if code in _MEMORY:
+            return WorkerDied(_MEMORY[code], tail or "memory ran out")
         return WorkerDied("crashed", f"the worker ended: {how}" + (f"; last line on stderr: {tail}" if tail else ""))
 
     def _tail(self) -> str:

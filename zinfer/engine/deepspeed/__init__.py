@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-Inference: ZeRO stage 3 at world size 1, each weight a block of pinned memory or a file on NVMe.
+"""DeepSpeed's ZeRO-Inference: ZeRO stage 3, each weight a block of pinned memory or a file on NVMe.
 
 A fetch is then `ds_tensor.to(device, non_blocking=True)` on a stream of its own. Before a module runs, the host waits
 for that whole stream, prefetches included, and then issues the next bucket: the link idles from each wait until the
@@ -12,16 +12,19 @@ ones of DeepSpeed, do this for decode:
 * embeddings and head are partitioned without offload. Offloaded they cross the link every step, tied ones twice: a
   tensor so much larger than `stage3_max_reuse_distance` is dropped between its two uses.
 
+On several GPUs each rank has its part of every weight, and a fetch is a copy of that part and an all-gather. Here the
+leader of the ranks loads the weights, and `zero.Init` broadcasts each before it is divided.
+
 Source: DeepSpeed 0.19, `runtime/zero/partitioned_param_coordinator.py` and `partition_parameters.py` (NoGatherHandle).
 """
 
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +37,15 @@ from zinfer.engine.deepspeed.world import Partition, World, check_async_io, chec
 from zinfer.engine.pinned import empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.positions import Probe
 from zinfer.engine.state import ModelState
+from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective
 from zinfer.spec.engine import DeepSpeedOptions
 from zinfer.spec.lease import OwnFolder
+from zinfer.spec.progress import Progress, silent
 from zinfer.spec.resolve import as_released
+
+if TYPE_CHECKING:
+    from zinfer.engine.ranks import Group
 
 
 class DeepSpeed(Decoder):
@@ -49,17 +57,23 @@ class DeepSpeed(Decoder):
     the model.
     """
 
+    several: ClassVar[str] = "zinfer.engine.deepspeed.team:DeepSpeedTeam"
     options: DeepSpeedOptions
+    calls = 0  # forward passes of the model that have begun
     _folder: OwnFolder | None = None
     _world: World | None = None
     _engine: Any = None
     _fetched = _streamed_per_step = 0
 
+    def __init__(self, plan: Plan, progress: Progress = silent, group: "Group | None" = None) -> None:
+        self._group = group
+        super().__init__(plan, progress)
+
     def _load(self) -> None:
         self._parameters: dict[str, Any] = {}
         self._allocator = set_pinned_allocator()
         self._pinned_before = pinned_bytes()
-        self._world = World(self.device, self.progress)
+        self._world = World(self.device, self.progress, self._group)
         with redirect_stdout(sys.stderr):
             self._initialize()
 
@@ -72,6 +86,11 @@ class DeepSpeed(Decoder):
 
         case = self.plan.case
         check_dtype(self.plan.model.dtype)
+        if self._group is not None and self.plan.model.num_experts > 1 and not self.options.tuned:
+            raise EngineError(
+                f"tuned=false does not go with gpus={self._group.size} for {self.plan.model.name}: DeepSpeed fetches "
+                "single experts then, which differ from rank to rank"
+            )
         state = ModelState(as_released(self.plan.model), case.load_format, allow_nan=case.allow_nan)
         self.model, layers = state.model, state.layers
         self._offloaded = {
@@ -92,7 +111,7 @@ class DeepSpeed(Decoder):
         self._inspect()
         self._probe = self._probed_alone(state)
         held: dict[str, Tensor] = {}
-        for name, tensor in state.load(self.device, self.progress):
+        for name, tensor in self._stored(state):
             if state.entries[name].is_parameter:
                 held[name] = self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
                 if name in quantised:
@@ -130,6 +149,27 @@ class DeepSpeed(Decoder):
         finally:
             for name, tensor in before.items():
                 state.entries[name].put(tensor)
+
+    def _stored(self, state: ModelState) -> Iterator[tuple[str, Tensor]]:
+        """Yield the state's tensors by name. Only the leader of a group loads them: a follower has a place for each
+        parameter, which `zero.Init` fills with the leader's."""
+        group = self._group
+        if group is not None and group.rank:
+            while (told := group.share(None)) != _END:
+                name, shape, dtype = told
+                tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+                if not state.entries[name].is_parameter:
+                    group.broadcast(tensor)
+                yield name, tensor
+            return
+        for name, loaded in state.load(self.device, self.progress):
+            if group is not None:
+                group.share((name, loaded.shape, loaded.dtype))
+                if not state.entries[name].is_parameter:
+                    group.broadcast(loaded.to(self.device))
+            yield name, loaded
+        if group is not None:
+            group.share(_END)
 
     def _linears(self, layers: nn.ModuleList) -> dict[str, nn.Linear]:
         """Return the linear modules of the layers by the names of their weights. Raises EngineError if their inputs do
@@ -207,7 +247,20 @@ class DeepSpeed(Decoder):
             self._streamed_per_step = self._fetched - before
         return logits
 
+    def passes_of(self, rows: int, count: int) -> int:
+        """Return the number of forward passes of the model that `count` tokens of `rows` rows take."""
+        split = count > 1 and bool(self._kinds_of_layers)
+        return len(self._split(slice(0, rows), count)) if split else 1
+
+    @torch.inference_mode()
+    def idle_pass(self) -> None:
+        """Run a forward pass of one token of nobody: take part in the gathers of other ranks."""
+        self.calls += 1
+        inputs = {"input_ids": torch.zeros((1, 1), dtype=torch.int64, device=self.device), "use_cache": False}
+        self.model(**{name: value for name, value in inputs.items() if name in self._accepted})
+
     def _call(self, batch: DecoderBatch, **inputs: object) -> Tensor:
+        self.calls += 1
         depth = len(modules_under_way())
         try:
             return super()._call(batch, **inputs)
@@ -239,8 +292,10 @@ class DeepSpeed(Decoder):
                 nvme += size
             elif away:
                 host += size
-            if not away or parameter.ds_persist:
+            if parameter.ds_persist:
                 gpu += size
+            elif not away:
+                gpu += int(parameter.ds_tensor.ds_numel) * int(parameter.element_size())
         return Effective(
             gpu_weight_bytes=gpu,
             host_weight_bytes=host,
@@ -285,6 +340,9 @@ class DeepSpeed(Decoder):
         """Take the model off DeepSpeed's list of modules; those of other engines stay."""
         stack, model = modules_under_way(), getattr(self, "model", None)
         stack[:] = [module for module in stack if module is not model]
+
+
+_END = ("end", None, None)  # of the names of tensors
 
 
 def _bytes(parameter: Any) -> int:

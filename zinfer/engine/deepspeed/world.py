@@ -6,7 +6,7 @@ import sys
 from contextlib import ExitStack, redirect_stdout, suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,22 +16,29 @@ from zinfer.engine import EngineError
 from zinfer.engine.deepspeed import compiling
 from zinfer.spec.progress import Progress, silent
 
+if TYPE_CHECKING:
+    from zinfer.engine.ranks import Group
+
 
 class World:
-    """Process group of one process and a launcher's environment, until `close`.
+    """Process group, of one process or of the ranks of `group`, and a launcher's environment, until `close`.
 
     Engines that are open at once share it: the first one sets it up, the last one to close restores the old state. If
-    the set-up fails, its changes are undone at once.
+    the set-up fails, its changes are undone at once. Raises EngineError where a group would have to be shared.
     """
 
     _open: ClassVar[list["World"]] = []
     _shared: ClassVar[ExitStack] = ExitStack()  # changes that the last one to close undoes
+    _several: ClassVar[bool] = False  # of several processes
 
-    def __init__(self, device: torch.device, progress: Progress = silent) -> None:
+    def __init__(self, device: torch.device, progress: Progress = silent, group: "Group | None" = None) -> None:
+        if self._open and (group is not None or self._several):
+            raise EngineError("DeepSpeed on several GPUs is alone in its process")
         if not self._open:
             with ExitStack() as undo:
                 compiling.watch(progress, undo.callback)
-                _prepare(device, undo)
+                _prepare(device, undo, group)
+                World._several = group is not None
                 World._shared = undo.pop_all()
         self._open.append(self)
 
@@ -43,19 +50,31 @@ class World:
                 self._shared.close()
 
 
-def _prepare(device: torch.device, undo: ExitStack) -> None:
+def _prepare(device: torch.device, undo: ExitStack, group: "Group | None") -> None:
     """Set up DeepSpeed in this process; `undo` gets a callback for each change."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # its ops are built with ninja
-    wanted = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": device.type, "PATH": path}
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    # Each process sees its own GPU as the first one.
+    wanted = {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "DS_ACCELERATOR": device.type,
+        "PATH": path,
+    }
     undo.callback(_restore, {name: os.environ.get(name) for name in wanted})
     os.environ.update(wanted)
     with redirect_stdout(sys.stderr):
         import deepspeed
 
-        if device.type == "cpu":  # all-reduce over shared memory takes a minute to compile; one process needs none
+        if device.type == "cpu":  # all-reduce over shared memory takes a minute to compile; nobody needs it here
             vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if not dist.is_initialized():
+        if group is not None:
+            _count_anew()
+            group.join()
+            undo.callback(_leave_group)
+        elif not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
             undo.callback(_leave_group)
@@ -63,6 +82,17 @@ def _prepare(device: torch.device, undo: ExitStack) -> None:
     for handler in logging.getLogger("DeepSpeed").handlers:  # made before, if another package imported DeepSpeed
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
             handler.setStream(sys.stderr)
+
+
+def _count_anew() -> None:
+    """Number parameters and modules from 0 on, as in a process in which nothing has run before: DeepSpeed compares the
+    numbers of all ranks."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    Init.param_id, Init.apply_param_persistence = 0, False
+    for default in DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ():
+        default[0] = 0  # a list, in which it counts
 
 
 def _restore(environment: dict[str, str | None]) -> None:

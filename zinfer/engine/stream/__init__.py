@@ -51,7 +51,7 @@ from zinfer.spec.engine import StreamOptions
 from zinfer.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from zinfer.engine.stream.ranks import Group
+    from zinfer.engine.ranks import Group
 
 VERIFIED = 16  # tokens of a row that a decode step takes at most; more of them are a prompt's
 DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
@@ -78,7 +78,7 @@ class Stream(Decoder):
     memory (`cpu`), or from files (`nvme`), of which host memory keeps as many as it holds."""
 
     one_trip: ClassVar[bool] = True
-    several: ClassVar[str] = "zinfer.engine.stream.team:Team"
+    several: ClassVar[str] = "zinfer.engine.stream.team:StreamTeam"
     options: StreamOptions
     _source: LayerSource | None = None  # of the layers that are not on the device
     _ring: PrefetchRing | None = None

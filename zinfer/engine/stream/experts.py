@@ -538,7 +538,7 @@ class ExpertPool:
             end_mark = mark(self._device.type == "cuda")
         if self._cpu is not None:
             self._timed.append((end - first, begin, end_mark, self._beside))
-        self._ring.copied((key[0], begin, end_mark, "guess" if key in self._guesses.begun else "expert"))
+        self._ring.note(("copy", key[0], begin, end_mark, "guess" if key in self._guesses.begun else "expert"))
 
     def _complete(self, key: Key) -> None:
         """Issue the copy of what is left of a guessed expert, which is needed."""

@@ -200,8 +200,7 @@ class GatherRing(PrefetchRing):
             whole, begin = self._buffers[buffer][:size], mark(self._cuda)
             self._ranks.gather(whole, whole.chunk(self._ranks.size)[self._ranks.rank])
             self._arrived[buffer].record()
-            if self._trace is not None:
-                self._trace.add("gather", transfer.layer, begin, mark(self._cuda))
+            self.note(("gather", transfer.layer, begin, mark(self._cuda), None))
 
     def _take(self, index: int, piece: Chunk | None) -> Tensor:
         content = super()._take(index, piece)
@@ -216,8 +215,7 @@ class GatherRing(PrefetchRing):
         part[: content.numel()] = content
         whole, begin = torch.empty(self._whole_bytes(piece), dtype=torch.uint8), mark(False)
         self._ranks.gather(whole, part)
-        if self._trace is not None:
-            self._trace.add("gather", index, begin, mark(False))
+        self.note(("gather", index, begin, mark(False), None))
         return whole
 
     def _drain(self) -> None:

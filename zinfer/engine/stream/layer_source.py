@@ -39,7 +39,7 @@ from zinfer.spec.progress import Progress
 from zinfer.spec.source import revision_of
 
 if TYPE_CHECKING:
-    from zinfer.engine.stream.ranks import Group
+    from zinfer.engine.ranks import Group
 
 DEPTH = 2  # buffers of a new ring; prefill makes it deeper
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, unpack
-from zinfer.engine.stream.trace import Copy, Reads, Trace, mark
+from zinfer.engine.stream.trace import Reads, Timed, Trace, mark
 
 
 class Event(Protocol):
@@ -140,7 +140,7 @@ class PrefetchRing:
         self._issued = self._taken = self._returned = 0
         self._buffers: list[Tensor] = []
         self._depth = self._buffer_bytes = 0
-        self._copies: deque[Copy] = deque(maxlen=256)  # latest ones
+        self._timed: deque[Timed] = deque(maxlen=256)  # latest copies, and gathers
         self._trace: Trace | None = None
         self._next: tuple[Fetch, ...] | None = None  # fetches prefetched for the next trip; None: begin anew
         self._trip: _Trip | None = None
@@ -294,7 +294,7 @@ class PrefetchRing:
     @contextmanager
     def watched(self) -> Iterator[Trace]:
         """Trace the work done within the ``with`` block; on a GPU, the work issued within it."""
-        self._trace = Trace(self._cuda, self._copies, self._reads)
+        self._trace = Trace(self._cuda, self._timed, self._reads)
         try:
             yield self._trace
         finally:
@@ -318,11 +318,11 @@ class PrefetchRing:
             if self._queues is not None:
                 self._fill()
 
-    def copied(self, copy: Copy) -> None:
-        """Note a copy on the copy queue, for the timeline."""
-        self._copies.append(copy)
+    def note(self, timed: Timed) -> None:
+        """Note work that may be issued long before its step, for the timeline."""
+        self._timed.append(timed)
         if self._trace is not None:
-            self._trace.add("copy", *copy)
+            self._trace.add(*timed)
 
     @contextmanager
     def aside(self, index: int, unpacks: bool = False) -> Iterator[None]:
@@ -362,7 +362,7 @@ class PrefetchRing:
             self._queues.finish()
         self._issued = self._taken = self._returned = 0
         self._flying.clear()
-        self._copies.clear()
+        self._timed.clear()
         self._coming, self._next, self._only = iter(()), None, None
 
     def _begin(self, fetches: tuple[Fetch, ...]) -> None:
@@ -422,9 +422,8 @@ class PrefetchRing:
             source = transfer.source()
             begin = mark(self._cuda)
             self._target(transfer, buffer)[: source.numel()].copy_(source, non_blocking=True)
-            copy = (transfer.layer, begin, mark(self._cuda), None)
+            self.note(("copy", transfer.layer, begin, mark(self._cuda), None))
             self._complete(transfer, buffer)
-        self.copied(copy)
         self._issued += 1
 
     def _target(self, _transfer: Transfer, buffer: int) -> Tensor:

@@ -1,7 +1,11 @@
 """Timeline of a step: spans of copies, unpacking and computation, timed on the device that runs them, and of reads from
-disk, timed by the host's clock."""
+disk, timed by the host's clock.
 
-from collections.abc import Callable, Iterable
+Each of several GPUs has its own clock. Their timelines are put together (`joined`) by the clock of the host, which all
+of its processes share: each trace notes what that shows at its beginning.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import get_args
 
@@ -10,7 +14,8 @@ import torch
 from zinfer.record.measurement import Carried, Lane, Span
 
 Mark = torch.cuda.Event | float
-Copy = tuple[int, Mark, Mark, Carried | None]  # layer, begin, end, and the experts that it carries, if any
+# Lane, layer, begin, end, and the experts that a copy carries, if any
+Timed = tuple[Lane, int | None, Mark, Mark, Carried | None]
 Reads = Iterable[tuple[int, float, float]]  # layer, begin and end by the host's clock, in the order of the begins
 
 
@@ -36,18 +41,27 @@ def elapsed(begin: Mark, end: Mark) -> float | None:
     return float(begin.elapsed_time(end)) / 1e3 if end.query() else None
 
 
-class Trace:
-    """Spans collected from the creation of the trace on. `copies` were issued before it; some may still be under way.
-    `reads` returns the latest reads from disk, those under way included."""
+Recording = tuple[float, tuple[Span, ...]]  # a trace's beginning by the host's clock, in s, and its spans
 
-    def __init__(self, cuda: bool, copies: Iterable[Copy] = (), reads: Callable[[], Reads] = tuple) -> None:
+
+class Trace:
+    """Spans collected from the creation of the trace on, which waits for the current stream. `earlier` was issued
+    before it; some of that may still be under way. `reads` returns the latest reads from disk, those under way
+    included. `begun` is the time of its beginning by the host's clock, in s."""
+
+    def __init__(self, cuda: bool, earlier: Iterable[Timed] = (), reads: Callable[[], Reads] = tuple) -> None:
         self._cuda, self._reads = cuda, reads
+        if cuda:
+            torch.cuda.current_stream().synchronize()
+        before = clock()
         self._zero = mark(cuda)
-        if isinstance(self._zero, torch.cuda.Event):
+        if isinstance(self._zero, float):
+            self.begun = self._zero
+        else:
             self._zero.synchronize()
-        self._clock = clock()  # the host's clock at the beginning
+            self.begun = (before + clock()) / 2
         self._open: dict[tuple[Lane, int | None], Mark] = {}
-        self._spans: list[tuple[Lane, int | None, Mark, Mark, Carried | None]] = [("copy", *copy) for copy in copies]
+        self._spans = list(earlier)
 
     def begin(self, lane: Lane, layer: int | None) -> None:
         self._open[lane, layer] = mark(self._cuda)
@@ -57,6 +71,10 @@ class Trace:
 
     def add(self, lane: Lane, layer: int | None, begin: Mark, end: Mark, carries: Carried | None = None) -> None:
         self._spans.append((lane, layer, begin, end, carries))
+
+    def recording(self) -> "Recording":
+        """Return what was traced, as another process can have it. Waits for the device."""
+        return self.begun, self.spans()
 
     def spans(self) -> tuple[Span, ...]:
         """Return the spans of each lane in order, in ms; adjacent spans of a layer are merged. Waits for the device."""
@@ -78,5 +96,17 @@ class Trace:
 
     def _ms(self, mark: Mark) -> float:
         if isinstance(mark, float):
-            return round((mark - self._clock) * 1e3, 3)
+            return round((mark - self.begun) * 1e3, 3)
         return round(float(self._zero.elapsed_time(mark)), 3)  # type: ignore[union-attr]
+
+
+def joined(recordings: Sequence[Recording]) -> tuple[Span, ...]:
+    """Return the spans of all ranks, which begin with the first one's trace; those that end before it are left out."""
+    found = []
+    for rank, (begun, spans) in enumerate(recordings):
+        later_ms = (begun - recordings[0][0]) * 1e3
+        for span in spans:
+            moved = {"rank": rank, "start_ms": span.start_ms + later_ms, "end_ms": span.end_ms + later_ms}
+            if moved["end_ms"] > 0:
+                found.append(Span(**(dict(span) | moved)))
+    return tuple(found)

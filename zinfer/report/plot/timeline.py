@@ -1,11 +1,12 @@
 """Timeline of one decode step: disk, link, unpacking and layers over time, and the moments in which the link waits.
 
 The upper panel shows the whole step, the lower one the stretch in which the link waits longest, a few layers wide.
-Hatched parts of the link's lane are time that the step takes beyond its bytes.
+Hatched parts of the link's lane are time that the step takes beyond its bytes. The lanes of several GPUs stand below
+each other, on one clock.
 """
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -16,7 +17,20 @@ from matplotlib.ticker import FuncFormatter
 
 from zinfer.analysis.group import Group, Points
 from zinfer.analysis.rates import best_by_load
-from zinfer.analysis.timeline import Interval, Spans, Waits, busy, busy_bandwidth, focus, idle, length_ms, share, waits
+from zinfer.analysis.timeline import (
+    Interval,
+    Spans,
+    Waits,
+    busy,
+    busy_bandwidth,
+    by_rank,
+    focus,
+    hidden_share,
+    idle,
+    length_ms,
+    share,
+    waits,
+)
 from zinfer.record.measurement import Carried, Lane, Measurement, Span
 from zinfer.report.plot.style import DRAWN, GREY, INK, PALETTE, Sheet, lighter, shortened
 from zinfer.spec.units import figures, gb
@@ -37,6 +51,7 @@ _CARRIES: dict[Carried, tuple[str, str]] = {  # colour and meaning of copies of 
 }
 _LANE, _WIDE_LANE = 0.2, 0.34  # inches, as are the next three: above the first block, above a further one, within one
 _FIRST, _FURTHER, _WITHIN = 0.95, 1.4, 0.3
+_LINE = 15  # points, a line of words above a block
 _INDENT = -48  # points from the axes to the figure's notes
 _BAR = 0.74  # height of a bar, as a share of its lane
 
@@ -52,45 +67,76 @@ def timeline(group: Group, points: Points) -> Figure | None:
     what = f"A decode step of {which}, each at its own best batch, traced after the timed ones."
     stack: list[tuple[float, float]] = []
     for point in shown:
-        lanes = len(_lanes(point.timeline))
-        stack += [(_FURTHER if stack else _FIRST, _LANE * lanes), (_WITHIN, _WIDE_LANE * (lanes + 0.45))]
+        lanes, words = len(_lanes(point.timeline)), _LINE / 72 * (len(_words(point)) - 3)
+        stack += [(words + (_FURTHER if stack else _FIRST), _LANE * lanes), (_WITHIN, _WIDE_LANE * (lanes + 0.45))]
     sheet = Sheet(group, "when does the link wait?", (what, group.conditions), stack=stack)
     longest = max(length_ms(point.timeline) for point in shown)
     for nth, point in enumerate(shown):
         whole, part = sheet.panels[2 * nth : 2 * nth + 2]
         _overview(whole, point, longest)
         _magnified(part, point.timeline)
-        _join(whole, part, focus(point.timeline))
+        _join(whole, part, focus(_waiting(point.timeline)))
     sheet.panels[-1].set_xlabel("ms from the beginning of the step")
     return sheet.finish()
 
 
-def _lanes(spans: Spans) -> list[Lane]:
-    """Return the lanes in which something happens, from the top."""
-    return [lane for lane in get_args(Lane) if any(span.lane == lane for span in spans)]
+class _Lane(NamedTuple):
+    """A lane of a GPU, and what happens in it."""
+
+    lane: Lane
+    spans: Spans
+    name: str
+
+
+def _lanes(spans: Spans) -> list[_Lane]:
+    """Return the lanes of all GPUs in which something happens, from the top."""
+    ranks = by_rank(spans)
+    return [
+        _Lane(lane, own, _LOOKS[lane][1] + (f" {own[0].rank}" if len(ranks) > 1 else ""))
+        for own in ranks
+        for lane in get_args(Lane)
+        if any(span.lane == lane for span in own)
+    ]
+
+
+def _waiting(spans: Spans) -> Spans:
+    """Return the spans of the GPU whose link waits longest."""
+    return max(by_rank(spans), key=lambda own: waits(own).total_ms)
 
 
 def _overview(axes: Axes, point: Measurement, longest: float) -> None:
     """Draw the whole step on a scale that all configurations share, with its numbers in words above it."""
-    spans, end = point.timeline, length_ms(point.timeline)
-    _bars(axes, spans, (-0.005 * longest, 1.005 * longest), named=True)
+    _bars(axes, point.timeline, (-0.005 * longest, 1.005 * longest), named=True)
     axes.xaxis.tick_top()
     axes.tick_params(axis="x", length=0, pad=2)
     axes.spines["bottom"].set_visible(False)
-    label = f"{shortened(point.case.label(), 56)}, batch {point.case.workload.batch_size}"
-    shares = ", ".join(f"{_LOOKS[lane][1]} {share(spans, lane):.1%}" for lane in _lanes(spans))
-    timed = f" (timed: {point.step_median_ms:,.1f} ms)" if point.step_median_ms else ""
-    lines = (f"{label}: {end:,.1f} ms{timed}", f"Busy: {shares}{_rate(point)}.", _idleness(waits(spans), end))
+    lines = _words(point)
     for row, words in enumerate(lines):
         axes.annotate(
-            words, (0, 1), xycoords="axes fraction", xytext=(_INDENT, 56 - 15 * row - 2 * bool(row)),
-            textcoords="offset points", size=9 if row else 10.5, color=GREY if row else INK,
+            words, (0, 1), xycoords="axes fraction", textcoords="offset points", size=9 if row else 10.5,
+            xytext=(_INDENT, 24 + _LINE * (len(lines) - 1 - row) + 2 * (not row)), color=GREY if row else INK,
         )  # fmt: skip
 
 
-def _rate(point: Measurement) -> str:
+def _words(point: Measurement) -> list[str]:
+    """Return the lines above a step: its configuration and length, then how busy each GPU's lanes are and why its link
+    waits."""
+    label = f"{shortened(point.case.label(), 56)}, batch {point.case.workload.batch_size}"
+    timed = f" (timed: {point.step_median_ms:,.1f} ms)" if point.step_median_ms else ""
+    lines, ranks = [f"{label}: {length_ms(point.timeline):,.1f} ms{timed}"], by_rank(point.timeline)
+    for spans in ranks:
+        shares = ", ".join(f"{_LOOKS[lane][1]} {share(spans, lane):.1%}" for lane, *_ in _lanes(spans))
+        which = f"GPU {spans[0].rank} busy" if len(ranks) > 1 else "Busy"
+        lines.append(f"{which}: {shares}{_rate(point, spans)}.")
+        lines.append(_idleness(waits(spans), length_ms(spans)))
+        if busy(spans, "gather"):
+            lines.append(f"The link works during {hidden_share(spans, 'gather'):.1%} of the gathers.")
+    return lines
+
+
+def _rate(point: Measurement, spans: Spans) -> str:
     """Say how fast the link is while it works: the rest of what a step could gain."""
-    found, best = busy_bandwidth(point), point.links_bandwidth
+    found, best = busy_bandwidth(point, spans), point.link_bandwidth
     if not found:
         return ""
     return f"; the busy link carries {gb(found)}/s" + (
@@ -117,20 +163,23 @@ def _ms(value: float) -> str:
 
 
 def _magnified(axes: Axes, spans: Spans) -> None:
-    """Draw the stretch in which the link waits longest."""
-    low, high = focus(spans)
+    """Draw the stretch in which a link waits longest."""
+    worst = _waiting(spans)
+    low, high = focus(worst)
     margin, end = 0.02 * (high - low), length_ms(spans)
     limits = low - margin, high + margin
     _bars(axes, spans, limits, inches=DRAWN)
-    axes.set_ylim(len(_lanes(spans)) - 0.5, -0.95)
+    lanes = _lanes(spans)
+    axes.set_ylim(len(lanes) - 0.5, -0.95)
     for outside in ((limits[0], 0.0), (end, limits[1])):
         if outside[0] < outside[1]:
             axes.axvspan(*outside, facecolor="#F1F1F1", zorder=0)
-    gaps = [(max(start, low), min(stop, high)) for start, stop in idle(spans)]
+    gaps = [(max(start, low), min(stop, high)) for start, stop in idle(worst)]
     start, stop = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0.0, 0.0))
     if stop - start >= 0.002 * (high - low):
         late = start > (low + high) / 2
-        who = "" if _lanes(spans)[0] == "copy" else "the link "
+        which = f" {worst[0].rank}" if len(by_rank(spans)) > 1 else ""
+        who = "" if lanes[0].lane == "copy" and not which else f"the link{which} "
         axes.text(
             stop if late else start, -0.47, f"{who}waits {_ms(stop - start)} ms", size=8, color=_VERMILION,
             ha="right" if late else "left", va="bottom",
@@ -143,13 +192,13 @@ def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inche
     lanes = _lanes(spans)
     axes.set_xlim(*limits)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.set_yticks(range(len(lanes)), [_LOOKS[lane][1] for lane in lanes], size=9)
+    axes.set_yticks(range(len(lanes)), [one.name for one in lanes], size=9)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=9)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.grid(axis="y", visible=False)
-    for row, lane in enumerate(lanes):
-        own = [span for span in spans if span.lane == lane and limits[0] < span.end_ms and span.start_ms < limits[1]]
+    for row, (lane, spans_of, _) in enumerate(lanes):
+        own = [span for span in spans_of if span.lane == lane and limits[0] < span.end_ms and span.start_ms < limits[1]]
         for carries in (None, *(one for one in _CARRIES if any(span.carries == one for span in own))):
             alike = [span for span in own if span.carries == carries]
             told = _LOOKS[lane][2] if carries is None else _CARRIES[carries][1]
@@ -159,11 +208,12 @@ def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inche
                 _boxes(axes, pairs, row, label, color=_tone(lane, odd, carries), linewidth=0 if inches else 0.3)
         for span in own if inches else ():
             _name(axes, span, row, limits, inches)
-    row = lanes.index("copy")
-    _boxes(
-        axes, idle(spans), row, "the link waits" if named else None,
-        facecolor=lighter(_VERMILION, 0.8), edgecolor=_VERMILION, hatch="//////", linewidth=0,
-    )  # fmt: skip
+    for row, (lane, spans_of, _) in enumerate(lanes):
+        if lane == "copy":
+            _boxes(
+                axes, idle(spans_of), row, "the link waits" if named else None,
+                facecolor=lighter(_VERMILION, 0.8), edgecolor=_VERMILION, hatch="//////", linewidth=0,
+            )  # fmt: skip
 
 
 def _boxes(axes: Axes, pairs: Sequence[Interval], row: int, label: str | None, **look: Any) -> None:

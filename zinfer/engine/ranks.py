@@ -1,17 +1,19 @@
 """Processes of several GPUs of a host: their start, what they exchange, and their end.
 
-Rank 0 is the worker's own process (`Leader`); it starts the others (`Follower`), one for each further GPU, which do
-what it says. Orders and answers go through a socket to each, weights lie in one shared arena
-(`zinfer.engine.pinned`), and tensors of answers in memory that the two share (`Letters`). Parts of layers go from GPU
-to GPU (`torch.distributed`: NCCL, or gloo on CPUs, which meet over the loopback device).
+Rank 0 is the worker's own process (`Leader`); it starts the others (`Follower`), one for each further GPU, unless
+torchrun has (`zinfer.spec.torchrun`), and they do what it says. Orders and answers go through a socket to each, weights
+may lie in one shared arena (`zinfer.engine.pinned`), and tensors of answers in memory that the two share (`Letters`).
+Parts of layers go from GPU to GPU (`torch.distributed`: NCCL, or gloo on CPUs, which meet over the loopback device).
+What the ranks compute is their members' business (`zinfer.engine.team`).
 
-Nobody is left behind: a follower ends with its leader, whatever kills that (`zinfer.spec.ending`), and the leader,
+Nobody is left behind: a follower ends with its leader, whatever ends that (`zinfer.spec.ending`), and the leader,
 which may wait for a lost follower in the middle of a gather, ends as the follower did. So the parent sees one worker
 end.
 """
 
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -19,8 +21,8 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
@@ -35,14 +37,16 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shared_memory
 from zinfer.plan.plan import Plan
-from zinfer.spec import lease
-from zinfer.spec.ending import PARENT
+from zinfer.spec import lease, torchrun
+from zinfer.spec.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
+from zinfer.spec.errors import one_line
 from zinfer.spec.units import counted
 
 GATHER_S = 600.0  # for all ranks to take part in a gather, or to start
 END_S = 20.0  # for a follower to end in order
 LOST_S = 10.0  # for the thread that watches a follower to notice its end
-COMMAND = (sys.executable, "-m", "zinfer.engine.stream.rank")
+ALIKE = ("OMP_WAIT_POLICY", "PYTORCH_CUDA_ALLOC_CONF", "ZINFER_DEBUG")  # variables that a follower gets in any case
+COMMAND = (sys.executable, "-m", "zinfer.engine.rank")
 # Addresses of this host alone; multicast over NVLink (NVLS) hangs on some hosts, and gains nothing here.
 QUIET = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -97,6 +101,7 @@ class Start:
 
     rank: int
     size: int
+    member: Callable[..., Any]  # class of the rank's end, which loads the engine
     plan: Plan
     store: str  # file through which the ranks find each other
     weights: int  # descriptor of the shared arena
@@ -122,6 +127,18 @@ class Channel:
             return pickle.loads(self._connection.recv_bytes())
         except OSError:
             raise EOFError from None
+
+    def watch(self, ended: Callable[[], object], after_s: float = 0.0) -> None:
+        """Have `ended` called, in a thread, once the other end is gone, and `after_s` seconds have passed."""
+
+        def wait() -> None:
+            poll = select.poll()
+            poll.register(self._connection.fileno(), select.POLLRDHUP)
+            poll.poll()
+            time.sleep(after_s)
+            ended()
+
+        threading.Thread(target=wait, daemon=True).start()
 
     def close(self) -> None:
         self._connection.close()
@@ -171,6 +188,18 @@ class Group(ABC):
         if same is not tensor:
             tensor.copy_(same)
 
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Run a block in which a failure of one rank leaves the others waiting for it: end all processes then, with an
+        exit code that tells a want of memory (`zinfer.spec.ending`)."""
+        try:
+            with self._losses():  # the end of another one may be the cause
+                yield
+        except BaseException as error:
+            with suppress(OSError):
+                os.write(2, f"GPU {self.rank}: {one_line(error)}\n".encode())
+            os._exit(_exit_code(error))
+
     def leave(self) -> None:
         """Part from the others. Safe to call twice."""
         if self._joined:
@@ -189,8 +218,8 @@ class _Losses:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
-        if kind is not None and issubclass(kind, RuntimeError) and not issubclass(kind, torch.OutOfMemoryError):
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, RuntimeError) and _exit_code(error) not in MEMORY_CODES:
             time.sleep(LOST_S)
 
 
@@ -200,6 +229,7 @@ class Follower(Group):
     def __init__(self, start: Start, channel: Channel) -> None:
         super().__init__(start.rank, start.size, start.store, start.weights)
         self._channel, self._orders, self._letters = channel, Letters(start.orders), Letters(start.letters)
+        self.dismissed = False
 
     def share(self, value: Any) -> Any:
         return self.receive()
@@ -211,6 +241,7 @@ class Follower(Group):
         """Return the leader's next message. Raises EOFError where it ends."""
         message = self._channel.receive()
         if message is None:
+            self.dismissed = True
             raise EOFError
         return message
 
@@ -225,18 +256,19 @@ class Follower(Group):
 
 
 class Leader(Group):
-    """Rank 0, which starts the others when it is made. `answers` collects what they say.
+    """Rank 0, which starts the others when it is made, as `member` of an engine. `answers` collects what they say.
 
     Raises EngineError where the host has fewer GPUs than `plan` wants.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, member: Callable[..., Any]) -> None:
         size = plan.placement.gpus
         if torch.cuda.is_available() and torch.cuda.device_count() < size:
             raise EngineError(f"gpus={size}: this host has {counted(torch.cuda.device_count(), 'GPU')}")
         self._folder = lease.folder(Path(tempfile.gettempdir()), "ranks", ["store"])
         super().__init__(0, size, str(self._folder.path / "store"), shared_memory())
         self._closing = False
+        self._ready = torchrun.taken()  # sockets to followers that are there
         self._files = [self.weights]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -245,35 +277,58 @@ class Leader(Group):
         threads = max(1, torch.get_num_threads() // size)
         try:
             for rank in range(1, size):
-                self._start(rank, plan, threads)
+                self._start(rank, plan, member, threads)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, rank: int, plan: Plan, threads: int) -> None:
+    def _start(self, rank: int, plan: Plan, member: Callable[..., Any], threads: int) -> None:
         orders, letters = shared_memory(), shared_memory()
         self._files += [orders, letters]
         self._orders.append(Letters(orders))
         self._letters.append(Letters(letters))
+        files = [self.weights, orders, letters]
+        channel = self._invited(rank, self._ready.pop(0), files) if self._ready else self._started(rank, files)
+        self._channels.append(channel)
+        start = Start(rank, self.size, member, plan, self._store, self.weights, orders, letters, threads)
+        channel.send(start)
+
+    def _started(self, rank: int, files: Sequence[int]) -> Channel:
+        """Start a follower's process; return the channel to it."""
         ours, theirs = Pipe()
-        self._channels.append(Channel(ours))
+        channel = Channel(ours)
         process = subprocess.Popen(
             [*COMMAND, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno(), self.weights, orders, letters],
+            pass_fds=[theirs.fileno(), *files],
             env={**os.environ, **_visible(rank), PARENT: str(os.getpid())},
         )
         self._processes.append(process)
         theirs.close()
-        self._channels[-1].send(Start(rank, self.size, plan, self._store, self.weights, orders, letters, threads))
         threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+        return channel
+
+    def _invited(self, rank: int, descriptor: int, files: Sequence[int]) -> Channel:
+        """Have a process that torchrun has started be a follower; return the channel to it."""
+        channel = Channel(Connection(descriptor))
+        alike = {name: os.environ[name] for name in ALIKE if name in os.environ}
+        try:
+            torchrun.invite(descriptor, alike | _visible(rank), files)
+        except OSError as error:
+            raise EngineError(f"the process of GPU {rank} ended: {error}") from None
+        channel.watch(lambda: self._end(rank, 1, "see the report of torchrun"))
+        return channel
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         """End this process as a follower ended, unless it was told to."""
         code = process.wait()
+        self._end(rank, code, f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+
+    def _end(self, rank: int, code: int, how: str) -> None:
         if self._closing:
             return
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code in MEMORY_CODES:  # it has said so
+            os._exit(code)
         with suppress(OSError):
             os.write(2, f"the process of GPU {rank} ended: {how}\n".encode())
         if code < 0:
@@ -320,12 +375,17 @@ class Leader(Group):
         time.sleep(LOST_S)  # the watching thread ends this process
         raise EngineError("a process of another GPU ended")
 
+    def dismiss(self) -> None:
+        """Tell the followers to end."""
+        if not self._closing:
+            self._closing = True
+            for channel in self._channels:
+                with suppress(EOFError):
+                    channel.send(None)
+
     def close(self) -> None:
         """Let the followers end in order; kill those that do not. Safe to call twice."""
-        self._closing = True
-        for channel in self._channels:
-            with suppress(EOFError):
-                channel.send(None)
+        self.dismiss()
         self.leave()
         deadline = time.monotonic() + END_S
         for process in self._processes:
@@ -353,6 +413,12 @@ def _visible(rank: int) -> dict[str, str]:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = listed.split(",") if listed else [str(number) for number in range(torch.cuda.device_count())]
     return {"CUDA_VISIBLE_DEVICES": ",".join([names[rank], *names[:rank], *names[rank + 1 :]])}
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, torch.OutOfMemoryError):
+        return NO_GPU_MEMORY
+    return NO_HOST_MEMORY if isinstance(error, MemoryError) or "can't allocate memory" in str(error) else 1
 
 
 def portable(error: BaseException) -> BaseException:

@@ -1,0 +1,137 @@
+"""Several ranks of DeepSpeed: the same tokens as one, whatever rows each has, and an end of all where one fails."""
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import PATIENCE_S
+from tests.test_continuous import LOAD, Words, run, sequences, small
+from tests.test_continuous import greedy as alone
+from tests.test_parity import BATCHES, MACHINE, greedy, load, reference
+from tests.test_team_ways import followers, gone
+from zinfer.engine import EngineError
+from zinfer.engine.base import Engine
+from zinfer.engine.deepspeed.world import World
+from zinfer.generation.scheduler import ContinuousScheduler
+from zinfer.plan.plan import make_plan
+from zinfer.spec import resolve
+from zinfer.spec.case import Case, Offload, Workload
+from zinfer.spec.engine import OptionError, parse_options, settle
+from zinfer.worker.process import Worker, WorkerDied
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def team(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    # Nine prompt tokens at a time: the rank of two rows prefills them one after the other, the one of one in one pass.
+    loaded = load("deepspeed", checkpoint("bloom"), "cpu", tmp_path_factory.mktemp("none"), gpus=2, prefill_tokens=9)
+    yield loaded
+    loaded.close()
+    assert World._open == []
+    assert not torch.distributed.is_initialized()
+
+
+def test_tokens_are_those_of_transformers(team: Engine, checkpoint: Checkpoints) -> None:
+    for lengths, expected in zip(BATCHES, reference(checkpoint("bloom")), strict=True):
+        assert torch.equal(greedy(team, lengths), expected)
+        team.clear()
+    spec, found = team.plan.model, team.effective()
+    assert found.settings["gpus"] == 2
+    assert found.host_weight_bytes == spec.streamed_bytes, "one copy"
+    assert found.streamed_bytes_per_step == pytest.approx(spec.streamed_bytes, rel=0.05), "the matrices, each once"
+    vectors = found.host_weight_bytes - found.streamed_bytes_per_step
+    assert found.gpu_weight_bytes == pytest.approx(spec.other_bytes + 2 * vectors, rel=0.02), "parts, vectors twice"
+
+
+def test_ranks_with_fewer_rows_or_none_take_part(team: Engine, checkpoint: Checkpoints) -> None:
+    prompt = [5, 9, 11, 30]
+    alike = alone(team, prompt, 6)
+    rows = sequences(7, 3)
+    limits = [one.left for one in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        small(patch)
+        running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
+        running.schedule.step = 8
+        found = run(running, [rows[:3], rows[3:4], rows[4:]])
+        running.end()
+    single = load("stream", checkpoint("bloom"), "none", Path())
+    assert alone(single, prompt, 6) == alike
+    for one, limit in zip(found, limits, strict=True):
+        assert (one.error, one.output_ids) == (None, alone(single, one.prompt_ids, limit)), one.key
+    single.close()
+
+
+def test_a_second_one_in_the_process_is_refused(team: Engine, checkpoint: Checkpoints) -> None:
+    with pytest.raises(EngineError, match="DeepSpeed on several GPUs is alone in its process"):
+        load("deepspeed", checkpoint("bloom"), "cpu", Path())
+    assert alone(team, [5, 9, 11], 3)
+
+
+@pytest.mark.parametrize("offload", ["none", "nvme"])
+def test_other_offloads_are_refused(offload: Offload) -> None:
+    with pytest.raises(OptionError, match=f"gpus=2 does not go with offload {offload}"):
+        parse_options("deepspeed", settle("deepspeed", {"gpus": 2}), offload)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "more"), [("llama", {"tuned": False}), ("opt", {})])
+def test_four_ranks(name: str, more: dict[str, Any], checkpoint: Checkpoints, tmp_path: Path) -> None:
+    loaded = load("deepspeed", checkpoint(name), "cpu", tmp_path, gpus=4, **more)
+    for lengths, expected in zip(BATCHES, reference(checkpoint(name)), strict=True):
+        assert torch.equal(greedy(loaded, lengths), expected)
+    loaded.close()
+
+
+@pytest.mark.slow
+def test_ranks_load_after_a_single_one_in_the_same_process(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    for gpus in (1, 2):
+        loaded = load("deepspeed", checkpoint("llama"), "cpu", tmp_path, gpus=gpus)
+        assert torch.equal(greedy(loaded, BATCHES[0]), reference(checkpoint("llama"))[0])
+        loaded.close()
+
+
+def _worker_of(directory: Path, output_len: int) -> tuple[Worker, Case]:
+    """Return a worker that has loaded two ranks."""
+    case = Case(
+        model=str(directory), engine="deepspeed", offload="cpu", dtype="float32", load_format="dummy",
+        workload=Workload(batch_size=2, input_len=9, output_len=output_len), options=(("gpus", 2),),
+    )  # fmt: skip
+    plan = make_plan(case, resolve.from_directory(directory).with_dtype("float32"), MACHINE)
+    worker = Worker("zinfer.engine.deepspeed:DeepSpeed", timeout_s=PATIENCE_S)
+    refused = worker.load(plan)
+    assert refused is None, refused
+    return worker, case
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_worker(checkpoint: Checkpoints) -> None:
+    worker, case = _worker_of(checkpoint("llama"), 4)
+    assert worker.measure(case, 1, 0.02).status == "ok"
+    (other,) = followers(worker._process.pid)
+    os.kill(other, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"killed by SIGKILL.*the process of GPU 1 ended"):
+        worker.measure(case, 1, 0.02)
+    worker.close()
+    assert gone(other)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_out_of_memory_ends_all_with_that_status(rank: int, checkpoint: Checkpoints) -> None:
+    """The other rank waits for it in the middle of a pass."""
+    worker, case = _worker_of(checkpoint("llama"), 400_000)  # a KV cache of hundreds of MB in each rank
+    (other,) = followers(worker._process.pid)
+    short = (worker._process.pid, other)[rank]
+    used = int(Path(f"/proc/{short}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(short, resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+    with pytest.raises(WorkerDied, match=f"^GPU {rank}: .*allocate memory") as died:
+        worker.measure(case, 0, 0.02)
+    assert died.value.status == "oom_host"
+    worker.close()
+    assert gone(other)

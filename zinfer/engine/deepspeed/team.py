@@ -1,0 +1,74 @@
+"""DeepSpeed on several GPUs of a host: ZeRO divides every weight between the ranks, which all-gather it for each of
+their forward passes of the model.
+
+So all ranks must run the same number of them: one that has fewer rows, or none, runs passes of nobody's token besides.
+And all must run them to the end: a pass that fails in one rank, which is out of memory say, ends all processes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from zinfer.engine import EngineError
+from zinfer.engine.base import Work
+from zinfer.engine.deepspeed import DeepSpeed
+from zinfer.engine.team import Member, Passed, RankWork, Team, TeamBatch
+from zinfer.plan.plan import Plan
+from zinfer.spec.progress import Progress
+
+
+class Share(NamedTuple):
+    """Part of a work that a rank computes, if it has rows of it, in as many forward passes as every rank runs."""
+
+    work: RankWork | None
+    passes: int
+
+
+class DeepSpeedMember(Member[DeepSpeed]):
+    """A rank's `DeepSpeed`."""
+
+    def load(self, plan: Plan, progress: Progress) -> DeepSpeed:
+        try:
+            return DeepSpeed(plan, progress, self.group)
+        except (EngineError, EOFError):  # alike in all ranks; the end of the leader
+            raise
+        except BaseException:
+            if self.group.rank == 0:  # the others end with it
+                raise
+            with self.group.undivided():
+                raise
+
+    def close(self) -> None:
+        self.engine.close()  # needs the others' company until then
+        self.group.leave()
+
+    def forward(self, works: Sequence[Share]) -> Passed:
+        """Run the forward passes of each work, and as many of nobody's as are missing."""
+        found: list[Tensor] = []
+        with self.group.undivided():
+            for work, passes in works:
+                before = self.engine.calls
+                if work is not None:
+                    found += self.engine.forward(self.works([work]))
+                while self.engine.calls < before + passes:
+                    self.engine.idle_pass()
+        return Passed(found)
+
+
+class DeepSpeedTeam(Team[DeepSpeed]):
+    """Engine `deepspeed` on several GPUs."""
+
+    member = DeepSpeedMember
+
+    def orders(self, works: Sequence[Work]) -> list[list[Share]]:
+        shares: list[list[Share]] = [[] for _ in range(self._group.size)]
+        for work in works:
+            assert isinstance(work.batch, TeamBatch)
+            count = work.token_ids.shape[1]
+            self._engine.check_chunk(work.batch, count)
+            most = max(len(work.batch.rows_of(rank)) for rank in work.batch.lengths)
+            passes = self._engine.passes_of(most, count)
+            for own, computed in zip(shares, super().orders([work]), strict=True):
+                own.append(Share(computed[0] if computed else None, passes))
+        return shares

@@ -1,0 +1,11 @@
+"""Entry of a follower's process: ``python -m zinfer.engine.rank DESCRIPTOR`` (`zinfer.engine.ranks`)."""
+
+import sys
+
+from zinfer.spec.ending import with_parent
+
+if __name__ == "__main__":
+    with_parent()
+    from zinfer.engine.team import follow
+
+    follow(int(sys.argv[1]))

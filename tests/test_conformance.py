@@ -15,6 +15,7 @@ from tests.conformance.run import Row, run_all
 from tests.conformance.small import Subject, cut, family, persistent_buffers, small_model
 from zinfer.engine import EngineError
 from zinfer.generation import scheduler
+from zinfer.spec.architecture import COUNTS_PADDING
 
 NEEDED = 125  # types that must be right
 
@@ -128,6 +129,15 @@ def test_a_wrong_token_of_a_row_that_ends_early_is_told(
         compare.compare(Subject("llama"), tmp_path / str(len(outcomes)), told.__setitem__)
         outcomes.append(told[way].verdict)
     assert outcomes == ["right", "differs"]
+
+
+def test_padding_that_changes_the_text_has_to_be_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "WAYS", {"cpu": compare.WAYS["cpu"]})
+    for known, verdict in ((COUNTS_PADDING, "right"), (frozenset[str](), "differs")):
+        monkeypatch.setattr("zinfer.engine.decoder.COUNTS_PADDING", known)
+        told: dict[str, Outcome] = {}
+        compare.compare(Subject("recurrent_gemma"), tmp_path / verdict, told.__setitem__)
+        assert told["cpu"].verdict == verdict, told
 
 
 @pytest.mark.slow  # every type of the installed transformers, in all ways

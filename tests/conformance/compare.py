@@ -108,6 +108,10 @@ class CannotCompare(ValueError):
     """Raised for a model whose own `generate` is no reference."""
 
 
+class TakesPaddingError(RuntimeError):
+    """Raised where prompts of several lengths are taken, though padding changes the text."""
+
+
 class Monotonous(CannotCompare):
     """Raised for a model that hardly depends on its prompt; other weights may help."""
 
@@ -161,6 +165,8 @@ def _outcome(way: Way, directory: Path, model_class: type[PreTrainedModel], know
         found = run(way, directory, known, scratch)
     except REFUSALS as error:
         return Outcome("refused", _clean(error, scratch))
+    except TakesPaddingError as error:
+        return Outcome("differs", str(error))
     except CannotCompare:
         return Outcome("does not apply")
     except Exception as error:
@@ -292,10 +298,21 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
         running.close()
 
 
+def _takes_padding(running: Any) -> bool:
+    """Tell whether an engine admits prompts of several lengths."""
+    try:
+        running.retire(running.admit(prompts(0, LENGTHS)[1], max(LENGTHS) + OUTPUT_LEN))
+    except EngineError as error:
+        return "padding" not in str(error)
+    return True
+
+
 def run(way: Way, directory: Path, known: Reference, scratch: Path) -> Tensor:
     """Return zinfer's greedy tokens, ``[B, OUTPUT_LEN]``."""
     token_ids, mask, expected = known
     with loaded(way, directory, scratch) as running:
+        if mask.all() and _takes_padding(running):
+            raise TakesPaddingError("padding changes the text, and padded prompts are not refused")
         if way.rows:
             prompts = [row[seen.bool()].tolist() for row, seen in zip(token_ids, mask, strict=True)]
             return come_and_go(running, prompts, expected, way.drafts)

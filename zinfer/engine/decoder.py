@@ -24,6 +24,7 @@ from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.engine.positions import PADS, TOKENS, Probe, probe
 from zinfer.plan.plan import Plan
 from zinfer.spec import lease
+from zinfer.spec.architecture import COUNTS_PADDING
 from zinfer.spec.lease import OwnFolder
 from zinfer.spec.progress import Progress, silent
 
@@ -277,7 +278,8 @@ class Decoder(Engine):
         return probe(self.model, first, device, self._cache_name, make, self.plan.model.vocab_size)
 
     def cannot_pad(self) -> str | None:
-        if not self._probe.padding:
+        kind = self.model.config.get_text_config(decoder=True).model_type
+        if not self._probe.padding or kind in COUNTS_PADDING:
             return f"{self.plan.model.name} knows no padding"
         return None
 

@@ -243,8 +243,11 @@ def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(name: str, tmp_path
     settings |= {"num_local_experts": 2} if name == "minimax" else {"attention_window_size": 16, "lru_width": 64}
     directory = _saved(tmp_path / name, name, settings)
     engine = load("stream", directory, "cpu", tmp_path, tokens=1)  # a row at a time, if that were possible
+    lengths = (13, 13, 13)
     for _ in range(2):
-        assert torch.equal(greedy(engine, LENGTHS), expected(directory))
+        assert torch.equal(greedy(engine, lengths), expected(directory, lengths))
+    with pytest.raises(EngineError, match="knows no padding"):
+        prefill(engine, *prompts(LENGTHS), reserve=4)
     engine.close()
     with pytest.raises(EngineError, match=r"of its own kind.* kv_cache_dtype=int8"):
         load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")

@@ -211,7 +211,7 @@ def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
         running = drafting(engine, monkeypatch)
         words = running._tokenizer
         words.ends = ends
-        monkeypatch.setattr(words, "decode", lambda ids: "".join(f"<{one % 7}>" for one in ids))
+        monkeypatch.setattr(words, "decode", lambda ids, before=(): "".join(f"<{one % 7}>" for one in ids))
         for one in rows:
             one.stop = ("<3><5>", "<2><2>") if ends else ()
         if running.drafts is not None:

@@ -304,9 +304,9 @@ class Decoder(Engine):
         local = "local" in getattr(self.model.config, "attention_layers", ())  # GPT-Neo cuts its window out by itself
         if windows or local:
             window = f"its window of {min(windows)} tokens" if windows else "the window of its local layers"
-            return f"rows of {name} go on by one length within {window}"
+            return f"all rows of a batch keep as many drafts with {name}, since {window} counts gaps between tokens"
         if not self._probe.gaps:
-            return f"rows of {name} go on by one length: it counts forgotten positions, too"
+            return f"all rows of a batch keep as many drafts with {name}, since it counts gaps between tokens"
         return None
 
     def cannot_regroup(self) -> str | None:
@@ -316,7 +316,7 @@ class Decoder(Engine):
         if (why_not := self.cannot_pad()) is not None:
             return why_not
         if not self._probe.moves:
-            return f"keys of {name} carry their places"
+            return f"keys of {name} hold their place in the batch, so that its rows cannot move"
         if self._rope_switch is not None:
             return f"{name} turns the keys of long rows by other angles (longrope)"
         return None

@@ -108,7 +108,7 @@ def test_tokens_are_those_of_decoding_one_by_one(
     ("name", "options"),
     [
         ("bloom", {}), ("bloom", {"kv_offload": "auto", "kv_attention": "cpu"}), ("deepseek_v3", {}),
-        pytest.param("gpt_neox", {}, marks=pytest.mark.slow), pytest.param("qwen3", {}, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", {}, marks=pytest.mark.slow), pytest.param("qwen2", {}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_models_that_attend_in_ways_of_their_own(
@@ -118,7 +118,7 @@ def test_models_that_attend_in_ways_of_their_own(
     if options:
         keep_here(monkeypatch, 3)
     engine = load(
-        "stream", checkpoint(name) if name in ("bloom", "gpt_neox") else kind(name), "cpu", tmp_path, **options
+        "stream", checkpoint(name) if name in ("bloom", "gpt_neox", "qwen2") else kind(name), "cpu", tmp_path, **options
     )
     rows = sequences(9, 5)
     known = answers(engine, rows)

@@ -122,7 +122,8 @@ def test_a_rank_that_is_killed_ends_the_worker(checkpoint: Checkpoints) -> None:
     assert gone(other)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_out_of_memory_ends_all_with_that_status(rank: int, checkpoint: Checkpoints) -> None:
     """The other rank waits for it in the middle of a pass."""
     worker, case = _worker_of(checkpoint("llama"), 400_000)  # a KV cache of hundreds of MB in each rank

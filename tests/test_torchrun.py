@@ -119,7 +119,8 @@ def below(process: int) -> Iterator[int]:
             yield from below(child)
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_no_rank_outlives_another(victim: int, folder: Path) -> None:
     """Rank 0 is killed with its command, whose worker then ends."""
     words = ("run", "-m", "bloom-tiny", "--load-format", "dummy", "--offload", "cpu", "-p", "hello")

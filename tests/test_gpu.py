@@ -445,6 +445,15 @@ def test_streamed_codes_give_the_tokens_of_dequantised_weights(name: str, tmp_pa
     assert torch.equal(*found)
 
 
+def take_turns(engine: Any, given: list[Tensor]) -> None:
+    """Run the batches in turn with nothing in the slots but what a pass brings; their tokens are those `given`."""
+    test_experts.poisoned(engine)
+    for _ in range(TURNS):
+        for lengths, expected in zip(BATCHES, given, strict=True):
+            assert torch.equal(tokens(engine, lengths), expected)
+    test_ragged.check(engine, None)
+
+
 @pytest.mark.parametrize("share", [None, "60%", "100%"])
 @pytest.mark.parametrize("name", test_experts.MIXTURES)
 def test_experts_on_demand_give_the_tokens_of_whole_layers(
@@ -453,11 +462,7 @@ def test_experts_on_demand_give_the_tokens_of_whole_layers(
     """Passes that bring all experts and passes that bring those chosen, in turn; nothing else in the slot is read."""
     given = reference(mixture(name))
     engine = test_experts.load(mixture(name), share=share, expert_cache="lfu" if share == "60%" else "lru")
-    test_experts.poisoned(engine)
-    for _ in range(TURNS):
-        for lengths, expected in zip(BATCHES, given, strict=True):
-            assert torch.equal(tokens(engine, lengths), expected)
-    test_ragged.check(engine, None)
+    take_turns(engine, given)
     told = engine.effective().settings
     assert told["experts"] == "on-demand"
     assert told["expert_guess"] == "on" or "cost more" in str(told["expert_guess"])
@@ -473,11 +478,7 @@ def test_experts_on_the_cpu_give_the_tokens_of_whole_layers(
     given = reference(mixture(name))
     test_cpu_experts.sharing(monkeypatch, 1, -1, 0, 2)
     engine = test_experts.load(mixture(name), share=share, experts_cpu="on")
-    test_experts.poisoned(engine)
-    for _ in range(TURNS):
-        for lengths, expected in zip(BATCHES, given, strict=True):
-            assert torch.equal(tokens(engine, lengths), expected)
-    test_ragged.check(engine, None)
+    take_turns(engine, given)
     told = engine.effective().settings
     assert told["experts_cpu"] == "on"
     assert told["experts_on_cpu_per_step"] > 0

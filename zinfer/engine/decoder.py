@@ -363,8 +363,7 @@ class Decoder(Engine):
         layers = self._kinds_of_layers
         if not layers or any(type(layer) is not FixedLayer for layer in layers):
             return f"the layers of {self.plan.model.name} hold another state than keys and values"
-        windows = {layer.slots.window for layer in layers} - {None}
-        if windows:
+        if windows := self._windows:
             return f"layers of {self.plan.model.name} hold the last {min(windows)} positions only (sliding window)"
         if self._rope_switch is not None:
             return f"{self.plan.model.name} turns the keys of long rows by other angles (longrope)"

@@ -268,6 +268,50 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     split.close()
 
 
+@pytest.mark.parametrize(("architecture", "together"), [("llama", True), ("mixtral", True), ("bloom", False)])
+def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
+    architecture: str, together: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Micro-batches of other lengths, padded and not, in parts of a row or two, beside rows on the device."""
+    keep_here(monkeypatch, 3)
+    options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "gpu", "tokens": 14}
+    engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
+    calls = _calls(engine, monkeypatch)
+    loads = [prompts(lengths) for lengths in ((9, 5, 7, 4, 6), (7, 7, 7), (3,))]
+    tokens = torch.arange(4, 31).view(9, 3)
+    shares = tokens.split([5, 3, 1])
+    expected = []
+    for (token_ids, mask), rows in zip(loads, shares, strict=True):
+        steps = [prefill(engine, token_ids, mask, reserve=8)]
+        steps += [decode(engine, rows[:, step]) for step in range(3)]
+        engine.clear()
+        expected.append(steps)
+    batches = [passes.prefill(engine, token_ids, mask, 8)[0] for token_ids, mask in loads]
+    assert [batch.hosted for batch in batches] == [2, 3, 1]
+    for step in range(3):
+        calls.clear()
+        works = [Work(batch, rows[:, step : step + 1]) for batch, rows in zip(batches, shares, strict=True)]
+        found = engine.forward(works)
+        assert sorted(calls) == ([9] if together else [1, 1, 1, 1, 2, 3])
+        assert engine._ragged.able is together
+        for logits, steps in zip(found, expected, strict=True):
+            assert torch.allclose(logits[:, -1], steps[1 + step], atol=2e-4)
+    engine.close()
+
+
+def _calls(engine: Any, monkeypatch: Patch) -> list[int]:
+    """Return the number of rows in each forward pass of the model from now on."""
+    calls: list[int] = []
+    model_call = type(engine.model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(kwargs["input_ids"]))
+        return model_call(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(engine.model), "forward", forward)
+    return calls
+
+
 @pytest.mark.parametrize(
     ("architecture", "storage", "compiler"),
     covering(["bloom", "gpt_neox", "opt"], ["auto", "int8"], [True, False]),
@@ -281,14 +325,7 @@ def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
     keep_here(monkeypatch, 4)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "kv_cache_dtype": storage}
     engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
-    calls: list[int] = []
-    model_call = type(engine.model).forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(len(kwargs["input_ids"]))
-        return model_call(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(engine.model), "forward", forward)
+    calls = _calls(engine, monkeypatch)
     loads = [prompts(lengths) for lengths in ((9, 5, 7, 4, 6), (11, 11), (3,))]
     tokens = torch.arange(4, 28).view(8, 3)
     expected = []

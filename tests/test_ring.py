@@ -155,7 +155,10 @@ class Answer:
 
 
 class Bench:
-    """A ring over `sizes`, the layers' lengths in bytes, whose copies and reads `queues` watches."""
+    """A ring over `sizes`, the layers' lengths in bytes, whose copies and reads `queues` watches. With `hands_back`
+    each fetch is handed back when it was read, else at the end of the call."""
+
+    hands_back = False
 
     def __init__(
         self,
@@ -204,6 +207,8 @@ class Bench:
         content = self.ring.borrow(layer)
         self.queues.read(content)
         self.borrowed.append(content[:4].tolist())
+        if self.hands_back:
+            self.ring.hand_back()
 
     def trip(self, calls: int = 1, fetches: Sequence[Answer] = (), beside: int = 0) -> None:
         """One trip in which every layer is called so often, and `beside` times in the second queue; the last call in
@@ -244,6 +249,26 @@ def test_no_buffer_is_read_early_or_overwritten_late(
             fetches = [Answer(one, number) for one in range(count)]
             bench.borrowed.clear()
             bench.trip(calls, fetches, beside)
+            assert bench.borrowed == [[one, layer, number, 7] for layer in range(len(sizes)) for one in range(count)]
+        bench.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([40, 512, 1300]), min_size=1, max_size=4),
+    depth=st.integers(2, 4),
+    trips=st.lists(st.tuples(st.integers(1, 2), st.integers(0, 6)), min_size=1, max_size=4),
+)
+def test_fetches_that_are_handed_back_need_no_more_buffers(
+    sizes: list[int], depth: int, trips: list[tuple[int, int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_layer, "PIECE", 512)
+        bench = Bench(sizes, depth, FakeQueues(), patch)
+        bench.hands_back = True
+        for number, (calls, count) in enumerate(trips):
+            bench.borrowed.clear()
+            bench.trip(calls, [Answer(one, number) for one in range(count)])
             assert bench.borrowed == [[one, layer, number, 7] for layer in range(len(sizes)) for one in range(count)]
         bench.close()
 

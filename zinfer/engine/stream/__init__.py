@@ -40,7 +40,7 @@ from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
 from zinfer.engine.stream.layer_source import LayerSource, copy_into
 from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias_of, is_decode, split, stacked_inputs
+from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias_of, is_decode, layers_of, split, stacked_inputs
 from zinfer.engine.stream.stacked import NotStackedError
 from zinfer.engine.stream.triton_check import trouble
 from zinfer.plan.cost import Placement
@@ -523,9 +523,9 @@ class Stream(Decoder):
             part.batch.show(part.rows)
         if not self._is_ragged(parts):
             return self._joined(parts, *stacked_inputs(parts, _on_cpu(parts[0])))
-        caches = [part.batch.cache.layers for part in parts if part.batch.cache is not None]
+        caches, rows = [layers_of(part) for part in parts], [len(part.token_ids) for part in parts]
         masks = [bias_of(part, self.model.dtype) for part in parts]
-        with self._ragged.cache(caches, [len(part.token_ids) for part in parts], masks) as cache:
+        with self._ragged.cache(caches, rows, masks) as cache:
             return self._joined(parts, cache, None)
 
     def _is_ragged(self, parts: Sequence[Part]) -> bool:

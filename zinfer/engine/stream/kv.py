@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers.cache_utils import DynamicLayer
 
 from zinfer.engine.cache import FixedLayer, Slots, Step, aligned
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
@@ -350,7 +351,7 @@ class LinkCache(HostCache):
         shared: bool = False,
     ) -> None:
         super().__init__(memory, sender, parts, capacity, windows)
-        self._ring, self._cuda, self._shared, self._version = ring, ring.on_gpu, shared, 0
+        self._ring, self._cuda, self.shared, self._version = ring, ring.on_gpu, shared, 0
         # By layer and first row of a part: slots, memory (uint8 [room, bytes of a position]) and bytes of a position's
         # keys; the number of stored tokens; the event behind the last copy.
         self._places: dict[tuple[int, int], tuple[Slots, Tensor, int]] = {}
@@ -466,7 +467,7 @@ class LinkCache(HostCache):
         self._lengths[key] = start + new.shape[0]
         if not start:
             return keys, values
-        if self._shared and self._cuda:
+        if self.shared and self._cuda:
             seen = seen.clone()
         count, heads, _, width = keys.shape
         wide = seen.view(packed.dtype)
@@ -475,6 +476,10 @@ class LinkCache(HostCache):
             wide[:, :split].view(-1, count, heads, width).permute(1, 2, 0, 3),
             wide[:, split:].view(-1, *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3),
         )
+
+    def hand_back(self) -> None:
+        """Free the buffers of the ring that hold keys and values of the current layer."""
+        self._ring.hand_back()
 
     def _joined(self, step: Step, layer: int, place: Tensor, new: Tensor) -> Tensor:
         """Return the positions that those of `new` see, followed by `new`, ``[n, bytes]``: on a GPU, in the ring's
@@ -502,6 +507,20 @@ class SplitLayer(FixedLayer):
         self.rows, self.length = rows, length
         if rows.stop <= self.batch_size:
             self.here.window(rows, length)
+
+    @property
+    def joins(self) -> bool:
+        """True if its parts can share a forward pass: those in host memory come over the link, one after the other."""
+        return type(self.here) is FixedLayer and isinstance(self._host, LinkCache) and not self._host.shared
+
+    def part(self, rows: slice, length: int) -> "PartLayer":
+        """Return the layer of a part of the rows, which are `length` tokens long."""
+        return PartLayer(self, rows, length)
+
+    def hand_back(self) -> None:
+        """Free the copy of keys and values that the last `update` returned."""
+        if isinstance(self._host, LinkCache) and self.rows.stop > self.batch_size:
+            self._host.hand_back()
 
     def stored(self, rows: Tensor, length: int, real: Tensor | None) -> list[Tensor]:
         here = rows < self.batch_size
@@ -549,6 +568,27 @@ class SplitLayer(FixedLayer):
         if self.rows.stop <= self.batch_size:
             return self.here.update(key_states, value_states, *args, **kwargs)
         return self._host.extend(self._index, self.rows, key_states, value_states, start)
+
+
+class PartLayer(DynamicLayer):  # type: ignore[misc]
+    """Layer of one part of a batch, in a forward pass that several parts share."""
+
+    is_sliding = False
+
+    def __init__(self, whole: SplitLayer, rows: slice, length: int) -> None:
+        super().__init__()
+        self._whole, self._rows, self._length = whole, rows, length
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._whole.window(self._rows, self._length)
+        return self._whole.update(key_states, value_states)
+
+    def attended(self) -> None:
+        """Free what `update` returned."""
+        self._whole.hand_back()
 
 
 def _padded(blocks: Sequence[Tensor], length: int) -> Tensor:

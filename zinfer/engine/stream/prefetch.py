@@ -305,11 +305,19 @@ class PrefetchRing:
         return ()
 
     def borrow(self, index: int) -> Tensor:
-        """Return the next fetch of layer `index`, uint8, on the device until the layer's call ends."""
+        """Return the next fetch of layer `index`, uint8, on the device until `hand_back`, or until the layer's call
+        ends."""
         trip = self._under_way()
         content = self._take(index, None)
         trip.borrowed += 1
         return content
+
+    def hand_back(self) -> None:
+        """Free the fetches that the current call has borrowed: work that is queued from now on must not read them."""
+        trip = self._under_way()
+        while trip.borrowed:
+            trip.borrowed -= 1
+            self._give_back()
 
     def resume(self) -> None:
         """Issue the copies that a layer of `holds` held back, so that its own urgent ones came first."""
@@ -490,9 +498,7 @@ class PrefetchRing:
         if self._trace is not None:
             self._trace.end("compute", index)
         self.resume()
-        while trip.borrowed:
-            trip.borrowed -= 1
-            self._give_back()
+        self.hand_back()
         trip.whole = index == len(self.images) - 1 and trip.served == trip.calls
         return _lean(output)
 

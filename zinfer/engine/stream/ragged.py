@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import Part, rope_switch
 from zinfer.engine.stream.cpu_attention import fetched, hosted_rows
+from zinfer.engine.stream.kv import PartLayer, SplitLayer
 from zinfer.engine.stream.stacked import stack
 
 NAME = "zinfer_ragged"  # name of the attention function
@@ -83,6 +84,8 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
             # Query heads that share keys stand where several tokens would: no key is copied for them.
             asked = query[rows].reshape(len(keys), keys.shape[1], shared * tokens, query.shape[-1])
             mixed = scaled_dot_product_attention(asked, keys, values, attn_mask=seen, scale=scaling)
+            if isinstance(store, PartLayer):
+                store.attended()
             apart = mixed.view(*keys.shape[:2], shared, tokens, values.shape[-1])
             found.append(apart.permute(0, 3, 1, 2, 4).reshape(len(keys), tokens, -1, values.shape[-1]))
         return torch.cat(found)
@@ -179,14 +182,13 @@ class Ragged:
 
     def takes(self, part: Part) -> bool:
         """Tell whether a part can be joined with others of as many tokens: a decode step of a micro-batch's rows, which
-        have nothing but keys and values, all of them on the device. Rows with a sliding window have one token."""
+        have nothing but keys and values, on the device or coming there. Rows with a sliding window have one token."""
         batch, cache, count = part.batch, part.batch.cache, part.token_ids.shape[1]
-        return (
-            self.able and is_decode(part)
-            and isinstance(cache, RowCache) and all(type(layer) is FixedLayer for layer in cache.layers)
-            and part.rows == slice(0, batch.batch_size)
-            and (count == 1 or all(layer.slots.window is None for layer in cache.layers))
-        )  # fmt: skip
+        if not (self.able and is_decode(part) and isinstance(cache, RowCache)):
+            return False
+        whole = all(type(layer) is FixedLayer for layer in cache.layers) and part.rows == slice(0, batch.batch_size)
+        split = all(isinstance(layer, SplitLayer) and layer.joins for layer in cache.layers)
+        return (whole or split) and (count == 1 or all(layer.slots.window is None for layer in cache.layers))
 
     def switch(self, on: bool) -> None:
         """Make the model use the attention of ragged passes, or its own again."""
@@ -224,7 +226,7 @@ def bias_of(part: Part, dtype: torch.dtype) -> Tensor | None:
     if batch.mask is None:
         seen = torch.ones((rows, 1, end), dtype=torch.bool, device=part.token_ids.device)
     else:
-        seen = (batch.mask[:, :end] != 0)[:, None]
+        seen = (batch.mask[part.rows, :end] != 0)[:, None]
     if count > 1:
         place = torch.arange(end, device=seen.device)
         seen = seen & (place <= place[batch.length :, None])
@@ -262,6 +264,12 @@ def _aligned(rows: int, tokens: int, count: int, dtype: torch.dtype, device: tor
     """Return zeros ``[rows, 1, tokens, count]`` whose rows begin at multiples of 8 values: kernels of attention read a
     bias in vectors, and fail at any other place."""
     return torch.zeros((rows, 1, tokens, -(-count // 8) * 8), dtype=dtype, device=device)[..., :count]
+
+
+def layers_of(part: Part) -> Sequence[DynamicLayer]:
+    """Return the layers of a part's cache, for its rows alone."""
+    layers = part.batch.cache.layers if part.batch.cache is not None else ()
+    return [layer.part(part.rows, part.batch.length) if isinstance(layer, SplitLayer) else layer for layer in layers]
 
 
 def is_decode(part: Part) -> bool:

@@ -115,6 +115,20 @@ def test_residency_takes_bytes_off_the_link_at_a_given_batch() -> None:
     assert (full.step_s or 0) / (some.step_s or 1) == pytest.approx(gain, rel=FULL_RING)
 
 
+def test_what_accelerate_keeps_leaves_host_memory_and_is_read_after_the_copies() -> None:
+    opt = resolve.resolve("opt-66b", None, None)
+    none, half = (
+        make_plan(asked("opt-66b", batch_size=4, engine="accelerate", gpu_weights=share), opt, H100, factors=PHYSICS)
+        for share in ("0%", "50%")
+    )
+    assert half.placement.resident_layers == tuple(range(32))
+    assert half.resident_bytes == half.streamed_bytes == none.host.weights - half.host.weights == 32 * opt.layer_bytes
+    assert half.gpu.weights - none.gpu.weights == half.resident_bytes
+    copies, read = (half.resident_bytes / rate for rate in (H100.h2d_bandwidth or 1, H100.hbm_bandwidth or 1))
+    assert half.step_s == pytest.approx(copies + read, rel=0.005)
+    assert not make_plan(asked("opt-66b", engine="accelerate", gpu_weights="90%"), opt, H100).fits
+
+
 def test_with_the_batch_free_the_cache_is_worth_more_than_resident_weights() -> None:
     full = best_batch(asked(), BLOOM, H100)
     half = best_batch(asked(gpu_weights="10%"), BLOOM, H100)

@@ -8,19 +8,22 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from tests.running import decode, prefill
 from tests.test_parity import MACHINE, greedy, load, prompts
+from zinfer.cli import cli
 from zinfer.engine import EngineError, kind
 from zinfer.engine.accelerate import Accelerate, _assembled, _parts
 from zinfer.engine.pinned import lay_out
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Case, Offload, Workload
-from zinfer.spec.engine import conflict
+from zinfer.spec.engine import OptionError, conflict
 from zinfer.spec.model import Dtype, Weights
 from zinfer.spec.resolve import from_directory, with_weights
 from zinfer.worker.process import versions
+from zinfer.worker.session import not_as_asked
 
 
 def test_only_decoder_layers_are_offloaded(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -47,10 +50,77 @@ def test_nvme_wants_a_folder(checkpoint: Callable[..., Path], tmp_path: Path) ->
         load("accelerate", checkpoint("llama"), "nvme", tmp_path / "nowhere")
 
 
-def quantised(directory: Path, weights: Weights, offload: Offload, path: Path, dtype: Dtype = "bfloat16") -> Accelerate:
+def kept(loaded: Accelerate, gpu_weights: str) -> Accelerate:
+    """Return the engine loaded anew with this part of the layers on the device."""
+    plan = loaded.plan
+    case = plan.case.model_copy(update={"gpu_weights": gpu_weights})
+    return Accelerate(make_plan(case, plan.model, plan.machine, plan.nvme_path))
+
+
+@pytest.mark.parametrize(("gpu_weights", "stay"), [("0%", 0), ("34%", 1), ("70%", 2), ("100%", 3)])
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_the_first_layers_stay_lie_nowhere_else_and_give_the_same_tokens(
+    offload: Offload, gpu_weights: str, stay: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    plain = load("accelerate", checkpoint("llama"), offload, tmp_path)
+    assert isinstance(plain, Accelerate)
+    loaded = kept(plain, gpu_weights)
+    for lengths in ((9, 5, 7), (4, 6)):
+        assert torch.equal(greedy(loaded, lengths), greedy(plain, lengths))
+        plain.clear()
+        loaded.clear()
+    spec, effective, plan = loaded.plan.model, loaded.effective(), loaded.plan
+    layer = spec.streamed_bytes // 3
+    assert plan.placement.resident_layers == tuple(range(stay))
+    assert effective.settings["resident_layers"] == stay
+    assert effective.gpu_weight_bytes == plan.gpu.weights == spec.other_bytes + stay * layer
+    assert effective.streamed_bytes_per_step == plan.streamed_bytes == (3 - stay) * layer
+    found = {"cpu": effective.host_weight_bytes, "nvme": effective.nvme_weight_bytes}
+    assert found.pop(offload) == {"cpu": plan.host, "nvme": plan.nvme}[offload].weights == (3 - stay) * layer
+    assert list(found.values()) == [0]
+    assert not_as_asked(plan.case, effective, spec.streamed_bytes) is None
+    unasked = plan.case.model_copy(update={"gpu_weights": "34%"})
+    assert (not_as_asked(unasked, effective, spec.streamed_bytes) is None) == (stay < 3)
+    layers = loaded.model.model.layers
+    assert [all(one.is_meta for one in layer.parameters()) for layer in layers] == [nth >= stay for nth in range(3)]
+    loaded.close()
+    plain.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_hold_whole_layers(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    plain = load("accelerate", checkpoint("llama"), "cpu", tmp_path)
+    assert isinstance(plain, Accelerate)
+    layer = plain.plan.model.streamed_bytes // 3
+    for size, stay in ((layer - 1, 0), (2 * layer, 2), (3 * layer - 1, 2), (9 * layer, 3)):
+        case = plain.plan.case.model_copy(update={"gpu_weights": f"{size}"})
+        plan = make_plan(case, plain.plan.model, MACHINE)
+        assert (len(plan.placement.resident_layers), plan.resident_bytes) == (stay, stay * layer)
+    plain.close()
+
+
+def test_what_stays_is_no_choice_of_the_batch() -> None:
+    found = conflict("accelerate", (), "cpu", gpu_weights="auto")
+    assert found is not None
+    assert found.startswith(
+        "--gpu-weights auto is decided for each batch, and engine accelerate places its weights once"
+    )
+    assert found.endswith("give a share (25%) or a size (40GiB)")
+    assert conflict("accelerate", (), "nvme", gpu_weights="25%") is conflict("stream", (), "cpu", gpu_weights="auto")
+    asked = ["-m", "bloom-tiny", "--engine", "accelerate", "--offload", "cpu", "--gpu-weights", "auto"]
+    for words in (["sweep"], ["run", "-p", "x", "--load-format", "dummy"], ["plan", "--machine", "h200"]):
+        refused = CliRunner().invoke(cli, [*words, *asked])
+        assert isinstance(refused.exception, OptionError)
+        assert str(refused.exception) == found
+
+
+def quantised(
+    directory: Path, weights: Weights, offload: Offload, path: Path, dtype: Dtype = "bfloat16",
+    gpu_weights: str | None = None,
+) -> Accelerate:  # fmt: skip
     case = Case(
         model=str(directory), engine="accelerate", offload=offload, weights=weights, dtype=dtype,
-        workload=Workload(batch_size=2, input_len=9, output_len=4), load_format="safetensors",
+        gpu_weights=gpu_weights, workload=Workload(batch_size=2, input_len=9, output_len=4), load_format="safetensors",
     )  # fmt: skip
     spec = with_weights(from_directory(directory).with_dtype(dtype), weights)
     return Accelerate(make_plan(case, spec, MACHINE, str(path)))
@@ -94,6 +164,26 @@ def test_weights_of_torchao_cross_as_codes_and_give_its_logits(
         assert effective.host_weight_bytes == effective.streamed_bytes_per_step == sum(sizes)
         # biases and norms stay in 16 bits: 1 % of a large layer, 2 % of this one
         assert sum(sizes) / plan.model.streamed_bytes == pytest.approx(plan.placement.wire_ratio, rel=0.1)
+    loaded.close()
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_of_torchao_that_stay_give_the_same_logits(
+    weights: Weights, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao")
+    directory = checkpoint("bloom", 128)
+    plain, loaded = (quantised(directory, weights, "cpu", tmp_path, gpu_weights=share) for share in (None, "34%"))
+    token_ids, mask = prompts((9, 9))
+    first, second = (prefill(engine, token_ids, mask, reserve=4) for engine in (plain, loaded))
+    assert torch.equal(first, second)
+    nxt = torch.tensor([5, 6])
+    assert torch.equal(decode(plain, nxt), decode(loaded, nxt))
+    full, told = plain.effective(), loaded.effective()
+    assert (full.settings["resident_layers"], told.settings["resident_layers"]) == (0, 1)
+    assert told.gpu_weight_bytes + told.host_weight_bytes == full.gpu_weight_bytes + full.host_weight_bytes
+    assert told.host_weight_bytes == told.streamed_bytes_per_step == full.host_weight_bytes * 2 // 3
+    plain.close()
     loaded.close()
 
 

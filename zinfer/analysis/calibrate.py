@@ -243,7 +243,8 @@ def _link_share(one: _Seen) -> float | None:
     if one.setup.kv_on_cpu:  # CPU attention takes host memory bandwidth from the link
         alone = one.model_copy(update={"setup": one.setup.model_copy(update={"kv_host_share": 0.0})})
         lost = limits["link"] - _limits(alone)["link"]
-    waited = seconds / 1e3 - lost - (0.0 if one.setup.overlapped else limits["compute"])
+    after = 0.0 if one.setup.overlapped else (_step(one).seconds or 0.0) - limits["link"]
+    waited = seconds / 1e3 - lost - after
     return (limits["link"] - lost) / waited if waited > 0 else None
 
 
@@ -267,10 +268,14 @@ def _layer_s(one: _Seen) -> float | None:
 
 def _limits(one: _Seen) -> Mapping[str, float]:
     """Return the seconds of a decode step by physical limit; empty if the machine's figures are not known."""
+    return {str(bound): seconds for bound, seconds in _step(one).limits.items()}
+
+
+def _step(one: _Seen) -> cost.Times:
+    """Return the times of a decode step over the link's whole bandwidth."""
     load = one.point.case.workload
     context = load.input_len + load.output_len // 2
-    times = cost.step(one.setup, one.model, one.place, load.batch_size, context, Efficiency(link_share=1.0))
-    return {str(bound): seconds for bound, seconds in times.limits.items()}
+    return cost.step(one.setup, one.model, one.place, load.batch_size, context, Efficiency(link_share=1.0))
 
 
 def _mfu(one: _Seen) -> float | None:

@@ -211,7 +211,8 @@ def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tu
         if refused is None:
             return reference, every[1:], target
     assert refused is not None
-    if contradiction := conflict(refused.case.engine, refused.case.options, refused.case.offload):
+    case = refused.case
+    if contradiction := conflict(case.engine, case.options, case.offload, gpu_weights=case.gpu_weights):
         raise OptionError(contradiction)
     raise Failure(str(refused.why_not), ENVIRONMENT)
 

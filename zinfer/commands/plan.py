@@ -311,7 +311,7 @@ def _plans(
     from zinfer.spec.resolve import resolve
 
     runnable = [load for load in wanted.loads(planning=True) if load.offload in ENGINES[load.engine].offloads]
-    packed = {load: conflict(load.engine, (), load.offload, load.weights) for load in runnable}
+    packed = {load: conflict(load.engine, (), load.offload, load.weights, load.gpu_weights) for load in runnable}
     refusals = list(dict.fromkeys(reason for reason in packed.values() if reason is not None))
     if refusals and None not in packed.values():
         raise OptionError(refusals[0])

@@ -3,7 +3,9 @@
 A fetch is a blocking copy, one weight at a time, on the stream that computes, and ends with freeing the device's cached
 memory (`set_module_tensor_to_device`). Nothing overlaps: a step takes copies, allocations and compute together.
 Page-locked memory, which a user can add, is worth a factor of six on PCIe; Accelerate pins nothing by itself.
-Weights outside the decoder layers stay on the device, as a user's device map would have it.
+Weights outside the decoder layers stay on the device, as a user's device map would have it, and with `--gpu-weights`
+the first layers, as in the map that `device_map="auto"` makes for a limit of memory (`max_memory`): each weight lies in
+one place, on the device or off it.
 
 With `--weights int8` or `int4` the linear modules of the layers have torchao's weight-only formats: tensors that hold
 codes and scales, which Accelerate moves as they are and torchao multiplies with.
@@ -36,8 +38,8 @@ LINEAR = 0.9  # part of the layers' weights that must be in linear modules for a
 
 
 class Accelerate(Decoder):
-    """Engine `accelerate`: the model whole on the device (`none`), or its layers in host memory (`cpu`) or in files
-    (`nvme`).
+    """Engine `accelerate`: the model whole on the device (`none`), or its layers but those that stay in host memory
+    (`cpu`) or in files (`nvme`).
 
     Files are read through the page cache, as Accelerate does it: files that fit into free host memory are read from
     there.
@@ -48,6 +50,7 @@ class Accelerate(Decoder):
     _folder: OwnFolder | None = None
     _offloaded: "_Weights | None" = None
     _streamed_per_step = 0
+    _stay: int | None = None  # layers that stay on the device; None without offload
     _format = ""  # torchao's name of the tensors that hold codes
 
     @property
@@ -59,10 +62,16 @@ class Accelerate(Decoder):
         state = ModelState(as_released(self.plan.model), case.load_format, allow_nan=case.allow_nan)
         self.model = state.model
         quantised = self._quantised(state)
+        away = set(range(len(state.layers)))
+        if case.offload == "none":
+            away.clear()
+        else:
+            away.difference_update(self.plan.placement.resident_layers)
+            self._stay = len(state.layers) - len(away)
         streamed = {
             name: quantised.get(name, entry.tensor)
             for name, entry in state.entries.items()
-            if case.offload != "none" and entry.layer is not None and entry.is_parameter
+            if entry.layer in away and entry.is_parameter
         }
         host: dict[str, Tensor] = {}
         index: dict[str, dict[str, Any]] = {}
@@ -90,7 +99,7 @@ class Accelerate(Decoder):
             if self._folder is not None:
                 save_offload_index(index, self._folder.name)
             self._offloaded = _Weights(host, self._folder.name if self._folder else None)
-            self._attach([f"{state.stack}.{number}" for number in range(len(state.layers))])
+            self._attach({f"{state.stack}.{number}": number in away for number in range(len(state.layers))})
         for name in quantised.keys() & streamed.keys():
             for module, _ in state.entries[name].places:
                 _move_outside_inference_mode(module)
@@ -127,13 +136,13 @@ class Accelerate(Decoder):
         self._format = type(next(iter(made.values()))).__name__
         return {name: made[tensor.shape] for name, tensor in linear.items()}
 
-    def _attach(self, layers: list[str]) -> None:
-        """Set Accelerate's own hooks on `layers`, as `dispatch_model` sets them for a device map that offloads
-        these."""
+    def _attach(self, layers: Mapping[str, bool]) -> None:
+        """Set Accelerate's own hooks on `layers`, as `dispatch_model` sets them for a device map that offloads those
+        with True."""
         attach_align_device_hook_on_blocks(
             self.model,
             execution_device=dict.fromkeys(["", *layers], self.device),
-            offload=dict.fromkeys(layers, True),
+            offload=dict(layers),
             weights_map=self._offloaded,
             skip_keys=list(self.model._skip_keys_device_placement or ["past_key_values"]),
         )
@@ -159,6 +168,7 @@ class Accelerate(Decoder):
             settings={
                 "pin_memory": pinned,
                 "attention": self.model.config._attn_implementation,
+                **({} if self._stay is None else {"resident_layers": self._stay}),
                 **({"torchao": self._format} if self._format else {}),
             },
         )

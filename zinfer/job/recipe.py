@@ -78,9 +78,9 @@ class SweepLoad(Frozen):
 
     @property
     def conflict(self) -> str | None:
-        """Reason why the options contradict each other, the offload, or the format of the weights; None if they do
-        not."""
-        return conflict(self.engine, self.options, self.offload, self.weights)
+        """Reason why the options contradict each other, the offload, the format of the weights, or the part of them
+        that stays on the GPU; None if they do not."""
+        return conflict(self.engine, self.options, self.offload, self.weights, self.gpu_weights)
 
     @property
     def draft_model(self) -> str | None:

@@ -75,6 +75,7 @@ class Placement(Frozen):
     gpus: int = Field(default=1, ge=1)  # GPUs, each with its own link, and with its part of resident layers and of rows
     resident_bytes: int = 0  # bytes of layers that stay, on all GPUs together, besides the weights outside the layers
     resident_layers: tuple[int, ...] = ()  # numbers of whole layers that stay; spread so that the link never idles
+    moved: bool = False  # layers that stay are the first ones, and lie nowhere else: not in host memory, nor on disk
     held_bytes: int = 0  # bytes of layers that host memory keeps, if the weights are on disk
     host_layers: tuple[int, ...] = ()  # numbers of these layers, spread among those that are read from disk
     disk_ring_bytes: int = 0  # host memory that layers from disk arrive in, as they lie there; 0: two layers decoded
@@ -326,7 +327,8 @@ def _pass(
     moved = max(limits.get("link", 0.0), limits.get("nvme", 0.0), limits.get("host memory", 0.0))
     if setup.overlapped or found.seconds is None or not moved:
         return found
-    in_turn = moved + max(limits["compute"], limits["launch"])
+    stay = read * min(setup.resident_bytes, model.streamed_bytes) / model.weight_bytes / hbm
+    in_turn = moved + max(limits["compute"], limits["launch"], stay)
     return found.model_copy(update={"seconds": max(found.seconds, in_turn)})
 
 
@@ -432,7 +434,8 @@ def tiers(
         activations=working + extra,
         overhead=CONTEXT_BYTES if machine.gpu_count else 0,
     )
-    on_host = {"host": offloaded, "nvme": min(setup.held_bytes, offloaded)}.get(setup.tier, 0)
+    away = offloaded - (resident if setup.moved else 0)
+    on_host = {"host": away, "nvme": min(setup.held_bytes, away)}.get(setup.tier, 0)
     host = Bytes(
         weights=round(on_host * setup.kept_ratio) + (0 if setup.resident_others else others),
         kv_cache=hosted,
@@ -440,7 +443,7 @@ def tiers(
         overhead=(setup.host_rounding if on_host else 0) + PROCESS_BYTES * setup.gpus,
     )
     at_rest = setup.kept_ratio if setup.disk_ring_bytes else 1.0
-    return gpu, host, Bytes(weights=round(offloaded * at_rest) if setup.tier == "nvme" else 0)
+    return gpu, host, Bytes(weights=round(away * at_rest) if setup.tier == "nvme" else 0)
 
 
 def draft_kv_bytes(model: ModelSpec, batch_size: int, length: int) -> int:

@@ -308,6 +308,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     own = own and own * 2 / model.dtype_bytes
     common = Placement(
         tier=TIERS[case.offload],
+        moved=transport.placed_once,
         gpus=options.gpus,
         codec="lossless" if coded and case.offload != "none" else "none",
         wire_ratio=own or (wire if coded else 1.0),
@@ -356,7 +357,12 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     if trips := transport.outside_trips:
         slots = max(whole, model.other_bytes / model.layer_bytes)
         update |= {"resident_others": False, "also_streamed": trips * model.other_bytes, "slots": slots}
-    return common.model_copy(update=update)
+    found = common.model_copy(update=update)
+    if transport.placed_once:
+        first, sizes = _resident_layers(found, case, model), _streamed_sizes(found, model)
+        stay = {"resident_layers": first, "resident_bytes": sum(sizes[index] for index in first)}
+        found = found.model_copy(update=stay)
+    return found
 
 
 def _expert_buffers(common: Placement, model: ModelSpec, machine: Machine, count: int) -> dict[str, object]:
@@ -449,7 +455,7 @@ def place(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | 
     layers that stay, as `case.gpu_weights` says. `factors` set the margin that is left."""
     depth, automatic = split_free_memory(case, model, machine, factors)
     setup = placement_of(case, model, machine, automatic, depth, factors)
-    layers, cached = _resident_layers(setup, case, model), 0
+    layers, cached = setup.resident_layers or _resident_layers(setup, case, model), 0
     if setup.experts == "on-demand":
         sizes = _streamed_sizes(setup, model)
         rest = min(setup.resident_bytes, model.streamed_bytes) - sum(sizes[index] for index in layers)
@@ -481,17 +487,21 @@ def _hold(setup: Placement, case: Case, model: ModelSpec, machine: Machine, fact
 
 def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[int, ...]:
     """Return the numbers of the layers that stay: as many whole ones as `resident_bytes` has room for, a share rounded
-    to the nearest, evenly spread over the depth."""
+    to the nearest, evenly spread over the depth; the first ones if they are `moved`."""
     if setup.tier == "gpu" or not setup.resident_bytes:
         return ()
     sizes = _streamed_sizes(setup, model)
     layers, total = len(sizes), sum(sizes)
+
+    def chosen(count: int) -> tuple[int, ...]:
+        return tuple(range(count)) if setup.moved else _spread(count, layers)
+
     if setup.experts == "all" and case.gpu_weights is not None and case.gpu_weights.endswith("%"):
-        return _spread(round(setup.resident_bytes / total * layers), layers)
+        return chosen(round(setup.resident_bytes / total * layers))
     count = min(layers, int(setup.resident_bytes * layers // total))
-    while sum(sizes[index] for index in _spread(count, layers)) > setup.resident_bytes:  # layers need not be equal
+    while sum(sizes[index] for index in chosen(count)) > setup.resident_bytes:  # layers need not be equal
         count -= 1
-    return _spread(count, layers)
+    return chosen(count)
 
 
 def _spread(count: int, layers: int) -> tuple[int, ...]:
@@ -510,7 +520,7 @@ def make_plan(
     setup, cautious = place(case, model, machine, factors), _cautious(case, factors)
     gpu, host, nvme = _tiers(setup, case, model, machine, factors)
     prefill, step = _times(setup, case, model, machine, factors)
-    why_not = conflict(case.engine, case.options, case.offload, case.weights)
+    why_not = conflict(case.engine, case.options, case.offload, case.weights, case.gpu_weights)
     if why_not is None and (shortages := _shortages(case, model, machine, factors)):
         why_not = _why_not(case, model, machine, shortages)
     return Plan(

@@ -71,6 +71,7 @@ class Transport(Frozen):
     divided: bool = False  # of several GPUs each has a part of all weights, and gathers a copy of what it computes with
     graphs: bool = False  # decode steps in which no weight crosses the link are launched as CUDA graphs
     shares_memory: bool = False  # gives free GPU memory away, to rows, buffers and layers, and so leaves a margin
+    placed_once: bool = False  # a load chooses the layers that stay, the first ones; host memory has the others alone
 
 
 def _several(gpus: int, offload: Offload) -> str | None:
@@ -249,7 +250,8 @@ class AccelerateOptions(EngineOptions):
     prefill_tokens: Count = Field(PREFILL_TOKENS, description="Prompt tokens in one forward pass at most.")
 
     def transport(self) -> Transport:
-        return Transport(fetched="matrix", overlapped=False, pass_tokens=self.prefill_tokens)
+        tokens = self.prefill_tokens
+        return Transport(fetched="matrix", overlapped=False, pass_tokens=tokens, placed_once=True)
 
 
 class TensorRTOptions(EngineOptions):
@@ -333,6 +335,7 @@ ENGINES: dict[str, EngineKind] = {
         offloads=frozenset({"none", "cpu", "nvme"}),
         requires=_TRANSFORMERS,
         options=AccelerateOptions,
+        gpu_weights=True,
         own_formats={"int4": _GROUPS_OF_128 + 4 / 16, "int8": 8 / 16},
         own_package="torchao",
         own_not_for=frozenset({"nvme"}),
@@ -442,9 +445,11 @@ def draft_model(engine: str, options: Options) -> str | None:
     return getattr(read_options(engine, options), "draft_model", None)
 
 
-def conflict(engine: str, options: Options, offload: Offload, weights: Weights = "as-released") -> str | None:
-    """Return the reason why the options of a case contradict each other, its offload, or the format of its weights;
-    None if they do not."""
+def conflict(
+    engine: str, options: Options, offload: Offload, weights: Weights = "as-released", gpu_weights: str | None = None
+) -> str | None:
+    """Return the reason why the options of a case contradict each other, its offload, the format of its weights, or the
+    part of them that stays on the GPU; None if they do not."""
     kind = ENGINES.get(engine)
     if weights != "as-released" and kind is not None and weights not in kind.own_formats:
         takers = [name for name, one in ENGINES.items() if one.only_as_released is None]
@@ -458,7 +463,13 @@ def conflict(engine: str, options: Options, offload: Offload, weights: Weights =
             f"--weights {weights} of engine {engine} does not go with offload {offload}: its files hold plain tensors, "
             f"not {kind.own_package}'s; choose from {', '.join(sorted(kind.offloads - kind.own_not_for))}"
         )
-    return read_options(engine, options).conflict(offload)
+    own = read_options(engine, options)
+    if gpu_weights == "auto" and offload != "none" and own.transport().placed_once:
+        return (
+            f"--gpu-weights auto is decided for each batch, and engine {engine} places its weights once, when it loads "
+            "them: give a share (25%) or a size (40GiB)"
+        )
+    return own.conflict(offload)
 
 
 def _options(engine: str) -> type[EngineOptions]:

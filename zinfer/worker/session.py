@@ -233,14 +233,15 @@ def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
     }
     if (memory := engine.device_memory()) is not None:
         fields |= dict(zip(("gpu_peak_bytes", "gpu_used_bytes"), memory, strict=True))
-    if status == "ok" and (shortfall := not_as_asked(case, effective)) is not None:
+    if status == "ok" and (shortfall := not_as_asked(case, effective, engine.plan.model.streamed_bytes)) is not None:
         fields |= {"status": "offload_not_effective", "error": shortfall}
     return fields
 
 
-def not_as_asked(case: Case, effective: Effective) -> str | None:
-    """Return the fault if the weights are not where the case wants them; None if all is well."""
-    offloaded = effective.host_weight_bytes + effective.nvme_weight_bytes
+def not_as_asked(case: Case, effective: Effective, streamable: int = 0) -> str | None:
+    """Return the fault if the weights are not where the case wants them; None if all is well. The layers of the model
+    have `streamable` bytes, for an engine with none of them in host memory or on disk."""
+    offloaded = effective.host_weight_bytes + effective.nvme_weight_bytes or streamable
     all_may_stay = 0 < offloaded <= resident_bytes(case.gpu_weights, offloaded, automatic=offloaded)
     # The experts of a step may all have stayed, or the CPU may have computed them.
     all_may_stay |= any(effective.settings.get(f"experts_{name}_per_step", 0) > 0 for name in ("hits", "on_cpu"))

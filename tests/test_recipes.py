@@ -77,6 +77,12 @@ def test_budgets_are_an_axis_of_what_is_offloaded() -> None:
             make_sweep({"model": "m", "gpu_weights": wrong}, "here")
 
 
+def test_an_engine_without_budgets_is_measured_once_beside_others() -> None:
+    fields = {"model": "m", "engine": ["stream", "deepspeed"], "offload": "cpu", "gpu_weights": ["0%", "70%"]}
+    loads = [(load.engine, load.gpu_weights) for load in make_sweep(fields, "here").loads()]
+    assert loads == [("stream", "0%"), ("stream", "70%"), ("deepspeed", None)]
+
+
 def test_an_engine_without_budgets_refuses_one() -> None:
     load = next(make_sweep({"model": "m", "engine": "deepspeed", "offload": "cpu", "gpu_weights": "50%"}, "").loads())
     with pytest.raises(engine.EngineError, match=r"--gpu-weights .*tensorrt.*deepspeed"):

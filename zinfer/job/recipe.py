@@ -5,7 +5,7 @@ Both are plain data. Unknown keys are errors that list the known ones; every lis
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -263,7 +263,7 @@ class Sweep(Frozen):
             for layers in self.layers:
                 for recipe, weights in product(recipes, self.weights):
                     for offload in self.offload:
-                        budgets = (None,) if offload == "none" else self.gpu_weights
+                        budgets = self._budgets(recipe.engine, offload, {one.engine for one in recipes})
                         for budget, options in product(budgets, _product(recipe.options, self.options)):
                             yield SweepLoad(
                                 model=model,
@@ -276,6 +276,13 @@ class Sweep(Frozen):
                                 allow_nan=self.allow_nan,
                                 weights=weights,
                             )
+
+    def _budgets(self, engine: str, offload: str, engines: Collection[str]) -> tuple[str | None, ...]:
+        """Return the shares of the weights that stay on the GPU: the axis, but nothing where all stay, nor for an
+        engine that keeps none beside others of `engines` that do."""
+        able = {name for name in engines if name in ENGINES and ENGINES[name].gpu_weights}
+        unable = bool(able) and engine in ENGINES and engine not in able
+        return (None,) if offload == "none" or unable else self.gpu_weights
 
     def lengths(self) -> Iterator[tuple[int, int]]:
         """Yield the pairs of input and output length of equal batches, in tokens; none if the sweep has no batches."""

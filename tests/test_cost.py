@@ -277,6 +277,9 @@ def test_coded_weights_that_stay_are_unpacked_in_each_pass_and_then_computed() -
     limit = step(coded.placement, opt, place, 1, 528, LIMITS)
     assert limit.bound_by == "hbm"
     assert limit.seconds == pytest.approx(read + (1 + CODED_BOUND) * weights / bandwidth)
+    small = resolve.resolve("bloom-560m", None, None)
+    caches = [step(plan.placement, small, place, 1, 528, LIMITS).seconds for plan in (coded, raw)]
+    assert caches[0] == caches[1], "layers that a cache holds"
     long = prefill(coded.placement, opt, place, 64, 2048, PHYSICS)
     assert long.bound_by == "compute"
     assert seconds(long) == pytest.approx(long.limits["compute"] + long.limits["unpacking"])
@@ -290,6 +293,9 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
     assert unpacked_bytes(ring.model_copy(update={"gpus": 2}), BLOOM) == layers
     assert unpacked_bytes(ring.model_copy(update={"ring_depth": 0}), BLOOM) == 0
     assert unpacked_bytes(Placement(ring_depth=6), BLOOM) == 0, "all weights are on the GPU"
+    none = linked(1e15).model_copy(update={"gpu_count": 0})
+    with_gpu, without = (step(ring, BLOOM, place, 1, 528, LIMITS).limits["hbm"] for place in (linked(1e15), none))
+    assert with_gpu - without == pytest.approx(wire_bytes(ring, BLOOM) / (H100.hbm_bandwidth or 1)), "no ring to fill"
     copied = step(ring, BLOOM, linked(1e15), 1, 528, PHYSICS)
     assert copied.limits["unpacking"] == pytest.approx(2 * 3 / 4 * layers / (H100.hbm_bandwidth or 1), rel=1e-6)
     assert seconds(copied) == pytest.approx(copied.limits["unpacking"] + copied.limits["hbm"])

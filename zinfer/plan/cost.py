@@ -45,6 +45,7 @@ EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
 CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
 LINK_KEEPS = 0.95  # share of the link's rate left while all cores attend: 0.95 seen beside 16 cores, 0.92 beside 64
 UNPACKING = 0.4  # rate at which coded weights are unpacked, as a share of the bandwidth of GPU memory
+CACHE_BYTES = 128 << 20  # no GPU has a larger L2 cache (B200: 126 MB); an unpacked layer that fits need not leave it
 PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
 # A pass whose tokens touch at least this share of the experts, if all are alike, brings all of them without waiting for
 # the router's choice.
@@ -310,9 +311,11 @@ def _pass(
         return Times()
     share = setup.gpus  # each brings its part of the weights over its link, and computes its rows with all of them
     streamed, unpacked = wire_bytes(setup, model, tokens), unpacked_bytes(setup, model, tokens)
-    # A streamed weight is written to GPU memory before it is read, by an engine with a ring as it crosses the link.
-    arrived = streamed if setup.ring_depth else streamed / setup.wire_ratio
-    if factors.perfect:  # unpacking reads a weight as it lies in memory, and writes it whole
+    # A streamed weight is written to GPU memory before it is read, by an engine with a ring as it crosses the link;
+    # without a GPU it is unpacked from where it is.
+    in_ring = streamed if machine.gpu_count else 0
+    arrived = in_ring if setup.ring_depth else streamed / setup.wire_ratio
+    if factors.perfect and model.layer_bytes > CACHE_BYTES:  # read as they lie in memory, and written whole
         arrived += unpacked * (setup.wire_ratio + 1)
     hbm = machine.hbm_bandwidth * (factors.hbm_share if setup.tier == "gpu" else 1.0)
     limits: dict[Bound, float] = {

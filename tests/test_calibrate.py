@@ -13,13 +13,14 @@ from zinfer.plan import cost
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, make_plan, placement_of
 from zinfer.plan.published import Beside, Published, beside
-from zinfer.record.measurement import Effective, Measurement
+from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.spec import machine, resolve
 from zinfer.spec.case import Case, Option
 from zinfer.spec.machine import Machine
 
 RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
 H100 = machine.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 1 << 40})
+ROOMY = H100.model_copy(update={"gpu_bytes": 140 << 30})
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +113,9 @@ def test_the_largest_batch_is_predicted() -> None:
 
 def fabricated(told: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option) -> Measurement:
     """Return a point of OPT-30B on a machine whose engine has exactly the factors `told`."""
+    share = options.pop("gpu_weights", None)
     chosen = tuple(sorted({"weight_codec": "none", "cuda_graphs": "off", **options}.items()))
-    asked = case(size, model="opt-30b", layers=None, offload=offload, options=chosen)
+    asked = case(size, model="opt-30b", layers=None, offload=offload, options=chosen, gpu_weights=share)
     spec = resolve.resolve("opt-30b", None, None)
     plan = make_plan(asked, spec, place, factors=told)
     assert plan.prefill_s is not None
@@ -128,7 +130,8 @@ def fabricated(told: Efficiency, size: int, offload: str, place: Machine = H100,
         total_layers=spec.num_layers,
         effective=Effective(
             gpu_weight_bytes=plan.gpu.weights, host_weight_bytes=plan.host.weights,
-            streamed_bytes_per_step=plan.streamed_bytes,
+            streamed_bytes_per_step=round(plan.streamed_bytes / plan.placement.wire_ratio),
+            wire_bytes_per_step=plan.streamed_bytes,
             settings={"slot_bytes": plan.gpu.buffers, "buffer_bytes": 0, "ring_depth": 0, "cuda_graphs": "off"}
             | cache_of(asked, plan),
         ),
@@ -193,6 +196,33 @@ def test_steps_with_cuda_graphs_say_nothing_of_launches() -> None:
     assert fit([*launched, *[replayed] * 4], {"h100": H100})["stream"].layer_s == pytest.approx(1.5e-3, rel=1e-3)
     for row in table([*launched, replayed], {"h100": H100}):
         assert row.tok_s_error == pytest.approx(0, abs=1e-3), row.case
+
+
+def test_timelines_tell_how_fast_coded_weights_are_unpacked() -> None:
+    """Layers that stay are coded, too, and unpacked in every step."""
+    told, spec = Efficiency(unpack_share=0.3), resolve.resolve("opt-30b", None, None)
+    for share, streams in (("0%", True), ("100%", False)):
+        one = fabricated(told, 2, "cpu", ROOMY, weight_codec="lossless", gpu_weights=share)
+        spent = spec.streamed_bytes / (0.3 * (ROOMY.hbm_bandwidth or 1)) * 1e3
+        spans = [Span(lane="unpack", layer=nth, start_ms=nth * spent / 48, end_ms=(nth + 1) * spent / 48)
+                 for nth in range(48)]  # fmt: skip
+        one = one.model_copy(update={"timeline": tuple(spans)})
+        (seen,) = calibrate._seen([one], {"h100": ROOMY})
+        found = fit([one], {"h100": ROOMY})["stream"]
+        assert found.unpack_share == pytest.approx(0.3, rel=1e-3)
+        assert mentions(found.describe(), "unpacking at 30% of the GPU memory's bandwidth")
+        assert (calibrate._link_share(seen) is not None) == streams, "unpacking is the limit of what stays"
+        again = fit([one.model_copy(update={"timeline": ()})], {"h100": ROOMY})["stream"]
+        assert again.unpack_share == cost.UNPACKING
+    plain = fabricated(told, 2, "cpu", ROOMY).model_copy(update={"timeline": tuple(spans)})
+    assert fit([plain], {"h100": ROOMY})["stream"].unpack_share == cost.UNPACKING
+
+
+def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
+    seen = calibrate._seen(load_points(RESULTS), load_machines(RESULTS))
+    rates = {one.point.case.gpu_weights: one.factors["unpack_share"] for one in seen if one.point.case.gpu_weights}
+    assert rates.keys() == {"0%", "25%"}
+    assert rates["25%"] == pytest.approx(rates["0%"], rel=0.02)
 
 
 def test_a_cache_in_host_memory_shows_the_link_rate_if_the_link_limits() -> None:
@@ -284,6 +314,7 @@ def test_factors_of_the_committed_records_are_physical() -> None:
     for told in factors.values():
         assert 0.5 < told.link_share <= 1.01
         assert 0 < told.mfu < 1
+        assert 0.2 < told.unpack_share < 0.5
         assert 0.5 < told.memory < 1.5
         assert told.error is not None
         assert told.error < 0.25

@@ -10,8 +10,10 @@ from tests import mentions
 from zinfer.plan.cost import (
     CODED_BOUND,
     FP8_BOUND,
+    LIMITS,
     LINK_KEEPS,
     PIECE_BYTES,
+    UNPACKING,
     Efficiency,
     Placement,
     Times,
@@ -20,6 +22,7 @@ from zinfer.plan.cost import (
     prefill,
     step,
     tiers,
+    unpacked_bytes,
     wire_bytes,
 )
 from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, make_plan, placement_of, split_free_memory
@@ -256,6 +259,46 @@ def test_a_codec_takes_its_share_off_the_link_and_nothing_else() -> None:
     assert coded.step_s == pytest.approx(0.83 / 2 * (raw.step_s or 0), rel=0.01)
     bound = make_plan(asked(options=lossless), fp8, linked(55e9)).step_s
     assert bound == pytest.approx(FP8_BOUND / 2 * (raw.step_s or 0), rel=0.01)
+
+
+def test_coded_weights_that_stay_are_unpacked_in_each_pass_and_then_computed() -> None:
+    opt, bandwidth = resolve.resolve("opt-30b", None, None), H100.hbm_bandwidth or 1
+    place = H100.model_copy(update={"gpu_bytes": 140 << 30})
+    coded, raw = (
+        make_plan(asked("opt-30b", gpu_weights="100%", options=options), opt, place, factors=PHYSICS)
+        for options in (CODED, RAW)
+    )
+    assert coded.streamed_bytes == raw.streamed_bytes == 0
+    weights = opt.streamed_bytes
+    read = (opt.active_parameters * opt.dtype_bytes + opt.kv_bytes(1, 528)) / bandwidth
+    assert (raw.bound_by, coded.bound_by) == ("hbm", "unpacking")
+    assert raw.step_s == pytest.approx(read)
+    assert coded.step_s == pytest.approx(weights / (UNPACKING * bandwidth) + read)
+    limit = step(coded.placement, opt, place, 1, 528, LIMITS)
+    assert limit.bound_by == "hbm"
+    assert limit.seconds == pytest.approx(read + (1 + CODED_BOUND) * weights / bandwidth)
+    small = resolve.resolve("bloom-560m", None, None)
+    caches = [step(plan.placement, small, place, 1, 528, LIMITS).seconds for plan in (coded, raw)]
+    assert caches[0] == caches[1], "layers that a cache holds"
+    long = prefill(coded.placement, opt, place, 64, 2048, PHYSICS)
+    assert long.bound_by == "compute"
+    assert seconds(long) == pytest.approx(long.limits["compute"] + long.limits["unpacking"])
+
+
+def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share() -> None:
+    layers = BLOOM.streamed_bytes
+    ring = Placement(tier="host", ring_depth=6, resident_bytes=layers // 4)
+    assert unpacked_bytes(ring, BLOOM) == layers - layers // 4, "uncoded layers that stay are computed where they are"
+    assert unpacked_bytes(ring.model_copy(update={"wire_ratio": 0.67}), BLOOM) == layers
+    assert unpacked_bytes(ring.model_copy(update={"gpus": 2}), BLOOM) == layers
+    assert unpacked_bytes(ring.model_copy(update={"ring_depth": 0}), BLOOM) == 0
+    assert unpacked_bytes(Placement(ring_depth=6), BLOOM) == 0, "all weights are on the GPU"
+    none = linked(1e15).model_copy(update={"gpu_count": 0})
+    with_gpu, without = (step(ring, BLOOM, place, 1, 528, LIMITS).limits["hbm"] for place in (linked(1e15), none))
+    assert with_gpu - without == pytest.approx(wire_bytes(ring, BLOOM) / (H100.hbm_bandwidth or 1)), "no ring to fill"
+    copied = step(ring, BLOOM, linked(1e15), 1, 528, PHYSICS)
+    assert copied.limits["unpacking"] == pytest.approx(2 * 3 / 4 * layers / (H100.hbm_bandwidth or 1), rel=1e-6)
+    assert seconds(copied) == pytest.approx(copied.limits["unpacking"] + copied.limits["hbm"])
 
 
 def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:
@@ -496,6 +539,7 @@ SETUPS = st.builds(
     gpus=st.integers(1, 8),
     resident_bytes=st.integers(0, 100 << 30),
     wire_ratio=st.sampled_from([1.0, 0.67, 0.26]),
+    ring_depth=st.sampled_from([0, 6]),
     kv_host_share=st.floats(0, 1),
     overlapped=st.booleans(),
 )
@@ -508,6 +552,14 @@ def test_a_better_machine_is_never_slower(setup: Placement, name: str, batch: in
     better = H100.model_copy(update={figure: (getattr(H100, figure) or 0) * factor or None})
     before, after = (seconds(step(setup, spec, place, batch, 512)) for place in (H100, better))
     assert after <= before * (1 + 1e-12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SETUPS, st.sampled_from(NAMES), st.integers(1, 512))
+def test_no_prediction_is_below_the_limit(setup: Placement, name: str, batch: int) -> None:
+    spec = resolve.resolve(name, None, None)
+    limit, told = (seconds(step(setup, spec, H100, batch, 512, factors)) for factors in (LIMITS, Efficiency()))
+    assert limit <= told * (1 + 1e-12)
 
 
 @settings(max_examples=150, deadline=None)

@@ -100,6 +100,22 @@ def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
     assert plan(model=small).placement.experts == "all"
 
 
+def test_experts_that_stay_are_unpacked_when_they_are_chosen() -> None:
+    place = H100.model_copy(update={"hbm_bandwidth": 3e12})
+    dense = MIXTRAL.streamed_bytes - MIXTRAL.routed_bytes
+    for tokens, share in ((1, MIXTRAL.touched_share(1)), (200, 1.0)):
+        kept = plan(tokens, share="100%", place=place)
+        assert kept.streamed_bytes == 0
+        assert not kept.placement.graphs, "the CPU gets to know what each router chose"
+        unpacked = dense + MIXTRAL.routed_bytes * share
+        assert cost.unpacked_bytes(kept.placement, MIXTRAL, tokens) == pytest.approx(unpacked, rel=1e-6)
+        told = cost.step(kept.placement, MIXTRAL, place, tokens, 528)
+        assert told.bound_by == "unpacking"
+        assert told.limits["unpacking"] == pytest.approx(unpacked / (cost.UNPACKING * 3e12), rel=1e-6)
+    raw = plan(200, share="100%", place=place, weight_codec="none").placement
+    assert cost.unpacked_bytes(raw, MIXTRAL, 200) == MIXTRAL.routed_bytes, "copied from its buffer to its place"
+
+
 @pytest.mark.parametrize("batch_size", [1, 200])
 def test_room_that_is_left_holds_experts(batch_size: int) -> None:
     small = H100.model_copy(update={"gpu_bytes": 40 << 30})

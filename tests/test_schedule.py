@@ -371,6 +371,20 @@ def test_seconds_are_the_plans_until_they_are_measured() -> None:
     assert unknown.room(PassLoad(5, 5)) == PLAN.placement.pass_tokens
 
 
+def test_prompts_do_not_hide_behind_the_unpacking_of_what_stays() -> None:
+    big = H100.model_copy(update={"gpu_bytes": 140 << 30})
+    load = Workload(batch_size=4, input_len=256, output_len=64)
+    case = Case(model="llama-2-70b", engine="stream", offload="cpu", layers=8, workload=load, gpu_weights="100%",
+                options=(("weight_codec", "lossless"),))  # fmt: skip
+    coded = make_plan(case, SPEC, big, factors=Efficiency())
+    clock = times(coded)
+    one = clock.seconds(PassLoad(rows=4, positions=4 * 256, groups=1))
+    assert coded.bound_by == "unpacking"
+    assert one == pytest.approx(coded.step_s or 0.0, rel=0.05)
+    assert one > 2 * clock.link_s
+    assert clock.room(PassLoad(rows=4, positions=4 * 256, groups=1)) == 0
+
+
 def test_the_load_is_what_the_machine_has_room_for() -> None:
     needs = [(245, 106)] * 10_000
     load = load_of(PLAN, needs)

@@ -1,9 +1,10 @@
 """Calibration: fit each engine's efficiency factors to records, and estimate the error of predictions made with them.
 
-Each of the five factors of an engine is read off the points where it alone decides: the share of the link from
-offloaded decode steps, that of the GPU memory's bandwidth, the launch time of a layer and the share of the matmul rate
-from points without offload, the GPU memory from every point that ran. A prediction for a point that took part in the
-fit proves nothing, so `table` predicts each point from factors fitted without it (leave-one-out cross-validation)::
+Each of the six factors of an engine is read off the points where it alone decides: the share of the link from offloaded
+decode steps, the rate of unpacking from their timelines, the share of the GPU memory's bandwidth, the launch time of a
+layer and the share of the matmul rate from points without offload, the GPU memory from every point that ran. A
+prediction for a point that took part in the fit proves nothing, so `table` predicts each point from factors fitted
+without it (leave-one-out cross-validation)::
 
     factors = fit(points, machines)
     predict(case, spec, machine, factors).output_tok_s
@@ -74,7 +75,10 @@ class _Seen(Frozen):
     @cached_property
     def factors(self) -> Mapping[str, float | None]:
         """Value of each factor by this point alone, None for a factor that it does not determine."""
-        timed = {"link_share": _link_share, "hbm_share": _hbm_share, "layer_s": _layer_s, "mfu": _mfu}
+        timed = {
+            "link_share": _link_share, "hbm_share": _hbm_share, "unpack_share": _unpack_share, "layer_s": _layer_s,
+            "mfu": _mfu,
+        }  # fmt: skip
         found = {name: read(self) if self.point.usable else None for name, read in timed.items()}
         return found | {"memory": _memory(self)}
 
@@ -227,7 +231,7 @@ def _as_run(one: _Seen) -> Case:
 def _fit(seen: Sequence[_Seen]) -> Efficiency:
     """Return each factor as the median over the points that determine it; its default if none does."""
     default = Efficiency()
-    names = ("link_share", "hbm_share", "layer_s", "mfu", "memory")
+    names = ("link_share", "hbm_share", "unpack_share", "layer_s", "mfu", "memory")
     found = {name: _median((one.factors[name] for one in seen), getattr(default, name)) for name in names}
     return default.model_copy(update=found | {"points": len(seen)})
 
@@ -237,7 +241,8 @@ def _link_share(one: _Seen) -> float | None:
     seconds, limits = one.point.step_median_ms, _limits(one)
     if not seconds or "link" not in limits or one.setup.tier != "host":
         return None
-    if limits.get("cpu attention", 0.0) > limits["link"]:
+    on_gpu = one.setup.overlapped and _step(one).bound_by in ("unpacking", "hbm", "compute")
+    if on_gpu or limits.get("cpu attention", 0.0) > limits["link"]:
         return None
     lost = 0.0
     if one.setup.kv_on_cpu:  # CPU attention takes host memory bandwidth from the link
@@ -255,6 +260,17 @@ def _hbm_share(one: _Seen) -> float | None:
     if not seconds or one.setup.tier != "gpu" or not one.setup.graphs or not limits:
         return None
     return limits["hbm"] / (seconds / 1e3) if limits["hbm"] == max(limits.values()) else None
+
+
+def _unpack_share(one: _Seen) -> float | None:
+    """Return the rate at which a traced decode step unpacked coded weights, those that stay included, over the GPU
+    memory's bandwidth. Steps with a second queue, and those with experts of a router's choice, do not tell it."""
+    bandwidth, load = one.machine.hbm_bandwidth, one.point.case.workload
+    spans = [span for span in one.point.timeline if span.lane == "unpack" and not span.rank]
+    seconds = sum(span.end_ms - span.start_ms for span in spans) / 1e3
+    if one.setup.wire_ratio == 1 or one.setup.kv_on_cpu or one.setup.experts != "all" or not bandwidth or not seconds:
+        return None
+    return cost.unpacked_bytes(one.setup, one.model, load.batch_size) / seconds / bandwidth or None
 
 
 def _layer_s(one: _Seen) -> float | None:
@@ -292,7 +308,7 @@ def _mfu(one: _Seen) -> float | None:
     if not limits or seconds < PLAIN * max(others, default=0.0):
         return None
     products = one.model.prefill_flops(load.batch_size, load.input_len) / flops
-    between = limits["compute"] - products
+    between = limits["compute"] - products + limits.get("unpacking", 0.0)
     return products / (seconds - between) if seconds > between else None
 
 

@@ -253,13 +253,15 @@ class PassTimes:
         self.tokens, self.joins, self._warming = setup.pass_tokens, joins, WARMING
         self._layers = model.num_layers
         self._recent: list[tuple[PassLoad, float]] = []
-        self._prompt_s = self._row_s = self._position_s = self._read_s = self.link_s = 0.0
+        self._prompt_s = self._row_s = self._position_s = self._read_s = self._unpack_s = self.link_s = 0.0
         self._launch_s = self._joined_s = 0.0
         step = cost.step(setup, model, machine, 1, length)
         prefill = cost.prefill(setup, model, machine, 1, length)
         if step.seconds is None or prefill.seconds is None:
             return
-        self.link_s = max(seconds for bound, seconds in step.limits.items() if bound not in ("compute", "launch"))
+        on_gpu = ("compute", "launch", "unpacking")
+        self.link_s = max(seconds for bound, seconds in step.limits.items() if bound not in on_gpu)
+        self._unpack_s = step.limits.get("unpacking", 0.0)
         self._prompt_s = prefill.limits["compute"] / length
         self._row_s = step.limits["compute"]
         if machine.hbm_bandwidth is not None:  # a forward pass reads the weights, and attention keys and values
@@ -286,7 +288,7 @@ class PassTimes:
     def computing(self, load: PassLoad) -> float:
         """Return the seconds in which the device computes a pass."""
         decode = self._row_s * load.rows + self._position_s * load.positions
-        return self._read_s * self._forwards(load) + decode + self._prompt_s * load.prompt_tokens
+        return self._unpack_s + self._read_s * self._forwards(load) + decode + self._prompt_s * load.prompt_tokens
 
     def work(self, load: PassLoad) -> float:
         """Return the seconds of the work of a pass, without the link's."""

@@ -1,7 +1,8 @@
 """Cost of a pass: bytes on every tier and seconds at every bottleneck, from shapes and bandwidths alone.
 
 A decode step reads every weight once: t = max(bytes over the link / link, bytes in GPU memory / HBM, FLOPs / compute,
-bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`.
+bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`. A GPU
+that unpacks weights, also coded ones that stay there, does so before it computes with them: these two add up.
 `Efficiency` holds how far an engine stays behind the physics; `zinfer.analysis.calibrate` fits it to measurements.
 `LIMITS` is the physics alone, which no engine passes on the machine's peak rates (`Machine.at_peak`).
 
@@ -26,7 +27,7 @@ from zinfer.spec.value import Frozen
 # Positions of a draft model's KV cache: over tokens, for rows on their way from one micro-batch to another; and besides
 # them, until the gaps of what was forgotten are closed up.
 DRAFT_MOVES, DRAFT_ROOM = 1.25, 256
-Bound = Literal["link", "hbm", "compute", "gather", "host memory", "cpu attention", "nvme", "launch"]
+Bound = Literal["link", "hbm", "unpacking", "compute", "gather", "host memory", "cpu attention", "nvme", "launch"]
 
 CONTEXT_BYTES = 600 << 20  # the CUDA context, cuBLAS workspaces and kernels, as the driver reports them
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
@@ -44,6 +45,7 @@ EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
 CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
 LINK_KEEPS = 0.95  # share of the link's rate left while all cores attend: 0.95 seen beside 16 cores, 0.92 beside 64
 UNPACKING = 0.4  # rate at which coded weights are unpacked, as a share of the bandwidth of GPU memory
+CACHE_BYTES = 128 << 20  # no GPU has a larger L2 cache (B200: 126 MB); an unpacked layer that fits need not leave it
 PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
 # A pass whose tokens touch at least this share of the experts, if all are alike, brings all of them without waiting for
 # the router's choice.
@@ -127,6 +129,7 @@ class Efficiency(Frozen):
 
     link_share: float = 0.95  # share of the link's bandwidth that streamed bytes reach
     hbm_share: float = 1.0  # share of the GPU memory's bandwidth that a pass reaches whose weights are all on the GPU
+    unpack_share: float = UNPACKING  # rate at which coded weights are unpacked, over the GPU memory's bandwidth
     layer_s: float = 0.0  # seconds to launch one decoder layer, the least that a layer takes
     mfu: float = 0.6  # share of the machine's matmul rate, where compute is the bottleneck
     memory: float = 1.0  # GPU bytes taken over bytes counted, besides weights and KV cache
@@ -139,6 +142,8 @@ class Efficiency(Frozen):
     def describe(self) -> str:
         """Return the factors in one line."""
         hbm = f", {self.hbm_share:.0%} of the GPU memory's bandwidth" if self.hbm_share < 1 else ""
+        if self.unpack_share != UNPACKING:
+            hbm += f", unpacking at {self.unpack_share:.0%} of the GPU memory's bandwidth"
         launch = f"{hbm}, {self.layer_s * 1e3:.2f} ms to launch a layer" if self.layer_s else hbm
         here = "" if self.error_here is None else f" ({self.error_here:.0%} without offload)"
         band = "" if self.error is None else f"; throughput within {self.error:.0%}{here} in 9 of 10 cases"
@@ -171,6 +176,25 @@ def wire_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None) ->
     if tokens is not None and chooses(setup, tokens):
         left += _needed_experts(setup, model, tokens) - min(left, model.routed_bytes)
     return round((left + setup.also_streamed) * setup.wire_ratio)
+
+
+def unpacked_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None) -> int:
+    """Return the weight bytes, as the model computes with them, that a pass of `tokens` tokens, by default a long one,
+    unpacks into the slot that layers compute in; 0 for engines without a ring.
+
+    Whatever comes through the ring is unpacked, or copied if it is not coded. Coded weights that stay on the GPU stay
+    coded: each pass unpacks them anew, as it does experts of the cache, and the parts of layers that several GPUs
+    share. Uncoded layers that stay are computed where they are.
+    """
+    if setup.tier == "gpu" or not setup.ring_depth:
+        return 0
+    experts = 0
+    if setup.experts == "on-demand":
+        touched = model.touched_share(tokens) if tokens is not None and chooses(setup, tokens) else 1.0
+        experts = round(model.routed_bytes * touched)
+    layers = model.streamed_bytes - (model.routed_bytes if setup.experts == "on-demand" else 0)
+    in_place = 0 if setup.wire_ratio < 1 or setup.gpus > 1 else min(setup.resident_bytes, layers)
+    return layers - in_place + experts
 
 
 def chooses(setup: Placement, tokens: int) -> bool:
@@ -286,15 +310,23 @@ def _pass(
     if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and link is None):
         return Times()
     share = setup.gpus  # each brings its part of the weights over its link, and computes its rows with all of them
-    streamed = wire_bytes(setup, model, tokens) / setup.wire_ratio
+    streamed, unpacked = wire_bytes(setup, model, tokens), unpacked_bytes(setup, model, tokens)
+    # A streamed weight is written to GPU memory before it is read, by an engine with a ring as it crosses the link;
+    # without a GPU it is unpacked from where it is.
+    in_ring = streamed if machine.gpu_count else 0
+    arrived = in_ring if setup.ring_depth else streamed / setup.wire_ratio
+    if factors.perfect and model.layer_bytes > CACHE_BYTES:  # read as they lie in memory, and written whole
+        arrived += unpacked * (setup.wire_ratio + 1)
     hbm = machine.hbm_bandwidth * (factors.hbm_share if setup.tier == "gpu" else 1.0)
     limits: dict[Bound, float] = {
-        # a streamed weight is written to GPU memory before it is read
-        "hbm": (read + streamed + (kv - (hosted if setup.kv_on_cpu else 0)) / share) / hbm,
+        "hbm": (read + arrived + (kv - (hosted if setup.kv_on_cpu else 0)) / share) / hbm,
         "compute": flops / share / (factors.mfu * machine.matmul_flops)
         + (0 if factors.perfect else passed / share / machine.hbm_bandwidth),
         "launch": factors.layer_s * model.num_layers,
     }
+    unpacking = 0.0 if factors.perfect else _unpacking(setup, machine, factors, unpacked)
+    if unpacking:
+        limits["unpacking"] = unpacking
     if over_link and link is not None:
         links = min(share * link, machine.links_bandwidth or inf)
         limits["link"] = over_link / (factors.link_share * links)
@@ -312,8 +344,7 @@ def _pass(
         limits["cpu attention"] = hosted / cpu
     elif hosted and setup.kv_on_cpu and cpu is not None:
         # These follow each other in every layer: weights are unpacked, the GPU computes, the CPU attends.
-        unpacked = 0.0 if setup.wire_ratio == 1 else streamed / (UNPACKING * machine.hbm_bandwidth)
-        on_gpu = unpacked + limits["hbm"] + limits["compute"] + limits["launch"]
+        on_gpu = unpacking + limits["hbm"] + limits["compute"] + limits["launch"]
         attending, copying = contended_rates(setup, machine, cpu, hosted, limits.get("link", 0.0))
         limits["cpu attention"] = attending + on_gpu
         if "link" in limits:
@@ -324,6 +355,11 @@ def _pass(
         there = setup.disk_ring_bytes * ready / max(1, setup.ring_depth * piece_bytes(setup, model))
         limits["nvme"] = max(0.0, from_disk - there) / machine.nvme_bandwidth
     found = _slowest(limits)
+    # One queue of the GPU unpacks a layer into the only slot and computes it: these never overlap.
+    in_queue = unpacking + max(limits["hbm"], limits["compute"])
+    if unpacking and found.seconds is not None and in_queue > found.seconds:
+        bound: Bound = max(("unpacking", "hbm", "compute"), key=lambda one: limits[one])
+        return Times(seconds=in_queue, bound_by=bound, limits=limits)
     moved = max(limits.get("link", 0.0), limits.get("nvme", 0.0), limits.get("host memory", 0.0))
     if setup.overlapped or found.seconds is None or not moved:
         return found
@@ -340,11 +376,17 @@ def _awaiting_choice(
     copy of these for a later layer. Right guesses of experts that are missing use the time."""
     dense, kept = model.streamed_bytes - model.routed_bytes, min(setup.resident_bytes, model.streamed_bytes)
     copied = max(0, dense - kept)
-    unpacked = 0.0 if setup.wire_ratio == 1 else copied / (UNPACKING * (machine.hbm_bandwidth or inf))
-    before = factors.layer_s * model.num_layers + unpacked + dense / (machine.hbm_bandwidth or inf)
+    unpacking = _unpacking(setup, machine, factors, dense if setup.wire_ratio < 1 else copied)
+    before = factors.layer_s * model.num_layers + unpacking + dense / (machine.hbm_bandwidth or inf)
     idle = max(0.0, before - copied * setup.wire_ratio / link)
     guessed = model.right_guesses * idle if setup.expert_guess else 0.0
     return idle - min(guessed, _needed_experts(setup, model, tokens) * setup.wire_ratio / link)
+
+
+def _unpacking(setup: Placement, machine: Machine, factors: Efficiency, unpacked: int) -> float:
+    """Return the seconds in which the GPU unpacks so many bytes; what is not coded is copied: read and written."""
+    share = factors.unpack_share if setup.wire_ratio < 1 else 1 / 2
+    return unpacked / (share * (machine.hbm_bandwidth or inf))
 
 
 def contended_rates(setup: Placement, machine: Machine, cpu: float, hosted: int, copying: float) -> tuple[float, float]:

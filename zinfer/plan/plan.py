@@ -334,7 +334,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     divided = transport.divided and options.gpus > 1
     whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
     if transport.fetched == "pieces" and experts_on_demand(case, model, common.wire_ratio):
-        update |= _expert_buffers(common, model, machine, depth)
+        update |= _expert_buffers(common, model, machine, depth) | {"graphs": False}  # the CPU gets to know each choice
         update |= {"expert_cache": options.expert_cache, "expert_guess": options.expert_guess == "auto"}
     elif transport.fetched == "pieces":
         buffers = depth * cost.piece_bytes(common, model) if machine.gpu_count else 0

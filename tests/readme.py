@@ -192,14 +192,14 @@ def headlines() -> str:
         max((p for p in points("bloom-176b-slice") if p.case.label() == label), key=lambda p: p.output_tok_s or 0.0)
         for label in ("stream cpu", "deepspeed cpu")
     )
-    peers = {point.case.label(): point for point in points("bloom-176b-peers")}
+    (mixture,) = points("mixtral-whole")
     llama = {p.case.label(): p for p in points("dense-peers") if p.case.model == "llama-3.1-70b"}
     (long,) = points("llama-70b-long")
     fitting, offloaded = (
         max((p for p in points("opt-30b") if p.case.label() == label), key=lambda p: p.output_tok_s or 0.0)
         for label in ("stream none", "stream cpu")
     )
-    stream, stream_llama = step_ms(peers["stream cpu"]), step_ms(llama["stream cpu"])
+    stream_llama = step_ms(llama["stream cpu"])
     rows = [
         _headline(
             large, f"decode {large.decode_tok_s:.1f} tok/s, {large.output_tok_s:.1f} with the prefill",
@@ -211,10 +211,8 @@ def headlines() -> str:
             f"DeepSpeed, batch {deepspeed.case.workload.batch_size}: {deepspeed.output_tok_s:.1f} tok/s",
             (ours.output_tok_s or 0) / (deepspeed.output_tok_s or 1),
         ),
-        *(
-            _headline(peers["stream cpu"], f"decode step {stream / 1e3:.3f} s",
-                      f"{name}: {step_ms(peers[label]) / 1e3:.3f} s", step_ms(peers[label]) / stream)
-            for name, label in (("Accelerate", "accelerate cpu"),)
+        _headline(
+            mixture, f"decode {mixture.decode_tok_s:,.0f} tok/s, {mixture.output_tok_s:,.0f} with the prefill", "-", None
         ),
         _headline(
             llama["stream cpu"], f"decode step {stream_llama / 1e3:.3f} s",
@@ -339,6 +337,10 @@ def figures() -> dict[str, list[str]]:
         "Resident layers": [f"{_resident():.2f}x"],
         "Reloading a KV cache": _reload(),
         "Experts on demand": _experts(),
+        "Fewer experts of more": _qwen(),
+        "Experts on the CPU": _cpu_experts(),
+        "All of Mixtral-8x7B": _mixtral(),
+        "Mixtral-8x7B in every engine": _mixtral_peers(),
         "FP8 as released": _fp8(),
         "Small batches without offload": _small(),
     }
@@ -363,6 +365,34 @@ def _experts() -> list[str]:
         if point.effective is not None
     ]
     return [*(f"{one:.1f} GB" for one in brought), *told]
+
+
+def _qwen() -> list[str]:
+    found = _ratios("qwen3-235b-experts", 1, "stream cpu experts=all", "stream cpu experts=on-demand")
+    return [f"{one:.2f}x" for one in found]
+
+
+def _cpu_experts() -> list[str]:
+    labels = "stream cpu experts_cpu=on", "stream cpu"
+    return [f"{_ratios('mixtral-cpu-experts', batch, *labels)[0]:.2f}x" for batch in (1, 4)]
+
+
+def _mixtral() -> list[str]:
+    (there,), (away,) = points("mixtral-whole"), points("mixtral-whole-kv")
+    batches = [point.case.workload.batch_size for point in (there, away)]
+    return [
+        f"batch {batches[0]}", f"{there.decode_tok_s:,.0f} tok/s", f"{host_rows(away)} of {batches[1]}",
+        f"{away.decode_tok_s:,.0f} tok/s",
+    ]  # fmt: skip
+
+
+def _mixtral_peers() -> list[str]:
+    found = {point.case.label(): step_ms(point) for point in points("mixtral-peers")}
+    none, some = "gpu-weights=0%", "gpu-weights=70%"
+    return [
+        f"{found['deepspeed cpu'] / found[f'stream cpu {none}']:.2f}x",
+        *(f"{found[f'accelerate cpu {share}'] / found[f'stream cpu {share}']:.2f}x" for share in (none, some)),
+    ]
 
 
 def _fp8() -> list[str]:

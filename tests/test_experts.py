@@ -1,6 +1,7 @@
 """Experts on demand: the tokens of whole layers, whichever experts come, stay, or make room; and the pool's protocol on
 queues that record who waited for whom."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import cycle
@@ -664,6 +665,22 @@ def test_a_pass_that_brings_all_brings_each_once(staging: int, monkeypatch: Patc
     assert bench.pool.counts.since(before).fetched == bench.pool.counts.since(before).misses == 4, (
         "layer 0 is still in the slot"
     )
+    bench.close()
+
+
+@pytest.mark.parametrize("cached", [0, 4, 9, 18])
+def test_passes_that_bring_all_keep_as_many_experts_of_each_layer(cached: int, monkeypatch: Patch) -> None:
+    """Else the link would idle while the layers are computed whose experts are all there."""
+    bench = Bench(3, 6, FakeQueues(), monkeypatch)
+    bench.pool.resize(2, cached)
+    for number in range(2):
+        before = bench.pool.counts
+        bench.pool.begin(True)
+        bench.whole_pass()
+        assert bench.pool.counts.since(before).fetched == (18 - cached if number else 18)
+    kept = Counter(layer for layer, _ in bench.pool._cache)
+    assert kept.total() == cached
+    assert max(kept.values(), default=0) - min(kept.values(), default=0) <= 1
     bench.close()
 
 

@@ -262,6 +262,10 @@ class ExpertPool:
         self._needed: Event | None = None
         self._tail = None if self._queues is None else self._queues.event()
         self._staging = self._cached = 0
+        # All experts in the order of the layers, and those of them that passes which bring all keep: as many of each
+        # layer, so that the link brings the others while the layers before are computed.
+        self._keys = [(layer, one) for layer in sorted(images) for one in range(len(images[layer].experts))]
+        self._spread = frozenset[Key]()
         whole = max((image.size for one in images.values() for image in one.experts), default=0)
         self.buffer_bytes = -(-whole // ALIGNMENT) * ALIGNMENT
         self.resize(2, 0)
@@ -355,6 +359,7 @@ class ExpertPool:
             self._freed = [self._queues.event() for _ in range(count)]
         self._staging, self._cached = staging, cached
         self._free.extend(range(count))
+        self._spread = spread(self._keys, cached)
 
     def begin(self, scanning: bool) -> None:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order."""
@@ -368,8 +373,7 @@ class ExpertPool:
         self._ring.holds = frozenset() if scanning else frozenset(self.images)
         self._ahead, self._reached = iter(()), (-1, -1)
         if scanning:
-            sizes = sorted((layer, len(one.experts)) for layer, one in self.images.items())
-            self._ahead = ((layer, expert) for layer, count in sizes for expert in range(count))
+            self._ahead = iter(self._keys)
             self._issue()
         else:
             self._cache.next_pass()
@@ -661,8 +665,10 @@ class ExpertPool:
     def _settle(self, key: Key) -> None:
         """Decide on the buffer of an expert that was used: it stays, in place of another perhaps, or is free."""
         self._coming.pop(key, None)
-        # A pass that brings all experts would leave only the last ones of the last layers.
-        gone = self._cache.settle(key, self._cached, counts=not self.scanning)
+        if self.scanning and key not in self._cache and key not in self._spread:
+            gone: Key | None = key
+        else:  # a pass that brings all experts drives none out: it would leave only those of the last layers
+            gone = self._cache.settle(key, self._cached, counts=not self.scanning)
         if gone is not None:
             self._free.append(self._at.pop(gone))
 
@@ -674,6 +680,12 @@ class ExpertPool:
 
     def _count(self, **more: int) -> None:
         self.counts = self.counts._replace(**{name: getattr(self.counts, name) + one for name, one in more.items()})
+
+
+def spread(keys: Sequence[Key], count: int) -> frozenset[Key]:
+    """Return `count` of `keys`, at even distances."""
+    every = max(1, len(keys))
+    return frozenset(key for place, key in enumerate(keys) if (place + 1) * count // every > place * count // every)
 
 
 class _Choice:

@@ -68,11 +68,16 @@ class CodesLayout:
     def _zeros(self) -> int:
         return self.grid[0] * self.grid[1] * 2 if self.zeros else 0
 
+    @property
+    def starts(self) -> tuple[int, int, int]:
+        """Places of scales, zero points and order in the data, in bytes."""
+        second = _up(self._codes) + _up(self._scales)
+        return _up(self._codes), second, second + _up(self._zeros)
+
     def views(self, data: Tensor) -> Codes:
         """Return the codes in `data` (uint8, at least `size`), as views; coded ones as they are, in one dimension."""
-        first, second = _up(self._codes), _up(self._codes) + _up(self._scales)
+        first, second, third = self.starts
         zeros = data[second : second + self._zeros].view(torch.int16).view(self.grid) if self.zeros else None
-        third = second + _up(self._zeros)
         order = data[third : third + 4 * self.columns].view(torch.int32) if self.order else None
         numbers = data[: self._codes]
         return Codes(

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from zinfer.engine.quantization.dequantize import table
 from zinfer.engine.stream.expand import rounded
-from zinfer.engine.stream.quantized import CodesLayout
+from zinfer.engine.stream.quantized import Run
 
 ROWS = 128  # rows of a program
 BYTES = 64  # bytes of codes of a row that a program reads at a time
 WARP_ROWS = 16  # rows of a warp: with more of them weights take a detour through shared memory
 STAGES = 4
-MOST_TOKENS = 32  # tokens of a program; others read the same codes at about the same time, from the L2 cache
+MOST_AT_ONCE = 32  # tokens of a program; others read the same codes at about the same time, from the L2 cache
 PROGRAMS = 1024  # programs of a launch, at least, if they have enough to read: two waves of an H100
 LEAST_STEPS = 8  # reads of a program, at least, where columns are split
 ADDED = 512  # values of a program that adds partial sums
@@ -67,26 +67,6 @@ _FP16_FIRST, _FP16_SECOND = (_pairs("f16x2", 0x6400, 0x3C00, second) for second 
 
 
 @dataclass(frozen=True)
-class Run:
-    """Rows that one launch multiplies: `count` chunks of one layout, `stride` bytes apart; the last one may have fewer
-    rows."""
-
-    layout: CodesLayout
-    last: CodesLayout
-    count: int
-    stride: int
-
-    @property
-    def rows(self) -> int:
-        return (self.count - 1) * self.layout.rows + self.last.rows
-
-    @property
-    def size(self) -> int:
-        """Bytes from the first chunk's beginning to the last one's end."""
-        return (self.count - 1) * self.stride + self.last.size
-
-
-@dataclass(frozen=True)
 class Tiles:
     """Division of `run`'s columns into reads, and among programs."""
 
@@ -112,21 +92,20 @@ class Tiles:
 def paired(states: Tensor, bits: int) -> Tensor:
     """Return states ``[tokens, columns]`` as the kernels read them: for codes of 4 bits ``[2, tokens, columns / 2]``,
     even columns and odd ones."""
-    if bits == 8:
-        return states.contiguous()
-    return states.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()
+    found: Tensor = states if bits == 8 else states.unflatten(1, (-1, 2)).permute(2, 0, 1)
+    return found.contiguous()
 
 
 def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: Tensor, tokens: int) -> None:
-    """Put the products of `states`, as `paired` returns them, with the rows of `run` into `out` ``[tokens, rows]``, whose
-    last dimension is contiguous, on the current stream. `data` are the bytes from the first chunk on, `bias` is
-    ``[rows]``."""
+    """Put the products of `states`, as `paired` returns them, with the rows of `run` into `out` ``[tokens, rows]``,
+    whose last dimension is contiguous, on the current stream. `data` are the bytes from the first chunk on, `bias` is
+    ``[rows]``. Checks nothing: `zinfer.engine.stream.packed_product` does."""
     layout, tiles, whole = run.layout, Tiles.of(run), data[: run.size]
     partial = out
     if tiles.splits > 1:
         partial = torch.empty((tiles.splits, tokens, run.rows), dtype=torch.float32, device=out.device)
     scale_table = table(layout.scale_table, out.device) if layout.scale_table else None
-    padded = min(MOST_TOKENS, max(16, triton.next_power_of_2(tokens)))
+    padded = min(MOST_AT_ONCE, max(16, triton.next_power_of_2(tokens)))
     _multiply[(triton.cdiv(tokens, padded), triton.cdiv(run.rows, tiles.rows), tiles.splits)](
         states,
         whole,
@@ -283,10 +262,7 @@ def _multiply(
             total = tl.dot(one, _fast(code, scale, less, False, TYPE), total)
             total = tl.dot(other, _fast(code, scale, less, True, TYPE), total)
         else:
-            if CODED:
-                scale = tl.load(scale_table + scale.to(tl.int32))
-            else:
-                scale = scale.to(tl.float32)
+            scale = tl.load(scale_table + scale.to(tl.int32)) if CODED else scale.to(tl.float32)
             if DIVIDED:
                 scale = tl.div_rn(scale, tl.zeros(scale.shape, tl.float32) + divisor)
             if MULTIPLIED:
@@ -363,11 +339,11 @@ def _rounded(value, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 def _fast(code, scale, less, SECOND: tl.constexpr, TYPE: tl.constexpr):
     """Return the weights of the first or the `SECOND` codes of bytes; `less` is to be added to codes (`_PAIRS`)."""
     if tl.bfloat16 == TYPE:
-        ASM: tl.constexpr = _BF16_SECOND if SECOND else _BF16_FIRST
-        return tl.inline_asm_elementwise(ASM, _REGISTERS, [code, scale, less], dtype=tl.bfloat16, is_pure=True, pack=4)
+        pair: tl.constexpr = _BF16_SECOND if SECOND else _BF16_FIRST
+        return tl.inline_asm_elementwise(pair, _REGISTERS, [code, scale, less], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        ASM: tl.constexpr = _FP16_SECOND if SECOND else _FP16_FIRST
-        return tl.inline_asm_elementwise(ASM, _REGISTERS, [code, scale, less], dtype=tl.float16, is_pure=True, pack=4)
+        half: tl.constexpr = _FP16_SECOND if SECOND else _FP16_FIRST
+        return tl.inline_asm_elementwise(half, _REGISTERS, [code, scale, less], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit(do_not_specialize=["rows", "stride", "splits"])

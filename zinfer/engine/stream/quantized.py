@@ -87,6 +87,38 @@ class CodesLayout:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Run:
+    """Chunks of rows of one matrix, `count` of them, `stride` bytes apart: the last one may have fewer rows, all else
+    is alike."""
+
+    layout: CodesLayout
+    last: CodesLayout
+    count: int = 1
+    stride: int = 0
+
+    @property
+    def rows(self) -> int:
+        return (self.count - 1) * self.layout.rows + self.last.rows
+
+    @property
+    def size(self) -> int:
+        """Bytes from the beginning of the first chunk to the end of the last one."""
+        return (self.count - 1) * self.stride + self.last.size
+
+    def continued(self, layout: CodesLayout, begin: int) -> "Run | None":
+        """Return the run with one more chunk, `begin` bytes from the first one's beginning; None if it does not
+        continue this one."""
+        first, stride = self.layout, self.stride or begin
+        several = layout.grid[0] == -(-layout.rows // layout.block[0]) if first.grid[0] > 1 else layout.grid[0] == 1
+        same = replace(layout, rows=first.rows, grid=first.grid) == first and layout.grid[1] == first.grid[1]
+        if not (same and several and begin == self.count * stride):
+            return None
+        if not self.last.rows == first.rows >= layout.rows:
+            return None
+        return replace(self, last=layout, count=self.count + 1, stride=stride)
+
+
 def rows_at_once(codes: Codes, itemsize: int, most: int) -> int:
     """Return how many rows a chunk of at most `most` unpacked bytes holds: whole blocks, one at least."""
     rows = max(1, most // (codes.columns * itemsize))

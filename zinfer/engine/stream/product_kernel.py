@@ -15,6 +15,7 @@ With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 
 import os
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -142,6 +143,7 @@ def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: T
         )
 
 
+@cache
 def constants(run: Run) -> dict[str, object]:
     """Return what `_multiply` is compiled for, as far as it depends on `run`."""
     layout, last = run.layout, run.last
@@ -220,6 +222,8 @@ def _multiply(
     """Multiply a block of rows, `steps` times `BLOCK` bytes of each, with a block of tokens."""
     EACH: tl.constexpr = 2 if FOUR else 1  # codes in a byte
     SHARED: tl.constexpr = GROUP % (EACH * BLOCK) == 0  # the columns of a read share a scale
+    WHOLES: tl.constexpr = not SHARED and EACH * BLOCK % GROUP == 0 and GROUP % EACH == 0
+    GROUPS: tl.constexpr = EACH * BLOCK // GROUP if WHOLES else 0  # scales of a read, if not one
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     known = tl.minimum(row, LENGTH - 1)
     chunk = known // CHUNK
@@ -248,17 +252,19 @@ def _multiply(
         if FOUR:
             other = tl.load(state + tokens * WIDTH, mask=inside, other=0.0)
         if SHARED:
-            group = step * (EACH * BLOCK) // GROUP if GROUP > 0 else 0
-            scale_at, zero_at = (scale_place + group)[None, :], (zero_place + group)[None, :]
+            group = (step * (EACH * BLOCK) // GROUP if GROUP > 0 else 0) + tl.zeros([1], tl.int32)
+        elif GROUPS > 0:
+            group = tl.minimum(step * GROUPS + tl.arange(0, GROUPS), SCALE_COLUMNS - 1)
         else:
-            group = (tl.minimum(byte, WIDTH - 1) * EACH // GROUP)[:, None]
-            scale_at, zero_at = scale_place[None, :] + group, zero_place[None, :] + group
-        scale = tl.load(scales + scale_at)
+            group = tl.minimum(byte, WIDTH - 1) * EACH // GROUP
+        scale = tl.load(scales + scale_place[None, :] + group[:, None])
+        less = tl.zeros(scale.shape, tl.float32)
+        if ZEROS >= 0:
+            less += tl.load(zeros + zero_place[None, :] + group[:, None]).to(tl.float32)
         if FAST:
-            less = tl.zeros(scale.shape, tl.float32) - (MIDDLE + (128 if tl.bfloat16 == TYPE else 1024))
-            if ZEROS >= 0:
-                less -= tl.load(zeros + zero_at).to(tl.float32)
-            less = less.to(TYPE)
+            less = (0.0 - less - (MIDDLE + (128 if tl.bfloat16 == TYPE else 1024))).to(TYPE)
+            if GROUPS > 0:
+                scale, less = _spread(scale, GROUPS, BLOCK, BLOCK_ROWS), _spread(less, GROUPS, BLOCK, BLOCK_ROWS)
             total = tl.dot(one, _fast(code, scale, less, False, TYPE), total)
             total = tl.dot(other, _fast(code, scale, less, True, TYPE), total)
         else:
@@ -267,9 +273,8 @@ def _multiply(
                 scale = tl.div_rn(scale, tl.zeros(scale.shape, tl.float32) + divisor)
             if MULTIPLIED:
                 scale = scale * factor
-            less = tl.zeros(scale.shape, tl.float32)
-            if ZEROS >= 0:
-                less += tl.load(zeros + zero_at).to(tl.float32)
+            if GROUPS > 0:
+                scale, less = _spread(scale, GROUPS, BLOCK, BLOCK_ROWS), _spread(less, GROUPS, BLOCK, BLOCK_ROWS)
             if FOUR:
                 weight = _weight(code & 15, scale, less, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
                 total = _added(one, weight, total, INTERPRETED)
@@ -286,6 +291,12 @@ def _multiply(
         tl.store(out + place, rounded(total, TYPE), mask=inside)
     else:
         tl.store(out + place, total, mask=inside)
+
+
+@triton.jit
+def _spread(scales, GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Return scales ``[GROUPS, ROWS]``, each for as many of `BLOCK` values: ``[BLOCK, ROWS]``."""
+    return tl.reshape(tl.broadcast_to(scales[:, None, :], (GROUPS, BLOCK // GROUPS, ROWS)), (BLOCK, ROWS))
 
 
 @triton.jit

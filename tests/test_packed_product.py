@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests import quantized, test_quantized
+from tests import quantized, test_continuous, test_drafts, test_quantized
 from tests.test_experts import queued as queued  # the fixture
 from tests.test_graphs import Rerun, status
 from tests.test_graphs import recorder as recorder  # the fixture
 from tests.test_parity import greedy, load
 from zinfer.engine.base import Engine
+from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.stream import packed_layer, packed_product
 from zinfer.engine.stream.packed_product import LazyWeight, Parts
@@ -309,12 +311,62 @@ def test_rows_with_their_cache_in_host_memory(
     assert kernel.calls > 0
 
 
+def test_drafts_leave_the_tokens_as_they_are(
+    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
+) -> None:
+    """Passes of several tokens a row, of rows that come and go: some are few enough for the kernel, some are not."""
+    monkeypatch.setattr(packed_product, "MOST_TOKENS", 12)
+    test_continuous.small(monkeypatch)
+    engine = start(made("int4 groups"), tmp_path)
+    rows = test_continuous.sequences(9, 3)
+    kernel.calls, known = 0, test_drafts.answers(engine, rows)
+    alone, running = kernel.calls, test_drafts.drafting(engine, monkeypatch, known, 0.4)
+    found = test_continuous.run(running, [rows[:5], rows[5:]])
+    assert running.drafts is not None
+    assert running.drafts.accepted > 0
+    assert 0 < alone < kernel.calls
+    assert told(engine) == "on"
+    running.end()
+    engine.close()
+    test_drafts.check(found, known)
+
+
 def test_without_a_gpu_weights_are_ordinary(made: Callable[[str], Path], tmp_path: Path) -> None:
     engine = start(made("int4 groups"), tmp_path)
     assert not any(isinstance(one, LazyWeight) for one in engine.model.parameters())
     greedy(engine, LENGTHS)
     assert told(engine) == "no GPU"
     engine.close()
+
+
+def test_the_rows_of_a_weight_are_runs_of_alike_chunks() -> None:
+    """Two matrices with scales of their own are two runs; what the kernel does not read has none."""
+    several = [codes_of("nvfp4"), replace(codes_of("nvfp4"), divisor=2.5)]
+    arena = PinnedArena(1 << 20, pin=False, grow=True)
+    shape = torch.empty(74, 96, dtype=BF16, device="meta")
+    image = packed_layer.pack({"norm": torch.ones(96)}, arena, {"weight": (shape, several)})
+    place = image.blocks["weight"]
+    own = [piece for piece in image.pieces if piece.layout is not None]
+    assert [len(found) for found in (own, packed_product.parts_of(own, place, image.start) or ())] == [2, 2]
+    parts = packed_product.parts_of(own, place, image.start)
+    assert parts is not None
+    states = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)).to(BF16)
+    expected = functional.linear(states, torch.cat([expand(codes, BF16) for codes in several]))
+    assert torch.equal(by_codes(parts, arena.memory[image.start :], states, None), expected)
+
+    def served(pieces: list[packed_layer.Chunk], other: Any = place) -> bool:
+        return packed_product.parts_of(pieces, other, image.start) is not None
+
+    layout: Any = own[1].layout
+    assert served(own)
+    assert not served(own[:1]), "rows are missing"
+    assert not served(own[::-1]), "rows are in another order"
+    assert not served([*own[:1], replace(own[1], layout=None)])
+    assert not served([*own[:1], replace(own[1], layout=replace(layout, order=True))])
+    assert not served([*own[:1], replace(own[1], layout=replace(layout, block=(1, 3)))]), "a byte has two scales"
+    assert not served(own, replace(place, shape=torch.Size((2, 37, 96))))
+    assert not served(own, replace(place, dtype=FP16))
+    arena.close()
 
 
 def test_only_values_fill_a_lazy_weight() -> None:
@@ -343,6 +395,26 @@ def test_only_values_fill_a_lazy_weight() -> None:
         read()
         assert len(filled) >= number
         del filled[number:]
+
+
+def test_tensors_of_another_kind_decide_what_is_done_with_a_lazy_weight() -> None:
+    """Whichever comes first, the weight is filled before the other kind's function gets it."""
+    filled = list[int]()
+
+    class Other(Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                plain = [one.as_subclass(Tensor) if isinstance(one, Other) else one for one in args]
+            return "other", len(filled), function(*plain, **kwargs or {})
+
+    weight = LazyWeight(torch.ones(3, 3), lambda: filled.append(1), lambda states, _bias: states)
+    other = torch.ones(3, 3).as_subclass(Other)
+    kind, before, found = torch.matmul(weight, other)
+    assert (kind, before, float(found.sum())) == ("other", 1, 27)
+    kind, _, found = functional.linear(other, weight)
+    assert kind == "other"
+    assert float(found.sum()) == 9, "its product is offered to the weight"
 
 
 def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: Patch) -> None:

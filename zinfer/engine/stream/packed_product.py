@@ -55,9 +55,13 @@ class LazyWeight(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(options or {})
+        if any(not issubclass(one, nn.Parameter) for one in types):  # tensors of another kind decide
+            for weight in _weights((args, tuple(options.values()))):
+                weight.fill()
+            return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             if function is functional.linear:
                 found = _product(*args, **options)
@@ -95,10 +99,9 @@ def parts_of(pieces: Sequence[Chunk], place: TensorPlace, start: int) -> Parts |
         layout, begin = piece.layout, piece.start - start
         if not isinstance(layout, CodesLayout) or layout.coded is not None or layout.order or not _whole_bytes(layout):
             return None
-        if (
-            layout.columns != place.shape[1]
-            or piece.place != place.offset + rows * layout.columns * place.dtype.itemsize
-        ):
+        if (layout.columns, layout.dtype) != (place.shape[1], place.dtype):
+            return None
+        if piece.place != place.offset + rows * layout.columns * place.dtype.itemsize:
             return None
         rows += layout.rows
         more = found[-1][1].continued(layout, begin - found[-1][0]) if found else None
@@ -126,7 +129,7 @@ class PackedProducts:
     ) -> Tensor | None:
         """Return the product of `states` ``[.., columns]`` with the weight of `parts`, whose layer's bytes are `data`,
         and of `bias`; None if the kernel does not serve it. `plain` returns what torch computes."""
-        if self.status != "on" or not _serves(parts, states, bias):
+        if self.status != "on" or states.device != data.device or not _serves(parts, states, bias):
             return None
         kind = tuple(run for _, run in parts), bias is None, -(-states.numel() // states.shape[-1] // 16)
         try:

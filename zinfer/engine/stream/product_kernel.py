@@ -2,7 +2,7 @@
 """Triton kernels that multiply hidden states of a few tokens with quantised rows, from their codes and scales.
 
 `_multiply` reads the codes of a block of rows once, makes weights of them in registers, and multiplies them with all
-tokens by tensor cores: tokens are padded to 16, 32 or 64. A weight is what `zinfer.engine.stream.expand` unpacks, to
+tokens by tensor cores, 16 or 32 tokens at a time. A weight is what `zinfer.engine.stream.expand` unpacks, to
 the bit: the same zero point, scale and rounding. Of two codes of 4 bits in a byte the first belongs to an even column,
 so even and odd columns are two products, and the states come with even columns before odd ones (`paired`).
 

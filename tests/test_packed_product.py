@@ -319,7 +319,7 @@ def test_drafts_leave_the_tokens_as_they_are(
     test_continuous.small(monkeypatch)
     engine = start(made("int4 groups"), tmp_path)
     rows = test_continuous.sequences(9, 3)
-    kernel.calls, known = 0, test_drafts.answers(engine, rows)
+    known = test_drafts.answers(engine, rows)
     alone, running = kernel.calls, test_drafts.drafting(engine, monkeypatch, known, 0.4)
     found = test_continuous.run(running, [rows[:5], rows[5:]])
     assert running.drafts is not None

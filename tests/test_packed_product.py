@@ -22,7 +22,8 @@ from tests import quantized, test_continuous, test_drafts, test_quantized
 from tests.test_experts import queued as queued  # the fixture
 from tests.test_graphs import Rerun, status
 from tests.test_graphs import recorder as recorder  # the fixture
-from tests.test_parity import greedy, load
+from tests.test_parity import MACHINE, OUTPUT_LEN, greedy, load
+from zinfer.engine import base, kind
 from zinfer.engine.base import Engine
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
@@ -30,6 +31,9 @@ from zinfer.engine.stream import packed_layer, packed_product
 from zinfer.engine.stream.packed_product import LazyWeight, Parts
 from zinfer.engine.stream.quantized import Run, pieces, unpack
 from zinfer.plan.plan import make_plan
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.model import Weights
+from zinfer.spec.resolve import resolve
 
 Patch = pytest.MonkeyPatch
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -217,6 +221,25 @@ def test_layers_that_stay_give_the_same_tokens(
     assert torch.equal(first, expected)
     assert torch.equal(run(engine), expected)
     assert (kernel.calls > 0) == served
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_every_matrix_of_bloom_is_read_from_its_codes(
+    weights: Weights, checkpoint: Callable[..., Path], kernel: Kernel
+) -> None:
+    """Weights that are rounded while they load, with biases; prompts and steps are few tokens."""
+    spec, found = resolve(str(checkpoint("bloom")), "float32", weights=weights), list[Tensor]()
+    for option in ("off", "auto"):
+        case = Case(
+            model=spec.name, engine="stream", offload="cpu", dtype=spec.dtype, load_format="safetensors",
+            workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN), weights=weights, gpu_weights="100%",
+            options=(("packed_kernel", option), ("weight_codec", "lossless")),
+        )  # fmt: skip
+        engine = base.load(kind("stream").target).start(make_plan(case, spec, MACHINE))
+        found.append(greedy(engine, LENGTHS))
+        engine.close()
+    assert torch.equal(*found)
+    assert kernel.calls == OUTPUT_LEN * 4 * spec.num_layers
 
 
 def test_many_tokens_are_computed_in_the_slot(

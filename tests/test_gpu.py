@@ -26,6 +26,7 @@ from tests import (
     test_experts,
     test_few_experts,
     test_graphs,
+    test_packed_product,
     test_quantized,
     test_ragged,
     test_team_ways,
@@ -39,7 +40,8 @@ from tests.test_state import GLM
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.cache import RowCache, make_cache
-from zinfer.engine.stream import few_experts, graphs
+from zinfer.engine.quantization.dequantize import expand
+from zinfer.engine.stream import few_experts, graphs, packed_product
 from zinfer.engine.stream.codec import BLOCK, encode
 from zinfer.engine.stream.cpu_attention import landed
 from zinfer.engine.stream.quantized import pieces, unpack
@@ -432,6 +434,56 @@ def test_codes_in_fp8_are_coded_as_on_the_cpu() -> None:
     assert there is not None
     assert test_codec.same(test_codec.decoded(here), values)
     assert test_codec.same(test_codec.decoded(replace(there, data=there.data.cpu())), values)
+
+
+# Matrices that fill tiles, in formats whose codes become weights by instructions of a GPU alone, in several chunks.
+LARGE: dict[str, tuple[Any, ...]] = {
+    f"{name} of {columns} columns in {str(dtype)[6:]}": (
+        1000, columns, 4, table, (1000, columns // 128), (1, 128), dtype, "", dtype, dtype,
+        {"zeros": zeros}, 300 * columns * 2, 1,
+    )
+    for columns in (4096, 11008)
+    for name, table, zeros in (("int4", "middle4", False), ("gptq", "whole4", True))
+    for dtype in (torch.bfloat16, torch.float16)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*test_packed_product.CASES, *LARGE])
+def test_products_from_codes_are_those_of_unpacked_weights(name: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(test_packed_product, "CASES", test_packed_product.CASES | LARGE)
+    codes, (rows, columns, *_, dtype, _, most, _) = test_packed_product.codes_of(name), test_packed_product.CASES[name]
+    run, data = test_packed_product.chunks_of(codes, dtype, most)
+    weight, parts, dice = expand(codes, dtype).cuda(), ((0, run),), torch.Generator("cuda").manual_seed(3)
+    for count in (1, 7, 16, 33, 64):
+        states = torch.randn((count, columns), generator=dice, device="cuda").to(dtype)
+        bias = torch.randn(rows, generator=dice, device="cuda").to(dtype)
+        expected = torch.nn.functional.linear(states.double(), weight.double(), bias.double())
+        found = packed_product._compute(parts, data.cuda(), states, bias)
+        print(f"{name}, {count} tokens: error {test_packed_product.error(found, expected):.1e}")
+        assert test_packed_product.error(found, expected) < (1e-5 if dtype == torch.float32 else 0.004)
+        assert torch.equal(found, packed_product._compute(parts, data.cuda(), states, bias))
+    chosen = torch.randint(0, columns, (64,), generator=dice, device="cuda")
+    unit = torch.nn.functional.one_hot(chosen, columns).to(dtype)
+    assert torch.equal(packed_product._compute(parts, data.cuda(), unit, None), weight.t()[chosen])
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("share", ["60%", "100%"])
+@pytest.mark.parametrize("name", ["int4 asymmetric", "nvfp4", "gptq of 8 bits"])
+def test_layers_that_stay_packed_give_the_same_tokens(name: str, share: str, tmp_path: Path) -> None:
+    """With CUDA graphs where all of them stay; the slot holds NaN before a layer is put there."""
+    if name in quantized.COMPRESSED:
+        pytest.importorskip("compressed_tensors")
+    directory, found = test_quantized.FORMATS[name](tmp_path / "m"), list[Tensor]()
+    for option in ("off", "auto"):
+        engine = test_packed_product.start(directory, tmp_path, share, cuda_graphs="auto", packed_kernel=option)
+        found += [tokens(engine, lengths) for lengths in ((9, 5, 7), (6,), (9, 5, 7))]
+        assert test_packed_product.told(engine) == {"off": "off", "auto": "on"}[option]
+        if share == "100%":
+            assert not re.search("cannot be recorded|differ", str(engine.effective().settings["cuda_graphs"]))
+        engine.close()
+    for one, other in zip(found[:3], found[3:], strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["fp8 of experts", "gptq"])

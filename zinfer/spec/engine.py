@@ -137,6 +137,11 @@ class StreamOptions(EngineOptions):
         "auto",
         description="Routed experts in passes of few tokens by a kernel of its own; auto: on a GPU that runs Triton.",
     )
+    packed_kernel: Literal["auto", "off"] = Field(
+        "auto",
+        description="Quantised layers that stay on the GPU, in passes of few tokens, by a kernel that reads their "
+        "codes; auto: on a GPU that runs Triton.",
+    )
     expert_guess: ExpertGuess = Field(
         "auto",
         description="Experts on demand that the next layer is guessed to choose, copied while the link would idle; "

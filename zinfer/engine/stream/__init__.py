@@ -39,6 +39,7 @@ from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
 from zinfer.engine.stream.layer_source import LayerSource, copy_into
+from zinfer.engine.stream.packed_product import PackedProducts
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias_of, is_decode, layers_of, split, stacked_inputs
 from zinfer.engine.stream.stacked import NotStackedError
@@ -146,6 +147,8 @@ class Stream(Decoder):
 
     def _attach(self, source: LayerSource, ring: PrefetchRing) -> None:
         """Have the layers, and the experts that come on demand, take their weights from `ring`, and begin."""
+        if self.options.packed_kernel == "auto" and source.lossless and self._group is None:
+            ring.products = PackedProducts(self.device)
         for number, layer in enumerate(self._layers):
             ring.attach(number, layer, self._weights.of_layer(number))
         if source.arena is not None and source.expert_images:
@@ -690,6 +693,18 @@ class Stream(Decoder):
             **{f"experts_{name}_per_step": count for name, count in counts.items()},
         }
 
+    def _packed_settings(self) -> dict[str, Option]:
+        """Return how products with layers that stay packed were computed; nothing where none does."""
+        ring = self._ring
+        if ring is None or self.plan.model.stored_ratio == 1 or len(ring.streamed) == len(ring.images):
+            return {}
+        if self.options.packed_kernel == "off":
+            return {"packed_kernel": "off"}
+        if ring.products is None:
+            return {"packed_kernel": "no packed weights" if self._group is None else "several GPUs share the layers"}
+        served = ring.products.status != "on" or ring.has_lazy_weights
+        return {"packed_kernel": ring.products.status if served else "no weights that it reads"}
+
     def effective(self) -> Effective:
         cache: dict[str, Option] = {
             "kv_offload": self.options.kv_offload,
@@ -725,6 +740,7 @@ class Stream(Decoder):
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
                 **source.settings(),
                 **self._expert_settings(),
+                **self._packed_settings(),
                 **cache,
             },
         )

@@ -54,8 +54,10 @@ class Hosted(Tensor):
             args, kwargs = tree_map(bring, (args, kwargs))
             if not kwargs.keys() & {"out", "tensor2"}:
                 func = OURS.get(func, func)
-            result = func(*args, **kwargs)
-            return result if lands else tree_map(lambda one: host(one, home) if _is_plain(one) else one, result)
+            if not lands:
+                result = func(*args, **kwargs)
+                return tree_map(lambda one: host(one, home) if _is_plain(one) else one, result)
+        return func(*args, **kwargs)  # a weight may have functions of its own
 
 
 class HostedCoded(Hosted):

@@ -87,7 +87,7 @@ class FewExperts:
             self.status = f"the kernels failed: {one_line(error)[:120]}"
             return chosen(module, *args)
         expected = chosen(module, *args)
-        if _alike(found, expected):
+        if alike(found, expected):
             self._checked.add(kind)
             return found
         self.status = "the kernels' results differ from those of transformers"
@@ -202,7 +202,7 @@ def _plain_gate(module: nn.Module) -> bool:
     return bool(module.has_gate) and own is not None and own is default and activation in ("SiLU", "SiLUActivation")
 
 
-def _alike(found: Tensor, expected: Tensor) -> bool:
+def alike(found: Tensor, expected: Tensor) -> bool:
     """Tell whether results ``[tokens, H]`` differ by rounding alone; padding may be NaN in both."""
     one, other = (torch.nan_to_num(states.double(), 0.0, 0.0, 0.0) for states in (found, expected))
     error = (one - other).norm() / other.norm().clamp(min=1e-30)

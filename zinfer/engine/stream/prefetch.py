@@ -19,6 +19,9 @@ Calls of layers that the CPU waits for, in the middle of attention, run in a sec
 what the GPU computes for other calls is not waited for. Two more rules hold for the slot: the second queue waits until
 a layer is unpacked before it reads it, and the next layer is unpacked once the second queue has read this one.
 
+Of a layer that stays, weights whose products a kernel computes from their codes (`packed_product`) are left out of the
+slot until something reads them, in the queue that does.
+
 A *trip* is one pass of the weights: `with ring.trip(..):` around the forward pass, or around several that share it. A
 trip that ends in an exception leaves the ring to begin anew with the next one.
 """
@@ -26,16 +29,18 @@ trip that ends in an exception leaves the ring to begin anew with the next one.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, unpack
+from zinfer.engine.stream.packed_product import LazyWeight, PackedProducts, Parts, parts_of
 from zinfer.engine.stream.trace import Reads, Timed, Trace, mark
 
 
@@ -135,6 +140,8 @@ class PrefetchRing:
             list[tuple[Tensor, TensorPlace]]
         ] = []  # by layer: its weights, and their places in the slot
         self._kept: dict[int, Tensor] = {}  # layer -> its bytes as in the source, on the device
+        self.products: PackedProducts | None = None  # with weights of layers that stay, if a kernel serves some
+        self._lazy: dict[int, dict[str, tuple[Chunk, ...]]] = {}  # layer -> pieces of its lazy weights, by their names
         self._coming: Iterator[Transfer] = iter(())  # transfers still to be issued
         self._flying: deque[Transfer] = deque()  # transfers issued and not taken; the last one may wait to be issued
         self._issued = self._taken = self._returned = 0
@@ -151,8 +158,11 @@ class PrefetchRing:
     def attach(self, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
         """Make `layer`, number `index`, find its weights and buffers in the slot whenever it is called; `entries` are
         those that its image holds, by the same names."""
+        views = {name: block.view(self._slot) for name, block in self.images[index].blocks.items()}
+        if self.products is not None and self.products.status == "on":
+            views |= self._lazy_weights(index, self.products, entries)
         blocks = self.images[index].blocks
-        self._held_by.append([(entries[name].put(block.view(self._slot)), block) for name, block in blocks.items()])
+        self._held_by.append([(entries[name].put(views[name]), block) for name, block in blocks.items()])
 
         def before(_module: nn.Module, _args: Any) -> None:
             self._acquire(index)
@@ -162,6 +172,23 @@ class PrefetchRing:
 
         layer.register_forward_pre_hook(before)
         layer.register_forward_hook(after)
+
+    def _lazy_weights(self, index: int, products: PackedProducts, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+        """Return the weights of layer `index` that `products` serves while the layer stays, by name."""
+        image, found = self.images[index], dict[str, Tensor]()
+        for name, block in image.blocks.items():
+            own = tuple(one for one in image.pieces if block.offset <= one.place < block.offset + block.size)
+            parts = parts_of(own, block, image.start) if entries[name].is_parameter else None
+            if parts is not None:
+                product = partial(self._product, index, name, products, parts)
+                found[name] = LazyWeight(block.view(self._slot), partial(self._fill_in, index, name), product)
+                self._lazy.setdefault(index, {})[name] = own
+        return found
+
+    @property
+    def has_lazy_weights(self) -> bool:
+        """True if weights of layers that stay have products of their own."""
+        return any(index in self._lazy for index in self._kept)
 
     @property
     def on_gpu(self) -> bool:
@@ -350,7 +377,7 @@ class PrefetchRing:
     def close(self) -> None:
         if self._queues is not None:
             self._queues.finish()
-        self._buffers, self._held_by, self._kept, self._next = [], [], {}, None
+        self._buffers, self._held_by, self._kept, self._lazy, self._next = [], [], {}, {}, None
         self._coming = iter(())
         self._flying.clear()
         self._source = self._slot = torch.empty(0, dtype=torch.uint8)
@@ -487,7 +514,7 @@ class PrefetchRing:
             if self._queues is not None:
                 trip.unpacked = self._queues.event()
                 trip.unpacked.record()
-        if trip.beside and trip.unpacked is not None:
+        if trip.used_beside and trip.unpacked is not None:
             trip.unpacked.wait()
         if self._trace is not None:
             self._trace.begin("compute", index)
@@ -503,7 +530,8 @@ class PrefetchRing:
         return _lean(output)
 
     def _unpack(self, index: int) -> None:
-        image, kept = self.images[index], self._whole(index)
+        image, kept, trip = self.images[index], self._whole(index), self._under_way()
+        trip.left = {}
         if kept is None:
             for piece in image.pieces:
                 content = self._take(index, piece)
@@ -511,9 +539,40 @@ class PrefetchRing:
                     unpack(piece, content, self._slot)
                 self._give_back()
         elif image.coded:
+            trip.left = dict(self._lazy.get(index, {}))
+            left = {piece.start for pieces in trip.left.values() for piece in pieces}
             with self._unpacking(index):
-                for piece in image.pieces:
-                    unpack(piece, kept[piece.start - image.start :], self._slot)
+                self._unpack_kept(index, [piece for piece in image.pieces if piece.start not in left])
+
+    def _unpack_kept(self, index: int, pieces: Iterable[Chunk]) -> None:
+        start, kept = self.images[index].start, self._kept[index]
+        for piece in pieces:
+            unpack(piece, kept[piece.start - start :], self._slot)
+
+    def _fill_in(self, index: int, name: str) -> None:
+        """Put a lazy weight of layer `index` into the slot, if that has the layer without it."""
+        trip = self._trip
+        if trip is None or trip.held != index or name not in trip.left:
+            return
+        with self.aside(index, unpacks=True):
+            self._unpack_kept(index, trip.left.pop(name))
+        if trip.unpacked is not None:
+            trip.unpacked.record()
+
+    def _product(
+        self, index: int, name: str, products: PackedProducts, parts: Parts, states: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """Return the product of `states` with a lazy weight of layer `index` from its codes; None if it is to be
+        computed in the slot."""
+        kept, trip = self._whole(index), self._trip
+        if kept is None or trip is None or trip.held != index:
+            return None
+
+        def plain() -> Tensor:
+            self._fill_in(index, name)
+            return functional.linear(states, self.images[index].blocks[name].view(self._slot), bias)
+
+        return products.compute(parts, kept, states, bias, plain)
 
     def _whole(self, index: int) -> Tensor | None:
         """Return the bytes of a layer that stays on the device; None if they come through the buffers."""
@@ -539,7 +598,8 @@ class _Trip:
     served: int = 0  # calls of that layer so far
     borrowed: int = 0  # buffers that its current call holds
     whole: bool = False  # True after the last call of the last layer
-    unpacked: Event | None = None  # point from which on the layer is in the slot
+    left: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # its lazy weights that are not in the slot yet
+    unpacked: Event | None = None  # point from which on the rest of the layer is in the slot
     beside: bool = False  # True while the second compute queue is the current one
     used_beside: bool = False
 

@@ -68,11 +68,16 @@ class CodesLayout:
     def _zeros(self) -> int:
         return self.grid[0] * self.grid[1] * 2 if self.zeros else 0
 
+    @property
+    def starts(self) -> tuple[int, int, int]:
+        """Places of scales, zero points and order in the data, in bytes."""
+        second = _up(self._codes) + _up(self._scales)
+        return _up(self._codes), second, second + _up(self._zeros)
+
     def views(self, data: Tensor) -> Codes:
         """Return the codes in `data` (uint8, at least `size`), as views; coded ones as they are, in one dimension."""
-        first, second = _up(self._codes), _up(self._codes) + _up(self._scales)
+        first, second, third = self.starts
         zeros = data[second : second + self._zeros].view(torch.int16).view(self.grid) if self.zeros else None
-        third = second + _up(self._zeros)
         order = data[third : third + 4 * self.columns].view(torch.int32) if self.order else None
         numbers = data[: self._codes]
         return Codes(
@@ -80,6 +85,38 @@ class CodesLayout:
             data[first : first + self._scales].view(self.scale_dtype).view(self.grid), self.block, self.inner,
             self.scale_table, zeros, self.divisor, self.factor, order,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """Chunks of rows of one matrix, `count` of them, `stride` bytes apart: the last one may have fewer rows, all else
+    is alike."""
+
+    layout: CodesLayout
+    last: CodesLayout
+    count: int = 1
+    stride: int = 0
+
+    @property
+    def rows(self) -> int:
+        return (self.count - 1) * self.layout.rows + self.last.rows
+
+    @property
+    def size(self) -> int:
+        """Bytes from the beginning of the first chunk to the end of the last one."""
+        return (self.count - 1) * self.stride + self.last.size
+
+    def continued(self, layout: CodesLayout, begin: int) -> "Run | None":
+        """Return the run with one more chunk, `begin` bytes from the first one's beginning; None if it does not
+        continue this one."""
+        first, stride = self.layout, self.stride or begin
+        several = layout.grid[0] == -(-layout.rows // layout.block[0]) if first.grid[0] > 1 else layout.grid[0] == 1
+        same = replace(layout, rows=first.rows, grid=first.grid) == first and layout.grid[1] == first.grid[1]
+        if not (same and several and begin == self.count * stride):
+            return None
+        if not self.last.rows == first.rows >= layout.rows:
+            return None
+        return replace(self, last=layout, count=self.count + 1, stride=stride)
 
 
 def rows_at_once(codes: Codes, itemsize: int, most: int) -> int:

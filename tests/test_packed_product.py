@@ -1,0 +1,524 @@
+"""Products of few tokens with weights that stay quantised: the kernel's results are those of unpacked weights, and what
+it does not serve finds the weight in its place.
+
+The kernel runs in Triton's interpreter, which must be chosen before triton is imported: hence a process of its own. The
+other tests compute from the same codes by torch (`by_codes`).
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests import quantized, test_continuous, test_drafts, test_quantized
+from tests.test_experts import queued as queued  # the fixture
+from tests.test_graphs import Rerun, status
+from tests.test_graphs import recorder as recorder  # the fixture
+from tests.test_parity import MACHINE, OUTPUT_LEN, greedy, load
+from zinfer.engine import base, kind
+from zinfer.engine.base import Engine
+from zinfer.engine.pinned import PinnedArena
+from zinfer.engine.quantization.dequantize import Codes, expand
+from zinfer.engine.stream import packed_layer, packed_product
+from zinfer.engine.stream.packed_product import LazyWeight, Parts
+from zinfer.engine.stream.quantized import Run, pieces, unpack
+from zinfer.plan.plan import make_plan
+from zinfer.spec.case import Case, Workload
+from zinfer.spec.model import Weights
+from zinfer.spec.resolve import resolve
+
+Patch = pytest.MonkeyPatch
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LENGTHS = (5, 9, 3)
+# Rows and columns, of which no tile is a divisor; bits, table, scales' grid and block, their type and table, the type
+# within and that of the result, other fields of `Codes`; bytes of a chunk, number of tokens.
+CASES: dict[str, tuple[Any, ...]] = {
+    "int4": (37, 256, 4, "middle4", (37, 2), (1, 128), BF16, "", BF16, BF16, {}, 1 << 20, 1),
+    "int4 in chunks": (37, 256, 4, "middle4", (37, 2), (1, 128), BF16, "", BF16, FP32, {}, 10_240, 16),
+    "groups of 48": (37, 96, 4, "middle4", (37, 2), (1, 48), BF16, "", BF16, FP32, {}, 4000, 17),
+    "gptq": (37, 96, 4, "whole4", (37, 6), (1, 16), FP16, "", FP16, BF16, {"zeros": True}, 2000, 40),
+    "mxfp4": (37, 96, 4, "e2m1", (37, 3), (1, 32), torch.uint8, "e8m0", BF16, BF16, {}, 1 << 20, 3),
+    "nvfp4": (37, 96, 4, "e2m1", (37, 6), (1, 16), torch.uint8, "e4m3", BF16, BF16, {"divisor": 3.7}, 1 << 20, 3),
+    "modelopt": (37, 96, 4, "e2m1", (37, 6), (1, 16), torch.uint8, "e4m3", FP32, FP32, {"factor": 0.37}, 1 << 20, 3),
+    "int8": (37, 100, 8, "int8", (37, 1), (1, 100), BF16, "", BF16, BF16, {"zeros": True}, 1 << 20, 3),
+    "fp8 of blocks": (40, 100, 8, "e4m3", (3, 3), (16, 40), FP32, "", BF16, BF16, {}, 3200, 64),
+    "e5m2 of a tensor": (40, 100, 8, "e5m2", (1, 1), (40, 100), FP32, "", BF16, FP16, {}, 2200, 2),
+    "gptq of 8 bits": (40, 64, 8, "whole8", (40, 4), (1, 16), FP16, "", FP16, FP32, {"zeros": True}, 1 << 20, 3),
+    "columns that are split": (40, 640, 8, "middle8", (40, 5), (1, 128), FP16, "", FP16, FP32, {}, 1 << 20, 33),
+}  # fmt: skip
+
+
+def codes_of(name: str) -> Codes:
+    """Return random codes of one of `CASES`."""
+    rows, columns, bits, table, grid, block, kind, coded, inner, _, more, *_ = CASES[name]
+    dice = torch.Generator().manual_seed(len(name))
+    numbers = torch.randint(0, 256, (rows, columns * bits // 8), dtype=torch.uint8, generator=dice)
+    if table in ("e4m3", "e5m2"):
+        numbers &= 0xF7 if table == "e4m3" else 0xFB  # no NaN
+    if coded:
+        scales = torch.randint(*((100, 128) if coded == "e8m0" else (1, 120)), grid, dtype=torch.uint8, generator=dice)
+    else:
+        scales = (torch.rand(grid, generator=dice) / 10 + 0.01).to(kind)
+    given = dict(more)
+    if given.pop("zeros", False):
+        given["zeros"] = torch.randint(-8, 8, grid, generator=dice).to(torch.int16)
+    return Codes(numbers, columns, bits, table, scales, block, inner, coded, **given)
+
+
+def chunks_of(codes: Codes, dtype: torch.dtype, most: int) -> tuple[Run, Tensor]:
+    """Return a matrix in chunks, as a packed layer has them, and their bytes."""
+    found = pieces(codes, dtype, most)
+    stride = -(-found[0][0].size // 256) * 256
+    data, run = torch.zeros(stride * len(found), dtype=torch.uint8), None
+    for number, (layout, own) in enumerate(found):
+        data[number * stride :][: own.numel()] = own
+        run = Run(layout, layout) if run is None else run.continued(layout, number * stride)
+        assert run is not None
+    assert run is not None
+    assert run.count == len(found)
+    return run, data
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.fixture(scope="module")
+def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what `main` saved."""
+    path = tmp_path_factory.mktemp("packed") / "results"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_packed_product", path],
+        env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = torch.load(path)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_are_those_of_unpacked_weights(name: str, by_kernel: dict[str, Any]) -> None:
+    weight, products, columns, states, bias, chosen = by_kernel[name]
+    expected = functional.linear(states.double(), weight.double(), bias.double())
+    assert products.dtype == weight.dtype
+    assert error(products, expected) < (1e-6 if weight.dtype == FP32 else 0.004)
+    assert torch.equal(columns, weight.t()[chosen]), "unit vectors read the weights to the bit"
+
+
+def test_cases_have_chunks_and_columns_that_are_split(by_kernel: dict[str, Any]) -> None:
+    assert by_kernel["chunks"] >= {1, 3, 4}
+    assert by_kernel["splits"] >= {1, 10}
+
+
+def test_an_engine_computes_by_the_kernel(by_kernel: dict[str, Any]) -> None:
+    ran, told, found, expected = by_kernel["engine"]
+    assert ran > 0
+    assert told == ["on", "off"]
+    assert torch.equal(found, expected)
+
+
+def by_codes(parts: Parts, data: Tensor, states: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a product as the kernel does, from codes alone."""
+    rows = []
+    for start, run in parts:
+        for number in range(run.count):
+            layout = run.layout if number < run.count - 1 else run.last
+            rows.append(torch.empty(layout.rows, layout.columns, dtype=layout.dtype))
+            unpack(data[start + number * run.stride :][: layout.size], layout, rows[-1])
+    return functional.linear(states, torch.cat(rows), bias)
+
+
+class Kernel:
+    """Takes the place of the kernel, and counts its `calls`; `fault` is raised, and `factor` makes it wrong."""
+
+    def __init__(self) -> None:
+        self.calls, self.factor = 0, 1.0
+        self.fault: Exception | None = None
+
+    def __call__(self, *args: Any) -> Tensor:
+        self.calls += 1
+        if self.fault is not None:
+            raise self.fault
+        return self.factor * by_codes(*args)
+
+
+@pytest.fixture
+def kernel(monkeypatch: Patch) -> Kernel:
+    found = Kernel()
+    monkeypatch.setattr(packed_product, "cannot_run", lambda _device: None)
+    monkeypatch.setattr(packed_product, "_compute", found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Make a checkpoint in one of the formats of `test_quantized`, once."""
+    folder, known = tmp_path_factory.mktemp("formats"), dict[str, Path]()
+
+    def make(name: str) -> Path:
+        if name in quantized.COMPRESSED:
+            pytest.importorskip("compressed_tensors")
+        if name not in known:
+            known[name] = test_quantized.FORMATS[name](folder / name)
+        return known[name]
+
+    return make
+
+
+def start(directory: Path, scratch: Path, share: str = "100%", **options: Any) -> Any:
+    """Load an engine that keeps `share` of the weights on the device, quantised; its slot holds NaN before a layer is
+    put there."""
+    here = options.pop("here", None)
+    options = {"dtype": "float32", "weight_codec": "lossless"} | options
+    engine: Any = load("stream", directory, "cpu", scratch, here=here, **options)
+    plan = engine.plan
+    case = plan.case.model_copy(update={"gpu_weights": share})
+    engine.plan = make_plan(case, plan.model, plan.machine) if here is None else plan
+    put = engine._ring._unpack
+
+    def unpacked(index: int) -> None:
+        engine._ring._slot.fill_(255)
+        put(index)
+
+    engine._ring._unpack = unpacked
+    return engine
+
+
+def told(engine: Engine) -> object:
+    return engine.effective().settings.get("packed_kernel")
+
+
+def run(engine: Any) -> Tensor:
+    """Return the tokens of a batch, twice, and close the engine."""
+    found = [greedy(engine, LENGTHS) for _ in range(2)]
+    assert torch.equal(*found)
+    engine.close()
+    return found[0]
+
+
+@pytest.mark.parametrize("share", ["60%", "100%"])
+@pytest.mark.parametrize("name", ["int4 groups", "nvfp4", "fp8 of experts", "gptq in order", "mxfp4 of experts"])
+def test_layers_that_stay_give_the_same_tokens(
+    name: str, share: str, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(packed_layer, "PIECE", 4000)  # a matrix is several chunks
+    expected = run(start(made(name), tmp_path, share, packed_kernel="off"))
+    assert kernel.calls == 0
+    engine = start(made(name), tmp_path, share)
+    first = greedy(engine, LENGTHS)
+    served = name not in ("gptq in order", "mxfp4 of experts")  # columns in an order of their own, stacked experts
+    assert told(engine) == ("on" if served else "no weights that it reads")
+    assert bool(engine._ring.streamed) == (share == "60%")
+    assert torch.equal(first, expected)
+    assert torch.equal(run(engine), expected)
+    assert (kernel.calls > 0) == served
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_every_matrix_of_bloom_is_read_from_its_codes(
+    weights: Weights, checkpoint: Callable[..., Path], kernel: Kernel
+) -> None:
+    """Weights that are rounded while they load, with biases; prompts and steps are few tokens."""
+    spec, found = resolve(str(checkpoint("bloom")), "float32", weights=weights), list[Tensor]()
+    for option in ("off", "auto"):
+        case = Case(
+            model=spec.name, engine="stream", offload="cpu", dtype=spec.dtype, load_format="safetensors",
+            workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN), weights=weights, gpu_weights="100%",
+            options=(("packed_kernel", option), ("weight_codec", "lossless")),
+        )  # fmt: skip
+        engine = base.load(kind("stream").target).start(make_plan(case, spec, MACHINE))
+        found.append(greedy(engine, LENGTHS))
+        engine.close()
+    assert torch.equal(*found)
+    assert kernel.calls == OUTPUT_LEN * 4 * spec.num_layers
+
+
+def test_many_tokens_are_computed_in_the_slot(
+    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
+) -> None:
+    expected, calls = run(start(made("int4 groups"), tmp_path, packed_kernel="off")), []
+    for most in (2, 3, 27):  # three rows decode together, and their prompts have 27 tokens
+        monkeypatch.setattr(packed_product, "MOST_TOKENS", most)
+        kernel.calls = 0
+        assert torch.equal(run(start(made("int4 groups"), tmp_path)), expected)
+        calls.append(kernel.calls)
+    assert calls[0] == 0 < calls[1] < calls[2]
+
+
+def test_weights_that_are_read_beside_a_product_are_in_the_slot(
+    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel
+) -> None:
+    """Modules whose forward pass is another one, reads the weight after a product, or is hooked."""
+    expected = run(start(made("int4 groups"), tmp_path, packed_kernel="off"))
+    engine = start(made("int4 groups"), tmp_path)
+    for layer in engine._layers:
+        assert isinstance(layer.mlp.up_proj.weight, LazyWeight)
+        query, out, up = layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.up_proj
+        query.forward = lambda states, own=query: states @ own.weight.view(own.out_features, -1).t()
+        out.forward = lambda states, own=out: (
+            (functional.linear(states, own.weight) + functional.linear(input=states, weight=own.weight[:]) * 0.5) / 1.5
+        )
+        up.register_forward_hook(lambda _module, _args, output: output * 1)
+    assert torch.equal(run(engine), expected)
+    assert kernel.calls > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "factor", "reason"),
+    [
+        (RuntimeError("no code for\nthis GPU"), 1.0, "the kernel failed: RuntimeError: no code for this GPU"),
+        (None, 1.2, "the kernel's results differ from those of unpacked weights"),
+    ],
+)
+def test_a_kernel_that_fails_is_given_up(
+    fault: Exception | None, factor: float, reason: str, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel
+) -> None:
+    kernel.fault, kernel.factor = fault, factor
+    expected = run(start(made("int4 groups"), tmp_path, packed_kernel="off"))
+    engine = start(made("int4 groups"), tmp_path)
+    assert torch.equal(greedy(engine, LENGTHS), expected)
+    assert told(engine) == reason
+    assert torch.equal(run(engine), expected)
+    assert kernel.calls == 1
+
+
+def test_a_lack_of_memory_is_the_callers(made: Callable[[str], Path], tmp_path: Path, kernel: Kernel) -> None:
+    engine = start(made("int4 groups"), tmp_path)
+    kernel.fault = torch.OutOfMemoryError("no room")
+    with pytest.raises(torch.OutOfMemoryError):
+        greedy(engine, LENGTHS)
+    kernel.fault = None
+    engine.clear()
+    assert run(engine).shape
+    assert told(start(made("int4 groups"), tmp_path, "0%")) is None
+
+
+def test_recorded_steps_compute_from_codes(
+    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, recorder: Rerun
+) -> None:
+    expected = run(start(made("int4 groups"), tmp_path, packed_kernel="off", cuda_graphs="off"))
+    engine = start(made("int4 groups"), tmp_path)
+    found = greedy(engine, LENGTHS)
+    assert status(engine) == "on"
+    assert recorder.replayed > 0
+    assert torch.equal(found, expected)
+    engine.close()
+
+
+@pytest.mark.parametrize("most", [1, 2, 64])
+def test_rows_with_their_cache_in_host_memory(
+    most: int, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch, queued: None
+) -> None:
+    """Two calls of a layer in a trip, in two queues: both, the first, or neither of them by the kernel."""
+    monkeypatch.setattr(packed_product, "MOST_TOKENS", most)
+    options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "here": 1}
+    found = list[Tensor]()
+    for option in ("off", "auto"):
+        engine = start(made("int4 groups"), tmp_path, packed_kernel=option, **options)
+        every = {"resident_layers": tuple(range(len(engine._layers)))}
+        engine.given = engine.plan.placement.model_copy(update=every)
+        found.append(greedy(engine, LENGTHS))
+        assert not engine._ring.streamed
+        assert engine._kv_rows == 2
+        engine.close()
+    assert torch.equal(*found)
+    assert kernel.calls > 0
+
+
+def test_drafts_leave_the_tokens_as_they_are(
+    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
+) -> None:
+    """Passes of several tokens a row, of rows that come and go: some are few enough for the kernel, some are not."""
+    monkeypatch.setattr(packed_product, "MOST_TOKENS", 12)
+    test_continuous.small(monkeypatch)
+    engine = start(made("int4 groups"), tmp_path)
+    rows = test_continuous.sequences(9, 3)
+    known = test_drafts.answers(engine, rows)
+    alone, running = kernel.calls, test_drafts.drafting(engine, monkeypatch, known, 0.4)
+    found = test_continuous.run(running, [rows[:5], rows[5:]])
+    assert running.drafts is not None
+    assert running.drafts.accepted > 0
+    assert 0 < alone < kernel.calls
+    assert told(engine) == "on"
+    running.end()
+    engine.close()
+    test_drafts.check(found, known)
+
+
+def test_without_a_gpu_weights_are_ordinary(made: Callable[[str], Path], tmp_path: Path) -> None:
+    engine = start(made("int4 groups"), tmp_path)
+    assert not any(isinstance(one, LazyWeight) for one in engine.model.parameters())
+    greedy(engine, LENGTHS)
+    assert told(engine) == "no GPU"
+    engine.close()
+
+
+def test_the_rows_of_a_weight_are_runs_of_alike_chunks() -> None:
+    """Two matrices with scales of their own are two runs; what the kernel does not read has none."""
+    several = [codes_of("nvfp4"), replace(codes_of("nvfp4"), divisor=2.5)]
+    arena = PinnedArena(1 << 20, pin=False, grow=True)
+    shape = torch.empty(74, 96, dtype=BF16, device="meta")
+    image = packed_layer.pack({"norm": torch.ones(96)}, arena, {"weight": (shape, several)})
+    place = image.blocks["weight"]
+    own = [piece for piece in image.pieces if piece.layout is not None]
+    assert [len(found) for found in (own, packed_product.parts_of(own, place, image.start) or ())] == [2, 2]
+    parts = packed_product.parts_of(own, place, image.start)
+    assert parts is not None
+    states = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)).to(BF16)
+    expected = functional.linear(states, torch.cat([expand(codes, BF16) for codes in several]))
+    assert torch.equal(by_codes(parts, arena.memory[image.start :], states, None), expected)
+
+    def served(pieces: list[packed_layer.Chunk], other: Any = place) -> bool:
+        return packed_product.parts_of(pieces, other, image.start) is not None
+
+    layout: Any = own[1].layout
+    assert served(own)
+    assert not served(own[:1]), "rows are missing"
+    assert not served(own[::-1]), "rows are in another order"
+    assert not served([*own[:1], replace(own[1], layout=None)])
+    assert not served([*own[:1], replace(own[1], layout=replace(layout, order=True))])
+    assert not served([*own[:1], replace(own[1], layout=replace(layout, block=(1, 3)))]), "a byte has two scales"
+    assert not served(own, replace(place, shape=torch.Size((2, 37, 96))))
+    assert not served(own, replace(place, dtype=FP16))
+    arena.close()
+
+
+def test_only_values_fill_a_lazy_weight() -> None:
+    filled, offered = [], []
+
+    def product(states: Tensor, bias: Tensor | None) -> Tensor | None:
+        offered.append(bias)
+        return states if len(states) == 1 else None
+
+    weight = LazyWeight(torch.zeros(3, 3), lambda: filled.append(1), product)
+    assert isinstance(weight, torch.nn.Parameter)
+    assert (weight.shape, weight.dtype, weight.dim(), weight.size(0)) == ((3, 3), FP32, 2, 3)
+    weight.data = torch.ones(3, 3)
+    few, many = torch.ones(1, 3), torch.ones(2, 3)
+    assert functional.linear(few, weight) is few
+    assert filled == []
+    assert float(functional.linear(many, weight).sum()) == 18
+    assert offered == [None, None]
+    assert len(filled) == 1
+    reads: list[Callable[[], object]] = [
+        lambda: weight.t(), lambda: weight[0], lambda: weight.data, lambda: torch.cat([weight, weight]),
+        lambda: torch.addmm(few, few, weight), lambda: functional.linear(weight, weight), lambda: weight.data_ptr(),
+        lambda: torch.stack(tensors=(weight,)), lambda: weight.detach(), lambda: weight.to(BF16),
+    ]  # fmt: skip
+    for number, read in enumerate(reads, start=2):
+        read()
+        assert len(filled) >= number
+        del filled[number:]
+
+
+def test_tensors_of_another_kind_decide_what_is_done_with_a_lazy_weight() -> None:
+    """Whichever comes first, the weight is filled before the other kind's function gets it."""
+    filled = list[int]()
+
+    class Other(Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                plain = [one.as_subclass(Tensor) if isinstance(one, Other) else one for one in args]
+            return "other", len(filled), function(*plain, **kwargs or {})
+
+    weight = LazyWeight(torch.ones(3, 3), lambda: filled.append(1), lambda states, _bias: states)
+    other = torch.ones(3, 3).as_subclass(Other)
+    kind, before, found = torch.matmul(weight, other)
+    assert (kind, before, float(found.sum())) == ("other", 1, 27)
+    kind, _, found = functional.linear(other, weight)
+    assert kind == "other"
+    assert float(found.sum()) == 9, "its product is offered to the weight"
+
+
+def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Codes are copied 16 bytes at a time, ahead of their use, and reach the tensor cores' registers unstored."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from zinfer.engine.stream import product_kernel as kernel
+    from zinfer.engine.stream.quantized import CodesLayout
+
+    def layout(rows: int, bits: int, table: str, group: int) -> CodesLayout:
+        return CodesLayout(rows, 4096, bits, table, (1, group), (rows, 4096 // group), BF16, "", False, False, 1.0, 1.0,
+                           BF16, BF16)  # fmt: skip
+
+    pointers = dict.fromkeys(("states", "scales", "bias"), "*bf16") | {
+        "data": "*u8", "zeros": "*i16", "scale_table": "*fp32", "out": "*fp32", "divisor": "fp32", "factor": "fp32",
+    }  # fmt: skip
+    for bits, table, group in ((4, "middle4", 128), (8, "int8", 4096)):
+        first = layout(500, bits, table, group)
+        run = Run(first, layout(100, bits, table, group), 3, -(-first.size // 256) * 256)
+        tiles, function = kernel.Tiles.of(run), kernel._multiply
+        constants = kernel.constants(run) | {
+            "TOKENS": 16, "BIASED": True, "WHOLE": False, "BLOCK_ROWS": tiles.rows, "BLOCK": tiles.bytes,
+        }  # fmt: skip
+        constants["INTERPRETED"], constants["FAST"] = False, bits == 4
+        types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in function.arg_names}
+        aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(types.values()) if "*" in kind}
+        code = triton.compile(
+            ASTSource(function, types, constants, aligned), target=GPUTarget("cuda", 90, 32),
+            options={"num_warps": tiles.rows // kernel.WARP_ROWS, "num_stages": kernel.STAGES},
+        ).asm  # fmt: skip
+        assert code["cubin"]
+        copies = [line for line in code["ptx"].splitlines() if "cp.async.c" in line and "cache_hint" in line]
+        assert copies
+        assert all("0x10" in line for line in copies)
+        assert "mma.sync" in code["ptx"]
+        assert ("fma.rn.bf16x2" in code["ptx"]) == (bits == 4)
+
+
+def main(path: Path) -> None:
+    """Compute products by the kernel, and an engine's tokens with and without it, and save them."""
+    from zinfer.engine.stream import product_kernel
+
+    torch.set_grad_enabled(False)
+    results: dict[str, Any] = {"chunks": set(), "splits": set()}
+    for name, (rows, columns, *_, dtype, _, most, count) in CASES.items():
+        product_kernel.LEAST_STEPS = 1 if name == "columns that are split" else 8
+        codes = codes_of(name)
+        run, data = chunks_of(codes, dtype, most)
+        results["chunks"].add(run.count)
+        results["splits"].add(product_kernel.Tiles.of(run).splits)
+        dice = torch.Generator().manual_seed(rows)
+        states = torch.randn((count, columns), generator=dice).to(dtype)
+        bias = torch.randn(rows, generator=dice).to(dtype)
+        chosen = torch.randint(0, columns, (8,), generator=dice)
+        unit = torch.zeros(8, columns, dtype=dtype)
+        unit[range(8), chosen] = 1
+        products = packed_product._compute(((0, run),), data, states[None], bias)[0]
+        single = packed_product._compute(((0, run),), data, unit, None)
+        results[name] = expand(codes, dtype), products, single, states, bias, chosen
+
+    compute, ran, found, status = packed_product._compute, 0, [], []
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal ran
+        ran += 1
+        return compute(*args)
+
+    packed_product._compute = counted  # type: ignore[assignment]
+    directory = test_quantized.FORMATS["gptq"](path.parent / "m")
+    for option in ("auto", "off"):
+        engine = start(directory, path.parent, packed_kernel=option)
+        found.append(greedy(engine, LENGTHS))
+        status.append(told(engine))
+        engine.close()
+    results["engine"] = ran, status, *found
+    torch.save(results, path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,371 @@
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
+"""Triton kernels that multiply hidden states of a few tokens with quantised rows, from their codes and scales.
+
+`_multiply` reads the codes of a block of rows once, makes weights of them in registers, and multiplies them with all
+tokens by tensor cores, 16 or 32 tokens at a time. A weight is what `zinfer.engine.stream.expand` unpacks, to
+the bit: the same zero point, scale and rounding. Of two codes of 4 bits in a byte the first belongs to an even column,
+so even and odd columns are two products, and the states come with even columns before odd ones (`paired`).
+
+Rows may lie in several chunks of equal size, the last one shorter, as a packed layer has them. Columns are split among
+programs where rows alone are too few to fill the GPU. Sums are in float32, without atomic additions: `_add` adds the
+partial sums in order. The host never waits, so a CUDA graph can hold the kernels.
+
+With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zinfer.engine.quantization.dequantize import table
+from zinfer.engine.stream.expand import rounded
+from zinfer.engine.stream.quantized import Run
+
+ROWS = 128  # rows of a program
+BYTES = 64  # bytes of codes of a row that a program reads at a time
+WARP_ROWS = 16  # rows of a warp: with more of them weights take a detour through shared memory
+STAGES = 4
+MOST_AT_ONCE = 32  # tokens of a program; others read the same codes at about the same time, from the L2 cache
+PROGRAMS = 1024  # programs of a launch, at least, if they have enough to read: two waves of an H100
+LEAST_STEPS = 8  # reads of a program, at least, where columns are split
+ADDED = 512  # values of a program that adds partial sums
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_MIDDLES = {"middle4": 8, "whole4": 0, "middle8": 128, "whole8": 0}
+# Two weights at a time from codes of 4 bits. The bits of a code go into the mantissa of a number whose last place is
+# one, 128 in bf16 and 1024 in fp16; a sum, which is exact, takes that number, middle and zero point away, and a product
+# rounds once. Both are fused multiply-adds, with one and with minus zero: GPUs before Hopper have no others for bf16.
+_PAIRS = """{{
+.reg .b32 a, b, one, zero;
+mov.b32 one, {one};
+mov.b32 zero, {zero};
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
+{shift}
+lop3.b32 a, a, 0x000F000F, {base}, 0xEA;
+lop3.b32 b, b, 0x000F000F, {base}, 0xEA;
+fma.rn.{kind} a, a, one, $5;
+fma.rn.{kind} b, b, one, $6;
+fma.rn.{kind} $0, a, $3, zero;
+fma.rn.{kind} $1, b, $4, zero;
+}}"""
+_REGISTERS = tl.constexpr("=r,=r,r,r,r,r,r")
+_SHIFT = "shr.u32 a, a, 4;\nshr.u32 b, b, 4;"
+
+
+def _pairs(kind: str, base: int, one: int, second: bool) -> tl.constexpr:
+    both = {"base": f"0x{base:04X}{base:04X}", "one": f"0x{one:04X}{one:04X}", "zero": "0x80008000"}
+    return tl.constexpr(_PAIRS.format(kind=kind, shift=_SHIFT if second else "", **both))
+
+
+_BF16_FIRST, _BF16_SECOND = (_pairs("bf16x2", 0x4300, 0x3F80, second) for second in (False, True))
+_FP16_FIRST, _FP16_SECOND = (_pairs("f16x2", 0x6400, 0x3C00, second) for second in (False, True))
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Division of `run`'s columns into reads, and among programs."""
+
+    rows: int
+    bytes: int
+    steps: int  # reads of a program, one after the other
+    splits: int  # programs that share a block of rows
+
+    @classmethod
+    def of(cls, run: Run) -> "Tiles":
+        layout, width = run.layout, run.layout.columns * run.layout.bits // 8
+        group = 0 if layout.grid[1] == 1 else layout.block[1] * layout.bits // 8
+        size = min(BYTES, max(16, triton.next_power_of_2(width)))
+        if group and group % size and (shared := group & -group) >= 32:
+            size = min(size, shared)
+        rows = min(ROWS, max(16, triton.next_power_of_2(run.rows)))
+        blocks, steps = triton.cdiv(run.rows, rows), triton.cdiv(width, size)
+        splits = max(1, min(triton.cdiv(PROGRAMS, blocks), steps // LEAST_STEPS))
+        each = triton.cdiv(steps, splits)
+        return cls(rows, size, each, triton.cdiv(steps, each))
+
+
+def paired(states: Tensor, bits: int) -> Tensor:
+    """Return states ``[tokens, columns]`` as the kernels read them: for codes of 4 bits ``[2, tokens, columns / 2]``,
+    even columns and odd ones."""
+    found: Tensor = states if bits == 8 else states.unflatten(1, (-1, 2)).permute(2, 0, 1)
+    return found.contiguous()
+
+
+def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: Tensor, tokens: int) -> None:
+    """Put the products of `states`, as `paired` returns them, with the rows of `run` into `out` ``[tokens, rows]``,
+    whose last dimension is contiguous, on the current stream. `data` are the bytes from the first chunk on, `bias` is
+    ``[rows]``. Checks nothing: `zinfer.engine.stream.packed_product` does."""
+    layout, tiles, whole = run.layout, Tiles.of(run), data[: run.size]
+    partial = out
+    if tiles.splits > 1:
+        partial = torch.empty((tiles.splits, tokens, run.rows), dtype=torch.float32, device=out.device)
+    scale_table = table(layout.scale_table, out.device) if layout.scale_table else None
+    padded = min(MOST_AT_ONCE, max(16, triton.next_power_of_2(tokens)))
+    _multiply[(triton.cdiv(tokens, padded), triton.cdiv(run.rows, tiles.rows), tiles.splits)](
+        states,
+        whole,
+        whole.view(layout.scale_dtype),
+        whole.view(torch.int16),
+        whole if scale_table is None else scale_table,
+        partial if bias is None else bias,
+        partial,
+        layout.divisor,
+        layout.factor,
+        tokens,
+        tiles.steps,
+        partial.stride(-2),
+        **constants(run),
+        TOKENS=padded,
+        BIASED=bias is not None,
+        WHOLE=tiles.splits == 1,
+        BLOCK_ROWS=tiles.rows,
+        BLOCK=tiles.bytes,
+        num_warps=tiles.rows // WARP_ROWS,
+        num_stages=STAGES,
+    )
+    if tiles.splits > 1:
+        _add[(triton.cdiv(run.rows, ADDED), tokens)](
+            partial,
+            partial if bias is None else bias,
+            out,
+            run.rows,
+            out.stride(0),
+            tiles.splits,
+            BIASED=bias is not None,
+            BLOCK=ADDED,
+            num_warps=4,
+        )
+
+
+@cache
+def constants(run: Run) -> dict[str, object]:
+    """Return what `_multiply` is compiled for, as far as it depends on `run`."""
+    layout, last = run.layout, run.last
+    same = layout.scale_dtype == layout.inner == layout.dtype and layout.divisor == layout.factor == 1.0
+    whole_numbers = layout.bits == 4 and layout.table in _MIDDLES
+    return {
+        "LENGTH": run.rows,
+        "WIDTH": layout.columns * layout.bits // 8,
+        "FOUR": layout.bits == 4,
+        "TABLE": layout.table,
+        "MIDDLE": _MIDDLES.get(layout.table, -1),
+        "CHUNK": layout.rows,
+        "CHUNKS": run.count,
+        "STRIDE": run.stride,
+        "SCALES": layout.starts[0],
+        "ZEROS": layout.starts[1] if layout.zeros else -1,
+        "LAST_SCALES": last.starts[0],
+        "LAST_ZEROS": last.starts[1],
+        "SCALE_BYTES": layout.scale_dtype.itemsize,
+        "SCALE_ROWS": 0 if layout.grid[0] == 1 else layout.block[0],
+        "SCALE_COLUMNS": layout.grid[1],
+        "GROUP": 0 if layout.grid[1] == 1 else layout.block[1],
+        "CODED": bool(layout.scale_table),
+        "DIVIDED": layout.divisor != 1.0,
+        "MULTIPLIED": layout.factor != 1.0,
+        "INNER": _TYPES[layout.inner],
+        "TYPE": _TYPES[layout.dtype],
+        "FAST": same and whole_numbers and layout.dtype.itemsize == 2 and not INTERPRETED,
+        "INTERPRETED": INTERPRETED,
+    }
+
+
+@triton.jit(do_not_specialize=["divisor", "factor", "tokens", "steps", "stride"])
+def _multiply(
+    states,
+    data,
+    scales,
+    zeros,
+    scale_table,
+    bias,
+    out,
+    divisor,
+    factor,
+    tokens,
+    steps,
+    stride,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FOUR: tl.constexpr,
+    TABLE: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    LAST_SCALES: tl.constexpr,
+    LAST_ZEROS: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODED: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
+    INNER: tl.constexpr,
+    TYPE: tl.constexpr,
+    FAST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BIASED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply a block of rows, `steps` times `BLOCK` bytes of each, with a block of tokens."""
+    EACH: tl.constexpr = 2 if FOUR else 1  # codes in a byte
+    SHARED: tl.constexpr = GROUP % (EACH * BLOCK) == 0  # the columns of a read share a scale
+    WHOLES: tl.constexpr = not SHARED and EACH * BLOCK % GROUP == 0 and GROUP % EACH == 0
+    GROUPS: tl.constexpr = EACH * BLOCK // GROUP if WHOLES else 0  # scales of a read, if not one
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    known = tl.minimum(row, LENGTH - 1)
+    chunk = known // CHUNK
+    own = known % CHUNK
+    begin = chunk.to(tl.int64) * STRIDE + own.to(tl.int64) * WIDTH
+    scale_row = own // SCALE_ROWS * SCALE_COLUMNS if SCALE_ROWS > 0 else own * 0
+    at_end = chunk == CHUNKS - 1
+    scale_row = scale_row.to(tl.int64)
+    scale_place = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + scale_row
+    zero_place = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_ZEROS, ZEROS)) // 2 + scale_row
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    real = (token < tokens)[:, None]
+    total = tl.zeros([TOKENS, BLOCK_ROWS], tl.float32)
+    first = tl.program_id(2) * steps
+    for step in range(first, tl.minimum(first + steps, tl.cdiv(WIDTH, BLOCK))):
+        byte = step * BLOCK + tl.arange(0, BLOCK)
+        state = states + token[:, None] * WIDTH + byte[None, :]
+        inside = real
+        place = begin[None, :] + byte[:, None]
+        if WIDTH % BLOCK == 0:
+            code = tl.load(data + place, eviction_policy="evict_first")
+        else:
+            code = tl.load(data + place, mask=(byte < WIDTH)[:, None], other=0, eviction_policy="evict_first")
+            inside = inside & (byte < WIDTH)[None, :]
+        one = tl.load(state, mask=inside, other=0.0)
+        if FOUR:
+            other = tl.load(state + tokens * WIDTH, mask=inside, other=0.0)
+        if SHARED:
+            group = (step * (EACH * BLOCK) // GROUP if GROUP > 0 else 0) + tl.zeros([1], tl.int32)
+        elif GROUPS > 0:
+            group = tl.minimum(step * GROUPS + tl.arange(0, GROUPS), SCALE_COLUMNS - 1)
+        else:
+            group = tl.minimum(byte, WIDTH - 1) * EACH // GROUP
+        scale = tl.load(scales + scale_place[None, :] + group[:, None])
+        less = tl.zeros(scale.shape, tl.float32)
+        if ZEROS >= 0:
+            less += tl.load(zeros + zero_place[None, :] + group[:, None]).to(tl.float32)
+        if FAST:
+            less = (0.0 - less - (MIDDLE + (128 if tl.bfloat16 == TYPE else 1024))).to(TYPE)
+            if GROUPS > 0:
+                scale, less = _spread(scale, GROUPS, BLOCK, BLOCK_ROWS), _spread(less, GROUPS, BLOCK, BLOCK_ROWS)
+            total = tl.dot(one, _fast(code, scale, less, False, TYPE), total)
+            total = tl.dot(other, _fast(code, scale, less, True, TYPE), total)
+        else:
+            scale = tl.load(scale_table + scale.to(tl.int32)) if CODED else scale.to(tl.float32)
+            if DIVIDED:
+                scale = tl.div_rn(scale, tl.zeros(scale.shape, tl.float32) + divisor)
+            if MULTIPLIED:
+                scale = scale * factor
+            if GROUPS > 0:
+                scale, less = _spread(scale, GROUPS, BLOCK, BLOCK_ROWS), _spread(less, GROUPS, BLOCK, BLOCK_ROWS)
+            if FOUR:
+                weight = _weight(code & 15, scale, less, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
+                total = _added(one, weight, total, INTERPRETED)
+                weight = _weight(code >> 4, scale, less, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
+                total = _added(other, weight, total, INTERPRETED)
+            else:
+                weight = _weight(code, scale, less, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
+                total = _added(one, weight, total, INTERPRETED)
+    place = (tl.program_id(2) * tokens + token)[:, None].to(tl.int64) * stride + row[None, :]
+    inside = real & (row < LENGTH)[None, :]
+    if WHOLE:
+        if BIASED:
+            total += tl.load(bias + known).to(tl.float32)[None, :]
+        tl.store(out + place, rounded(total, TYPE), mask=inside)
+    else:
+        tl.store(out + place, total, mask=inside)
+
+
+@triton.jit
+def _spread(scales, GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Return scales ``[GROUPS, ROWS]``, each for as many of `BLOCK` values: ``[BLOCK, ROWS]``."""
+    return tl.reshape(tl.broadcast_to(scales[:, None, :], (GROUPS, BLOCK // GROUPS, ROWS)), (BLOCK, ROWS))
+
+
+@triton.jit
+def _added(states, weight, total, INTERPRETED: tl.constexpr):
+    """Return `total` and the product, all bits of float32 counted; the interpreter multiplies no bf16."""
+    if INTERPRETED:
+        return tl.dot(states.to(tl.float32), weight.to(tl.float32), total)
+    return tl.dot(states, weight, total, input_precision="ieee")
+
+
+@triton.jit
+def _weight(
+    code,
+    scale,
+    less,
+    TABLE: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    INNER: tl.constexpr,
+    TYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Return the weights of codes (uint8), as unpacking gives them; `less` are zero points (float32)."""
+    if MIDDLE >= 0:  # a code is in the mantissa of a number whose last place is one
+        number = (code.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE)
+    elif TABLE == "int8":
+        number = code.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        code = code.to(tl.uint16)
+        if TABLE == "e2m1":
+            bits = (code & 8) << 12 | (code & 7) << 9
+            number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+        elif TABLE == "e4m3":
+            bits = (code & 0x80) << 8 | (code & 0x7F) << 7
+            number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+            number = tl.where((code & 0x7F) == 0x7F, float("nan"), number)
+        else:
+            tl.static_assert(TABLE == "e5m2")
+            number = (code << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    return _rounded(_rounded((number - less) * scale, INNER, INTERPRETED).to(tl.float32), TYPE, INTERPRETED)
+
+
+@triton.jit
+def _rounded(value, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Do as `zinfer.engine.stream.expand.rounded`, by an instruction where there is one."""
+    if INTERPRETED:
+        return rounded(value, TYPE)
+    return value.to(TYPE)
+
+
+@triton.jit
+def _fast(code, scale, less, SECOND: tl.constexpr, TYPE: tl.constexpr):
+    """Return the weights of the first or the `SECOND` codes of bytes; `less` is to be added to codes (`_PAIRS`)."""
+    if tl.bfloat16 == TYPE:
+        pair: tl.constexpr = _BF16_SECOND if SECOND else _BF16_FIRST
+        return tl.inline_asm_elementwise(pair, _REGISTERS, [code, scale, less], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        half: tl.constexpr = _FP16_SECOND if SECOND else _FP16_FIRST
+        return tl.inline_asm_elementwise(half, _REGISTERS, [code, scale, less], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit(do_not_specialize=["rows", "stride", "splits"])
+def _add(partial, bias, out, rows, stride, splits, BIASED: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the partial sums of a token, one after the other, and the bias."""
+    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in range(splits):
+        total += tl.load(partial + (split * tl.num_programs(1) + token) * rows + row, mask=inside, other=0.0)
+    if BIASED:
+        total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * stride + row, rounded(total, out.dtype.element_ty), mask=inside)

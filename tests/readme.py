@@ -212,7 +212,10 @@ def headlines() -> str:
             (ours.output_tok_s or 0) / (deepspeed.output_tok_s or 1),
         ),
         _headline(
-            mixture, f"decode {mixture.decode_tok_s:,.0f} tok/s, {mixture.output_tok_s:,.0f} with the prefill", "-", None
+            mixture,
+            f"decode {mixture.decode_tok_s:,.0f} tok/s, {mixture.output_tok_s:,.0f} with the prefill",
+            "-",
+            None,
         ),
         _headline(
             llama["stream cpu"], f"decode step {stream_llama / 1e3:.3f} s",

@@ -39,7 +39,7 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Predi
     everything = {row.case: row.tok_s_error for row in rows if row.tok_s_error is not None}
     assert len(everything) == sum(row.measured_tok_s is not None for row in rows) > 10
     uneven = {case for case in everything if (case.label(), case.model) == UNEVEN}
-    assert len(uneven) == 1
+    assert [everything[case] > 0.10 for case in uneven] == [True], "measured anew, it is no exception"
     errors = {case: error for case, error in everything.items() if case.offload != "none" and case not in uneven}
     assert median(map(abs, errors.values())) <= 0.05
     assert max(abs(error) for case, error in errors.items() if case.engine == "stream") <= 0.10

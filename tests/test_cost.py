@@ -345,6 +345,15 @@ def test_a_prefill_holds_a_row_for_each_expert_of_a_token(name: str, factor: int
     assert found == (4 * spec.hidden_size + rows) * tokens * spec.dtype_bytes + logits
 
 
+def test_predictions_are_those_of_the_placement_that_is_obeyed() -> None:
+    """Which has a margin, here of a deep ring; limits have none."""
+    case, told = asked(batch_size=8, gpu_weights="auto", options=CODED), Efficiency()
+    plan, limit = make_plan(case, BLOOM, H100, factors=told), make_plan(case, BLOOM, H100)
+    assert plan.placement == limit.placement
+    assert plan.step_s == step(plan.placement, BLOOM, H100, 8, 528, told).seconds
+    assert plan.resident_bytes == plan.placement.resident_bytes < limit.resident_bytes
+
+
 def test_accelerate_fetches_all_experts_of_a_layer_at_once() -> None:
     mixtral = resolve.resolve("mixtral-8x7b", None, None)
     plan = make_plan(asked("mixtral-8x7b", engine="accelerate", options=()), mixtral, H100)

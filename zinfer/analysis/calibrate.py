@@ -328,8 +328,8 @@ def _mfu(one: _Seen) -> float | None:
         return None
     least = reached.model_copy(update={"mfu": products / (seconds - between)})
     times = cost.prefill(one.setup, one.model, one.machine, load.batch_size, load.input_len, least)
-    late = max(0.0, (times.seconds or 0.0) - seconds)  # seconds in which the GPU waited for layers
-    return products / (seconds - between - late)
+    between += max(0.0, (times.seconds or 0.0) - seconds)  # seconds in which the GPU waited for layers
+    return products / (seconds - between) if seconds > between else None
 
 
 def _memory(one: _Seen) -> float | None:

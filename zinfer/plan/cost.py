@@ -413,9 +413,9 @@ def _late(
     """Return the seconds of a pass in which the GPU, busy for `on_gpu` seconds, waits for layers that the link could
     not bring ahead: `brought` seconds of it, for `over_link` bytes, `parts` copies of the KV cache in each layer.
 
-    Copies are in order, and while a layer computes its KV cache is in the ring as well. So a layer that streams has
-    come as far as the other buffers hold, the rest is unpacked as it comes, and the GPU computes layers that stay
-    meanwhile only if the ring holds all of it.
+    Copies are in order, and while a layer computes its KV cache is in the ring as well. So when a layer that streams
+    has its turn, the other buffers hold as much of it as the link brought meanwhile, and no more than fits; the rest is
+    unpacked as it comes.
     """
     layers: float = model.num_layers
     if setup.experts == "all":

@@ -20,6 +20,7 @@ from zinfer.spec.machine import Machine
 
 RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
 H100 = machine.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 1 << 40})
+UNEVEN = ("stream cpu gpu-weights=70%", "mixtral-8x7b")  # recorded before experts that stay were spread over layers
 ROOMY = H100.model_copy(update={"gpu_bytes": 140 << 30})
 
 
@@ -29,16 +30,21 @@ def rows() -> tuple[PredictedPoint, ...]:
 
 
 def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[PredictedPoint, ...]) -> None:
-    """Holds for all points of `stream` with offload. The misses of the peers are known: DeepSpeed's prefill at its
-    edge, where its allocator is short of memory, and Accelerate's pageable copies, whose rate differs between hosts.
-    Without offload, a plan knows neither how the experts of few tokens are computed nor what a kernel launch takes."""
+    """Holds for all points of `stream` with offload but `UNEVEN`: the experts that stayed were those of the first
+    layers, so the last ones brought all of theirs, which the link could not do ahead. Plans reckon with experts that
+    stay in all layers alike. The misses of the peers are known: DeepSpeed's prefill at its edge, where its allocator is
+    short of memory, Accelerate's pageable copies, whose rate differs between hosts, and its prefill beside layers that
+    stay, which took a quarter longer than copies and products do. Without offload, a plan knows neither how the experts
+    of few tokens are computed nor what a kernel launch takes."""
     everything = {row.case: row.tok_s_error for row in rows if row.tok_s_error is not None}
     assert len(everything) == sum(row.measured_tok_s is not None for row in rows) > 10
-    errors = {case: error for case, error in everything.items() if case.offload != "none"}
+    uneven = {case for case in everything if (case.label(), case.model) == UNEVEN}
+    assert [everything[case] > 0.10 for case in uneven] == [True], "measured anew, it is no exception"
+    errors = {case: error for case, error in everything.items() if case.offload != "none" and case not in uneven}
     assert median(map(abs, errors.values())) <= 0.05
     assert max(abs(error) for case, error in errors.items() if case.engine == "stream") <= 0.10
     wrong = {case.label() for case, error in errors.items() if abs(error) > 0.15}
-    assert wrong == {"deepspeed cpu", "accelerate cpu pin_memory=False"}
+    assert wrong == {"deepspeed cpu", "accelerate cpu pin_memory=False", "accelerate cpu gpu-weights=70%"}
     assert max(map(abs, errors.values())) <= 0.25
     here = {case: error for case, error in everything.items() if case.offload == "none"}
     assert max(abs(error) for case, error in here.items() if case.model == "opt-30b") <= 0.5
@@ -112,11 +118,11 @@ def test_the_largest_batch_is_predicted() -> None:
 
 
 def fabricated(told: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option) -> Measurement:
-    """Return a point of OPT-30B on a machine whose engine has exactly the factors `told`."""
-    share = options.pop("gpu_weights", None)
+    """Return a point of OPT-30B, or of the model `name`, on a machine whose engine has exactly the factors `told`."""
+    share, name = options.pop("gpu_weights", None), str(options.pop("name", "opt-30b"))
     chosen = tuple(sorted({"weight_codec": "none", "cuda_graphs": "off", **options}.items()))
-    asked = case(size, model="opt-30b", layers=None, offload=offload, options=chosen, gpu_weights=share)
-    spec = resolve.resolve("opt-30b", None, None)
+    asked = case(size, model=name, layers=None, offload=offload, options=chosen, gpu_weights=share)
+    spec = resolve.resolve(name, None, None)
     plan = make_plan(asked, spec, place, factors=told)
     assert plan.prefill_s is not None
     assert plan.step_s is not None
@@ -163,6 +169,23 @@ def test_a_fit_finds_the_factors_that_made_the_records() -> None:
     assert found.error == calibrate.LEAST_ERROR
     errors = [row.tok_s_error for row in table(points, {"h100": H100})]
     assert errors == pytest.approx([0.0] * 6, abs=1e-3)
+
+
+def test_models_with_routed_experts_do_not_spoil_the_factors_of_others() -> None:
+    dense, routed = Efficiency(link_share=0.83, mfu=0.7), Efficiency(link_share=0.66, mfu=0.5)
+    both = [("cpu", 8), ("cpu", 16), ("none", 16), ("none", 24)]
+    points = [fabricated(dense, size, offload, ROOMY) for offload, size in both]
+    grouped = [fabricated(routed, size, offload, ROOMY, name="mixtral-8x7b", experts="all") for offload, size in both]
+    grouped += [fabricated(routed, 12, "cpu", ROOMY, name="mixtral-8x7b", experts="all")]
+    found = fit([*points, *grouped], {"h100": ROOMY})["stream"]
+    assert (found.link_share, found.expert_link_share) == pytest.approx((0.83, 0.66), rel=1e-3)
+    assert (found.mfu, found.expert_mfu) == pytest.approx((0.7, 0.5), rel=1e-3)
+    assert mentions(found.describe(), "with routed experts 66.0% of the link and 50% of the matmul rate")
+    for row in table([*points, *grouped], {"h100": ROOMY}):
+        assert row.tok_s_error == pytest.approx(0, abs=1e-3), row.case
+    for some, told in ((points, dense), (grouped, routed)):
+        alone = fit(some, {"h100": ROOMY})["stream"]
+        assert (alone.link_share, alone.mfu) == pytest.approx((told.link_share, told.mfu), rel=1e-3)
 
 
 def test_points_without_offload_of_an_engine_without_cuda_graphs_are_left_out() -> None:
@@ -219,10 +242,20 @@ def test_timelines_tell_how_fast_coded_weights_are_unpacked() -> None:
 
 
 def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
-    seen = calibrate._seen(load_points(RESULTS), load_machines(RESULTS))
-    rates = {one.point.case.gpu_weights: one.factors["unpack_share"] for one in seen if one.point.case.gpu_weights}
-    assert rates.keys() == {"0%", "25%"}
-    assert rates["25%"] == pytest.approx(rates["0%"], rel=0.02)
+    """Layers that are unpacked whole, of one model: experts on demand are unpacked one by one, which tells no rate, and
+    the matrices of another model have another."""
+    rates: dict[str, dict[str, float]] = {}
+    for one in calibrate._seen(load_points(RESULTS), load_machines(RESULTS)):
+        share, rate = one.point.case.gpu_weights, one.factors["unpack_share"]
+        if share is not None and rate is not None:
+            assert one.setup.experts == "all"
+            rates.setdefault(one.model.name, {})[share] = rate
+    assert {name: own.keys() for name, own in rates.items()} == {
+        "bloom-176b": {"0%", "25%"}, "mixtral-8x7b": {"94%", "auto"},
+    }  # fmt: skip
+    for own in rates.values():
+        first, second = own.values()
+        assert second == pytest.approx(first, rel=0.03)
 
 
 def test_a_cache_in_host_memory_shows_the_link_rate_if_the_link_limits() -> None:

@@ -301,6 +301,65 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
     assert seconds(copied) == pytest.approx(copied.limits["unpacking"] + copied.limits["hbm"])
 
 
+def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -> None:
+    """Coded layers, so that the GPU is busy with those that stay, too, and longer than the link with two others."""
+    kept, layer = 68, BLOOM.layer_bytes
+    ring = Placement(tier="host", wire_ratio=0.67, kept_ratio=0.67, layer_pieces=-(-layer // PIECE_BYTES), ring_depth=6,
+                     resident_bytes=kept * layer)  # fmt: skip
+
+    def times(depth: int, batch_size: int = 8, **fields: Any) -> Times:
+        setup = ring.model_copy(update={"ring_depth": depth, **fields})
+        return step(setup, BLOOM, linked(20e9), batch_size, 528, PHYSICS)
+
+    shallow, deep = times(6), times(ring.layer_pieces)
+    on_gpu = deep.limits["unpacking"] + deep.limits["hbm"]
+    assert seconds(deep) == pytest.approx(max(on_gpu, deep.limits["link"]))
+    each = deep.limits["link"] / 2
+    held = 6 * piece_bytes(ring, BLOOM) / 20e9 + deep.limits["unpacking"] / 70
+    assert held < each / 2
+    assert seconds(shallow) == pytest.approx(on_gpu + 2 * (each - held), rel=1e-3)
+    assert shallow.bound_by == "link"
+    assert seconds(step(ring, BLOOM, linked(20e9), 8, 528, LIMITS)) <= seconds(deep)
+    none = times(6, resident_bytes=0)
+    assert seconds(none) == pytest.approx(none.limits["link"]), "the ring holds what comes while one layer computes"
+    cached = times(6, batch_size=2, kv_host_share=1.0)  # one copy a layer takes a buffer as well
+    on_gpu = cached.limits["unpacking"] + cached.limits["hbm"]
+    cache = (cached.limits["link"] - deep.limits["link"]) / 70
+    less = held - piece_bytes(ring, BLOOM) / 20e9
+    assert seconds(cached) == pytest.approx(on_gpu + 2 * (each + cache - less), rel=1e-3)
+    ring = ring.model_copy(update={"blocks": True})
+    apart = prefill(ring, BLOOM, linked(20e9), 64, 2048, PHYSICS)
+    whole = prefill(ring.model_copy(update={"ring_depth": ring.layer_pieces}), BLOOM, linked(20e9), 64, 2048, PHYSICS)
+    assert seconds(apart) - seconds(whole) == pytest.approx(2 * (each - held), rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("mixtral-8x7b", 2), ("qwen3-235b-a22b", 8)])
+def test_a_prefill_holds_a_row_for_each_expert_of_a_token(name: str, factor: int) -> None:
+    """Of grouped matrix products: its hidden values, gate and up, the gate's activation, and their product."""
+    spec = resolve.resolve(name, None, None)
+    assert spec.experts_per_token == factor
+    tokens, setup = 512, Placement(tier="host")
+    rows = factor * (4 * spec.ffn_size + spec.hidden_size)
+    found = tiers(setup, spec, H100, 1, tokens, 1)[0].activations
+    logits = spec.vocab_size * (spec.dtype_bytes + 4)
+    assert found == (4 * spec.hidden_size + rows) * tokens * spec.dtype_bytes + logits
+
+
+def test_predictions_are_those_of_the_placement_that_is_obeyed() -> None:
+    """Which has a margin, here of a deep ring; limits have none."""
+    case, told = asked(batch_size=8, gpu_weights="auto", options=CODED), Efficiency()
+    plan, limit = make_plan(case, BLOOM, H100, factors=told), make_plan(case, BLOOM, H100)
+    assert plan.placement == limit.placement
+    assert plan.step_s == step(plan.placement, BLOOM, H100, 8, 528, told).seconds
+    assert plan.resident_bytes == plan.placement.resident_bytes < limit.resident_bytes
+
+
+def test_accelerate_fetches_all_experts_of_a_layer_at_once() -> None:
+    mixtral = resolve.resolve("mixtral-8x7b", None, None)
+    plan = make_plan(asked("mixtral-8x7b", engine="accelerate", options=()), mixtral, H100)
+    assert plan.gpu.buffers == mixtral.num_experts * mixtral.expert_bytes
+
+
 def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:
     over_link = (("kv_attention", "gpu"), ("kv_offload", "cpu"))
     here, there = (asked(batch_size=16, options=o) for o in ((), over_link))

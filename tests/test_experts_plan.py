@@ -116,7 +116,7 @@ def test_experts_that_stay_are_unpacked_when_they_are_chosen() -> None:
     assert cost.unpacked_bytes(raw, MIXTRAL, 200) == MIXTRAL.routed_bytes, "copied from its buffer to its place"
 
 
-@pytest.mark.parametrize("batch_size", [1, 200])
+@pytest.mark.parametrize("batch_size", [1, 160])
 def test_room_that_is_left_holds_experts(batch_size: int) -> None:
     small = H100.model_copy(update={"gpu_bytes": 40 << 30})
     bare, auto = plan(batch_size), plan(batch_size, share="auto", place=small)

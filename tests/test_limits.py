@@ -36,12 +36,15 @@ def test_no_measured_point_beats_its_limit() -> None:
 
 
 def test_a_limit_is_near_what_the_best_engine_reaches() -> None:
-    """A limit that nothing comes near is worthless: decode steps that stream come within a fifth."""
+    """A limit that nothing comes near is worthless: decode steps that stream come within a fifth. Where most layers
+    stay, coded, the GPU is busy unpacking them, at a rate that no limit knows."""
     shares = [
         (make_plan(seen.point.case, seen.model, seen.machine).step_s or 0) * 1e3 / (seen.point.tpot_ms or 1)
         for seen in USABLE
         if seen.point.case.engine == "stream" and seen.point.case.offload == "cpu" and seen.setup.pinned
+        if 2 * seen.setup.resident_bytes < seen.model.streamed_bytes
     ]
+    assert len(shares) > 40
     assert min(shares) > 0.75
 
 

@@ -2,9 +2,10 @@
 
 Each of the six factors of an engine is read off the points where it alone decides: the share of the link from offloaded
 decode steps, the rate of unpacking from their timelines, the share of the GPU memory's bandwidth, the launch time of a
-layer and the share of the matmul rate from points without offload, the GPU memory from every point that ran. A
-prediction for a point that took part in the fit proves nothing, so `table` predicts each point from factors fitted
-without it (leave-one-out cross-validation)::
+layer and the share of the matmul rate from points without offload, the GPU memory from every point that ran. Models
+with routed experts have a share of the link and of the matmul rate of their own, so that they do not spoil those of
+others. A prediction for a point that took part in the fit proves nothing, so `table` predicts each point from factors
+fitted without it (leave-one-out cross-validation)::
 
     factors = fit(points, machines)
     predict(case, spec, machine, factors).output_tok_s
@@ -32,6 +33,7 @@ from zinfer.spec.value import Frozen
 BAND = 0.9  # share of the cross-validated errors that lie within `Efficiency.error`
 LEAST_ERROR = 0.05  # narrowest band: other machines differ in ways that no record shows
 COMPUTE_BOUND = 2048  # prompt tokens in a pass that make it compute-bound on every GPU of the catalogue
+HIDDEN = 1.1  # a step at most this many times longer than its copies shows the rate of the link
 PLAIN = 1.5  # a prefill this many times longer than its other limits is decided by compute alone
 EVIDENT = 1.15  # a step this many times longer than its physical limits is decided by launches alone
 
@@ -200,6 +202,9 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
         buffers += settings.get("expert_buffers", 0) * settings.get("expert_buffer_bytes", 0)
         update["slots"] = (slots * settings["slot_bytes"] + buffers) / model.layer_bytes
         update["buffers"] = 1  # the KV cache's share of the buffers is included in `slots`
+        if "buffer_bytes" in settings and settings["ring_depth"]:
+            update["ring_depth"] = settings["ring_depth"]
+            update["expert_buffers"] = settings.get("expert_buffers", 0)
     if "kv_host_rows" in settings:
         update["kv_host_share"] = settings["kv_host_rows"] / point.case.workload.batch_size
         update["kv_on_cpu"] = str(settings["kv_attention"]).startswith("cpu")
@@ -229,10 +234,18 @@ def _as_run(one: _Seen) -> Case:
 
 
 def _fit(seen: Sequence[_Seen]) -> Efficiency:
-    """Return each factor as the median over the points that determine it; its default if none does."""
+    """Return each factor as the median over the points that determine it; its default if none does. What differs with
+    routed experts is fitted to points with and without them apart, or to all if there are none of a kind."""
     default = Efficiency()
-    names = ("link_share", "hbm_share", "unpack_share", "layer_s", "mfu", "memory")
-    found = {name: _median((one.factors[name] for one in seen), getattr(default, name)) for name in names}
+    common, apart = ("hbm_share", "unpack_share", "layer_s", "memory"), ("link_share", "mfu")
+    found: dict[str, float | None] = {
+        name: _median([one.factors[name] for one in seen]) or getattr(default, name) for name in common
+    }
+    for name in apart:
+        dense = _median([one.factors[name] for one in seen if not one.model.num_experts])
+        routed = _median([one.factors[name] for one in seen if one.model.num_experts])
+        found[name] = dense or routed or getattr(default, name)
+        found[f"expert_{name}"] = routed
     return default.model_copy(update=found | {"points": len(seen)})
 
 
@@ -241,14 +254,15 @@ def _link_share(one: _Seen) -> float | None:
     seconds, limits = one.point.step_median_ms, _limits(one)
     if not seconds or "link" not in limits or one.setup.tier != "host":
         return None
-    on_gpu = one.setup.overlapped and _step(one).bound_by in ("unpacking", "hbm", "compute")
-    if on_gpu or limits.get("cpu attention", 0.0) > limits["link"]:
+    step = _step(one)
+    on_gpu = step.bound_by in ("unpacking", "hbm", "compute") or (step.seconds or 0.0) > HIDDEN * limits["link"]
+    if (one.setup.overlapped and on_gpu) or limits.get("cpu attention", 0.0) > limits["link"]:
         return None
     lost = 0.0
     if one.setup.kv_on_cpu:  # CPU attention takes host memory bandwidth from the link
         alone = one.model_copy(update={"setup": one.setup.model_copy(update={"kv_host_share": 0.0})})
         lost = limits["link"] - _limits(alone)["link"]
-    after = 0.0 if one.setup.overlapped else (_step(one).seconds or 0.0) - limits["link"]
+    after = 0.0 if one.setup.overlapped else (step.seconds or 0.0) - limits["link"]
     waited = seconds / 1e3 - lost - after
     return (limits["link"] - lost) / waited if waited > 0 else None
 
@@ -257,7 +271,8 @@ def _hbm_share(one: _Seen) -> float | None:
     """Return the share of the GPU memory's bandwidth that a decode step without offload reached, which CUDA graphs
     launched at once, so that nothing else is its limit."""
     seconds, limits = one.point.step_median_ms, _limits(one)
-    if not seconds or one.setup.tier != "gpu" or not one.setup.graphs or not limits:
+    slower = dict(one.point.case.options).get("experts_kernel") == "off"  # by what no plan knows
+    if not seconds or one.setup.tier != "gpu" or not one.setup.graphs or not limits or slower:
         return None
     return limits["hbm"] / (seconds / 1e3) if limits["hbm"] == max(limits.values()) else None
 
@@ -309,6 +324,11 @@ def _mfu(one: _Seen) -> float | None:
         return None
     products = one.model.prefill_flops(load.batch_size, load.input_len) / flops
     between = limits["compute"] - products + limits.get("unpacking", 0.0)
+    if seconds <= between:
+        return None
+    least = reached.model_copy(update={"mfu": products / (seconds - between)})
+    times = cost.prefill(one.setup, one.model, one.machine, load.batch_size, load.input_len, least)
+    between += max(0.0, (times.seconds or 0.0) - seconds)  # seconds in which the GPU waited for layers
     return products / (seconds - between) if seconds > between else None
 
 
@@ -323,9 +343,9 @@ def _memory(one: _Seen) -> float | None:
     return (measured - gpu.weights - gpu.kv_cache) / working if working else None
 
 
-def _median(values: Iterable[float | None], otherwise: float) -> float:
+def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return median(known) if known else otherwise
+    return median(known) if known else None
 
 
 def _band(rows: Sequence[PredictedPoint]) -> float | None:

@@ -2,7 +2,8 @@
 
 A decode step reads every weight once: t = max(bytes over the link / link, bytes in GPU memory / HBM, FLOPs / compute,
 bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`. A GPU
-that unpacks weights, also coded ones that stay there, does so before it computes with them: these two add up.
+that unpacks weights, also coded ones that stay there, does so before it computes with them: these two add up. What a
+ring of buffers cannot hold while layers that stay compute, the link brings afterwards.
 `Efficiency` holds how far an engine stays behind the physics; `zinfer.analysis.calibrate` fits it to measurements.
 `LIMITS` is the physics alone, which no engine passes on the machine's peak rates (`Machine.at_peak`).
 
@@ -128,16 +129,27 @@ class Efficiency(Frozen):
     """Efficiency factors of an engine, its distance from the physical limits; the defaults are a good engine's."""
 
     link_share: float = 0.95  # share of the link's bandwidth that streamed bytes reach
-    hbm_share: float = 1.0  # share of the GPU memory's bandwidth that a pass reaches whose weights are all on the GPU
+    hbm_share: float = 1.0  # share of the GPU memory's bandwidth that layers reach whose weights are there
     unpack_share: float = UNPACKING  # rate at which coded weights are unpacked, over the GPU memory's bandwidth
     layer_s: float = 0.0  # seconds to launch one decoder layer, the least that a layer takes
     mfu: float = 0.6  # share of the machine's matmul rate, where compute is the bottleneck
+    # The same two of models with routed experts, whose matrix products are grouped, and whose experts are one tensor in
+    # a layer, which some engines fetch at once; None: equal
+    expert_link_share: float | None = None
+    expert_mfu: float | None = None
     memory: float = 1.0  # GPU bytes taken over bytes counted, besides weights and KV cache
     perfect: bool = False  # the physics alone: everything overlaps, and nothing passes between matrix products
     # Error of predicted throughput in 9 of 10 cases, as a share, with offload and without; None: never measured
     error: float | None = None
     error_here: float | None = None
     points: int = 0  # number of measurements behind the factors
+
+    def of(self, model: ModelSpec) -> "Efficiency":
+        """Return the factors as they hold for `model`, with routed experts or without."""
+        if not model.num_experts:
+            return self
+        own = {"link_share": self.expert_link_share, "mfu": self.expert_mfu}
+        return self.model_copy(update={name: value for name, value in own.items() if value is not None})
 
     def describe(self) -> str:
         """Return the factors in one line."""
@@ -147,8 +159,11 @@ class Efficiency(Frozen):
         launch = f"{hbm}, {self.layer_s * 1e3:.2f} ms to launch a layer" if self.layer_s else hbm
         here = "" if self.error_here is None else f" ({self.error_here:.0%} without offload)"
         band = "" if self.error is None else f"; throughput within {self.error:.0%}{here} in 9 of 10 cases"
+        link = "" if self.expert_link_share is None else f"{self.expert_link_share:.1%} of the link"
+        mfu = "" if self.expert_mfu is None else f"{self.expert_mfu:.0%} of the matmul rate"
+        routed = f" (with routed experts {' and '.join(filter(None, (link, mfu)))})" if link or mfu else ""
         return (
-            f"{self.link_share:.1%} of the link{launch}, {self.mfu:.0%} of the matmul rate, working memory "
+            f"{self.link_share:.1%} of the link{launch}, {self.mfu:.0%} of the matmul rate{routed}, working memory "
             f"x {self.memory:.2f}, from {counted(self.points, 'point')}{band}"
         )
 
@@ -250,7 +265,9 @@ def step(
     kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
     active = model.parameters_read(tokens) * model.dtype_bytes
     flops = model.decode_flops(tokens, context)
-    return _pass(setup, model, machine, factors, kv, active, flops, ready=ready, tokens=tokens)
+    together = setup.prefill_rows(batch_size, max(1, context))
+    parts = 0 if setup.kv_on_cpu else ceil(setup.host_rows(batch_size) / together)
+    return _pass(setup, model, machine, factors, kv, active, flops, ready=ready, tokens=tokens, parts=parts)
 
 
 def prefill(
@@ -289,11 +306,13 @@ def _pass(
     passed: int = 0,
     ready: int = 0,
     tokens: int | None = None,
+    parts: int = 0,
 ) -> Times:
     """Time a pass of `tokens` tokens (None: a long one) that reads `read` bytes of weights and `kv` bytes of cache,
     computes `flops`, reads and writes `passed` bytes of GPU memory in between, and sends `written` bytes of keys and
     values to the host while weights come, `ready` of which are there already; of those from disk, the host's ring holds
-    more in proportion."""
+    more in proportion. The cache on the host comes in `parts` copies a layer."""
+    factors = factors.of(model)
     link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
     hosted = round(kv * setup.kv_host_share)
     if factors.perfect and setup.wire_ratio < 1:
@@ -317,7 +336,7 @@ def _pass(
     arrived = in_ring if setup.ring_depth else streamed / setup.wire_ratio
     if factors.perfect and model.layer_bytes > CACHE_BYTES:  # read as they lie in memory, and written whole
         arrived += unpacked * (setup.wire_ratio + 1)
-    hbm = machine.hbm_bandwidth * (factors.hbm_share if setup.tier == "gpu" else 1.0)
+    hbm = machine.hbm_bandwidth * factors.hbm_share
     limits: dict[Bound, float] = {
         "hbm": (read + arrived + (kv - (hosted if setup.kv_on_cpu else 0)) / share) / hbm,
         "compute": flops / share / (factors.mfu * machine.matmul_flops)
@@ -327,10 +346,11 @@ def _pass(
     unpacking = 0.0 if factors.perfect else _unpacking(setup, machine, factors, unpacked)
     if unpacking:
         limits["unpacking"] = unpacking
+    brought, choice = 0.0, tokens is not None and chooses(setup, tokens)
     if over_link and link is not None:
         links = min(share * link, machine.links_bandwidth or inf)
-        limits["link"] = over_link / (factors.link_share * links)
-        if tokens is not None and chooses(setup, tokens) and not factors.perfect:
+        brought = limits["link"] = over_link / (factors.link_share * links)
+        if tokens is not None and choice and not factors.perfect:
             limits["link"] += _awaiting_choice(setup, model, machine, factors, tokens, factors.link_share * links)
     if share > 1 and setup.tier == "host" and machine.gather_bandwidth is not None:  # layers that stay are parts, too
         gathered = setup.wire_ratio * model.streamed_bytes + (model.other_bytes if setup.divided else 0)
@@ -359,7 +379,11 @@ def _pass(
     in_queue = unpacking + max(limits["hbm"], limits["compute"])
     if unpacking and found.seconds is not None and in_queue > found.seconds:
         bound: Bound = max(("unpacking", "hbm", "compute"), key=lambda one: limits[one])
-        return Times(seconds=in_queue, bound_by=bound, limits=limits)
+        found = Times(seconds=in_queue, bound_by=bound, limits=limits)
+    if unpacking and found.seconds is not None and machine.gpu_count and not (choice or setup.kv_on_cpu):
+        late = in_queue + _late(setup, model, in_queue, unpacking, brought, over_link, parts)
+        if late > found.seconds:
+            found = _slowest(limits).model_copy(update={"seconds": late})
     moved = max(limits.get("link", 0.0), limits.get("nvme", 0.0), limits.get("host memory", 0.0))
     if setup.overlapped or found.seconds is None or not moved:
         return found
@@ -381,6 +405,29 @@ def _awaiting_choice(
     idle = max(0.0, before - copied * setup.wire_ratio / link)
     guessed = model.right_guesses * idle if setup.expert_guess else 0.0
     return idle - min(guessed, _needed_experts(setup, model, tokens) * setup.wire_ratio / link)
+
+
+def _late(
+    setup: Placement, model: ModelSpec, on_gpu: float, unpacking: float, brought: float, over_link: int, parts: int
+) -> float:
+    """Return the seconds of a pass in which the GPU, busy for `on_gpu` seconds, waits for layers that the link could
+    not bring ahead: `brought` seconds of it, for `over_link` bytes, `parts` copies of the KV cache in each layer.
+
+    Copies are in order, and while a layer computes its KV cache is in the ring as well. So when a layer that streams
+    has its turn, the other buffers hold as much of it as the link brought meanwhile, and no more than fits; the rest is
+    unpacked as it comes.
+    """
+    layers: float = model.num_layers
+    if setup.experts == "all":
+        layers *= 1 - min(setup.resident_bytes, model.streamed_bytes) / model.streamed_bytes
+    if not layers or not over_link:
+        return 0.0
+    held = max(1, setup.ring_depth - parts) * piece_bytes(setup, model)
+    held += round(setup.expert_buffers * model.expert_bytes * setup.wire_ratio)
+    ahead = brought / over_link * held * setup.gpus + unpacking / model.num_layers
+    weights = min(over_link, wire_bytes(setup, model))
+    each = brought / over_link * (weights / layers + (over_link - weights) / model.num_layers)
+    return layers * (each - min(each, ahead, on_gpu / layers))
 
 
 def _unpacking(setup: Placement, machine: Machine, factors: Efficiency, unpacked: int) -> float:
@@ -517,12 +564,16 @@ def buffer_bytes(setup: Placement, model: ModelSpec, batch_size: int, input_len:
 
 
 def activations(setup: Placement, model: ModelSpec, batch_size: int, length: int) -> int:
-    """Return the peak bytes of one layer's prefill: hidden states, the widest intermediate twice (and a gate), and
-    eager attention scores for ALiBi models, for which transformers has no fused kernel (three times in the weights'
-    type, softmax in float32). Passes side by side keep their hidden states each."""
+    """Return the peak bytes of one layer's prefill: hidden states, the widest intermediate twice (and a gate), for each
+    expert of a token where experts are routed, and eager attention scores for ALiBi models, for which transformers has
+    no fused kernel (three times in the weights' type, softmax in float32). Passes side by side keep their hidden states
+    each."""
     rows = setup.prefill_rows(batch_size, length)
     tokens = rows * length
-    wide = max(model.ffn_matrices * model.ffn_size, 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
+    ffn = model.ffn_matrices * model.ffn_size
+    if model.num_experts:  # grouped: a row for each expert of a token, and a gate apart from what it is applied to
+        ffn = model.experts_per_token * (ffn + model.ffn_size + model.hidden_size)
+    wide = max(ffn, 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
     flat = tokens * (4 * model.hidden_size + wide) * model.dtype_bytes
     eager = model.architecture in EAGER
     scores = rows * model.num_heads * length**2 * (model.dtype_bytes * 3 + 4) if eager else 0

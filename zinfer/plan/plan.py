@@ -57,8 +57,9 @@ class Drafting(Frozen):
 class Plan(Frozen):
     """A case on a machine, before anything runs. Everything here is predicted; `placement` is obeyed.
 
-    The figures (bytes, seconds) are those of the placement that `factors` allow. If an engine gives free GPU memory
-    away, `placement` itself is a cautious one (`CAUTIOUS`): it may keep fewer layers and have fewer buffers.
+    If an engine gives free GPU memory away, `placement` is a cautious one (`CAUTIOUS`): it may keep fewer layers and
+    have fewer buffers than there is room for. The figures (bytes, seconds) are those of `placement`, but limits are
+    those of a placement without that margin.
     """
 
     case: Case
@@ -148,7 +149,7 @@ class Plan(Frozen):
         `step_s` becomes the seconds of a token. Without known times nothing changes."""
         small, load = self.of_draft(), self.case.workload
         token_s = 0.0 if small is None else small.step_s if self.factors is None else small.expected()[1]
-        setup = place(self.case, self.model, self.machine, self.factors)
+        setup = _reckoned(self.case, self.model, self.machine, self.factors)
         best = self
         for drafts in range(MOST_DRAFTS + 1):
             _, step = _times(setup, self.case, self.model, self.machine, self.factors, drafts)
@@ -344,6 +345,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         update |= {"slots": whole, "divided": divided}
     elif transport.fetched == "matrix":
         matrix = model.hidden_size * max(model.ffn_size, model.hidden_size) * model.dtype_bytes
+        matrix = max(matrix, model.expert_parameters * model.dtype_bytes)  # one module holds all experts of a layer
         update["slots"] = matrix / model.layer_bytes
     if transport.fetched == "pieces" and common.tier == "nvme":
         largest = round(max(model.layer_parameters) * model.dtype_bytes * common.wire_ratio)
@@ -509,6 +511,11 @@ def _spread(count: int, layers: int) -> tuple[int, ...]:
     return tuple(index for index in range(layers) if (index + 1) * count // layers > index * count // layers)
 
 
+def _reckoned(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None) -> Placement:
+    """Return the placement whose figures a plan gives: the one that is obeyed; for limits, the one without a margin."""
+    return place(case, model, machine, None if factors is None else _cautious(case, factors))
+
+
 def make_plan(
     case: Case, model: ModelSpec, machine: Machine, nvme_path: str | None = None, factors: Efficiency | None = None,
     largest: int | None = None,
@@ -517,7 +524,7 @@ def make_plan(
     and whether the load can run on `machine` at all. `model` is the spec already sliced to `case.layers`, `largest` the
     largest batch, if known.
     """
-    setup, cautious = place(case, model, machine, factors), _cautious(case, factors)
+    setup, cautious = _reckoned(case, model, machine, factors), _cautious(case, factors)
     gpu, host, nvme = _tiers(setup, case, model, machine, factors)
     prefill, step = _times(setup, case, model, machine, factors)
     why_not = conflict(case.engine, case.options, case.offload, case.weights, case.gpu_weights)
@@ -527,7 +534,7 @@ def make_plan(
         case=case,
         model=model,
         machine=machine,
-        placement=setup if cautious == factors else place(case, model, machine, cautious),
+        placement=place(case, model, machine, cautious) if factors is None else setup,
         gpu=gpu,
         host=host,
         nvme=nvme,
@@ -564,7 +571,7 @@ def _times(
 
 def output_rate(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> float:
     """Return `Plan.output_tok_s` of a case without the rest of its plan; 0 if it is not known."""
-    prefill, step = _times(place(case, model, machine, factors), case, model, machine, factors)
+    prefill, step = _times(_reckoned(case, model, machine, factors), case, model, machine, factors)
     return _output_tok_s(case.workload, prefill.seconds, step.seconds) or 0.0
 
 

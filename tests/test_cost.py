@@ -335,7 +335,7 @@ def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -
 
 @pytest.mark.parametrize(("name", "factor"), [("mixtral-8x7b", 2), ("qwen3-235b-a22b", 8)])
 def test_a_prefill_holds_a_row_for_each_expert_of_a_token(name: str, factor: int) -> None:
-    """Of grouped matrix products: its hidden values, gate and up, the gate's activation, and their product."""
+    """Hidden values, gate and up, the activation of the gate, and their product: what grouped products hold."""
     spec = resolve.resolve(name, None, None)
     assert spec.experts_per_token == factor
     tokens, setup = 512, Placement(tier="host")

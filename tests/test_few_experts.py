@@ -4,8 +4,6 @@ them.
 The interpreter must be chosen before triton is imported, which other tests may have done: hence a process of its own.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
 
 from tests.checkpoints import save_config
+from tests.running import error, interpreted
 from tests.test_experts import MIXTURES, load, steps
 from zinfer.engine.stream import few_experts
 from zinfer.engine.stream.expert_images import through_interface
@@ -57,21 +56,10 @@ def call(module: Any, tokens: int, dtype: torch.dtype, each: int = 2) -> tuple[T
     return states, chosen.indices, weights
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 @pytest.fixture(scope="module")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what `main` saved."""
-    path = tmp_path_factory.mktemp("few") / "results"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_few_experts", path],
-        env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = torch.load(path)
+    found: dict[str, Any] = interpreted(__name__, tmp_path_factory.mktemp("few") / "results")
     return found
 
 

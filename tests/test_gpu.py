@@ -33,7 +33,7 @@ from tests import (
 )
 from tests import test_cache_kinds as kinds
 from tests.checkpoints import save_checkpoint, save_config
-from tests.running import decode, prefill
+from tests.running import decode, error, prefill
 from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
 from tests.test_passes import keep_here
 from tests.test_state import GLM
@@ -459,8 +459,8 @@ def test_products_from_codes_are_those_of_unpacked_weights(name: str, monkeypatc
         bias = torch.randn(rows, generator=dice, device="cuda").to(dtype)
         expected = torch.nn.functional.linear(states.double(), weight.double(), bias.double())
         found = packed_product._compute(parts, data.cuda(), states, bias)
-        print(f"{name}, {count} tokens: error {test_packed_product.error(found, expected):.1e}")
-        assert test_packed_product.error(found, expected) < (1e-5 if dtype == torch.float32 else 0.004)
+        print(f"{name}, {count} tokens: error {error(found, expected):.1e}")
+        assert error(found, expected) < (1e-5 if dtype == torch.float32 else 0.004)
         assert torch.equal(found, packed_product._compute(parts, data.cuda(), states, bias))
     chosen = torch.randint(0, columns, (64,), generator=dice, device="cuda")
     unit = torch.nn.functional.one_hot(chosen, columns).to(dtype)
@@ -583,7 +583,7 @@ def test_kernels_for_few_tokens_round_as_transformers_does() -> None:
                 found = few_experts._compute(module, *states)
                 expected = test_few_experts.eager(module, *states)
                 bound = 1e-5 if dtype == torch.float32 else 0.02
-                assert test_few_experts.error(found, expected) < bound
+                assert error(found, expected) < bound
                 assert torch.equal(found, few_experts._compute(module, *states))
 
 

@@ -5,8 +5,6 @@ The kernel runs in Triton's interpreter, which must be chosen before triton is i
 other tests compute from the same codes by torch (`by_codes`).
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests import quantized, test_continuous, test_drafts, test_quantized
+from tests.running import error, interpreted
 from tests.test_experts import queued as queued  # the fixture
 from tests.test_graphs import Rerun, status
 from tests.test_graphs import recorder as recorder  # the fixture
@@ -87,21 +86,10 @@ def chunks_of(codes: Codes, dtype: torch.dtype, most: int) -> tuple[Run, Tensor]
     return run, data
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 @pytest.fixture(scope="module")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what `main` saved."""
-    path = tmp_path_factory.mktemp("packed") / "results"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_packed_product", path],
-        env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = torch.load(path)
+    found: dict[str, Any] = interpreted(__name__, tmp_path_factory.mktemp("packed") / "results")
     return found
 
 

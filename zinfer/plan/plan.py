@@ -478,7 +478,7 @@ def _hold(setup: Placement, case: Case, model: ModelSpec, machine: Machine, fact
     budget = parse_share(wanted, sum(sizes), int(free))
 
     def chosen(count: int) -> list[int]:
-        return [rest[place] for place in _spread(count, len(rest))]
+        return [rest[place] for place in cost.spread(count, len(rest))]
 
     count = _last(lambda count: sum(sizes[index] for index in chosen(count)) <= budget, len(rest))
     if wanted.endswith("%"):
@@ -496,7 +496,7 @@ def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[in
     layers, total = len(sizes), sum(sizes)
 
     def chosen(count: int) -> tuple[int, ...]:
-        return tuple(range(count)) if setup.moved else _spread(count, layers)
+        return tuple(range(count)) if setup.moved else cost.spread(count, layers)
 
     if setup.experts == "all" and case.gpu_weights is not None and case.gpu_weights.endswith("%"):
         return chosen(round(setup.resident_bytes / total * layers))
@@ -504,11 +504,6 @@ def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[in
     while sum(sizes[index] for index in chosen(count)) > setup.resident_bytes:  # layers need not be equal
         count -= 1
     return chosen(count)
-
-
-def _spread(count: int, layers: int) -> tuple[int, ...]:
-    """Return the numbers of `count` layers, spread evenly over all `layers`."""
-    return tuple(index for index in range(layers) if (index + 1) * count // layers > index * count // layers)
 
 
 def _reckoned(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None) -> Placement:

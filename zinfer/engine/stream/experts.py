@@ -39,6 +39,7 @@ from zinfer.engine.stream.packed_layer import unpack
 from zinfer.engine.stream.prefetch import Event, PrefetchRing, Queues
 from zinfer.engine.stream.routers import Routers
 from zinfer.engine.stream.trace import Mark, elapsed, mark
+from zinfer.plan.cost import spread
 
 GUESSED = 8 << 20  # bytes of a guessed expert in one copy: little waits for it if the guess is wrong
 AHEAD = 2  # such copies that are issued and not done, at most, so that the link does not wait for the CPU
@@ -263,7 +264,7 @@ class ExpertPool:
         self._tail = None if self._queues is None else self._queues.event()
         self._staging = self._cached = 0
         # All experts in the order of the layers, and those of them that passes which bring all keep: as many of each
-        # layer, so that the link brings the others while the layers before are computed.
+        # layer.
         self._keys = [(layer, one) for layer in sorted(images) for one in range(len(images[layer].experts))]
         self._spread = frozenset[Key]()
         whole = max((image.size for one in images.values() for image in one.experts), default=0)
@@ -359,7 +360,7 @@ class ExpertPool:
             self._freed = [self._queues.event() for _ in range(count)]
         self._staging, self._cached = staging, cached
         self._free.extend(range(count))
-        self._spread = spread(self._keys, cached)
+        self._spread = frozenset(self._keys[place] for place in spread(cached, len(self._keys)))
 
     def begin(self, scanning: bool) -> None:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order."""
@@ -680,12 +681,6 @@ class ExpertPool:
 
     def _count(self, **more: int) -> None:
         self.counts = self.counts._replace(**{name: getattr(self.counts, name) + one for name, one in more.items()})
-
-
-def spread(keys: Sequence[Key], count: int) -> frozenset[Key]:
-    """Return `count` of `keys`, at even distances."""
-    every = max(1, len(keys))
-    return frozenset(key for place, key in enumerate(keys) if (place + 1) * count // every > place * count // every)
 
 
 class _Choice:

@@ -16,9 +16,9 @@ from transformers.integrations import moe
 
 from tests import test_experts, test_quantized, test_ragged
 from tests.conformance.small import Subject, small_model
-from tests.running import prefill
+from tests.running import error, prefill
 from tests.test_experts import MIXTURES, Bench, Kinds, load, poison, poisoned, steps
-from tests.test_few_experts import call, error, experts_of
+from tests.test_few_experts import call, experts_of
 from tests.test_parity import BATCHES, greedy, prompts, reference
 from tests.test_passes import close
 from tests.test_ring import CPU, FakeQueues

@@ -212,12 +212,6 @@ def unpacked_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None
     return layers - in_place + experts
 
 
-def spread(count: int, every: int) -> tuple[int, ...]:
-    """Return the numbers of `count` of `every` layers or experts, at even distances, so that what stays on the GPU
-    gives the link time to bring the others."""
-    return tuple(index for index in range(every) if (index + 1) * count // every > index * count // every)
-
-
 def chooses(setup: Placement, tokens: int) -> bool:
     """Tell whether a pass of `tokens` tokens brings only the routed experts that its routers choose."""
     return setup.experts == "on-demand" and tokens < setup.whole_tokens

@@ -12,7 +12,7 @@ from typing import Literal
 
 from zinfer.plan import cost
 from zinfer.plan.cost import LIMITS, Bytes, Efficiency, Placement
-from zinfer.spec.case import Case, Workload, resident_bytes
+from zinfer.spec.case import Case, Workload, resident_bytes, spread
 from zinfer.spec.engine import ENGINES, MOST_DRAFTS, Offload, Option, Transport, conflict, plan_options, read_options
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
@@ -478,7 +478,7 @@ def _hold(setup: Placement, case: Case, model: ModelSpec, machine: Machine, fact
     budget = parse_share(wanted, sum(sizes), int(free))
 
     def chosen(count: int) -> list[int]:
-        return [rest[place] for place in cost.spread(count, len(rest))]
+        return [rest[place] for place in spread(count, len(rest))]
 
     count = _last(lambda count: sum(sizes[index] for index in chosen(count)) <= budget, len(rest))
     if wanted.endswith("%"):
@@ -496,7 +496,7 @@ def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[in
     layers, total = len(sizes), sum(sizes)
 
     def chosen(count: int) -> tuple[int, ...]:
-        return tuple(range(count)) if setup.moved else cost.spread(count, layers)
+        return tuple(range(count)) if setup.moved else spread(count, layers)
 
     if setup.experts == "all" and case.gpu_weights is not None and case.gpu_weights.endswith("%"):
         return chosen(round(setup.resident_bytes / total * layers))

@@ -105,6 +105,12 @@ class Case(Frozen):
         return f"{self.engine} {self.offload}{resident}{weights}{options}{' allow-nan' if self.allow_nan else ''}"
 
 
+def spread(count: int, every: int) -> tuple[int, ...]:
+    """Return the numbers of `count` of `every` layers or experts, at even distances, so that what stays on the GPU
+    gives the link time to bring the others."""
+    return tuple(index for index in range(every) if (index + 1) * count // every > index * count // every)
+
+
 def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0) -> int:
     """Return how many of `streamable` weight bytes `gpu_weights` keeps on the GPU; `automatic` are the bytes of
     ``auto``.

@@ -39,7 +39,7 @@ from zinfer.engine.stream.packed_layer import unpack
 from zinfer.engine.stream.prefetch import Event, PrefetchRing, Queues
 from zinfer.engine.stream.routers import Routers
 from zinfer.engine.stream.trace import Mark, elapsed, mark
-from zinfer.plan.cost import spread
+from zinfer.spec.case import spread
 
 GUESSED = 8 << 20  # bytes of a guessed expert in one copy: little waits for it if the guess is wrong
 AHEAD = 2  # such copies that are issued and not done, at most, so that the link does not wait for the CPU

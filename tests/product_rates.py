@@ -2,7 +2,8 @@
 
 `python -m tests.product_rates` prints a table for the matrices of BLOOM-176B in int4: the time of a product from codes,
 in microseconds and as bytes of codes a second, beside that of unpacking the weight and multiplying, and of a product
-with a weight of 16 bits. `--tiles` does so for other sizes of tiles. It needs a GPU.
+with a weight of 16 bits. `--tiles` does so for other sizes of tiles, and `--experts` for the experts of gpt-oss-120b in
+MXFP4, whose rows of codes are inputs, by the number of pairs of a token and an expert. It needs a GPU.
 """
 
 import argparse
@@ -99,9 +100,31 @@ def show(rows: int, columns: int, tokens: Sequence[int], beside: bool = True) ->
         print(line, flush=True)
 
 
+def show_experts(rows: int, columns: int, count: int = 128) -> None:
+    """Print a line for each number of pairs of a token and an expert, at random; experts are ``[rows, columns]``."""
+    size, whole = PIECE // (2 * columns) // 32 * 32, count * rows
+    first, last = (
+        CodesLayout(
+            each, columns, 4, "e2m1", (32, 1), (each // 32, columns), torch.uint8, "e8m0", False, False, 1.0, 1.0,
+            torch.bfloat16, torch.bfloat16,
+        )
+        for each in (size, whole % size or size)
+    )  # fmt: skip
+    run = Run(first, last, -(-whole // size), -(-first.size // 256) * 256)
+    data = torch.randint(100, 128, (run.size,), dtype=torch.uint8, device="cuda")
+    for pairs in (4, 16, 32, 64, 128, 256):
+        states = torch.randn((pairs // 4, rows), device="cuda").bfloat16()
+        experts = [torch.randint(0, count, (pairs // 4, 4), device="cuda") for _ in range(4)]
+        calls = [partial(product_kernel.multiply_experts, states, data, run, one, count, True) for one in experts]
+        own = microseconds(calls)
+        read = sum(len(one.unique()) for one in experts) / len(experts) * rows * columns / 2
+        print(f"{rows:6} x {columns:6} {pairs:6} {own:9.1f} {read / own / 1e3:7.0f}", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiles", action="store_true", help="compare sizes of tiles, at 8 tokens")
+    parser.add_argument("--experts", action="store_true", help="show experts in MXFP4")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     print(torch.cuda.get_device_name())
@@ -112,3 +135,7 @@ if __name__ == "__main__":
         product_kernel.ROWS, product_kernel.STAGES, product_kernel.PROGRAMS = sizes
         print("rows, stages, programs:", *sizes)
         show(*SHAPES[1], (8,), beside=False)
+    if options.experts:
+        print(" inputs x columns pairs  codes, us  GB/s of distinct experts")
+        for shape in ((2880, 5760), (2880, 2880)):
+            show_experts(*shape)

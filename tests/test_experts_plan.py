@@ -100,6 +100,21 @@ def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
     assert plan(model=small).placement.experts == "all"
 
 
+def test_experts_stay_with_their_layers_where_all_fit_and_are_read_from_their_codes() -> None:
+    """Losslessly coded ones are decoded first, so that it pays to decode the chosen ones alone; so does what the kernel
+    is not to read, or what does not all fit."""
+    released = resolve.resolve("gpt-oss-120b", None, None)
+
+    def ways(model: ModelSpec, **options: Any) -> list[str]:
+        return [plan(1, model, share, **options).placement.experts for share in ("auto", "100%", "50%")]
+
+    assert ways(released) == ["all", "all", "on-demand"]
+    assert ways(released, packed_kernel="off") == ways(released, experts="on-demand") == ["on-demand"] * 3
+    assert ways(released, place=machine.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
+    assert ways(MIXTRAL, place=machine.load("h200"), weight_codec="none") == ["all", "all", "on-demand"]
+    assert plan(1, released, "auto").placement.graphs
+
+
 def test_experts_that_stay_are_unpacked_when_they_are_chosen() -> None:
     place = H100.model_copy(update={"hbm_bandwidth": 3e12})
     dense = MIXTRAL.streamed_bytes - MIXTRAL.routed_bytes

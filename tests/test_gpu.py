@@ -467,9 +467,31 @@ def test_products_from_codes_are_those_of_unpacked_weights(name: str, monkeypatc
     assert torch.equal(packed_product._compute(parts, data.cuda(), unit, None), weight.t()[chosen])
 
 
+@pytest.mark.parametrize("name", test_packed_product.STACKS)
+def test_experts_from_codes_are_those_of_unpacked_weights(name: str) -> None:
+    from zinfer.engine.stream import product_kernel
+
+    count, turned, (rows, columns, *_, dtype, _, most) = test_packed_product.STACKS[name]
+    codes, dice = test_packed_product.codes_of(name), torch.Generator("cuda").manual_seed(3)
+    run, data = test_packed_product.chunks_of(codes, dtype, most)
+    stack = expand(codes, dtype).cuda().view(count, rows // count, columns)
+    weights, data = stack.transpose(1, 2) if turned else stack, data.cuda()
+    experts = torch.randint(0, count, (9, 2), generator=dice, device="cuda")
+    states = torch.randn((9, weights.shape[2]), generator=dice, device="cuda").to(dtype)
+    found = product_kernel.multiply_experts(states, data, run, experts, count, turned)
+    each = states.double().repeat_interleave(2, 0)
+    expected = torch.einsum("pi,poi->po", each, weights.double()[experts.flatten()])
+    assert error(found.sum(1), expected) < (1e-5 if dtype == torch.float32 else 0.004)
+    assert torch.equal(found, product_kernel.multiply_experts(states, data, run, experts, count, turned))
+    chosen = torch.randint(0, weights.shape[2], (18,), generator=dice, device="cuda")
+    unit = torch.nn.functional.one_hot(chosen, weights.shape[2]).to(dtype)
+    single = product_kernel.multiply_experts(unit, data, run, experts, count, turned).sum(1)
+    assert torch.equal(single, weights.float()[experts.flatten(), :, chosen])
+
+
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("share", ["60%", "100%"])
-@pytest.mark.parametrize("name", ["int4 asymmetric", "nvfp4", "gptq of 8 bits"])
+@pytest.mark.parametrize("name", ["int4 asymmetric", "nvfp4", "gptq of 8 bits", "mxfp4 of experts"])
 def test_layers_that_stay_packed_give_the_same_tokens(name: str, share: str, tmp_path: Path) -> None:
     """With CUDA graphs where all of them stay; the slot holds NaN before a layer is put there."""
     if name in quantized.COMPRESSED:

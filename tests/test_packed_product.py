@@ -54,10 +54,24 @@ CASES: dict[str, tuple[Any, ...]] = {
     "columns that are split": (40, 640, 8, "middle8", (40, 5), (1, 128), FP16, "", FP16, FP32, {}, 1 << 20, 33),
 }  # fmt: skip
 
+# Stacked experts: their number, whether they are transposed, and what they have in common with the cases above.
+STACKS: dict[str, tuple[int, bool, tuple[Any, ...]]] = {
+    "experts in mxfp4": (3, False, (111, 96, 4, "e2m1", (111, 3), (1, 32), torch.uint8, "e8m0", BF16, BF16, {}, 5000)),
+    "experts in fp8": (3, False, (96, 72, 8, "e4m3", (6, 3), (16, 32), FP32, "", BF16, BF16, {}, 1 << 20)),
+    "experts in int4": (3, False, (96, 1280, 4, "middle4", (96, 10), (1, 128), BF16, "", BF16, FP32, {}, 1 << 20)),
+    "turned in mxfp4": (3, True, (576, 72, 4, "e2m1", (18, 72), (32, 1), torch.uint8, "e8m0", BF16, BF16, {}, 5000)),
+    "turned in fp8": (3, True, (192, 72, 8, "e4m3", (3, 3), (64, 32), FP32, "", BF16, BF16, {}, 1 << 20)),
+    "turned in int4": (
+        3, True, (480, 72, 4, "whole4", (15, 18), (32, 4), FP16, "", FP16, FP32, {"zeros": True}, 5000)
+    ),
+    "turned of one scale": (3, True, (120, 72, 8, "int8", (1, 1), (120, 72), FP32, "", FP32, FP32, {}, 1 << 20)),
+}  # fmt: skip
+
 
 def codes_of(name: str) -> Codes:
     """Return random codes of one of `CASES`."""
-    rows, columns, bits, table, grid, block, kind, coded, inner, _, more, *_ = CASES[name]
+    given_case = STACKS[name][2] if name in STACKS else CASES[name]
+    rows, columns, bits, table, grid, block, kind, coded, inner, _, more, *_ = given_case
     dice = torch.Generator().manual_seed(len(name))
     numbers = torch.randint(0, 256, (rows, columns * bits // 8), dtype=torch.uint8, generator=dice)
     if table in ("e4m3", "e5m2"):
@@ -102,15 +116,32 @@ def test_products_are_those_of_unpacked_weights(name: str, by_kernel: dict[str, 
     assert torch.equal(columns, weight.t()[chosen]), "unit vectors read the weights to the bit"
 
 
+@pytest.mark.parametrize("name", STACKS)
+def test_products_with_stacked_experts_are_those_of_unpacked_weights(name: str, by_kernel: dict[str, Any]) -> None:
+    weights, of_tokens, of_pairs, states, experts, columns, chosen = by_kernel[name]
+    for own, pairs in ((states.repeat_interleave(2, 0), of_tokens), (columns, of_pairs)):
+        expected = torch.einsum("pi,poi->po", own.double(), weights.double()[experts.flatten()])
+        assert error(pairs, expected) < (1e-6 if weights.dtype == FP32 else 0.004)
+    assert torch.equal(of_pairs, weights.float()[experts.flatten(), :, chosen]), "unit vectors read weights to the bit"
+
+
 def test_cases_have_chunks_and_columns_that_are_split(by_kernel: dict[str, Any]) -> None:
     assert by_kernel["chunks"] >= {1, 3, 4}
-    assert by_kernel["splits"] >= {1, 10}
+    assert by_kernel["splits"] >= {1, 10, -1}
 
 
 def test_an_engine_computes_by_the_kernel(by_kernel: dict[str, Any]) -> None:
     ran, told, found, expected = by_kernel["engine"]
     assert ran > 0
     assert told == ["on", "off"]
+    assert torch.equal(found, expected)
+
+
+def test_an_engine_computes_experts_by_the_kernel(by_kernel: dict[str, Any]) -> None:
+    """Steps of three tokens with two experts each; the prompts have too many for so few experts."""
+    pairs, told, found, expected = by_kernel["engine of experts"]
+    assert pairs == 2 * 2 * 3 * 2 * (OUTPUT_LEN - 1), "matrices, layers, tokens, experts, steps"
+    assert told == [["on", "on"], ["off", "on"]]
     assert torch.equal(found, expected)
 
 
@@ -203,8 +234,8 @@ def test_layers_that_stay_give_the_same_tokens(
     assert kernel.calls == 0
     engine = start(made(name), tmp_path, share)
     first = greedy(engine, LENGTHS)
-    served = name not in ("gptq in order", "mxfp4 of experts")  # columns in an order of their own, stacked experts
-    assert told(engine) == ("on" if served else "no weights that it reads")
+    served = name not in ("gptq in order", "mxfp4 of experts")  # columns in an order of their own; no matrix alone
+    assert told(engine) == ("no weights that it reads" if name == "gptq in order" else "on")
     assert bool(engine._ring.streamed) == (share == "60%")
     assert torch.equal(first, expected)
     assert torch.equal(run(engine), expected)
@@ -375,7 +406,8 @@ def test_the_rows_of_a_weight_are_runs_of_alike_chunks() -> None:
     assert not served([*own[:1], replace(own[1], layout=None)])
     assert not served([*own[:1], replace(own[1], layout=replace(layout, order=True))])
     assert not served([*own[:1], replace(own[1], layout=replace(layout, block=(1, 3)))]), "a byte has two scales"
-    assert not served(own, replace(place, shape=torch.Size((2, 37, 96))))
+    assert served(own, replace(place, shape=torch.Size((2, 37, 96)))), "a stack of matrices"
+    assert not served(own, replace(place, shape=torch.Size((2, 37, 2, 48))))
     assert not served(own, replace(place, dtype=FP16))
     arena.close()
 
@@ -445,27 +477,45 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: Patch) -> 
 
     pointers = dict.fromkeys(("states", "scales", "bias"), "*bf16") | {
         "data": "*u8", "zeros": "*i16", "scale_table": "*fp32", "out": "*fp32", "divisor": "fp32", "factor": "fp32",
+        "experts": "*i64",
     }  # fmt: skip
+
+    def compiled(function: Any, constants: dict[str, Any], warps: int) -> Any:
+        constants["INTERPRETED"] = False
+        types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in function.arg_names}
+        aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(types.values()) if "*" in kind}
+        found = triton.compile(
+            ASTSource(function, types, constants, aligned), target=GPUTarget("cuda", 90, 32),
+            options={"num_warps": warps, "num_stages": kernel.STAGES},
+        ).asm  # fmt: skip
+        assert found["cubin"]
+        return found
+
     for bits, table, group in ((4, "middle4", 128), (8, "int8", 4096)):
         first = layout(500, bits, table, group)
         run = Run(first, layout(100, bits, table, group), 3, -(-first.size // 256) * 256)
         tiles, function = kernel.Tiles.of(run), kernel._multiply
         constants = kernel.constants(run) | {
-            "TOKENS": 16, "BIASED": True, "WHOLE": False, "BLOCK_ROWS": tiles.rows, "BLOCK": tiles.bytes,
+            "EXPERTS": 0, "EACH_TOKEN": 1, "TOKENS": 16, "BIASED": True, "WHOLE": False, "BLOCK_ROWS": tiles.rows,
+            "BLOCK": tiles.bytes, "FAST": bits == 4,
         }  # fmt: skip
-        constants["INTERPRETED"], constants["FAST"] = False, bits == 4
-        types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in function.arg_names}
-        aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(types.values()) if "*" in kind}
-        code = triton.compile(
-            ASTSource(function, types, constants, aligned), target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": tiles.rows // kernel.WARP_ROWS, "num_stages": kernel.STAGES},
-        ).asm  # fmt: skip
-        assert code["cubin"]
+        code = compiled(function, constants, tiles.rows // kernel.WARP_ROWS)
         copies = [line for line in code["ptx"].splitlines() if "cp.async.c" in line and "cache_hint" in line]
         assert copies
         assert all("0x10" in line for line in copies)
         assert "mma.sync" in code["ptx"]
         assert ("fma.rn.bf16x2" in code["ptx"]) == (bits == 4)
+    # Experts of gpt-oss-120b, whose rows of codes are inputs: 16 codes at a time, too.
+    pointers["scales"], rows = "*u8", (128 * 2880, 11648)
+    first, last = (
+        CodesLayout(size, 5760, 4, "e2m1", (32, 1), (size // 32, 5760), torch.uint8, "e8m0", False, False, 1.0, 1.0,
+                    BF16, BF16)
+        for size in (rows[1], rows[0] % rows[1])
+    )  # fmt: skip
+    run = Run(first, last, -(-rows[0] // rows[1]), -(-first.size // 256) * 256)
+    assert run.rows == rows[0]
+    more = {"EXPERTS": 128, "EACH_TOKEN": 4, "BLOCK_ROWS": packed_product.TURNED_ROWS, "BLOCK": kernel.TURNED_BYTES}
+    assert "ld.global.v4" in compiled(kernel._multiply_turned, kernel.constants(run) | more, 4)["ptx"]
 
 
 def main(path: Path) -> None:
@@ -490,6 +540,22 @@ def main(path: Path) -> None:
         single = packed_product._compute(((0, run),), data, unit, None)
         results[name] = expand(codes, dtype), products, single, states, bias, chosen
 
+    for name, (count, transposed, (rows, columns, *_, dtype, _, most)) in STACKS.items():
+        product_kernel.TURNED_BYTES = 16
+        run, data = chunks_of(codes_of(name), dtype, most)
+        matrices = expand(codes_of(name), dtype).view(count, rows // count, columns)
+        weights = matrices.transpose(1, 2) if transposed else matrices
+        dice = torch.Generator().manual_seed(rows)
+        states = torch.randn((2, weights.shape[2]), generator=dice).to(dtype)
+        experts, chosen = torch.tensor([[2, 0], [0, 1]]), torch.randint(0, weights.shape[2], (4,), generator=dice)
+        unit = torch.zeros(4, weights.shape[2], dtype=dtype)
+        unit[range(4), chosen] = 1
+        of_tokens, of_pairs = (
+            product_kernel.multiply_experts(own, data, run, experts, count, transposed) for own in (states, unit)
+        )
+        results["splits"].add(-of_tokens.shape[1] if transposed else of_tokens.shape[1])
+        results[name] = weights, of_tokens.sum(1), of_pairs.sum(1), states, experts, unit, chosen
+
     compute, ran, found, status = packed_product._compute, 0, [], []
 
     def counted(*args: Any) -> Tensor:
@@ -505,6 +571,23 @@ def main(path: Path) -> None:
         status.append(told(engine))
         engine.close()
     results["engine"] = ran, status, *found
+
+    multiply, pairs, found, status = product_kernel.multiply_experts, 0, [], []
+
+    def multiplied(*args: Any) -> Tensor:
+        nonlocal pairs
+        pairs += args[3].numel()
+        return multiply(*args)
+
+    product_kernel.multiply_experts = multiplied  # type: ignore[assignment]
+    directory = test_quantized.FORMATS["mxfp4 of experts"](path.parent / "experts")
+    for option in ("auto", "off"):
+        engine = start(directory, path.parent, packed_kernel=option, experts="all")
+        found.append(greedy(engine, LENGTHS))
+        settings = engine.effective().settings
+        status.append([settings[name] for name in ("packed_kernel", "experts_kernel")])
+        engine.close()
+    results["engine of experts"] = pairs, status, *found
     torch.save(results, path)
 
 

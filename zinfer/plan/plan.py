@@ -35,6 +35,9 @@ DENSE_DEPTH = 3
 # With ``auto`` experts come on demand where a step at batch 1 then brings at most this share of the bytes, and an
 # expert is no smaller than this on the wire: its copy and its unpacking take about 20 us of launches.
 CLEARLY_FEWER, LEAST_EXPERT_BYTES = 0.75, 1 << 20
+# Where all weights and a slot take at most this share of the GPU's memory, and the GPU is to keep what it has room for,
+# experts stay with their layers: the rest is for KV cache and activations of all but the largest batches.
+ALL_STAY_SHARE = 0.9
 # Architectures whose experts transformers does not dispatch through its ExpertsInterface: they come with their layer.
 WHOLE_EXPERTS = frozenset({"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash"})
 # Margin of an engine that gives free GPU memory away, for memory that a plan does not see (gaps, moments of a step).
@@ -211,7 +214,7 @@ def _cpu_computes(case: Case) -> bool:
     return getattr(read_options(case.engine, case.options), "experts_cpu", "auto") == "on"
 
 
-def experts_on_demand(case: Case, model: ModelSpec, wire_ratio: float) -> bool:
+def experts_on_demand(case: Case, model: ModelSpec, machine: Machine, wire_ratio: float) -> bool:
     """Tell whether only those routed experts cross the link that the router chose. This holds for every batch of a
     load, since the layout of its weights in host memory does."""
     options = plan_options(case.engine, case.options)
@@ -223,7 +226,21 @@ def experts_on_demand(case: Case, model: ModelSpec, wire_ratio: float) -> bool:
     packed = getattr(read_options(case.engine, case.options), "packed", "auto") != "auto"
     step = model.streamed_bytes - model.routed_bytes * (1 - model.touched_share(1))
     fewer = step <= CLEARLY_FEWER * model.streamed_bytes and model.expert_bytes * wire_ratio >= LEAST_EXPERT_BYTES
-    return fewer and not packed and model.architecture not in WHOLE_EXPERTS
+    if not fewer or packed or model.architecture in WHOLE_EXPERTS:
+        return False
+    return not _all_stay(case, model, machine, wire_ratio)
+
+
+def _all_stay(case: Case, model: ModelSpec, machine: Machine, wire_ratio: float) -> bool:
+    """Tell whether the GPU has room for all layers, and products read their experts where they lie: none has to come,
+    and no router is waited for. Experts that are coded losslessly are decoded first, so that fewer are better."""
+    quantised = model.stored_ratio < 1 and not model.fp8_ratio
+    kernel = getattr(read_options(case.engine, case.options), "packed_kernel", "off") == "auto"
+    readable = wire_ratio == 1 or (quantised and kernel)
+    if not (machine.gpu_count and readable and case.gpu_weights in ("auto", "100%")):
+        return False
+    needed = model.streamed_bytes * wire_ratio + model.layer_bytes + model.other_bytes
+    return needed <= ALL_STAY_SHARE * machine.gpu_bytes
 
 
 def placement_of(
@@ -334,7 +351,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         update["kept_ratio"] = common.wire_ratio
     divided = transport.divided and options.gpus > 1
     whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
-    if transport.fetched == "pieces" and experts_on_demand(case, model, common.wire_ratio):
+    if transport.fetched == "pieces" and experts_on_demand(case, model, machine, common.wire_ratio):
         update |= _expert_buffers(common, model, machine, depth) | {"graphs": False}  # the CPU gets to know each choice
         update |= {"expert_cache": options.expert_cache, "expert_guess": options.expert_guess == "auto"}
     elif transport.fetched == "pieces":

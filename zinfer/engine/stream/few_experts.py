@@ -2,7 +2,8 @@
 
 `transformers` computes experts by grouped matrix products. Their tiles are made for many rows, and around them rows are
 sorted, counted, moved and moved back, so that a token or two takes twice as long as reading its experts. The kernels
-(`zinfer.engine.stream.expert_kernel`) read each chosen expert once and nothing else.
+(`zinfer.engine.stream.expert_kernel`) read each chosen expert once and nothing else. Of experts that stay on the GPU
+quantised they read the codes (`zinfer.engine.stream.packed_product`).
 
 The classes of experts that `transformers` dispatches through its `ExpertsInterface` give the place for it, without code
 for architectures. A call that the kernels do not serve goes to the implementation that `transformers` chose: one with
@@ -10,7 +11,6 @@ many tokens, with experts on other devices, or with a norm behind each expert. T
 both ways: kernels that do not compile, or give other results, are not used any more, and the reason is told.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from zinfer.engine.stream.expert_images import through_interface
-from zinfer.engine.stream.triton_check import trouble
+from zinfer.engine.stream.packed_product import LazyWeight, StackedCodes
+from zinfer.engine.stream.triton_check import alike, cannot_run
 from zinfer.spec.errors import one_line
 
 NAME = "zinfer_few"  # name of the implementation
@@ -31,17 +32,10 @@ ATTRIBUTE = "zinfer_few_experts"  # of a module of experts
 # the memory's speed. So up to 1.5 reads of an expert the kernels are faster by far.
 MOST_PAIRS = 64
 MOST_READS = 1.5
-# Largest difference from what `transformers` computes, relative to the norm, by bytes of a value: that of rounding.
-TOLERANCE = {2: 0.03, 4: 1e-4}
-
+# The same where experts stay on the GPU quantised, and other products have all of them unpacked first: a pair's product
+# reads a third of the bytes that unpacking its expert and reading it again takes, or less.
+MOST_CODED_READS = 2
 Implementation = Callable[..., Tensor]
-
-
-def cannot_run(device: torch.device) -> str | None:
-    """Return the reason why no kernel runs on a device; None if kernels run."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    return trouble() if device.type == "cuda" else "no GPU"
 
 
 def pays(tokens: int, each: int, experts: int) -> bool:
@@ -141,7 +135,7 @@ def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Te
             return None
         rows = weights.shape[2] if module.is_transposed else weights.shape[1]
         if getattr(module, "has_bias", False) and (
-            not isinstance(bias, Tensor) or bias.shape != (len(weights), rows) or not bias.is_contiguous()
+            not isinstance(bias, Tensor) or bias.shape != (weights.shape[0], rows) or not bias.is_contiguous()
         ):
             return None
         found.append((weights, bias))
@@ -163,35 +157,57 @@ def _serves(module: nn.Module, *args: Any) -> bool:
     ((up, up_bias), (down, down_bias)), columns = matrices, 1 if module.is_transposed else 2
     tensors = [one for one in (up, down, up_bias, down_bias) if one is not None]
     same = all(one.dtype == states.dtype and one.device == states.device for one in tensors)
-    fits = up.shape[columns] == states.shape[1] == down.shape[3 - columns] and len(up) == len(down)
-    small = max(up[0].numel(), down[0].numel()) < 1 << 31  # places within a matrix have 32 bits
+    count = up.shape[0]
+    fits = up.shape[columns] == states.shape[1] == down.shape[3 - columns] and count == down.shape[0]
+    small = max(up.numel(), down.numel()) // count < 1 << 31  # places within a matrix have 32 bits
     known = weights.dtype in (states.dtype, torch.float32)
-    return same and fits and small and known and pays(len(experts), experts.shape[1], len(up))
+    if all(_codes(one, bool(module.is_transposed)) is not None for one in (up, down)):
+        few = 0 < experts.numel() <= MOST_CODED_READS * count
+    else:
+        few = pays(len(experts), experts.shape[1], count)
+    return same and fits and small and known and few
 
 
 def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> tuple[object, ...]:
     """Return what the kernels are compiled for: calls of one kind differ in numbers only."""
-    names = ("gate_up_proj", "up_proj", "down_proj")
-    shapes = tuple(getattr(module, name).shape for name in names if hasattr(module, name))
-    return type(module), shapes, states.dtype, weights.dtype, tuple(experts.shape)
+    stacks = [getattr(module, name) for name in ("gate_up_proj", "up_proj", "down_proj") if hasattr(module, name)]
+    from_codes = tuple(_codes(one, bool(module.is_transposed)) is not None for one in stacks)
+    shapes = tuple(one.shape for one in stacks)
+    return type(module), shapes, from_codes, states.dtype, weights.dtype, tuple(experts.shape)
 
 
 def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """Compute a call that `_serves` by the kernels."""
-    from zinfer.engine.stream.expert_kernel import combined, gated, multiplied
+    from zinfer.engine.stream.expert_kernel import combined, gated
 
     matrices = _matrices(module)
     assert matrices is not None
     ((up, up_bias), (down, down_bias)), transposed = matrices, bool(module.is_transposed)
-    states, experts, weights, count = states.contiguous(), experts.contiguous(), weights.contiguous(), len(up)
-    if _plain_gate(module) and up_bias is None and not transposed:
+    states, experts, weights, count = states.contiguous(), experts.contiguous(), weights.contiguous(), up.shape[0]
+    if _plain_gate(module) and up_bias is None and not transposed and _codes(up, transposed) is None:
         inner = gated(states, up, experts)
     else:
-        partial = multiplied(states, up, experts, transposed)
+        partial = _products(states, up, experts, transposed)
         inner = combined(partial, experts, count, up_bias, None, states.dtype)
         inner = activated(module, inner)
-    partial = multiplied(inner.contiguous(), down, experts, transposed)
+    partial = _products(inner.contiguous(), down, experts, transposed)
     return combined(partial, experts, count, down_bias, weights, states.dtype)
+
+
+def _codes(weights: Tensor, transposed: bool) -> StackedCodes | None:
+    """Return the codes that a stacked weight is multiplied from; None if it is multiplied as it lies in the slot."""
+    found = weights.stacked if isinstance(weights, LazyWeight) else None
+    return found if found is not None and found.ready(transposed) else None
+
+
+def _products(states: Tensor, weights: Tensor, experts: Tensor, transposed: bool) -> Tensor:
+    """Return the partial products of each pair, from codes where the weights have some."""
+    from zinfer.engine.stream.expert_kernel import multiplied
+
+    codes = _codes(weights, transposed)
+    if codes is not None:
+        return codes.multiply(states, experts, transposed)
+    return multiplied(states, weights, experts, transposed)
 
 
 def _plain_gate(module: nn.Module) -> bool:
@@ -200,10 +216,3 @@ def _plain_gate(module: nn.Module) -> bool:
     own = getattr(type(module), "_apply_gate", None)
     activation = type(getattr(module, "act_fn", None)).__name__
     return bool(module.has_gate) and own is not None and own is default and activation in ("SiLU", "SiLUActivation")
-
-
-def alike(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether results ``[tokens, H]`` differ by rounding alone; padding may be NaN in both."""
-    one, other = (torch.nan_to_num(states.double(), 0.0, 0.0, 0.0) for states in (found, expected))
-    error = (one - other).norm() / other.norm().clamp(min=1e-30)
-    return float(error) < TOLERANCE[found.dtype.itemsize]

@@ -8,12 +8,16 @@ when something first reads them. `torch.nn.functional.linear` for few tokens doe
 weight for does: a product of many tokens, a view, a copy. So no module and no architecture has to be known, and what
 reads a weight beside its module reads the right values.
 
-Ordinary unpacking serves columns in an order of their own (GPTQ with `desc_act`), codes that are coded losslessly
-(FP8), and stacked experts. The first product of each kind is computed both ways: kernels that do not compile, or give
+Stacked experts are multiplied pair by pair, as `zinfer.engine.stream.few_experts` does with experts of 16 bits.
+
+Ordinary unpacking serves columns in an order of their own (GPTQ with `desc_act`), and codes that are coded losslessly
+(FP8). The first product of each kind is computed both ways: kernels that do not compile, or give
 other results, are not used any more, and the reason is told.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -21,11 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zinfer.engine.pinned import TensorPlace
-from zinfer.engine.stream.few_experts import alike, cannot_run
 from zinfer.engine.stream.packed_layer import Chunk
 from zinfer.engine.stream.quantized import CodesLayout, Run
+from zinfer.engine.stream.triton_check import alike, cannot_run
 from zinfer.spec.errors import one_line
 
+# Rows of codes that are inputs of transposed experts and share a row of scales: a multiple of these.
+TURNED_ROWS = 32
 # Tokens of a product, at most. Unpacking codes of 4 bits and a matrix product read and write some eight times the bytes
 # of codes, whatever the tokens; the kernel reads the codes once for 32 tokens, and its arithmetic grows with them.
 MOST_TOKENS = 64
@@ -37,20 +43,26 @@ Parts = tuple[tuple[int, Run], ...]  # rows of a weight, in order: bytes before 
 _ATTRIBUTES: tuple[Any, ...] = (
     Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda,
 )  # fmt: skip
-_METHODS: tuple[Any, ...] = Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.__hash__
+_METHODS: tuple[Any, ...] = (
+    Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.__hash__,
+)  # fmt: skip
 _VALUELESS = frozenset([*(one.__get__ for one in _ATTRIBUTES), *_METHODS, getattr(Tensor.data, "__set__")])  # noqa: B009
 
 
 class LazyWeight(nn.Parameter):
     """Matrix whose values `fill` puts in place before anything reads them. `product` gets the states and the bias of a
-    product with it instead, and returns it, or None if the values are needed all the same."""
+    product with it instead, and returns it, or None if the values are needed all the same. Experts that are `stacked`,
+    ``[E, ..]``, are multiplied by what knows of them (`zinfer.engine.stream.few_experts`)."""
 
     fill: Callable[[], None]
     product: Product
+    stacked: "StackedCodes | None"
 
-    def __new__(cls, data: Tensor, fill: Callable[[], None], product: Product) -> "LazyWeight":
+    def __new__(
+        cls, data: Tensor, fill: Callable[[], None], product: Product, stacked: "StackedCodes | None" = None
+    ) -> "LazyWeight":
         found: LazyWeight = torch.Tensor._make_subclass(cls, data, False)
-        found.fill, found.product = fill, product
+        found.fill, found.product, found.stacked = fill, product, stacked
         return found
 
     @classmethod
@@ -79,6 +91,11 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return weight.product(input, bias) if isinstance(weight, LazyWeight) and not others else None
 
 
+def no_product(_states: Tensor, _bias: Tensor | None) -> Tensor | None:
+    """Return None: a weight is no matrix of a product."""
+    return None
+
+
 def _weights(values: Sequence[Any]) -> Iterator[LazyWeight]:
     """Yield the lazy weights among arguments."""
     for value in values:
@@ -89,17 +106,20 @@ def _weights(values: Sequence[Any]) -> Iterator[LazyWeight]:
 
 
 def parts_of(pieces: Sequence[Chunk], place: TensorPlace, start: int) -> Parts | None:
-    """Return the rows of the weight at `place` in the slot, whose bytes in the layer begin behind `start`; None if the
-    kernel does not read them: not a matrix, or not all of it in plain codes with scales of consecutive columns."""
+    """Return the rows of the weight at `place` in the slot, whose bytes in the layer begin behind `start`; of stacked
+    experts one after the other. None if the kernel does not read them: neither a matrix nor a stack of them, or not all
+    of it in plain codes with scales of consecutive columns."""
     found = list[tuple[int, Run]]()
     rows = 0
-    if len(place.shape) != 2:
+    if len(place.shape) not in (2, 3):
         return None
     for piece in pieces:
         layout, begin = piece.layout, piece.start - start
-        if not isinstance(layout, CodesLayout) or layout.coded is not None or layout.order or not _whole_bytes(layout):
+        if not isinstance(layout, CodesLayout) or layout.coded is not None or layout.order:
             return None
-        if (layout.columns, layout.dtype) != (place.shape[1], place.dtype):
+        if len(place.shape) == 2 and not _whole_bytes(layout):
+            return None
+        if (layout.columns, layout.dtype) != (place.shape[-1], place.dtype):
             return None
         if piece.place != place.offset + rows * layout.columns * place.dtype.itemsize:
             return None
@@ -109,7 +129,7 @@ def parts_of(pieces: Sequence[Chunk], place: TensorPlace, start: int) -> Parts |
             found[-1] = found[-1][0], more
         else:
             found.append((begin, Run(layout, layout)))
-    return tuple(found) if found and rows == place.shape[0] else None
+    return tuple(found) if found and rows == prod(place.shape[:-1]) else None
 
 
 def _whole_bytes(layout: CodesLayout) -> bool:
@@ -148,6 +168,37 @@ class PackedProducts:
             return expected
         self._checked.add(kind)
         return found
+
+
+@dataclass(frozen=True)
+class StackedCodes:
+    """Codes of `count` stacked experts in a layer that stays on the GPU; `content` returns the layer's bytes, None
+    while the layer comes through the slot."""
+
+    products: PackedProducts
+    parts: Parts
+    count: int
+    content: Callable[[], Tensor | None]
+
+    def ready(self, transposed: bool) -> bool:
+        """Tell whether the kernel reads the experts, ``[E, rows, columns]``, or if `transposed` ``[E, columns,
+        rows]``."""
+        if self.products.status != "on" or len(self.parts) != 1 or self.content() is None:
+            return False
+        layout, inputs = self.parts[0][1].layout, self.parts[0][1].rows // self.count
+        if not transposed:
+            return _whole_bytes(layout)
+        return layout.grid[0] == 1 or layout.block[0] % TURNED_ROWS == 0 == inputs % layout.block[0]
+
+    def multiply(self, states: Tensor, experts: Tensor, transposed: bool) -> Tensor:
+        """Return partial products of each pair of a token and an expert, float32 ``[pairs, splits, rows]``, to be added
+        along `splits`, if the codes are `ready`; `states` is ``[tokens, columns]``, or ``[pairs, columns]``, `experts`
+        ``[tokens, k]``, both contiguous."""
+        from zinfer.engine.stream.product_kernel import multiply_experts
+
+        ((start, run),), data = self.parts, self.content()
+        assert data is not None
+        return multiply_experts(states, data[start:], run, experts, self.count, transposed)
 
 
 def _serves(parts: Parts, states: Tensor, bias: Tensor | None) -> bool:

@@ -40,7 +40,15 @@ from torch.nn import functional
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, unpack
-from zinfer.engine.stream.packed_product import LazyWeight, PackedProducts, Parts, parts_of
+from zinfer.engine.stream.packed_product import (
+    LazyWeight,
+    PackedProducts,
+    Parts,
+    Product,
+    StackedCodes,
+    no_product,
+    parts_of,
+)
 from zinfer.engine.stream.trace import Reads, Timed, Trace, mark
 
 
@@ -180,8 +188,12 @@ class PrefetchRing:
             own = tuple(one for one in image.pieces if block.offset <= one.place < block.offset + block.size)
             parts = parts_of(own, block, image.start) if entries[name].is_parameter else None
             if parts is not None:
-                product = partial(self._product, index, name, products, parts)
-                found[name] = LazyWeight(block.view(self._slot), partial(self._fill_in, index, name), product)
+                fill, stacked = partial(self._fill_in, index, name), None
+                product: Product = partial(self._product, index, name, products, parts)
+                if len(block.shape) == 3:
+                    stacked = StackedCodes(products, parts, block.shape[0], partial(self._whole_if_held, index))
+                    product = no_product
+                found[name] = LazyWeight(block.view(self._slot), fill, product, stacked)
                 self._lazy.setdefault(index, {})[name] = own
         return found
 
@@ -564,8 +576,8 @@ class PrefetchRing:
     ) -> Tensor | None:
         """Return the product of `states` with a lazy weight of layer `index` from its codes; None if it is to be
         computed in the slot."""
-        kept, trip = self._whole(index), self._trip
-        if kept is None or trip is None or trip.held != index:
+        kept = self._whole_if_held(index)
+        if kept is None:
             return None
 
         def plain() -> Tensor:
@@ -573,6 +585,10 @@ class PrefetchRing:
             return functional.linear(states, self.images[index].blocks[name].view(self._slot), bias)
 
         return products.compute(parts, kept, states, bias, plain)
+
+    def _whole_if_held(self, index: int) -> Tensor | None:
+        """Return the bytes of a layer that stays on the device and computes now; None of any other."""
+        return self._whole(index) if self._trip is not None and self._trip.held == index else None
 
     def _whole(self, index: int) -> Tensor | None:
         """Return the bytes of a layer that stays on the device; None if they come through the buffers."""

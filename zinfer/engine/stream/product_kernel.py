@@ -10,6 +10,10 @@ Rows may lie in several chunks of equal size, the last one shorter, as a packed 
 programs where rows alone are too few to fill the GPU. Sums are in float32, without atomic additions: `_add` adds the
 partial sums in order. The host never waits, so a CUDA graph can hold the kernels.
 
+Of stacked experts, whose rows follow each other, each pair of a token and an expert is a product of its own
+(`multiply_experts`), as in `zinfer.engine.stream.expert_kernel`. Where a model keeps experts as ``[in, out]``, rows of
+codes are inputs, and `_multiply_turned` sums over rows.
+
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
 
@@ -24,12 +28,15 @@ from torch import Tensor
 
 from zinfer.engine.quantization.dequantize import table
 from zinfer.engine.stream.expand import rounded
+from zinfer.engine.stream.packed_product import TURNED_ROWS
 from zinfer.engine.stream.quantized import Run
 
 ROWS = 128  # rows of a program
 BYTES = 64  # bytes of codes of a row that a program reads at a time
 WARP_ROWS = 16  # rows of a warp: with more of them weights take a detour through shared memory
 STAGES = 4
+TURNED_BYTES = 128  # bytes of codes of a row that a program reads where rows are inputs
+TURNED_STEPS = 4  # steps of a program, at least, where rows are split
 MOST_AT_ONCE = 32  # tokens of a program; others read the same codes at about the same time, from the L2 cache
 PROGRAMS = 1024  # programs of a launch, at least, if they have enough to read: two waves of an H100
 LEAST_STEPS = 8  # reads of a program, at least, where columns are split
@@ -77,14 +84,16 @@ class Tiles:
     splits: int  # programs that share a block of rows
 
     @classmethod
-    def of(cls, run: Run) -> "Tiles":
-        layout, width = run.layout, run.layout.columns * run.layout.bits // 8
+    def of(cls, run: Run, count: int | None = None, pairs: int = 1) -> "Tiles":
+        """Choose tiles for `count` rows of `run`, all if None, in `pairs` products."""
+        count, layout = run.rows if count is None else count, run.layout
+        width = layout.columns * layout.bits // 8
         group = 0 if layout.grid[1] == 1 else layout.block[1] * layout.bits // 8
         size = min(BYTES, max(16, triton.next_power_of_2(width)))
         if group and group % size and (shared := group & -group) >= 32:
             size = min(size, shared)
-        rows = min(ROWS, max(16, triton.next_power_of_2(run.rows)))
-        blocks, steps = triton.cdiv(run.rows, rows), triton.cdiv(width, size)
+        rows = min(ROWS, max(16, triton.next_power_of_2(count)))
+        blocks, steps = triton.cdiv(count, rows) * pairs, triton.cdiv(width, size)
         splits = max(1, min(triton.cdiv(PROGRAMS, blocks), steps // LEAST_STEPS))
         each = triton.cdiv(steps, splits)
         return cls(rows, size, each, triton.cdiv(steps, each))
@@ -95,6 +104,81 @@ def paired(states: Tensor, bits: int) -> Tensor:
     even columns and odd ones."""
     found: Tensor = states if bits == 8 else states.unflatten(1, (-1, 2)).permute(2, 0, 1)
     return found.contiguous()
+
+
+def multiply_experts(states: Tensor, data: Tensor, run: Run, experts: Tensor, count: int, transposed: bool) -> Tensor:
+    """Return partial products of each pair, float32 ``[pairs, splits, rows]``, to be added along `splits`.
+
+    `states` is ``[tokens, columns]``, or ``[pairs, columns]``, `experts` ``[tokens, k]``; `run`, whose bytes are
+    `data`, has the rows of ``[count, rows, columns]``, or if `transposed` of ``[count, columns, rows]``. Checks
+    nothing: `zinfer.engine.stream.packed_product` does.
+    """
+    pairs, layout, rows = experts.numel(), run.layout, run.rows // count
+    if transposed:
+        return _multiply_turned_experts(states, data, run, experts, count)
+    tiles = Tiles.of(run, rows, pairs)
+    out = torch.empty((pairs, tiles.splits, rows), dtype=torch.float32, device=states.device)
+    whole, tokens = data[: run.size], len(states)
+    scale_table = table(layout.scale_table, out.device) if layout.scale_table else None
+    _multiply[(pairs, triton.cdiv(rows, tiles.rows), tiles.splits)](
+        paired(states, layout.bits),
+        whole,
+        whole.view(layout.scale_dtype),
+        whole.view(torch.int16),
+        whole if scale_table is None else scale_table,
+        out,
+        experts,
+        out,
+        layout.divisor,
+        layout.factor,
+        tokens,
+        tiles.steps,
+        rows,
+        **constants(run),
+        EXPERTS=count,
+        EACH_TOKEN=pairs // tokens,
+        TOKENS=16,
+        BIASED=False,
+        WHOLE=False,
+        BLOCK_ROWS=tiles.rows,
+        BLOCK=tiles.bytes,
+        num_warps=max(1, tiles.rows // WARP_ROWS),
+        num_stages=STAGES,
+    )
+    return out
+
+
+def _multiply_turned_experts(states: Tensor, data: Tensor, run: Run, experts: Tensor, count: int) -> Tensor:
+    """Do as `multiply_experts` with experts that are transposed."""
+    pairs, layout, inputs, tokens = experts.numel(), run.layout, run.rows // count, len(states)
+    width = layout.columns * layout.bits // 8
+    size = min(TURNED_BYTES, max(16, triton.next_power_of_2(width)))
+    blocks, steps = triton.cdiv(width, size) * pairs, triton.cdiv(inputs, TURNED_ROWS)
+    splits = max(1, min(triton.cdiv(PROGRAMS, blocks), steps // TURNED_STEPS))
+    each = triton.cdiv(steps, splits)
+    out = torch.empty((pairs, triton.cdiv(steps, each), layout.columns), dtype=torch.float32, device=states.device)
+    whole = data[: run.size]
+    scale_table = table(layout.scale_table, out.device) if layout.scale_table else None
+    _multiply_turned[(pairs, triton.cdiv(width, size), out.shape[1])](
+        states,
+        whole,
+        whole.view(layout.scale_dtype),
+        whole.view(torch.int16),
+        whole if scale_table is None else scale_table,
+        experts,
+        out,
+        layout.divisor,
+        layout.factor,
+        each,
+        **constants(run),
+        EXPERTS=count,
+        EACH_TOKEN=pairs // tokens,
+        BLOCK_ROWS=TURNED_ROWS,
+        BLOCK=size,
+        num_warps=4,
+        num_stages=STAGES,
+    )
+    return out
 
 
 def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: Tensor, tokens: int) -> None:
@@ -115,12 +199,15 @@ def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: T
         whole if scale_table is None else scale_table,
         partial if bias is None else bias,
         partial,
+        partial,
         layout.divisor,
         layout.factor,
         tokens,
         tiles.steps,
         partial.stride(-2),
         **constants(run),
+        EXPERTS=0,
+        EACH_TOKEN=1,
         TOKENS=padded,
         BIASED=bias is not None,
         WHOLE=tiles.splits == 1,
@@ -149,6 +236,9 @@ def constants(run: Run) -> dict[str, object]:
     layout, last = run.layout, run.last
     same = layout.scale_dtype == layout.inner == layout.dtype and layout.divisor == layout.factor == 1.0
     whole_numbers = layout.bits == 4 and layout.table in _MIDDLES
+    # Two bits times a power of two: no rounding changes them in types with the exponents of float32.
+    powers = (layout.table, layout.scale_table, layout.divisor, layout.factor) == ("e2m1", "e8m0", 1.0, 1.0)
+    exact = powers and not layout.zeros and torch.float16 not in (layout.inner, layout.dtype)
     return {
         "LENGTH": run.rows,
         "WIDTH": layout.columns * layout.bits // 8,
@@ -171,6 +261,7 @@ def constants(run: Run) -> dict[str, object]:
         "MULTIPLIED": layout.factor != 1.0,
         "INNER": _TYPES[layout.inner],
         "TYPE": _TYPES[layout.dtype],
+        "EXACT": exact,
         "FAST": same and whole_numbers and layout.dtype.itemsize == 2 and not INTERPRETED,
         "INTERPRETED": INTERPRETED,
     }
@@ -184,6 +275,7 @@ def _multiply(
     zeros,
     scale_table,
     bias,
+    experts,
     out,
     divisor,
     factor,
@@ -211,21 +303,33 @@ def _multiply(
     MULTIPLIED: tl.constexpr,
     INNER: tl.constexpr,
     TYPE: tl.constexpr,
+    EXACT: tl.constexpr,
     FAST: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EACH_TOKEN: tl.constexpr,
     TOKENS: tl.constexpr,
     BIASED: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply a block of rows, `steps` times `BLOCK` bytes of each, with a block of tokens."""
+    """Multiply a block of rows, `steps` times `BLOCK` bytes of each, with a block of tokens; with `EXPERTS` the rows of
+    one pair's expert with the states of that pair."""
     EACH: tl.constexpr = 2 if FOUR else 1  # codes in a byte
     SHARED: tl.constexpr = GROUP % (EACH * BLOCK) == 0  # the columns of a read share a scale
     WHOLES: tl.constexpr = not SHARED and EACH * BLOCK % GROUP == 0 and GROUP % EACH == 0
     GROUPS: tl.constexpr = EACH * BLOCK // GROUP if WHOLES else 0  # scales of a read, if not one
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    known = tl.minimum(row, LENGTH - 1)
+    ROWS: tl.constexpr = LENGTH // EXPERTS if EXPERTS > 0 else LENGTH  # of a product
+    known = tl.minimum(row, ROWS - 1)
+    if EXPERTS > 0:
+        token = tl.program_id(0) // EACH_TOKEN + tl.arange(0, TOKENS)
+        real = (tl.arange(0, TOKENS) == 0)[:, None]
+        known += _expert(experts, EXPERTS) * ROWS
+    else:
+        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        real = (token < tokens)[:, None]
     chunk = known // CHUNK
     own = known % CHUNK
     begin = chunk.to(tl.int64) * STRIDE + own.to(tl.int64) * WIDTH
@@ -234,8 +338,6 @@ def _multiply(
     scale_row = scale_row.to(tl.int64)
     scale_place = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + scale_row
     zero_place = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_ZEROS, ZEROS)) // 2 + scale_row
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    real = (token < tokens)[:, None]
     total = tl.zeros([TOKENS, BLOCK_ROWS], tl.float32)
     first = tl.program_id(2) * steps
     for step in range(first, tl.minimum(first + steps, tl.cdiv(WIDTH, BLOCK))):
@@ -283,14 +385,120 @@ def _multiply(
             else:
                 weight = _weight(code, scale, less, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
                 total = _added(one, weight, total, INTERPRETED)
-    place = (tl.program_id(2) * tokens + token)[:, None].to(tl.int64) * stride + row[None, :]
-    inside = real & (row < LENGTH)[None, :]
+    line = tl.program_id(2) * tokens + token
+    if EXPERTS > 0:
+        line = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2) + tl.arange(0, TOKENS)
+    place = line[:, None].to(tl.int64) * stride + row[None, :]
+    inside = real & (row < ROWS)[None, :]
     if WHOLE:
         if BIASED:
             total += tl.load(bias + known).to(tl.float32)[None, :]
         tl.store(out + place, rounded(total, TYPE), mask=inside)
     else:
         tl.store(out + place, total, mask=inside)
+
+
+@triton.jit
+def _expert(experts, EXPERTS: tl.constexpr):
+    """Return the expert of the pair that is this program's."""
+    return tl.minimum(tl.maximum(tl.load(experts + tl.program_id(0)).to(tl.int32), 0), EXPERTS - 1)
+
+
+@triton.jit(do_not_specialize=["divisor", "factor", "steps"])
+def _multiply_turned(
+    states,
+    data,
+    scales,
+    zeros,
+    scale_table,
+    experts,
+    out,
+    divisor,
+    factor,
+    steps,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FOUR: tl.constexpr,
+    TABLE: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    LAST_SCALES: tl.constexpr,
+    LAST_ZEROS: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODED: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
+    INNER: tl.constexpr,
+    TYPE: tl.constexpr,
+    EXACT: tl.constexpr,
+    FAST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EACH_TOKEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply the states of one pair with `BLOCK` bytes of codes of each of `steps` times `BLOCK_ROWS` rows of its
+    expert, a row for each input. The rows of a step share a row of scales."""
+    EACH: tl.constexpr = 2 if FOUR else 1  # codes in a byte
+    INPUTS: tl.constexpr = LENGTH // EXPERTS
+    ALIGNED: tl.constexpr = INPUTS % BLOCK_ROWS == 0 and CHUNK % BLOCK_ROWS == 0  # a step's rows follow each other
+    first_row = _expert(experts, EXPERTS) * INPUTS
+    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    known, inside = tl.minimum(byte, WIDTH - 1), (byte < WIDTH)[None, :]
+    states += tl.program_id(0) // EACH_TOKEN * INPUTS
+    total = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
+    other = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
+    first = tl.program_id(2) * steps
+    for step in range(first, tl.minimum(first + steps, tl.cdiv(INPUTS, BLOCK_ROWS))):
+        row = step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        state = tl.load(states + row, mask=row < INPUTS, other=0.0).to(tl.float32)[:, None]
+        lead = first_row + step * BLOCK_ROWS
+        chunk, own = (lead // CHUNK).to(tl.int64), lead % CHUNK
+        if ALIGNED:
+            begin = chunk * STRIDE + own.to(tl.int64) * WIDTH
+            place = begin + (tl.arange(0, BLOCK_ROWS)[:, None] * WIDTH + byte[None, :])
+        else:
+            row = first_row + tl.minimum(row, INPUTS - 1)
+            begin = (row // CHUNK).to(tl.int64) * STRIDE + (row % CHUNK).to(tl.int64) * WIDTH
+            place = begin[:, None] + byte[None, :]
+        code = tl.load(data + place, mask=inside, other=0)
+        at_end = chunk == CHUNKS - 1
+        line = own // SCALE_ROWS * SCALE_COLUMNS if SCALE_ROWS > 0 else own * 0
+        scale_place = (chunk * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + line
+        zero_place = (chunk * STRIDE + tl.where(at_end, LAST_ZEROS, ZEROS)) // 2 + line
+        for half in tl.static_range(EACH):
+            group = (known * EACH + half) // GROUP if GROUP > 0 else known * 0
+            scale = tl.load(scales + scale_place + group)
+            less = tl.zeros([BLOCK], tl.float32)
+            if ZEROS >= 0:
+                less += tl.load(zeros + zero_place + group).to(tl.float32)
+            scale = tl.load(scale_table + scale.to(tl.int32)) if CODED else scale.to(tl.float32)
+            if DIVIDED:
+                scale = tl.div_rn(scale, tl.zeros([BLOCK], tl.float32) + divisor)
+            if MULTIPLIED:
+                scale = scale * factor
+            number = code >> 4 * half & 15 if FOUR else code
+            if EXACT:
+                product = _small(number.to(tl.uint16)) * scale[None, :] * (state * 16384.0)
+            else:
+                weight = _weight(number, scale[None, :], less[None, :], TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
+                product = weight.to(tl.float32) * state
+            if half == 0:
+                total += product
+            else:
+                other += product
+    place = (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * (WIDTH * EACH) + byte * EACH
+    tl.store(out + place, tl.sum(total, 0), mask=byte < WIDTH)
+    if FOUR:
+        tl.store(out + place + 1, tl.sum(other, 0), mask=byte < WIDTH)
 
 
 @triton.jit
@@ -326,8 +534,7 @@ def _weight(
     else:
         code = code.to(tl.uint16)
         if TABLE == "e2m1":
-            bits = (code & 8) << 12 | (code & 7) << 9
-            number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+            number = _small(code) * 16384.0
         elif TABLE == "e4m3":
             bits = (code & 0x80) << 8 | (code & 0x7F) << 7
             number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -336,6 +543,13 @@ def _weight(
             tl.static_assert(TABLE == "e5m2")
             number = (code << 8).to(tl.float16, bitcast=True).to(tl.float32)
     return _rounded(_rounded((number - less) * scale, INNER, INTERPRETED).to(tl.float32), TYPE, INTERPRETED)
+
+
+@triton.jit
+def _small(code):
+    """Return the numbers of e2m1 (codes of uint16) over 16384, float32."""
+    bits = (code & 8) << 12 | (code & 7) << 9
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

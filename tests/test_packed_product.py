@@ -266,7 +266,7 @@ def test_many_tokens_are_computed_in_the_slot(
 ) -> None:
     expected, calls = run(start(made("int4 groups"), tmp_path, packed_kernel="off")), []
     for most in (2, 3, 27):  # three rows decode together, and their prompts have 27 tokens
-        monkeypatch.setattr(packed_product, "MOST_TOKENS", most)
+        monkeypatch.setattr(packed_product, "CODED_TOKENS", most)
         kernel.calls = 0
         assert torch.equal(run(start(made("int4 groups"), tmp_path)), expected)
         calls.append(kernel.calls)
@@ -338,7 +338,7 @@ def test_rows_with_their_cache_in_host_memory(
     most: int, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch, queued: None
 ) -> None:
     """Two calls of a layer in a trip, in two queues: both, the first, or neither of them by the kernel."""
-    monkeypatch.setattr(packed_product, "MOST_TOKENS", most)
+    monkeypatch.setattr(packed_product, "CODED_TOKENS", most)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "here": 1}
     found = list[Tensor]()
     for option in ("off", "auto"):
@@ -357,7 +357,7 @@ def test_drafts_leave_the_tokens_as_they_are(
     made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
 ) -> None:
     """Passes of several tokens a row, of rows that come and go: some are few enough for the kernel, some are not."""
-    monkeypatch.setattr(packed_product, "MOST_TOKENS", 12)
+    monkeypatch.setattr(packed_product, "CODED_TOKENS", 12)
     test_continuous.small(monkeypatch)
     engine = start(made("int4 groups"), tmp_path)
     rows = test_continuous.sequences(9, 3)

@@ -19,7 +19,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from zinfer.spec.engine import PREFILL_TOKENS
+from zinfer.spec.engine import CODED_PAIRS, CODED_TOKENS, PREFILL_TOKENS
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ExpertPolicy, ModelSpec
 from zinfer.spec.units import counted
@@ -45,6 +45,9 @@ EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
 # after attention.
 CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
 LINK_KEEPS = 0.95  # share of the link's rate left while all cores attend: 0.95 seen beside 16 cores, 0.92 beside 64
+# Rate at which products of up to so many tokens read codes of weights that stay on the GPU, as a share of the bandwidth
+# of GPU memory; more tokens read them again.
+CODES_RATE, CODES_AT_ONCE = 0.5, 32
 UNPACKING = 0.4  # rate at which coded weights are unpacked, as a share of the bandwidth of GPU memory
 CACHE_BYTES = 128 << 20  # no GPU has a larger L2 cache (B200: 126 MB); an unpacked layer that fits need not leave it
 PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
@@ -107,6 +110,7 @@ class Placement(Frozen):
     overlapped: bool = True  # copies run beside compute
     blocks: bool = False  # prefill passes go through the layers side by side, and the weights cross once for all
     pass_tokens: int = PREFILL_TOKENS  # prompt tokens in one forward pass at most, if they are several sequences'
+    from_codes: bool = False  # quantised layers that stay are multiplied from their codes in passes of few tokens
     graphs: bool = False  # decode steps are launched as CUDA graphs: a layer's launch costs nothing
     pinned: bool = True  # weights in host memory are page-locked
     host_rounding: int = 0  # bytes that page-locking adds to the weights
@@ -199,7 +203,7 @@ def unpacked_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None
 
     Whatever comes through the ring is unpacked, or copied if it is not coded. Coded weights that stay on the GPU stay
     coded: each pass unpacks them anew, as it does experts of the cache, and the parts of layers that several GPUs
-    share. Uncoded layers that stay are computed where they are.
+    share. Uncoded layers that stay are computed where they are; so are quantised ones in a pass of few tokens.
     """
     if setup.tier == "gpu" or not setup.ring_depth:
         return 0
@@ -208,8 +212,18 @@ def unpacked_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None
         touched = model.touched_share(tokens) if tokens is not None and chooses(setup, tokens) else 1.0
         experts = round(model.routed_bytes * touched)
     layers = model.streamed_bytes - (model.routed_bytes if setup.experts == "on-demand" else 0)
-    in_place = 0 if setup.wire_ratio < 1 or setup.gpus > 1 else min(setup.resident_bytes, layers)
+    unpacked = setup.wire_ratio < 1 and not reads_codes(setup, model, tokens)
+    in_place = 0 if unpacked or setup.gpus > 1 else min(setup.resident_bytes, layers)
     return layers - in_place + experts
+
+
+def reads_codes(setup: Placement, model: ModelSpec, tokens: int | None) -> bool:
+    """Tell whether a pass of `tokens` tokens, None for a long one, multiplies quantised layers that stay on the GPU
+    from their codes."""
+    if not setup.from_codes or tokens is None or setup.experts == "on-demand":
+        return False
+    pairs = tokens * model.experts_per_token if model.num_experts else 0
+    return tokens <= CODED_TOKENS and pairs <= CODED_PAIRS * model.num_experts
 
 
 def chooses(setup: Placement, tokens: int) -> bool:
@@ -337,6 +351,9 @@ def _pass(
     if factors.perfect and model.layer_bytes > CACHE_BYTES:  # read as they lie in memory, and written whole
         arrived += unpacked * (setup.wire_ratio + 1)
     hbm = machine.hbm_bandwidth * factors.hbm_share
+    if tokens is not None and reads_codes(setup, model, tokens):
+        rate = 1.0 if factors.perfect else CODES_RATE / ceil(tokens / CODES_AT_ONCE)
+        read *= 1 - min(setup.resident_bytes, model.streamed_bytes) / model.weight_bytes * (1 - setup.wire_ratio / rate)
     limits: dict[Bound, float] = {
         "hbm": (read + arrived + (kv - (hosted if setup.kv_on_cpu else 0)) / share) / hbm,
         "compute": flops / share / (factors.mfu * machine.matmul_flops)

@@ -235,8 +235,7 @@ def _all_stay(case: Case, model: ModelSpec, machine: Machine, wire_ratio: float)
     """Tell whether the GPU has room for all layers, and products read their experts where they lie: none has to come,
     and no router is waited for. Experts that are coded losslessly are decoded first, so that fewer are better."""
     quantised = model.stored_ratio < 1 and not model.fp8_ratio
-    kernel = getattr(read_options(case.engine, case.options), "packed_kernel", "off") == "auto"
-    readable = wire_ratio == 1 or (quantised and kernel)
+    readable = wire_ratio == 1 or (quantised and transport_of(case).from_codes)
     if not (machine.gpu_count and readable and case.gpu_weights in ("auto", "100%")):
         return False
     needed = model.streamed_bytes * wire_ratio + model.layer_bytes + model.other_bytes
@@ -349,6 +348,8 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         update["graphs"] = case.offload == "none" or update["resident_bytes"] == model.streamed_bytes
     if transport.coded_at_rest or own:
         update["kept_ratio"] = common.wire_ratio
+    quantised = model.stored_ratio < 1 and not model.fp8_ratio and coded
+    update["from_codes"] = transport.from_codes and quantised and machine.gpu_count > 0 and options.gpus == 1
     divided = transport.divided and options.gpus > 1
     whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
     if transport.fetched == "pieces" and experts_on_demand(case, model, machine, common.wire_ratio):

@@ -58,6 +58,13 @@ class OptionError(ZinferError):
     """An option that an engine does not have, a value that it does not take, or values that contradict each other."""
 
 
+# Tokens of a pass, at most, in which a kernel multiplies quantised layers that stay on the GPU from their codes; and
+# pairs of a token and an expert, at most, for each expert that a layer has. Unpacking reads and writes some eight times
+# the bytes of codes of 4 bits, whatever the tokens; the kernel reads the codes once for 32 tokens, and its arithmetic
+# grows with them.
+CODED_TOKENS, CODED_PAIRS = 64, 2
+
+
 class Transport(Frozen):
     """Transport of an engine: how it keeps offloaded weights and moves them to the GPU. Plans are made from this."""
 
@@ -65,6 +72,7 @@ class Transport(Frozen):
     overlapped: bool = True  # copies run beside compute
     blocks: bool = False  # prompts pass a layer in blocks while its weights are there, so that they cross the link once
     coded_at_rest: bool = False  # weights that cross the link coded lie coded in host memory and on the GPU, too
+    from_codes: bool = False  # quantised layers that stay on the GPU are multiplied from their codes
     pinned_tensors: bool = False  # each tensor is a pinned block of its own, which torch rounds up to a power of two
     outside_trips: int = 0  # trips a pass of the weights outside the layers, where these are offloaded too
     pass_tokens: int = PREFILL_TOKENS  # prompt tokens in one forward pass at most, unless prompts pass in blocks
@@ -158,7 +166,10 @@ class StreamOptions(EngineOptions):
 
     def transport(self) -> Transport:
         graphs = self.cuda_graphs == "auto"
-        return Transport(fetched="pieces", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs)
+        return Transport(
+            fetched="pieces", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs,
+            from_codes=self.packed_kernel == "auto",
+        )  # fmt: skip
 
     @property
     def draft_model(self) -> str | None:

@@ -22,6 +22,7 @@ from transformers.integrations import moe
 from zinfer.engine.stream.expert_images import through_interface
 from zinfer.engine.stream.packed_product import LazyWeight, StackedCodes
 from zinfer.engine.stream.triton_check import alike, cannot_run
+from zinfer.spec.engine import CODED_PAIRS
 from zinfer.spec.errors import one_line
 
 NAME = "zinfer_few"  # name of the implementation
@@ -32,9 +33,6 @@ ATTRIBUTE = "zinfer_few_experts"  # of a module of experts
 # the memory's speed. So up to 1.5 reads of an expert the kernels are faster by far.
 MOST_PAIRS = 64
 MOST_READS = 1.5
-# The same where experts stay on the GPU quantised, and other products have all of them unpacked first: a pair's product
-# reads a third of the bytes that unpacking its expert and reading it again takes, or less.
-MOST_CODED_READS = 2
 Implementation = Callable[..., Tensor]
 
 
@@ -162,7 +160,7 @@ def _serves(module: nn.Module, *args: Any) -> bool:
     small = max(up.numel(), down.numel()) // count < 1 << 31  # places within a matrix have 32 bits
     known = weights.dtype in (states.dtype, torch.float32)
     if all(_codes(one, bool(module.is_transposed)) is not None for one in (up, down)):
-        few = 0 < experts.numel() <= MOST_CODED_READS * count
+        few = 0 < experts.numel() <= CODED_PAIRS * count
     else:
         few = pays(len(experts), experts.shape[1], count)
     return same and fits and small and known and few

@@ -28,14 +28,11 @@ from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.stream.packed_layer import Chunk
 from zinfer.engine.stream.quantized import CodesLayout, Run
 from zinfer.engine.stream.triton_check import alike, cannot_run
+from zinfer.spec.engine import CODED_TOKENS
 from zinfer.spec.errors import one_line
 
 # Rows of codes that are inputs of transposed experts and share a row of scales: a multiple of these.
 TURNED_ROWS = 32
-# Tokens of a product, at most. Unpacking codes of 4 bits and a matrix product read and write some eight times the bytes
-# of codes, whatever the tokens; the kernel reads the codes once for 32 tokens, and its arithmetic grows with them.
-MOST_TOKENS = 64
-
 Product = Callable[[Tensor, Tensor | None], Tensor | None]
 Parts = tuple[tuple[int, Run], ...]  # rows of a weight, in order: bytes before them in the layer, and their chunks
 
@@ -208,7 +205,7 @@ def _serves(parts: Parts, states: Tensor, bias: Tensor | None) -> bool:
         return False
     if bias is not None and (bias.dtype != states.dtype or bias.shape != (rows,) or bias.stride(0) != 1):
         return False
-    return 0 < states.numel() <= MOST_TOKENS * layout.columns
+    return 0 < states.numel() <= CODED_TOKENS * layout.columns
 
 
 def _compute(parts: Parts, data: Tensor, states: Tensor, bias: Tensor | None) -> Tensor:

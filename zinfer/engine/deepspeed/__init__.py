@@ -138,17 +138,23 @@ class DeepSpeed(Decoder):
         self._ready()
 
     def _probed_alone(self, state: ModelState) -> Probe:
-        """Probe the model while its weights are its own: DeepSpeed records the order in which modules run."""
-        cpu = torch.device("cpu")
-        outside = [(name, tensor.clone()) for name, tensor in state.load(cpu, layers=False)] if self._counts else []
-        before = {name: getattr(*state.entries[name].places[0]) for name, _ in outside}
+        """Probe the model before it has weights: DeepSpeed records the order in which modules run.
+
+        What it does with positions does not depend on the weights, as long as those of two tokens differ. So random
+        ones take their place, each row of which begins one number after the row before: real ones would be read, or
+        made on one thread of the CPU, for this alone.
+        """
+        outside = [entry for entry in state.outside.values() if entry.is_parameter] if self._counts else []
+        dice = torch.Generator().manual_seed(0)
         try:
-            for name, tensor in outside:
-                state.entries[name].put(tensor)
-            return self._probed(state.layers[0], cpu)
+            for entry in outside:
+                shape = entry.tensor.shape
+                numbers = torch.randn(sum(shape) + 1, generator=dice).to(entry.tensor.dtype)
+                entry.put(numbers.as_strided(shape, [1] * len(shape)))
+            return self._probed(state.layers[0], torch.device("cpu"))
         finally:
-            for name, tensor in before.items():
-                state.entries[name].put(tensor)
+            for entry in outside:
+                entry.put(entry.tensor)
 
     def _stored(self, state: ModelState) -> Iterator[tuple[str, Tensor]]:
         """Yield the state's tensors by name. Only the leader of a group loads them: a follower has a place for each

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.running import decode, prefill
 from tests.test_parity import BATCHES, MACHINE, greedy, load, prompts, reference
 from zinfer.engine import EngineError
 from zinfer.engine.deepspeed import DeepSpeed
+from zinfer.engine.state import ModelState
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Case, Offload, Workload
 from zinfer.spec.engine import conflict
@@ -53,6 +55,34 @@ def test_a_layer_is_one_fetch_and_embeddings_none(bloom: Any, monkeypatch: pytes
     matrices = {name for name, parameter in bloom._parameters.items() if ".h." in name and len(parameter.ds_shape) > 1}
     assert sorted(name for group in layers for name in group) == sorted(matrices)  # each once, vectors stay
     assert bloom.effective().gpu_weight_bytes > bloom.plan.model.other_bytes
+
+
+def test_weights_in_host_memory_are_one_arena_without_rounding(bloom: Any) -> None:
+    """Host memory holds the offloaded weights one after the other: each block of its own would be a power of two."""
+    arena = bloom._arena
+    places = sorted(
+        (parameter.ds_tensor.data_ptr() - arena.memory.data_ptr(), parameter.ds_tensor.nbytes)
+        for name, parameter in bloom._parameters.items()
+        if name in bloom._offloaded
+    )
+    assert places[0][0] == 0
+    assert all(first + -(-size // 256) * 256 == then for (first, size), (then, _) in pairwise(places))
+    assert arena.size == sum(-(-size // 256) * 256 for _, size in places)
+
+
+def test_a_load_reads_the_weights_once(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Weights are read once, embeddings too, though BLOOM is probed before."""
+    begun: list[bool] = []
+    generate = ModelState.load
+
+    def counted(*args: Any, **named: Any) -> Any:
+        begun.append(True)
+        return generate(*args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelState, "load", counted)
+        load("deepspeed", checkpoint("bloom"), "cpu", tmp_path).close()
+    assert begun == [True]
 
 
 def _quantised(directory: Path, weights: Weights, offload: Offload, path: Path) -> Any:

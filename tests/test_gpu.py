@@ -636,6 +636,15 @@ WIDE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_deepspeed_reads_page_locked_memory_of_the_arena(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    engine: Any = load("deepspeed", checkpoint("bloom"), "cpu", tmp_path)
+    parts = [engine._parameters[name].ds_tensor for name in engine._offloaded]
+    assert all(part.is_pinned() for part in parts)
+    assert engine.effective().pinned_bytes >= sum(part.nbytes for part in parts)
+    check(engine, checkpoint("bloom"))
+
+
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),

@@ -44,8 +44,9 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_a_model_makes_of_positions_is_found_out(name: str, kind: Kinds, tmp_path: Path) -> None:
-    engine: Any = load("stream", kind(name), "cpu", tmp_path)
+@pytest.mark.parametrize("engine_name", ["stream", "deepspeed"])  # with the weights, and before they are loaded
+def test_what_a_model_makes_of_positions_is_found_out(engine_name: str, name: str, kind: Kinds, tmp_path: Path) -> None:
+    engine: Any = load(engine_name, kind(name), "cpu", tmp_path)
     assert engine._probe == FOUND[name]
     engine.close()
 

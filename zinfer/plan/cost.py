@@ -67,7 +67,7 @@ class Bytes(Frozen):
     kv_cache: int = 0
     buffers: int = 0  # slots that streamed layers, or a streamed KV cache, arrive in
     activations: int = 0
-    overhead: int = 0  # rounding of pinned blocks, contexts, the process itself
+    overhead: int = 0  # contexts, the process itself
 
     @property
     def total(self) -> int:
@@ -113,7 +113,6 @@ class Placement(Frozen):
     from_codes: bool = False  # quantised layers that stay are multiplied from their codes in passes of few tokens
     graphs: bool = False  # decode steps are launched as CUDA graphs: a layer's launch costs nothing
     pinned: bool = True  # weights in host memory are page-locked
-    host_rounding: int = 0  # bytes that page-locking adds to the weights
 
     def prefill_rows(self, batch_size: int, input_len: int) -> int:
         """Return how many sequences of a batch are prefilled in one forward pass."""
@@ -546,7 +545,7 @@ def tiers(
         weights=round(on_host * setup.kept_ratio) + (0 if setup.resident_others else others),
         kv_cache=hosted,
         buffers=setup.disk_ring_bytes or 2 * model.layer_bytes if setup.tier == "nvme" else 0,
-        overhead=(setup.host_rounding if on_host else 0) + PROCESS_BYTES * setup.gpus,
+        overhead=PROCESS_BYTES * setup.gpus,
     )
     at_rest = setup.kept_ratio if setup.disk_ring_bytes else 1.0
     return gpu, host, Bytes(weights=round(away * at_rest) if setup.tier == "nvme" else 0)

@@ -186,14 +186,6 @@ def _output_tok_s(workload: Workload, prefill_s: float | None, step_s: float | N
     return workload.batch_size * workload.output_len / seconds if seconds else None
 
 
-def pinned_block(size: int) -> int:
-    """Return the bytes that torch's pinned-memory allocator takes for `size` bytes: the next power of two.
-
-    Source: CachingHostAllocator.h of torch 2.11 rounds every block up to ``PowerOf2Ceil(size)``.
-    """
-    return 1 << max(size - 1, 0).bit_length()
-
-
 def transport_of(case: Case) -> Transport:
     """Return how the case's engine moves weights."""
     return read_options(case.engine, case.options).transport()
@@ -369,11 +361,6 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         largest = round(max(model.layer_parameters) * model.dtype_bytes * common.wire_ratio)
         update["disk_ring_bytes"] = max(1, DISK_RING_LAYERS * largest)
         update["held_bytes"] = parse_share(options.host_weights, model.streamed_bytes)
-    if transport.pinned_tensors:
-        layers = [round(parameters * model.dtype_bytes * (own or 1)) for parameters in model.layer_parameters]
-        blocks = 3 * options.gpus
-        rounded = sum(pinned_block(size // blocks) * blocks for size in layers) - sum(layers)
-        update["host_rounding"] = max(rounded, 0)
     if trips := transport.outside_trips:
         slots = max(whole, model.other_bytes / model.layer_bytes)
         update |= {"resident_others": False, "also_streamed": trips * model.other_bytes, "slots": slots}

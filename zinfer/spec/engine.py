@@ -73,7 +73,6 @@ class Transport(Frozen):
     blocks: bool = False  # prompts pass a layer in blocks while its weights are there, so that they cross the link once
     coded_at_rest: bool = False  # weights that cross the link coded lie coded in host memory and on the GPU, too
     from_codes: bool = False  # quantised layers that stay on the GPU are multiplied from their codes
-    pinned_tensors: bool = False  # each tensor is a pinned block of its own, which torch rounds up to a power of two
     outside_trips: int = 0  # trips a pass of the weights outside the layers, where these are offloaded too
     pass_tokens: int = PREFILL_TOKENS  # prompt tokens in one forward pass at most, unless prompts pass in blocks
     divided: bool = False  # of several GPUs each has a part of all weights, and gathers a copy of what it computes with
@@ -256,7 +255,7 @@ class DeepSpeedOptions(EngineOptions):
     def transport(self) -> Transport:
         # Embeddings that are offloaded, too, are fetched for both of their uses.
         trips, tokens = 0 if self.tuned else 2, self.prefill_tokens
-        return Transport(fetched="layer", pinned_tensors=True, outside_trips=trips, divided=True, pass_tokens=tokens)
+        return Transport(fetched="layer", outside_trips=trips, divided=True, pass_tokens=tokens)
 
 
 class AccelerateOptions(EngineOptions):

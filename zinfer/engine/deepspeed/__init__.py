@@ -12,6 +12,10 @@ ones of DeepSpeed, do this for decode:
 * embeddings and head are partitioned without offload. Offloaded they cross the link every step, tied ones twice: a
   tensor so much larger than `stage3_max_reuse_distance` is dropped between its two uses.
 
+With offload `cpu`, DeepSpeed's page-locked memory comes from an arena of ours, as that of the other engines does:
+torch's allocator, which DeepSpeed asks otherwise, rounds each weight up to a power of two and touches it with few
+threads. Steps are the same.
+
 On several GPUs each rank has its part of every weight, and a fetch is a copy of that part and an all-gather. Here the
 leader of the ranks loads the weights, and `zero.Init` broadcasts each before it is divided.
 
@@ -34,7 +38,7 @@ from zinfer.engine.base import Work, is_step
 from zinfer.engine.decoder import Decoder, DecoderBatch, scratch
 from zinfer.engine.deepspeed.quantized import GROUP, check_dequantizer, quantise, quantised_linear
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io, check_dtype, modules_under_way
-from zinfer.engine.pinned import empty_pinned_cache, pinned_bytes, set_pinned_allocator
+from zinfer.engine.pinned import ALIGNMENT, PinnedArena, empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.positions import Probe
 from zinfer.engine.state import ModelState
 from zinfer.plan.plan import Plan
@@ -63,6 +67,7 @@ class DeepSpeed(Decoder):
     _folder: OwnFolder | None = None
     _world: World | None = None
     _engine: Any = None
+    _arena: PinnedArena | None = None
     _fetched = _streamed_per_step = 0
 
     def __init__(self, plan: Plan, progress: Progress = silent, group: "Group | None" = None) -> None:
@@ -103,7 +108,10 @@ class DeepSpeed(Decoder):
             self._folder = scratch(self.plan.nvme_path, ("*.tensor.swp",))
         config = self._config(layers)
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
-        partition = {True: Partition(config), False: Partition(config | {"zero_optimization": zero})}
+        if case.offload == "cpu" and self.options.pin_memory:
+            most = sum(state.entries[name].tensor.nbytes + ALIGNMENT for name in self._offloaded)
+            self._arena = PinnedArena(most, self.device.type == "cuda", self.progress, grow=True)
+        partition = {True: Partition(config, self._arena), False: Partition(config | {"zero_optimization": zero})}
         bits = {"int4": 4, "int8": 8}.get(case.weights)
         quantised = self._linears(layers) if bits is not None else {}
         if bits is not None:
@@ -119,6 +127,8 @@ class DeepSpeed(Decoder):
                 partition[name in self._offloaded](self._parameters[name])
             else:
                 held[name] = tensor.to(self.device, copy=True)
+        if self._arena is not None:
+            self._arena.seal()
         for name, tensor in held.items():
             state.entries[name].put(tensor)
         for module in quantised.values():
@@ -138,17 +148,23 @@ class DeepSpeed(Decoder):
         self._ready()
 
     def _probed_alone(self, state: ModelState) -> Probe:
-        """Probe the model while its weights are its own: DeepSpeed records the order in which modules run."""
-        cpu = torch.device("cpu")
-        outside = [(name, tensor.clone()) for name, tensor in state.load(cpu, layers=False)] if self._counts else []
-        before = {name: getattr(*state.entries[name].places[0]) for name, _ in outside}
+        """Probe the model before it has weights: DeepSpeed records the order in which modules run.
+
+        What it does with positions does not depend on the weights, as long as those of two tokens differ. So random
+        ones take their place, each row of which begins one number after the row before: real ones would be read, or
+        made on one thread of the CPU, for this alone.
+        """
+        outside = [entry for entry in state.outside.values() if entry.is_parameter] if self._counts else []
+        dice = torch.Generator().manual_seed(0)
         try:
-            for name, tensor in outside:
-                state.entries[name].put(tensor)
-            return self._probed(state.layers[0], cpu)
+            for entry in outside:
+                shape = entry.tensor.shape
+                numbers = torch.randn(sum(shape) + 1, generator=dice).to(entry.tensor.dtype)
+                entry.put(numbers.as_strided(shape, [1] * len(shape)))
+            return self._probed(state.layers[0], torch.device("cpu"))
         finally:
-            for name, tensor in before.items():
-                state.entries[name].put(tensor)
+            for entry in outside:
+                entry.put(entry.tensor)
 
     def _stored(self, state: ModelState) -> Iterator[tuple[str, Tensor]]:
         """Yield the state's tensors by name. Only the leader of a group loads them: a follower has a place for each
@@ -285,6 +301,8 @@ class DeepSpeed(Decoder):
 
     def effective(self) -> Effective:
         gpu = host = nvme = 0
+        arena = self._arena
+        own = arena.size if arena is not None and arena.pinned else 0
         for name, parameter in self._parameters.items():
             size = _bytes(parameter)
             away = name in self._offloaded and parameter.ds_tensor.device.type == "cpu"
@@ -301,11 +319,11 @@ class DeepSpeed(Decoder):
             host_weight_bytes=host,
             nvme_weight_bytes=nvme,
             streamed_bytes_per_step=self._streamed_per_step,
-            pinned_bytes=pinned_bytes() - self._pinned_before,
+            pinned_bytes=pinned_bytes() - self._pinned_before + own,
             settings={
                 **self._settings,
                 "leaf_layers": self.options.tuned,
-                "pinned_allocator": self._allocator,
+                **({"pinned_allocator": self._allocator} if arena is None else {"numa_node": arena.numa_node}),
                 "attention": self.model.config._attn_implementation,
             },
         )
@@ -318,12 +336,14 @@ class DeepSpeed(Decoder):
                 last.callback(self._folder.cleanup)
             if self._world is not None:
                 last.callback(self._world.close)
+            if self._arena is not None:
+                last.callback(self._arena.close)
             last.callback(super().close)
             last.callback(self._forget)
             if self._engine is not None:
                 last.callback(self._engine.destroy)
             self._free_weights()
-            self._folder = self._engine = None
+            self._folder = self._engine = self._arena = None
 
     def _free_weights(self) -> None:
         """Free the weights' memory, whoever else refers to them: DeepSpeed's caches may outlive the engine."""

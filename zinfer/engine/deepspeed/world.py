@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zinfer.engine import EngineError
 from zinfer.engine.deepspeed import compiling
+from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 from zinfer.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -131,19 +132,33 @@ def modules_under_way() -> list[nn.Module]:
 class Partition:
     """Partitioning of weights by `zero.Init` one at a time, so that none stays on the device longer than needed."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._config = config
+    def __init__(self, config: dict[str, Any], arena: PinnedArena | None = None) -> None:
+        self._config, self._arena = config, arena
         self._first: Any = None
 
     def __call__(self, parameter: nn.Parameter) -> None:
-        """Make `parameter` a ZeRO parameter: its data moves to the place that the configuration names."""
-        if self._first is not None:
-            self._first.convert_to_zero_parameters([parameter])
-            return
+        """Make `parameter` a ZeRO parameter: its data moves to the place that the configuration names. Host memory that
+        is to be page-locked is taken from the arena, if there is one. Raises MemoryError where it has no room."""
         import deepspeed
+        from deepspeed.accelerator import get_accelerator
 
-        deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=deepcopy(self._config))
-        self._first = parameter
+        with ExitStack() as undo:
+            if self._arena is not None:
+                accelerator: Any = get_accelerator()
+                accelerator.pin_memory = self._pinned  # hides the method of its class
+                undo.callback(delattr, accelerator, "pin_memory")
+            if self._first is not None:
+                self._first.convert_to_zero_parameters([parameter])
+                return
+            deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=deepcopy(self._config))
+            self._first = parameter
+
+    def _pinned(self, tensor: Tensor, *_: object, **__: object) -> Tensor:
+        """Return memory of the arena for `tensor`, which DeepSpeed has not filled yet."""
+        assert self._arena is not None
+        size = tensor.nbytes
+        taken = self._arena.take(-(-size // ALIGNMENT) * ALIGNMENT)
+        return taken[:size].view(tensor.dtype).view(tensor.shape)
 
 
 def check_async_io() -> None:

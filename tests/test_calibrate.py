@@ -270,7 +270,7 @@ def test_a_cache_in_host_memory_shows_the_link_rate_if_the_link_limits() -> None
     assert calibrate._link_share(one) is None
 
 
-@pytest.mark.parametrize("threads", ["auto", 64, 32])
+@pytest.mark.parametrize("threads", ["auto", 64, 48])
 @pytest.mark.parametrize("quantized", ["bf16", "int8"])
 def test_bandwidth_that_the_link_loses_to_the_cpu_is_not_the_engines_factor(quantized: str, threads: Option) -> None:
     told = Efficiency(link_share=0.83)

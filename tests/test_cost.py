@@ -24,6 +24,7 @@ from zinfer.plan.cost import (
     tiers,
     unpacked_bytes,
     wire_bytes,
+    with_cores,
 )
 from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, make_plan, placement_of, split_free_memory
 from zinfer.plan.search import advice, best_batch
@@ -195,16 +196,36 @@ def test_link_and_cpu_slow_each_other_as_measured() -> None:
     seen = place.model_copy(update={"shared_attention_bandwidth": 60e9, "shared_h2d_bandwidth": 50e9})
     assert contended_rates(there, seen, 100e9, round(120e9), 1.0) == pytest.approx((1.0 + 0.6, 1.0))
     half = there.model_copy(update={"kv_cpu_share": 0.5})
-    assert contended_rates(half, seen, 100e9, round(50e9), 2.0) == pytest.approx(
-        (1.0, 2.0)
-    )  # 50 of 110 GB/s: neither is slower
-    most = there.model_copy(update={"kv_cpu_share": 0.8})
-    assert contended_rates(most, seen, 100e9, round(60e9), 2.0) == pytest.approx(
-        (1.0, 2.0)
-    )  # no more than all cores had
+    # 50 of 110 GB/s: the link is no slower, but each core waits for memory as if all attended
+    assert contended_rates(half, seen, 100e9, round(50e9), 2.0) == pytest.approx((50 / 30, 2.0))
+    assert contended_rates(half, place, 100e9, round(120e9), 2.0) == pytest.approx((2.0 + 0.8, 2.0))
     assert contended_rates(Placement(tier="gpu"), seen, 100e9, round(50e9), 0.0) == pytest.approx((0.5, 0.0))
     alone = place.model_copy(update={"host_bandwidth": None})
     assert contended_rates(there, alone, 100e9, round(50e9), 1.0) == pytest.approx((0.5, 1.0))
+
+
+def test_a_value_in_8_bits_keeps_the_cpu_as_long_as_one_in_16() -> None:
+    """Memory gives half the bytes; the rate of the cores, measured in 16 bits, is one of values."""
+    place = linked(50e9).model_copy(update={"attention_bandwidth": 50e9, "host_bandwidth": 120e9})
+    wide = Placement(tier="host", kv_host_share=1.0, kv_on_cpu=True)
+    narrow = wide.model_copy(update={"kv_ratio": 0.5})
+    one, other = (step(setup, BLOOM, place, 200, 528).limits for setup in (wide, narrow))
+    kv = BLOOM.kv_bytes(200, 528)
+    assert other["cpu attention"] == pytest.approx(one["cpu attention"])
+    assert one["host memory"] - other["host memory"] == pytest.approx(kv / 2 / 120e9)
+
+
+def test_cores_are_enough_to_attend_in_half_the_time_of_the_link() -> None:
+    """The share of the cores grows with the rows; all of them attend where fewer would take longer than that."""
+    place = linked(50e9).model_copy(update={"attention_bandwidth": 72e9, "host_bandwidth": 81e9})
+    setup = Placement(tier="host", kv_on_cpu=True)
+    shares = []
+    for rows in (8, 32, 56, 96):
+        found = with_cores(setup.model_copy(update={"kv_host_share": rows / 100}), BLOOM, place, 100, 528)
+        limits = step(found, BLOOM, place, 100, 528).limits
+        assert found.kv_cpu_share == 1 or limits["cpu attention"] <= limits["link"] / 2
+        shares.append(found.kv_cpu_share)
+    assert shares == [0.375, 0.5, 0.75, 1.0]
 
 
 def test_heads_that_share_a_key_keep_the_cpu_longer_at_it() -> None:

@@ -41,9 +41,10 @@ BLOCK_VALUES, BLOCK_TOKENS = 2048 * 14336, 2048
 HIDDEN_PASSES, FFN_PASSES, FFN_PASSES_OF, SCORE_BYTES = 20, 3, {"bloom": 21}, 20
 EAGER = ("bloom",)  # ALiBi: transformers has no fused kernel for it
 # Cores that attend to a KV cache in host memory take bandwidth from the link. These are the shares of the cores to
-# choose from, and the part of the link's time in which they must be done; the rest is for a layer's work before and
-# after attention.
-CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.75
+# choose from, and the part of the link's time in which they must be done. The rest is for what the CPU does before and
+# after attention, when it also launches the unpacking of the next layer; too few cores make every layer late, too many
+# cost the link a twentieth at most.
+CPU_SHARES, CPU_TIME = (0.75, 0.625, 0.5, 0.375, 0.25), 0.5
 LINK_KEEPS = 0.95  # share of the link's rate left while all cores attend: 0.95 seen beside 16 cores, 0.92 beside 64
 # Rate at which products of up to so many tokens read codes of weights that stay on the GPU, as a share of the bandwidth
 # of GPU memory; more tokens read them again.
@@ -381,7 +382,9 @@ def _pass(
     elif hosted and setup.kv_on_cpu and cpu is not None:
         # These follow each other in every layer: weights are unpacked, the GPU computes, the CPU attends.
         on_gpu = unpacking + limits["hbm"] + limits["compute"] + limits["launch"]
-        attending, copying = contended_rates(setup, machine, cpu, hosted, limits.get("link", 0.0))
+        # A value in 8 bits takes a core as long as one in 16, for which the rate was measured.
+        attended = round(hosted / setup.kv_ratio)
+        attending, copying = contended_rates(setup, machine, cpu, attended, limits.get("link", 0.0))
         limits["cpu attention"] = attending + on_gpu
         if "link" in limits:
             limits["link"] = copying
@@ -457,8 +460,8 @@ def contended_rates(setup: Placement, machine: Machine, cpu: float, hosted: int,
     and the seconds of the link for a copy that alone takes it `copying` seconds. While both run they share one memory.
 
     The rate left to each was measured; otherwise the CPU has its part of the memory's bandwidth and the link nearly all
-    of its own. Fewer cores take less, down to where neither loses anything. (The links of several GPUs count as one
-    here.)
+    of its own. Fewer cores take less from the link, down to where it loses nothing; but each of them waits as long for
+    memory as if all attended. (The links of several GPUs count as one here.)
     """
     own, link = setup.kv_cpu_share * cpu, machine.h2d_bandwidth
     if link is None or setup.tier != "host":
@@ -469,7 +472,7 @@ def contended_rates(setup: Placement, machine: Machine, cpu: float, hosted: int,
     together = min(slow_cpu + slow_link, machine.host_bandwidth or inf)
     lost = cpu + link - together  # bandwidth that both lose while all cores attend
     loss = max(0.0, own + link - together) / lost if lost > 0 else 0.0
-    cpu_rate, link_share = own - loss * (cpu - slow_cpu), 1 - loss * (1 - slow_link / link)
+    cpu_rate, link_share = setup.kv_cpu_share * slow_cpu, 1 - loss * (1 - slow_link / link)
     both = min(hosted / cpu_rate, copying / link_share)
     return both + (hosted - cpu_rate * both) / own, copying + (1 - link_share) * both
 

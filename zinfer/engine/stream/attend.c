@@ -40,7 +40,7 @@
 #define COLUMNS 32 /* columns of values that a thread sums at a time if there are few matrices: a cache line of bf16 */
 #define SPAN 256   /* maximum of columns that a thread sums at a time */
 #define TOKENS 128 /* tokens that a thread takes at a time: still in its cache when rows 5 and on read them again */
-#define AHEAD 16   /* distance, in tokens, at which values are prefetched, see mix_of */
+#define AHEAD 16   /* distance, in tokens, at which keys and values are prefetched: no core looks that far by itself */
 #define ROWS 128   /* maximum of query rows */
 #define WIDTH 1024 /* maximum of elements in a key */
 
@@ -84,8 +84,24 @@ INLINE floats widen_float16(const char *from) {
 }
 
 /* True if widening puts the two elements of a pair into different registers: shifts split the pair, which is fast on
-   every processor. */
-INLINE int parted(type kind) { return kind == bfloat16 || kind == int8; }
+   every processor. Bytes are split so where no instruction widens them. */
+INLINE int parted(type kind) { return kind == bfloat16 || (kind == int8 && LANES == 4); }
+
+INLINE void widen_int8(const char *from, floats *first, floats *second) {
+#if LANES == 16
+    *first = (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+    *second = (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + LANES))));
+#elif LANES == 8
+    *first = (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+    *second = (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + LANES))));
+#else
+    shorts both;
+    memcpy(&both, from, sizeof both);
+    pairs wide = __builtin_convertvector(both, pairs);
+    *first = __builtin_convertvector((ints)(wide << 24) >> 24, floats);
+    *second = __builtin_convertvector((ints)(wide << 16) >> 24, floats);
+#endif
+}
 
 /* Widens a chunk. With parted pairs `first` has the even elements and `second` the odd ones; else each has a half. */
 INLINE void widen(type kind, const char *from, floats *first, floats *second) {
@@ -95,11 +111,7 @@ INLINE void widen(type kind, const char *from, floats *first, floats *second) {
         *first = (floats)(both << 16);
         *second = (floats)(both & 0xffff0000);
     } else if (kind == int8) {
-        shorts both;
-        memcpy(&both, from, sizeof both);
-        pairs wide = __builtin_convertvector(both, pairs);
-        *first = __builtin_convertvector((ints)(wide << 24) >> 24, floats);
-        *second = __builtin_convertvector((ints)(wide << 16) >> 24, floats);
+        widen_int8(from, first, second);
     } else if (kind == float16) {
         *first = widen_float16(from);
         *second = widen_float16(from + sizeof(shorts));
@@ -156,6 +168,10 @@ INLINE void totals(const floats *sums, float *four) {
     memcpy(four, part, sizeof part[0]);
 }
 
+INLINE void prefetch(const char *from, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line);
+}
+
 /* Multiplies `count` rows with KEYS keys; the rows are in the order of `lay`, WIDTH apart. */
 INLINE void dots_of(type kind, int count, const float *rows, const char *const *keys, int64_t width,
                     float products[][KEYS]) {
@@ -186,6 +202,8 @@ INLINE void dots(type kind, const float *rows, const char *keys, float *out, int
             const char *own[KEYS];
             float products[4][KEYS];
             for (int k = 0; k < KEYS; k++) own[k] = keys + (t + k < end ? t + k : end - 1) * stride * size_of(kind);
+            for (int k = 0; k < KEYS && !r; k++)
+                prefetch(own[k] + AHEAD * stride * size_of(kind), width * size_of(kind));
             if (block == 1) dots_of(kind, 1, laid, own, width, products);
             else if (block == 2) dots_of(kind, 2, laid, own, width, products);
             else if (block == 3) dots_of(kind, 3, laid, own, width, products);
@@ -198,21 +216,22 @@ INLINE void dots(type kind, const float *rows, const char *keys, float *out, int
     }
 }
 
-/* Adds `tokens` values, weighted by `parts`, to `chunks` chunks of the sums of `count` rows, SPAN apart. Prefetches the
-   first `ahead` bytes of later values: with many sums, or with columns left for later, no core looks that far ahead. */
+/* Adds `tokens` values, weighted by `parts` and by `scales` (see mix), to `chunks` chunks of the sums of `count` rows,
+   SPAN apart. Prefetches the first `ahead` bytes of later values. */
 INLINE void mix_of(type kind, int count, int chunks, int64_t left, int64_t ahead, float *sums, const float *parts,
-                   const char *values, int64_t stride, int64_t tokens) {
+                   const char *values, const char *scales, int64_t stride, int64_t tokens) {
     floats own[4][8];
     for (int r = 0; r < count; r++) memcpy(own[r], sums + r * SPAN, chunks * CHUNK * sizeof(float));
     for (int64_t t = 0; t < tokens; t++) {
-        for (int64_t line = 0; line < ahead; line += 64)
-            __builtin_prefetch(values + (t + AHEAD) * stride * size_of(kind) + line);
+        prefetch(values + (t + AHEAD) * stride * size_of(kind), ahead);
+        float scale = scale_of(kind, scales + t * stride * size_of(kind)), part[4];
+        for (int r = 0; r < count; r++) part[r] = scale * parts[r * TOKENS + t];
         for (int c = 0; c < chunks; c++) {
             floats first, second;
             widen_some(kind, values + (t * stride + c * CHUNK) * size_of(kind), left, &first, &second);
             for (int r = 0; r < count; r++) {
-                own[r][2 * c] += parts[r * TOKENS + t] * first;
-                own[r][2 * c + 1] += parts[r * TOKENS + t] * second;
+                own[r][2 * c] += part[r] * first;
+                own[r][2 * c + 1] += part[r] * second;
             }
         }
     }
@@ -221,15 +240,16 @@ INLINE void mix_of(type kind, int count, int chunks, int64_t left, int64_t ahead
 
 /* Runs mix_of over all chunks of `columns` columns, as many chunks at a time as there are registers for. */
 INLINE void mix_all(type kind, int count, int64_t columns, float *sums, const float *parts, const char *values,
-                    int64_t stride, int64_t tokens) {
+                    const char *scales, int64_t stride, int64_t tokens) {
     const int chunks = count > 2 ? 2 : count > 1 ? TOGETHER : 4;
     const int64_t size = size_of(kind);
-    int64_t d = 0, ahead = count > 2 ? columns * size : 0;
+    int64_t d = 0, ahead = columns * size;
     for (; d + chunks * CHUNK <= columns; d += chunks * CHUNK, ahead = 0)
-        mix_of(kind, count, chunks, CHUNK, ahead, sums + d, parts, values + d * size, stride, tokens);
-    for (; d + CHUNK <= columns; d += CHUNK)
-        mix_of(kind, count, 1, CHUNK, 0, sums + d, parts, values + d * size, stride, tokens);
-    if (d < columns) mix_of(kind, count, 1, columns - d, 0, sums + d, parts, values + d * size, stride, tokens);
+        mix_of(kind, count, chunks, CHUNK, ahead, sums + d, parts, values + d * size, scales, stride, tokens);
+    for (; d + CHUNK <= columns; d += CHUNK, ahead = 0)
+        mix_of(kind, count, 1, CHUNK, ahead, sums + d, parts, values + d * size, scales, stride, tokens);
+    if (d < columns)
+        mix_of(kind, count, 1, columns - d, ahead, sums + d, parts, values + d * size, scales, stride, tokens);
 }
 
 /* out[r][d] = sum over t of rows[r][t] * values[t][d], for the first `columns` of `width` columns. `scales` points to
@@ -243,15 +263,13 @@ INLINE void mix(type kind, const float *rows, const char *values, const char *sc
         for (int64_t r = 0; r < count; r += TOGETHER) {
             int block = count - r < TOGETHER ? count - r : TOGETHER;
             float parts[TOGETHER * TOKENS], *own = sums + r * SPAN;
-            const char *tile = values + begin * row;
+            const char *tile = values + begin * row, *behind = scales + begin * row;
             for (int i = 0; i < block; i++)
-                for (int64_t t = 0; t < some; t++)
-                    parts[i * TOKENS + t] =
-                        rows[(r + i) * tokens + begin + t] * scale_of(kind, scales + (begin + t) * row);
-            if (block == 1) mix_all(kind, 1, columns, own, parts, tile, stride, some);
-            else if (block == 2) mix_all(kind, 2, columns, own, parts, tile, stride, some);
-            else if (block == 3) mix_all(kind, 3, columns, own, parts, tile, stride, some);
-            else mix_all(kind, 4, columns, own, parts, tile, stride, some);
+                for (int64_t t = 0; t < some; t++) parts[i * TOKENS + t] = rows[(r + i) * tokens + begin + t];
+            if (block == 1) mix_all(kind, 1, columns, own, parts, tile, behind, stride, some);
+            else if (block == 2) mix_all(kind, 2, columns, own, parts, tile, behind, stride, some);
+            else if (block == 3) mix_all(kind, 3, columns, own, parts, tile, behind, stride, some);
+            else mix_all(kind, 4, columns, own, parts, tile, behind, stride, some);
         }
     }
     for (int64_t r = 0; r < count; r++) unlay(kind, sums + r * SPAN, columns, out + r * width);

@@ -12,7 +12,6 @@ from zinfer.plan.cost import (
     FP8_BOUND,
     LIMITS,
     LINK_KEEPS,
-    PIECE_BYTES,
     UNPACKING,
     Efficiency,
     Placement,
@@ -30,6 +29,7 @@ from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, make_plan, placement
 from zinfer.plan.search import advice, best_batch
 from zinfer.spec import machine, resolve
 from zinfer.spec.case import Case, Workload
+from zinfer.spec.engine import PIECE_BYTES
 from zinfer.spec.machine import FIGURES, Machine
 
 BLOOM = resolve.resolve("bloom-176b", None, None)

@@ -23,7 +23,7 @@ from zinfer.record.routing import Hits, RoutingRecord, Touched
 from zinfer.record.store import read
 from zinfer.spec import local, machine, resolve
 from zinfer.spec.case import Case, Workload
-from zinfer.spec.engine import OptionError, parse_options
+from zinfer.spec.engine import PIECE_BYTES, OptionError, parse_options
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec, Routing
 from zinfer.worker import process
@@ -170,7 +170,7 @@ def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
     large = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"parameters": one.parameters + (1 << 28)})
                                                        for one in MIXTRAL.layers)})  # fmt: skip
     setup = plan(model=large, experts="on-demand").placement
-    assert setup.layer_pieces == -(-large.dense_layer_bytes // cost.PIECE_BYTES) > DENSE_DEPTH
+    assert setup.layer_pieces == -(-large.dense_layer_bytes // PIECE_BYTES) > DENSE_DEPTH
     assert setup.ring_depth == 2 * setup.layer_pieces
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from zinfer.spec.engine import CODED_PAIRS, CODED_TOKENS, PREFILL_TOKENS
+from zinfer.spec.engine import CODED_PAIRS, CODED_TOKENS, PREFILL_TOKENS, piece_of
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ExpertPolicy, ModelSpec
 from zinfer.spec.units import counted
@@ -51,7 +51,6 @@ LINK_KEEPS = 0.95  # share of the link's rate left while all cores attend: 0.95 
 CODES_RATE, CODES_AT_ONCE = 0.5, 32
 UNPACKING = 0.4  # rate at which coded weights are unpacked, as a share of the bandwidth of GPU memory
 CACHE_BYTES = 128 << 20  # no GPU has a larger L2 cache (B200: 126 MB); an unpacked layer that fits need not leave it
-PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
 # A pass whose tokens touch at least this share of the experts, if all are alike, brings all of them without waiting for
 # the router's choice.
 WHOLE_SHARE = 0.9
@@ -569,7 +568,12 @@ def _kv_buffers(setup: Placement, model: ModelSpec, batch_size: int, input_len: 
 def piece_bytes(setup: Placement, model: ModelSpec) -> int:
     """Return the bytes of a layer that cross the link at a time and wait in one ring buffer."""
     size = model.dense_layer_bytes if setup.experts == "on-demand" else model.layer_bytes
-    return round(min(PIECE_BYTES, size) * setup.wire_ratio)
+    return round(min(largest_piece(model), size) * setup.wire_ratio)
+
+
+def largest_piece(model: ModelSpec) -> int:
+    """Return the most bytes of a layer, unpacked, that cross the link in one copy."""
+    return piece_of(8 * model.dtype_bytes * model.stored_ratio)
 
 
 def buffer_bytes(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:

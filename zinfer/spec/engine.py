@@ -58,6 +58,15 @@ class OptionError(ZinferError):
     """An option that an engine does not have, a value that it does not take, or values that contradict each other."""
 
 
+PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
+
+
+def piece_of(bits: float) -> int:
+    """Return the most bytes of a layer, unpacked, that cross the link in one copy, where a weight takes `bits` bits on
+    the link: four times as many in 4 bits, since each copy, and each unpacking, costs launches."""
+    return PIECE_BYTES * (4 if bits <= 5 else 1)
+
+
 # Tokens of a pass, at most, in which a kernel multiplies quantised layers that stay on the GPU from their codes; and
 # pairs of a token and an expert, at most, for each expert that a layer has. Unpacking reads and writes some eight times
 # the bytes of codes of 4 bits, whatever the tokens; the kernel reads the codes once for 32 tokens, and its arithmetic

@@ -1,8 +1,8 @@
 """Packed layer: a layer's bytes in host memory, encoded where that makes them smaller, and their places in the slot.
 
 The slot is the GPU memory that a layer computes from. A packed layer is cut into chunks of at most `PIECE` bytes in the
-slot. A chunk crosses the link in one copy and is unpacked in one step, so that the GPU memory between link and slot is
-a few chunks, not a few layers.
+slot, or four times as many of weights in 4 bits. A chunk crosses the link in one copy and is unpacked in one step, so
+that the GPU memory between link and slot is a few chunks, not a few layers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, lay_out
 from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.stream import codec, quantized
-from zinfer.plan.cost import PIECE_BYTES
+from zinfer.spec.engine import PIECE_BYTES, piece_of
 
 # Bytes of a chunk: enough for the link's full rate, and for its launches to be cheap.
 PIECE = PIECE_BYTES
@@ -83,8 +83,9 @@ def pack(
     pieces: list[Chunk] = []
     for name, (tensor, matrices) in coded.items():
         place = blocks[name].offset
-        for matrix in quantized.joined(matrices, tensor.dtype.itemsize, PIECE):
-            for layout, data in quantized.pieces(matrix, tensor.dtype, PIECE, place):
+        most = piece_of(matrices[0].bits) // PIECE_BYTES * PIECE
+        for matrix in quantized.joined(matrices, tensor.dtype.itemsize, most):
+            for layout, data in quantized.pieces(matrix, tensor.dtype, most, place):
                 pieces.append(_put(arena, data, place, layout))
                 place += layout.nbytes
     whole = [(blocks[name].offset, tensor.detach().contiguous().view(-1)) for name, tensor in large.items()]

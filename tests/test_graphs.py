@@ -157,6 +157,31 @@ def test_positions_that_are_forgotten_are_hidden(checkpoint: Checkpoints, tmp_pa
     assert all(close(one, other) for one, other in zip(*found, strict=True))
 
 
+OWN_ATTENTION: dict[str, Any] = {
+    "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "by_name"), [("mistral", True), ("gemma2", False), ("gpt_oss", False)])
+def test_sliding_windows_are_recorded(
+    name: str, by_name: bool, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
+) -> None:
+    """In all layers, and in every other one of models that take a mask for each kind of layer; a step in which the
+    window moves to the front, one of four, runs without a graph."""
+    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    monkeypatch.setitem(kinds.KINDS, "gpt_oss", OWN_ATTENTION)
+    engine: Any = load("stream", kind(name), "none", tmp_path, tokens=max(kinds.LENGTHS))
+    expected = kinds.expected(kind(name))
+    for times in (1, 2):
+        assert torch.equal(greedy(engine, kinds.LENGTHS), expected)
+        engine.clear()
+        assert status(engine) == "on"
+        assert 0.4 * times * OUTPUT_LEN < recorder.replayed < 0.85 * times * OUTPUT_LEN + 2 * graphs.CHECKS
+    assert engine._ragged.able == by_name
+    engine.close()
+
+
 VERIFIED = (3, 3, 1, 3, 2, 3, 2, 1, 2, 3, 1, 2, 1, 3, 3)  # tokens of a row in one step after the other
 
 
@@ -383,7 +408,6 @@ def test_a_model_that_attends_in_its_own_way_gets_a_mask(
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
-        ("mistral", {}, "a sliding window of 8 tokens moves"),
         ("mamba", {}, "layers hold more than keys and values"),
         ("mistral", {"kv_cache_dtype": "int8"}, "the KV cache is in host memory or in 8 bits"),
         ("mistral", {"kv_offload": "cpu"}, "keys and values are in host memory"),

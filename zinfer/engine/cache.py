@@ -67,6 +67,12 @@ class Slots:
         self._bases = {at: first for at, first in self._bases.items() if at >= start} | {end: base}
         return Step(moved, past, slice(0 if moved else start - base, end - base))
 
+    def place(self, start: int, count: int) -> int | None:
+        """Return the slot of position `start`, the next one; None if slots for `count` positions from there on make
+        those that are kept move first."""
+        base = self._bases[start]
+        return None if start + count - base > self.room else start - base
+
     def begin(self, length: int) -> int:
         """Begin with `length` positions stored elsewhere; return how many of them, the last ones, have slots: those
         that the next token sees, in the first slots."""
@@ -308,8 +314,14 @@ class QuantizedLayer(FixedLayer):
             new = (new.round_() if self._storage == torch.int8 else new).to(self._storage)
             bits = step.store(content[self.rows].view(torch.int8), new.view(torch.int8)).view(self._storage)
             scale = step.store(scales[self.rows], scale)
-            seen.append(bits.to(self.dtype).mul_(scale) if start else states)
+            seen.append(self._widened(bits, scale) if start else states)
         return seen[0], seen[1]
+
+    def _widened(self, bits: Tensor, scale: Tensor) -> Tensor:
+        """Return 8-bit numbers times their scales, in the model's type."""
+        if self._storage != torch.int8:
+            return bits.to(self.dtype).mul_(scale)
+        return torch.mul(bits, scale, out=torch.empty(bits.shape, dtype=self.dtype, device=bits.device))  # one pass
 
 
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

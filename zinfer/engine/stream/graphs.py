@@ -5,7 +5,8 @@ weight crosses the link, the kernels of a step are recorded once and launched as
 graph reads and writes the same memory each time, while the KV cache grows by a position a step. So the recorded pass
 sees a number of positions that is rounded up (`end_of`); a mask hides those that are not computed yet, and new keys and
 values go to the position that a tensor on the device holds (`Seat.slot`). When the rounded length is used up, the next
-one is recorded. A step that verifies drafts, or catches up, has several tokens a row, and each number of them a graph
+one is recorded. A layer with a sliding window is recorded with all slots that it has; a step in which they move runs
+without a graph. A step that verifies drafts, or catches up, has several tokens a row, and each number of them a graph
 of its own.
 
 Models run unchanged. Those that take their attention function by name run as ragged passes do (`ragged`), several
@@ -35,7 +36,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part
 from zinfer.engine.stream.expert_images import through_interface
-from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias
+from zinfer.engine.stream.ragged import MASKED, Bias, NotRaggedError, Ragged, bias
 
 BUCKET = 128  # positions: least step by which recorded lengths grow
 GROWTH = 8  # a step is at most 1/8 of the length, so that reading what is masked costs little, and graphs stay few
@@ -171,14 +172,16 @@ def end_of(length: int, capacity: int) -> int:
 
 
 class StaticLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one decoder layer in a recorded pass: the first `end` positions of memory ``[B, kv_heads,
-    room, head_dim]``, computed or not. The new ones go to positions `slots`, ``[n]`` on the device."""
+    """Keys and values of one decoder layer in a recorded pass: the first `end` slots of memory ``[B, kv_heads, room,
+    head_dim]``, computed or not. The new ones go to `slots`, ``[n]`` on the device. `bias` is that of a sliding
+    window."""
 
     is_compileable = True  # transformers then never looks at a mask's values, which are on the device
     is_sliding = False
 
-    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, end: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, end: int, bias: Bias | None = None) -> None:
         super().__init__()
+        self.bias = bias
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         self._slots, self._end = slots, end
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
@@ -197,16 +200,20 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]
 
 class Seat:
     """Memory of one micro-batch that graphs refer to: keys and values of all its layers, the position of the next token
-    (`slot`), and which positions are real (`mask`, ``[B, capacity]``). A later micro-batch of the same shape may take
-    it over."""
+    (`slot`), its slot in layers with each sliding window (`within`), and which positions are real (`mask`, ``[B,
+    capacity]``). A later micro-batch of the same shape may take it over."""
 
     def __init__(self, batch: DecoderBatch) -> None:
         self.rows, self.capacity = batch.batch_size, batch.capacity
-        self.memory = [layer.memory for layer in _layers(batch)]
+        layers = _layers(batch)
+        self.memory = [layer.memory for layer in layers]
+        self.windows = [_window(layer, batch.capacity) for layer in layers]
         device = self.memory[0][0].device
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self.within = {window: torch.zeros_like(self.slot) for window in self.windows if window is not None}
         self.mask = torch.ones((self.rows, self.capacity), dtype=torch.int64, device=device)
         self._places = torch.arange(self.capacity, device=device)
+        self._rooms = {window: pair[0].shape[2] for window, pair in zip(self.windows, self.memory, strict=True)}
         self._padded, self._clean = False, False
 
     def fits(self, batch: DecoderBatch) -> bool:
@@ -232,27 +239,56 @@ class Seat:
     def feed(self, batch: DecoderBatch, count: int) -> None:
         """Set what the next pass, of `count` tokens a row, reads besides tokens."""
         self.slot.fill_(batch.length)
+        places = self.places(batch, count)
+        for window, place in zip(self.windows, places, strict=True):
+            if window is not None:
+                self.within[window].fill_(place)
         if batch.mask is not None:
             self.mask.copy_(batch.mask)
         elif self._padded:
             self.mask.fill_(1)
         self._padded = batch.mask is not None
         if not self._clean:  # attention multiplies what is hidden by zero, so it must be numbers
-            torch._foreach_zero_([part[:, :, batch.length + count :] for pair in self.memory for part in pair])
+            hidden = zip(self.memory, places, strict=True)
+            torch._foreach_zero_([part[:, :, place + count :] for pair, place in hidden for part in pair])
             self._clean = True
 
-    def slots(self, count: int) -> Tensor:
-        """Return the positions of the next `count` tokens: ``[count]``, computed on the device."""
-        return self.slot + self._places[:count]
+    @staticmethod
+    def places(batch: DecoderBatch, count: int) -> list[int]:
+        """Return the slot of the next of `count` tokens in each layer; -1 where what is kept moves first."""
+        found = (layer.slots.place(batch.length, count) for layer in _layers(batch))
+        return [-1 if place is None else place for place in found]
+
+    def layers(self, end: int, count: int, dtype: torch.dtype) -> list[StaticLayer]:
+        """Return the layers of a pass of `count` tokens a row that sees the first `end` positions."""
+        slots = {None: self.slots(count)} | {window: self.slots(count, window) for window in self.within}
+        biases = {window: Bias(bias(self.seen_within(window, count), dtype)) for window in self.within}
+        return [
+            StaticLayer(*pair, slots[window], end if window is None else pair[0].shape[2], biases.get(window or 0))
+            for pair, window in zip(self.memory, self.windows, strict=True)
+        ]
+
+    def slots(self, count: int, window: int | None = None) -> Tensor:
+        """Return the slots of the next `count` tokens, in layers with a sliding `window` or in others: ``[count]``,
+        computed on the device."""
+        return (self.slot if window is None else self.within[window]) + self._places[:count]
 
     def seen(self, end: int, count: int) -> Tensor:
         """Return which of the first `end` positions each of the next `count` tokens of a row sees: bool ``[B, count,
         end]``."""
         return (self.mask[:, None, :end] != 0) & (self._places[:end] <= self.slots(count)[:, None])
 
-    def written(self, position: int, count: int) -> list[Tensor]:
-        """Return the keys and values of `count` positions: views of the memory."""
-        return [part[:, :, position : position + count] for pair in self.memory for part in pair]
+    def seen_within(self, window: int, count: int) -> Tensor:
+        """Return which slots of a layer with a sliding `window` each of the next `count` tokens of a row sees: bool
+        ``[B, count, room]``."""
+        own, slots = self.slots(count, window)[:, None], self._places[: self._rooms[window]]
+        real = self.mask[:, (slots + self.slot - self.within[window]).clamp(0, self.capacity - 1)] != 0
+        return real[:, None] & (slots <= own) & (slots > own - window)
+
+    def written(self, batch: DecoderBatch, count: int) -> list[Tensor]:
+        """Return the keys and values of the next `count` positions: views of the memory."""
+        each = zip(self.memory, self.places(batch, count), strict=True)
+        return [part[:, :, place : place + count] for pair, place in each for part in pair]
 
 
 @dataclass(eq=False)
@@ -348,6 +384,7 @@ class Graphs:
         self._wait = 1  # steps without a graph before a pass is recorded
         self._checks, self._differences = 0, 0
         self._choices = Choices(model)
+        self._kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
         self._single = False  # steps of several tokens a row cannot be recorded
         # Shapes of steps, and rows and capacities of their micro-batches, that have no use for graphs.
         self._useless = set[tuple[Shape, tuple[tuple[int, int], ...]]]()
@@ -380,7 +417,11 @@ class Graphs:
         """Compute a decode pass of `parts`, whole micro-batches that `cannot` finds nothing against, all with as many
         tokens a row; return its logits ``[rows, keep, V]``, to be copied before the next pass. `eager` computes it
         without a graph."""
-        if self._why_not is not None or self.paused:
+        if (
+            self._why_not is not None
+            or self.paused
+            or any(-1 in Seat.places(part.batch, len(part.token_ids[0])) for part in parts)
+        ):
             return eager()
         seats = tuple(self._seat_of(part.batch) for part in parts)
         found = self._sets.setdefault(tuple(map(id, seats)), Together(seats))
@@ -410,8 +451,8 @@ class Graphs:
             return "layers hold more than keys and values"
         if any(type(layer) is not FixedLayer for layer in cache.layers):
             return "the KV cache is in host memory or in 8 bits"
-        windows = {layer.slots.window for layer in cache.layers} - {None}
-        if windows and min(windows) < batch.capacity:
+        windows = {window for layer in cache.layers if (window := _window(layer, batch.capacity)) is not None}
+        if windows and not self._ragged.able and (len(windows) > 1 or not self._kinds or not self._kinds <= MASKED):
             return f"a sliding window of {min(windows)} tokens moves"
         if not all(layer.is_initialized for layer in cache.layers):
             return "layers share keys and values"
@@ -479,9 +520,7 @@ class Graphs:
             logits, without_s = self._recorder.timed(eager)
         count, _ = shape = _shape(parts)
         views = [
-            view
-            for seat, part in zip(found.seats, parts, strict=True)
-            for view in seat.written(part.batch.length, count)
+            view for seat, part in zip(found.seats, parts, strict=True) for view in seat.written(part.batch, count)
         ]
         kept = [view.clone() for view in views]
         try:
@@ -549,10 +588,8 @@ class Graphs:
     def _static(self, seats: Sequence[Seat], ends: Sequence[int], graph: Graph) -> Tensor:
         """Run the pass that is recorded: nothing in it depends on a number that changes from step to step."""
         count = graph.token_ids.shape[1]
-        layers = [
-            [StaticLayer(keys, values, slots, end) for keys, values in seat.memory]
-            for seat, slots, end in zip(seats, [seat.slots(count) for seat in seats], ends, strict=True)
-        ]
+        dtype = self._model.dtype
+        layers = [seat.layers(end, count, dtype) for seat, end in zip(seats, ends, strict=True)]
         inputs: dict[str, object] = {
             "input_ids": graph.token_ids,
             "position_ids": graph.positions,
@@ -560,12 +597,17 @@ class Graphs:
             "use_cache": True,
         }
         if not self._ragged.able:
-            inputs |= {
-                "attention_mask": seats[0].seen(ends[0], count)[:, 0].long(),
-                self._cache_name: Cache(layers=layers[0]),
-            }
+            seen = seats[0].seen(ends[0], count)
+            mask: object = seen[:, 0].long()
+            if seats[0].within:  # models with several kinds of layers take a mask for each
+                (window,) = seats[0].within
+                mask = {
+                    "full_attention": bias(seen, dtype),
+                    "sliding_attention": bias(seats[0].seen_within(window, count), dtype),
+                }
+            inputs |= {"attention_mask": mask, self._cache_name: Cache(layers=layers[0])}
             return self._logits(inputs, graph.keep)
-        masks = [bias(seat.seen(end, count), self._model.dtype) for seat, end in zip(seats, ends, strict=True)]
+        masks = [bias(seat.seen(end, count), dtype) for seat, end in zip(seats, ends, strict=True)]
         with self._ragged.cache(layers, [seat.rows for seat in seats], masks) as cache:
             return self._logits(inputs | {"attention_mask": None, self._cache_name: cache}, graph.keep)
 
@@ -577,6 +619,12 @@ class Graphs:
 
 def _shape(parts: Sequence[Part]) -> Shape:
     return parts[0].token_ids.shape[1], parts[0].keep
+
+
+def _window(layer: FixedLayer, capacity: int) -> int | None:
+    """Return the sliding window of a layer, in tokens; None if it hides none of `capacity` positions."""
+    window = layer.slots.window
+    return None if window is None or window >= capacity else window
 
 
 def _layers(batch: DecoderBatch) -> list[FixedLayer]:

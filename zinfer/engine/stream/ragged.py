@@ -79,6 +79,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
             rows = slice(first, first + count)
             first = rows.stop
             keys, values = store.update(key[rows], value[rows])
+            mask = getattr(store, "bias", None) or mask  # a recorded layer with a sliding window has its own
             shared, tokens = query.shape[1] // keys.shape[1], query.shape[2]
             seen = None if mask is None else mask.of(keys.shape[2], shared if tokens > 1 else 1)
             # Query heads that share keys stand where several tokens would: no key is copied for them.

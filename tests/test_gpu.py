@@ -501,7 +501,7 @@ def test_layers_that_stay_packed_give_the_same_tokens(name: str, share: str, tmp
         engine = test_packed_product.start(directory, tmp_path, share, cuda_graphs="auto", packed_kernel=option)
         found += [tokens(engine, lengths) for lengths in ((9, 5, 7), (6,), (9, 5, 7))]
         assert test_packed_product.told(engine) == {"off": "off", "auto": "on"}[option]
-        if share == "100%":
+        if share == "100%" and (option == "auto" or "experts" not in name):  # transformers' experts wait for the GPU
             assert not re.search("cannot be recorded|differ", str(engine.effective().settings["cuda_graphs"]))
         engine.close()
     for one, other in zip(found[:3], found[3:], strict=True):

@@ -514,7 +514,8 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: Patch) -> 
     )  # fmt: skip
     run = Run(first, last, -(-rows[0] // rows[1]), -(-first.size // 256) * 256)
     assert run.rows == rows[0]
-    more = {"EXPERTS": 128, "EACH_TOKEN": 4, "BLOCK_ROWS": packed_product.TURNED_ROWS, "BLOCK": kernel.TURNED_BYTES}
+    more = {"EXPERTS": 128, "EACH_TOKEN": 4, "GROUP_ROWS": packed_product.TURNED_ROWS, "BLOCK_ROWS": kernel.TILE_ROWS,
+            "BLOCK": kernel.TURNED_BYTES}  # fmt: skip
     assert "ld.global.v4" in compiled(kernel._multiply_turned, kernel.constants(run) | more, 4)["ptx"]
 
 

@@ -35,8 +35,8 @@ ROWS = 128  # rows of a program
 BYTES = 64  # bytes of codes of a row that a program reads at a time
 WARP_ROWS = 16  # rows of a warp: with more of them weights take a detour through shared memory
 STAGES = 4
-TURNED_BYTES = 128  # bytes of codes of a row that a program reads where rows are inputs
-TURNED_STEPS = 4  # steps of a program, at least, where rows are split
+TILE_ROWS, TURNED_BYTES = 8, 512  # rows of a tile where rows are inputs, and bytes of codes of each
+TURNED_STEPS = 2  # steps of a program, at least, where rows are split
 MOST_AT_ONCE = 32  # tokens of a program; others read the same codes at about the same time, from the L2 cache
 PROGRAMS = 1024  # programs of a launch, at least, if they have enough to read: two waves of an H100
 LEAST_STEPS = 8  # reads of a program, at least, where columns are split
@@ -72,6 +72,31 @@ def _pairs(kind: str, base: int, one: int, second: bool) -> tl.constexpr:
 
 _BF16_FIRST, _BF16_SECOND = (_pairs("bf16x2", 0x4300, 0x3F80, second) for second in (False, True))
 _FP16_FIRST, _FP16_SECOND = (_pairs("f16x2", 0x6400, 0x3C00, second) for second in (False, True))
+
+# Four numbers of e2m1 over 16384 from the first or the second codes of four bytes: the bits of a code are put where
+# those of fp16 are, two at a time.
+_SMALL = """{{
+.reg .b32 a, b, c, d;
+.reg .b16 one, other;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shl.b32 c, a, {sign};
+shl.b32 d, a, {rest};
+and.b32 c, c, 0x80008000;
+lop3.b32 d, d, 0x0E000E00, c, 0xEA;
+mov.b32 {{one, other}}, d;
+cvt.f32.f16 $0, one;
+cvt.f32.f16 $1, other;
+shl.b32 c, b, {sign};
+shl.b32 d, b, {rest};
+and.b32 c, c, 0x80008000;
+lop3.b32 d, d, 0x0E000E00, c, 0xEA;
+mov.b32 {{one, other}}, d;
+cvt.f32.f16 $2, one;
+cvt.f32.f16 $3, other;
+}}"""
+_FLOATS = tl.constexpr("=f,=f,=f,=f,r")
+_SMALL_FIRST, _SMALL_SECOND = (tl.constexpr(_SMALL.format(sign=one, rest=one - 3)) for one in (12, 8))
 
 
 @dataclass(frozen=True)
@@ -173,7 +198,8 @@ def _multiply_turned_experts(states: Tensor, data: Tensor, run: Run, experts: Te
         **constants(run),
         EXPERTS=count,
         EACH_TOKEN=pairs // tokens,
-        BLOCK_ROWS=TURNED_ROWS,
+        GROUP_ROWS=TURNED_ROWS,
+        BLOCK_ROWS=TILE_ROWS,
         BLOCK=size,
         num_warps=4,
         num_stages=STAGES,
@@ -442,14 +468,15 @@ def _multiply_turned(
     INTERPRETED: tl.constexpr,
     EXPERTS: tl.constexpr,
     EACH_TOKEN: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply the states of one pair with `BLOCK` bytes of codes of each of `steps` times `BLOCK_ROWS` rows of its
-    expert, a row for each input. The rows of a step share a row of scales."""
+    """Multiply the states of one pair with `BLOCK` bytes of codes of each of `steps` times `GROUP_ROWS` rows of its
+    expert, a row for each input. The rows of a step share a row of scales; `BLOCK_ROWS` of them are a tile."""
     EACH: tl.constexpr = 2 if FOUR else 1  # codes in a byte
     INPUTS: tl.constexpr = LENGTH // EXPERTS
-    ALIGNED: tl.constexpr = INPUTS % BLOCK_ROWS == 0 and CHUNK % BLOCK_ROWS == 0  # a step's rows follow each other
+    ALIGNED: tl.constexpr = INPUTS % GROUP_ROWS == 0 and CHUNK % GROUP_ROWS == 0  # a step's rows follow each other
     first_row = _expert(experts, EXPERTS) * INPUTS
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     known, inside = tl.minimum(byte, WIDTH - 1), (byte < WIDTH)[None, :]
@@ -457,48 +484,79 @@ def _multiply_turned(
     total = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
     other = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
     first = tl.program_id(2) * steps
-    for step in range(first, tl.minimum(first + steps, tl.cdiv(INPUTS, BLOCK_ROWS))):
-        row = step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        state = tl.load(states + row, mask=row < INPUTS, other=0.0).to(tl.float32)[:, None]
-        lead = first_row + step * BLOCK_ROWS
+    for step in range(first, tl.minimum(first + steps, tl.cdiv(INPUTS, GROUP_ROWS))):
+        lead = first_row + step * GROUP_ROWS
         chunk, own = (lead // CHUNK).to(tl.int64), lead % CHUNK
-        if ALIGNED:
-            begin = chunk * STRIDE + own.to(tl.int64) * WIDTH
-            place = begin + (tl.arange(0, BLOCK_ROWS)[:, None] * WIDTH + byte[None, :])
-        else:
-            row = first_row + tl.minimum(row, INPUTS - 1)
-            begin = (row // CHUNK).to(tl.int64) * STRIDE + (row % CHUNK).to(tl.int64) * WIDTH
-            place = begin[:, None] + byte[None, :]
-        code = tl.load(data + place, mask=inside, other=0)
         at_end = chunk == CHUNKS - 1
         line = own // SCALE_ROWS * SCALE_COLUMNS if SCALE_ROWS > 0 else own * 0
-        scale_place = (chunk * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + line
-        zero_place = (chunk * STRIDE + tl.where(at_end, LAST_ZEROS, ZEROS)) // 2 + line
-        for half in tl.static_range(EACH):
-            group = (known * EACH + half) // GROUP if GROUP > 0 else known * 0
-            scale = tl.load(scales + scale_place + group)
-            less = tl.zeros([BLOCK], tl.float32)
-            if ZEROS >= 0:
-                less += tl.load(zeros + zero_place + group).to(tl.float32)
-            scale = tl.load(scale_table + scale.to(tl.int32)) if CODED else scale.to(tl.float32)
-            if DIVIDED:
-                scale = tl.div_rn(scale, tl.zeros([BLOCK], tl.float32) + divisor)
-            if MULTIPLIED:
-                scale = scale * factor
-            number = code >> 4 * half & 15 if FOUR else code
+        scale_row = scales + (chunk * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + line
+        zero_row = zeros + (chunk * STRIDE + tl.where(at_end, LAST_ZEROS, ZEROS)) // 2 + line
+        column = known * EACH
+        scale = _scale(scale_row, scale_table, column, divisor, factor, GROUP, CODED, DIVIDED, MULTIPLIED)
+        less = _less(zero_row, column, GROUP, ZEROS)
+        if FOUR:
+            second = _scale(scale_row, scale_table, column + 1, divisor, factor, GROUP, CODED, DIVIDED, MULTIPLIED)
+            second_less = _less(zero_row, column + 1, GROUP, ZEROS)
+        for part in tl.static_range(GROUP_ROWS // BLOCK_ROWS):
+            row = step * GROUP_ROWS + part * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+            state = tl.load(states + row, mask=row < INPUTS, other=0.0).to(tl.float32)[:, None]
+            if ALIGNED:
+                begin = chunk * STRIDE + (own + part * BLOCK_ROWS).to(tl.int64) * WIDTH
+                place = begin + (tl.arange(0, BLOCK_ROWS)[:, None] * WIDTH + byte[None, :])
+            else:
+                row = first_row + tl.minimum(row, INPUTS - 1)
+                begin = (row // CHUNK).to(tl.int64) * STRIDE + (row % CHUNK).to(tl.int64) * WIDTH
+                place = begin[:, None] + byte[None, :]
+            code = tl.load(data + place, mask=inside, other=0)
             if EXACT:
-                product = _small(number.to(tl.uint16)) * scale[None, :] * (state * 16384.0)
+                state *= 16384.0
+                number = _small((code & 15).to(tl.uint16)) if INTERPRETED else _small_of(code, False)
+                total += number * scale[None, :] * state
+                number = _small((code >> 4).to(tl.uint16)) if INTERPRETED else _small_of(code, True)
+                other += number * second[None, :] * state
             else:
+                number = code & 15 if FOUR else code
                 weight = _weight(number, scale[None, :], less[None, :], TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
-                product = weight.to(tl.float32) * state
-            if half == 0:
-                total += product
-            else:
-                other += product
+                total += weight.to(tl.float32) * state
+                if FOUR:
+                    number = code >> 4
+                    weight = _weight(
+                        number, second[None, :], second_less[None, :], TABLE, MIDDLE, INNER, TYPE, INTERPRETED
+                    )
+                    other += weight.to(tl.float32) * state
     place = (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * (WIDTH * EACH) + byte * EACH
     tl.store(out + place, tl.sum(total, 0), mask=byte < WIDTH)
     if FOUR:
         tl.store(out + place + 1, tl.sum(other, 0), mask=byte < WIDTH)
+
+
+@triton.jit
+def _scale(
+    scales,
+    scale_table,
+    column,
+    divisor,
+    factor,
+    GROUP: tl.constexpr,
+    CODED: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
+):
+    """Return the scales of columns, float32, from a row of them."""
+    scale = tl.load(scales + (column // GROUP if GROUP > 0 else column * 0))
+    scale = tl.load(scale_table + scale.to(tl.int32)) if CODED else scale.to(tl.float32)
+    if DIVIDED:
+        scale = tl.div_rn(scale, tl.zeros(scale.shape, tl.float32) + divisor)
+    return scale * factor if MULTIPLIED else scale
+
+
+@triton.jit
+def _less(zeros, column, GROUP: tl.constexpr, ZEROS: tl.constexpr):
+    """Return the zero points of columns, float32, from a row of them."""
+    if ZEROS >= 0:
+        return tl.load(zeros + (column // GROUP if GROUP > 0 else column * 0)).to(tl.float32)
+    else:
+        return tl.zeros(column.shape, tl.float32)
 
 
 @triton.jit
@@ -550,6 +608,15 @@ def _small(code):
     """Return the numbers of e2m1 (codes of uint16) over 16384, float32."""
     bits = (code & 8) << 12 | (code & 7) << 9
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _small_of(code, SECOND: tl.constexpr):
+    """Return the same of the first or the `SECOND` codes of bytes."""
+    if SECOND:
+        return tl.inline_asm_elementwise(_SMALL_SECOND, _FLOATS, [code], dtype=tl.float32, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(_SMALL_FIRST, _FLOATS, [code], dtype=tl.float32, is_pure=True, pack=4)
 
 
 @triton.jit

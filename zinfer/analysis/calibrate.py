@@ -215,7 +215,8 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
         update["wire_ratio"] = update["kept_ratio"] = min(1.0, wire / effective.streamed_bytes_per_step)
     if "host_layers" in settings:
         update["held_bytes"] = round(effective.host_weight_bytes / update.get("kept_ratio", 1.0))
-    kept = max(0, effective.gpu_weight_bytes - model.other_bytes) / update.get("kept_ratio", 1.0)
+    ratio = update.get("kept_ratio", placement_of(point.case, model, place).kept_ratio)
+    kept = max(0, effective.gpu_weight_bytes - model.other_bytes) / ratio
     return placement_of(point.case, model, place, round(kept)).model_copy(update=update)
 
 
@@ -279,11 +280,14 @@ def _hbm_share(one: _Seen) -> float | None:
 
 def _unpack_share(one: _Seen) -> float | None:
     """Return the rate at which a traced decode step unpacked coded weights, those that stay included, over the GPU
-    memory's bandwidth. Steps with a second queue, and those with experts of a router's choice, do not tell it."""
+    memory's bandwidth. Steps with a second queue, those with experts of a router's choice, and those that multiply what
+    stays from its codes do not tell it."""
     bandwidth, load = one.machine.hbm_bandwidth, one.point.case.workload
     spans = [span for span in one.point.timeline if span.lane == "unpack" and not span.rank]
     seconds = sum(span.end_ms - span.start_ms for span in spans) / 1e3
     if one.setup.wire_ratio == 1 or one.setup.kv_on_cpu or one.setup.experts != "all" or not bandwidth or not seconds:
+        return None
+    if cost.reads_codes(one.setup, one.model, load.batch_size):
         return None
     return cost.unpacked_bytes(one.setup, one.model, load.batch_size) / seconds / bandwidth or None
 

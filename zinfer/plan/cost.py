@@ -519,7 +519,7 @@ def tiers(
     kv = round(model.kv_bytes(batch_size, input_len + output_len) * setup.kv_ratio)
     offloaded = stored if setup.tier != "gpu" else 0
     resident = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
-    comes = offloaded > resident or setup.experts == "on-demand"  # experts that stay are unpacked into the slot, too
+    comes = offloaded > resident or (offloaded and setup.ring_depth)  # slot and ring are there even if all layers stay
     slots = round(setup.slots * model.layer_bytes) if comes else 0
     hosted = round(kv * setup.kv_host_share)
     rows = -(-batch_size // setup.gpus)

@@ -40,8 +40,8 @@ def rows() -> tuple[PredictedPoint, ...]:
 
 
 def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[PredictedPoint, ...]) -> None:
-    """Holds for all points of `stream` with offload but `MISSED`. The misses of the peers are known: DeepSpeed's prefill
-    at its edge, where its allocator is short of memory, Accelerate's pageable copies, whose rate differs between
+    """Holds for all points of `stream` with offload but `MISSED`. The misses of the peers are known: DeepSpeed's
+    prefill at its edge, where its allocator is short of memory, Accelerate's pageable copies, whose rate differs between
     hosts, and its prefill beside layers that stay, which took a quarter longer than copies and products do. Without
     offload, a plan knows neither how the experts of few tokens are computed nor what a kernel launch takes."""
     everything = {row.case: row.tok_s_error for row in rows if row.tok_s_error is not None}

@@ -41,9 +41,9 @@ def rows() -> tuple[PredictedPoint, ...]:
 
 def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[PredictedPoint, ...]) -> None:
     """Holds for all points of `stream` with offload but `MISSED`. The misses of the peers are known: DeepSpeed's
-    prefill at its edge, where its allocator is short of memory, Accelerate's pageable copies, whose rate differs between
-    hosts, and its prefill beside layers that stay, which took a quarter longer than copies and products do. Without
-    offload, a plan knows neither how the experts of few tokens are computed nor what a kernel launch takes."""
+    prefill at its edge, where its allocator is short of memory, Accelerate's pageable copies, whose rate differs
+    between hosts, and its prefill beside layers that stay, which took a quarter longer than copies and products do.
+    Without offload, a plan knows neither how the experts of few tokens are computed nor what a kernel launch takes."""
     everything = {row.case: row.tok_s_error for row in rows if row.tok_s_error is not None}
     assert len(everything) == sum(row.measured_tok_s is not None for row in rows) > 10
     missed = {case for case in everything if (case.label(), case.model) in MISSED and everything[case] > 0.10}

@@ -167,17 +167,17 @@ OWN_ATTENTION: dict[str, Any] = {
 def test_sliding_windows_are_recorded(
     name: str, by_name: bool, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """In all layers, and in every other one of models that take a mask for each kind of layer; a step in which the
-    window moves to the front, one of four, runs without a graph."""
+    """In all layers, and in every other one of models that take a mask for each kind of layer; the window moves to the
+    front before one of four steps."""
     monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
     monkeypatch.setitem(kinds.KINDS, "gpt_oss", OWN_ATTENTION)
     engine: Any = load("stream", kind(name), "none", tmp_path, tokens=max(kinds.LENGTHS))
     expected = kinds.expected(kind(name))
-    for times in (1, 2):
+    for _ in range(2):
         assert torch.equal(greedy(engine, kinds.LENGTHS), expected)
         engine.clear()
         assert status(engine) == "on"
-        assert 0.4 * times * OUTPUT_LEN < recorder.replayed < 0.85 * times * OUTPUT_LEN + 2 * graphs.CHECKS
+    assert recorder.replayed >= 2 * (OUTPUT_LEN - 1) - 2, "all but the first step of each batch"
     assert engine._ragged.able == by_name
     engine.close()
 

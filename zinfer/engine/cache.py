@@ -67,11 +67,20 @@ class Slots:
         self._bases = {at: first for at, first in self._bases.items() if at >= start} | {end: base}
         return Step(moved, past, slice(0 if moved else start - base, end - base))
 
-    def place(self, start: int, count: int) -> int | None:
-        """Return the slot of position `start`, the next one; None if slots for `count` positions from there on make
-        those that are kept move first."""
-        base = self._bases[start]
-        return None if start + count - base > self.room else start - base
+    def place(self, start: int) -> int:
+        """Return the slot of position `start`, the next one."""
+        return start - self._bases[start]
+
+    def settle(self, start: int, count: int) -> slice | None:
+        """Make room for `count` positions from `start` on, where all rows go on: return the slots whose content is to
+        move to the front now, None if there is room. Raises EngineError for more positions than a window moves for."""
+        if start + count - self._bases[start] <= self.room:
+            return None
+        if start + count - self.first(start) > self.room:
+            raise EngineError(f"{count} positions at a time are too many for a sliding window of {self.window}")
+        moved = self.held(start)
+        self._bases = {start: self.first(start)}
+        return moved
 
     def begin(self, length: int) -> int:
         """Begin with `length` positions stored elsewhere; return how many of them, the last ones, have slots: those
@@ -238,6 +247,15 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
             spare = keys.new_empty(shapes[0]), values.new_empty(shapes[1])
         self._keys, self._values = spare
         self.is_initialized = True
+
+    def settle(self, length: int, count: int) -> None:
+        """Have slots for `count` positions of all rows, which are at position `length`, without moving any: what is
+        kept moves now, if it has to. Raises EngineError as `Slots.settle` does."""
+        moved = self.slots.settle(length, count)
+        if moved is not None:
+            for memory in self._memories():
+                memory[:, :, : moved.stop - moved.start] = memory[:, :, moved].clone()
+            self.window(slice(0, self.batch_size), length)
 
     def advance(self, count: int) -> Step:
         """Take the next `count` positions. Raises CacheFullError beyond the capacity."""

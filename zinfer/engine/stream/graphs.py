@@ -5,9 +5,9 @@ weight crosses the link, the kernels of a step are recorded once and launched as
 graph reads and writes the same memory each time, while the KV cache grows by a position a step. So the recorded pass
 sees a number of positions that is rounded up (`end_of`); a mask hides those that are not computed yet, and new keys and
 values go to the position that a tensor on the device holds (`Seat.slot`). When the rounded length is used up, the next
-one is recorded. A layer with a sliding window is recorded with all slots that it has; a step in which they move runs
-without a graph. A step that verifies drafts, or catches up, has several tokens a row, and each number of them a graph
-of its own.
+one is recorded. A layer with a sliding window is recorded with all slots that it has; when they are full, those that
+are kept move to the front before the step. A step that verifies drafts, or catches up, has several tokens a row, and
+each number of them a graph of its own.
 
 Models run unchanged. Those that take their attention function by name run as ragged passes do (`ragged`), several
 micro-batches in one graph. The others get the mask, one micro-batch at a time and one token a row, since a mask ``[B,
@@ -244,7 +244,7 @@ class Seat:
     def feed(self, batch: DecoderBatch, count: int) -> None:
         """Set what the next pass, of `count` tokens a row, reads besides tokens."""
         self.slot.fill_(batch.length)
-        places = self.places(batch, count)
+        places = self.places(batch)
         for window, place in zip(self.windows, places, strict=True):
             if window is not None:
                 self.within[window].fill_(place)
@@ -259,10 +259,9 @@ class Seat:
             self._clean = True
 
     @staticmethod
-    def places(batch: DecoderBatch, count: int) -> list[int]:
-        """Return the slot of the next of `count` tokens in each layer; -1 where what is kept moves first."""
-        found = (layer.slots.place(batch.length, count) for layer in _layers(batch))
-        return [-1 if place is None else place for place in found]
+    def places(batch: DecoderBatch) -> list[int]:
+        """Return the slot of the next token in each layer."""
+        return [layer.slots.place(batch.length) for layer in _layers(batch)]
 
     def layers(self, end: int, count: int, dtype: torch.dtype) -> list[StaticLayer]:
         """Return the layers of a pass of `count` tokens a row that sees the first `end` positions."""
@@ -292,7 +291,7 @@ class Seat:
 
     def written(self, batch: DecoderBatch, count: int) -> list[Tensor]:
         """Return the keys and values of the next `count` positions: views of the memory."""
-        each = zip(self.memory, self.places(batch, count), strict=True)
+        each = zip(self.memory, self.places(batch), strict=True)
         return [part[:, :, place : place + count] for pair, place in each for part in pair]
 
 
@@ -422,12 +421,11 @@ class Graphs:
         """Compute a decode pass of `parts`, whole micro-batches that `cannot` finds nothing against, all with as many
         tokens a row; return its logits ``[rows, keep, V]``, to be copied before the next pass. `eager` computes it
         without a graph."""
-        if (
-            self._why_not is not None
-            or self.paused
-            or any(-1 in Seat.places(part.batch, len(part.token_ids[0])) for part in parts)
-        ):
+        if self._why_not is not None or self.paused:
             return eager()
+        for part in parts:
+            for layer in _layers(part.batch):
+                layer.settle(part.batch.length, part.token_ids.shape[1])
         seats = tuple(self._seat_of(part.batch) for part in parts)
         found = self._sets.setdefault(tuple(map(id, seats)), Together(seats))
         count, _ = shape = _shape(parts)

@@ -73,6 +73,15 @@ def test_recorded_steps_give_the_tokens_of_transformers(
     architecture: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
 ) -> None:
     engine = load("stream", checkpoint(architecture), "none", tmp_path)
+    token_ids, mask = prompts((9, 5, 7))
+    batch, _ = passes.prefill(engine, token_ids, mask, 14)
+    warms = [engine.warming]
+    for _ in range(4):
+        passes.decode(engine, batch, token_ids[:, -1])
+        warms.append(engine.warming)
+    assert warms == [False, True, True, False, False], "one step waits, the next ones are compared"
+    engine.clear()
+    recorder.recorded = recorder.replayed = 0
     check(engine, checkpoint(architecture), "none")
     assert status(engine) == "on"
     steps = 2 * (len(reference(checkpoint(architecture))[0][0]) - 1)

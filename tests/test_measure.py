@@ -30,9 +30,14 @@ class Metronome(StepEngine):
         self.calls: list[str] = []
         self.seconds = 100.0
         self.raise_at = self.nan_at = 0
+        self.warms = 0  # calls that are slower than later ones
 
     def clock(self) -> float:
         return self.seconds
+
+    @property
+    def warming(self) -> bool:
+        return len(self.calls) < self.warms
 
     def _logits(self, name: str, seconds: float, rows: int) -> torch.Tensor:
         self.calls.append(name)
@@ -62,6 +67,14 @@ def run(engine: Metronome, samples: Samples, **how: Any) -> None:
         measure(engine, WORKLOAD, 64, samples, clock=engine.clock, **how)
     finally:
         assert engine.batches == []
+
+
+@pytest.mark.parametrize(("warms", "steps"), [(3, 2), (4, 3), (9, 3)])
+def test_warm_up_lasts_while_steps_are_slower_but_no_longer_than_a_run(warms: int, steps: int) -> None:
+    engine, samples = Metronome(), Samples()
+    engine.warms = warms
+    run(engine, samples, repeats=1)
+    assert engine.calls == ["prefill", *(["decode"] * steps), "prefill", *(["decode"] * 3), "timeline"]
 
 
 def test_warm_up_is_not_timed_and_every_step_is() -> None:

@@ -184,6 +184,12 @@ class Engine(ABC):
         """
         raise EngineError(self.cannot_snapshot() or "there is nothing to copy")
 
+    @property
+    def warming(self) -> bool:
+        """True while decode steps like the latest one take longer than later ones will, such as those that are recorded
+        and compared."""
+        return False
+
     def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
         """Run one more pass, of `works`, and return its spans; run nothing and return none if the engine cannot trace.
 

@@ -24,7 +24,7 @@ from zinfer.spec.progress import Progress, silent
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot
 
-WARM_UP_STEPS = 2
+WARM_UP_STEPS, MOST_WARM_UP_STEPS = 2, 6
 SAMPLE_SECONDS = 0.25
 
 Clock = Callable[[], float]  # seconds
@@ -102,8 +102,9 @@ def measure(
         try:
             beat("warm-up", 0.0)
             loop.start(token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
-            for _ in range(WARM_UP_STEPS):  # also if no step is timed: they show the bytes that a step streams
-                loop.step()
+            for step in range(max(WARM_UP_STEPS, min(MOST_WARM_UP_STEPS, workload.output_len - 1))):
+                if step < WARM_UP_STEPS or engine.warming:  # the first ones also show the bytes that a step streams
+                    loop.step()
             synchronize(engine.device)
             sampler.finite()
             telemetry.start()

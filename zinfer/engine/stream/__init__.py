@@ -426,6 +426,10 @@ class Stream(Decoder):
         return [logits[id(part)] for part in parts]
 
     @property
+    def warming(self) -> bool:
+        return self._graphs.checking
+
+    @property
     def _stacks_on_device(self) -> bool:
         """True if micro-batches on the device share a forward pass as one rectangle. Where no weight crosses the link
         each has a graph of its own."""

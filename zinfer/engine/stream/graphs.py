@@ -399,6 +399,11 @@ class Graphs:
         return self._why_not is None and not self.paused
 
     @property
+    def checking(self) -> bool:
+        """True while steps that can be recorded are recorded and compared, or wait for that."""
+        return self.wanted and bool(self._seats) and not self._useless and self._checks < CHECKS
+
+    @property
     def takes_several(self) -> bool:
         """True if steps of several tokens a row are recorded, too."""
         return self._ragged.able and not self._single

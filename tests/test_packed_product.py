@@ -469,7 +469,7 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: Patch) -> 
     from triton.compiler import ASTSource
 
     from zinfer.engine.stream import product_kernel as kernel
-    from zinfer.engine.stream.quantized import CodesLayout
+    from zinfer.engine.stream.quantized import TURNED_ROWS, CodesLayout
 
     def layout(rows: int, bits: int, table: str, group: int) -> CodesLayout:
         return CodesLayout(rows, 4096, bits, table, (1, group), (rows, 4096 // group), BF16, "", False, False, 1.0, 1.0,
@@ -514,7 +514,7 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: Patch) -> 
     )  # fmt: skip
     run = Run(first, last, -(-rows[0] // rows[1]), -(-first.size // 256) * 256)
     assert run.rows == rows[0]
-    more = {"EXPERTS": 128, "EACH_TOKEN": 4, "GROUP_ROWS": packed_product.TURNED_ROWS, "BLOCK_ROWS": kernel.TILE_ROWS,
+    more = {"EXPERTS": 128, "EACH_TOKEN": 4, "GROUP_ROWS": TURNED_ROWS, "BLOCK_ROWS": kernel.TILE_ROWS,
             "BLOCK": kernel.TURNED_BYTES}  # fmt: skip
     assert "ld.global.v4" in compiled(kernel._multiply_turned, kernel.constants(run) | more, 4)["ptx"]
 

@@ -6,7 +6,7 @@ parameter as operand: the output projection. That one runs on the GPU. Models ne
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, softmax
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from zinfer.engine.stream import stacked
 from zinfer.engine.stream.cpu_kernel import dots, mix, suits, widened
@@ -32,7 +32,7 @@ class Hosted(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        operands = [operand for operand in tree_flatten((args, kwargs))[0] if isinstance(operand, Tensor)]
+        operands = list(_tensors((args, kwargs)))
         home = next(operand.home for operand in operands if isinstance(operand, Hosted))
         lands = any(isinstance(operand, nn.Parameter) for operand in operands)
         name = getattr(func, "__name__", "")
@@ -51,11 +51,13 @@ class Hosted(Tensor):
             return operand if lands else _fetched(operand)
 
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = tree_map(bring, (args, kwargs))
+            args, kwargs = _changed(bring, (args, kwargs))
             if not kwargs.keys() & {"out", "tensor2"}:
                 func = OURS.get(func, func)
             if not lands:
                 result = func(*args, **kwargs)
+                if _is_plain(result):
+                    return host(result, home)
                 return tree_map(lambda one: host(one, home) if _is_plain(one) else one, result)
         return func(*args, **kwargs)  # a weight may have functions of its own
 
@@ -89,7 +91,7 @@ class HostedCoded(Hosted):
                     return result
                 if result.data_ptr() == one.data_ptr() and _has_whole_rows(result, one.width):
                     return code(result, one.home, one.wide)
-        args, kwargs = tree_map(lambda one: one.widened() if isinstance(one, HostedCoded) else one, (args, kwargs))
+        args, kwargs = _changed(lambda one: one.widened() if isinstance(one, HostedCoded) else one, (args, kwargs))
         return func(*args, **kwargs)
 
     def widened(self) -> Hosted:
@@ -185,6 +187,27 @@ def keep_freed() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def _tensors(operands: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the operands of a function."""
+    if isinstance(operands, Tensor):
+        yield operands
+    elif isinstance(operands, tuple | list):
+        for operand in operands:
+            yield from _tensors(operand)
+    elif isinstance(operands, dict):
+        yield from _tensors(tuple(operands.values()))
+
+
+def _changed(change: Callable[[Any], Any], operands: Any) -> Any:
+    """Return the operands of a function, each replaced by what `change` returns of it. This takes a fraction of the
+    time of `torch.utils._pytree`, which knows other containers, too."""
+    if type(operands) in (tuple, list):
+        return type(operands)(_changed(change, operand) for operand in operands)
+    if type(operands) is dict:
+        return {name: _changed(change, operand) for name, operand in operands.items()}
+    return change(operands)
 
 
 def _has_whole_rows(content: Tensor, width: int) -> bool:

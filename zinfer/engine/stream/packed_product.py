@@ -26,13 +26,11 @@ from torch.nn import functional
 
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.stream.packed_layer import Chunk
-from zinfer.engine.stream.quantized import CodesLayout, Run
+from zinfer.engine.stream.quantized import TURNED_ROWS, CodesLayout, Run
 from zinfer.engine.stream.triton_check import alike, cannot_run
 from zinfer.spec.engine import CODED_TOKENS
 from zinfer.spec.errors import one_line
 
-# Rows of codes that are inputs of transposed experts and share a row of scales: a multiple of these.
-TURNED_ROWS = 32
 Product = Callable[[Tensor, Tensor | None], Tensor | None]
 Parts = tuple[tuple[int, Run], ...]  # rows of a weight, in order: bytes before them in the layer, and their chunks
 

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from zinfer.engine.quantization.dequantize import table
 from zinfer.engine.stream.expand import rounded
-from zinfer.engine.stream.packed_product import TURNED_ROWS
-from zinfer.engine.stream.quantized import Run
+from zinfer.engine.stream.quantized import TURNED_ROWS, Run
 
 ROWS = 128  # rows of a program
 BYTES = 64  # bytes of codes of a row that a program reads at a time

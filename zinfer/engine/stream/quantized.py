@@ -15,6 +15,8 @@ from zinfer.engine.quantization.dequantize import Codes, expand, table
 from zinfer.engine.stream import codec
 
 UNIT = 16  # bytes
+# Rows of codes that are the inputs of transposed experts, and share a row of scales: products read them together.
+TURNED_ROWS = 32
 
 
 def _up(size: int) -> int:

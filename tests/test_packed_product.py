@@ -26,7 +26,7 @@ from zinfer.engine import base, kind
 from zinfer.engine.base import Engine
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
-from zinfer.engine.stream import packed_layer, packed_product
+from zinfer.engine.stream import few_experts, packed_layer, packed_product
 from zinfer.engine.stream.packed_product import LazyWeight, Parts
 from zinfer.engine.stream.quantized import Run, pieces, unpack
 from zinfer.plan.plan import make_plan
@@ -143,6 +143,10 @@ def test_an_engine_computes_experts_by_the_kernel(by_kernel: dict[str, Any]) -> 
     assert pairs == 2 * 2 * 3 * 2 * (OUTPUT_LEN - 1), "matrices, layers, tokens, experts, steps"
     assert told == [["on", "on"], ["off", "on"]]
     assert torch.equal(found, expected)
+
+
+def test_an_engine_computes_other_experts_in_the_slot(by_kernel: dict[str, Any]) -> None:
+    assert torch.equal(*by_kernel["engine of experts in the slot"])
 
 
 def by_codes(parts: Parts, data: Tensor, states: Tensor, bias: Tensor | None) -> Tensor:
@@ -589,6 +593,12 @@ def main(path: Path) -> None:
         status.append([settings[name] for name in ("packed_kernel", "experts_kernel")])
         engine.close()
     results["engine of experts"] = pairs, status, *found
+    # The kernel of plain experts reads the slot, which has to be filled first.
+    packed_product.StackedCodes.ready = lambda *_: False  # type: ignore[method-assign]
+    few_experts.pays = lambda *_: True
+    engine = start(directory, path.parent, experts="all")
+    results["engine of experts in the slot"] = greedy(engine, LENGTHS), found[0]
+    engine.close()
     torch.save(results, path)
 
 

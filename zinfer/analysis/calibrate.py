@@ -215,7 +215,7 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
         update["wire_ratio"] = update["kept_ratio"] = min(1.0, wire / effective.streamed_bytes_per_step)
     if "host_layers" in settings:
         update["held_bytes"] = round(effective.host_weight_bytes / update.get("kept_ratio", 1.0))
-    ratio = update.get("kept_ratio", placement_of(point.case, model, place).kept_ratio)
+    ratio = update.get("kept_ratio") or placement_of(point.case, model, place).kept_ratio
     kept = max(0, effective.gpu_weight_bytes - model.other_bytes) / ratio
     return placement_of(point.case, model, place, round(kept)).model_copy(update=update)
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from zinfer.spec.engine import CODED_PAIRS, CODED_TOKENS, PREFILL_TOKENS, piece_of
+from zinfer.spec.engine import CODED_PAIRS, CODED_TOKENS, PIECE_BYTES, PREFILL_TOKENS, piece_factor
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ExpertPolicy, ModelSpec
 from zinfer.spec.units import counted
@@ -573,7 +573,7 @@ def piece_bytes(setup: Placement, model: ModelSpec) -> int:
 
 def largest_piece(model: ModelSpec) -> int:
     """Return the most bytes of a layer, unpacked, that cross the link in one copy."""
-    return piece_of(8 * model.dtype_bytes * model.stored_ratio)
+    return PIECE_BYTES * piece_factor(8 * model.dtype_bytes * model.stored_ratio)
 
 
 def buffer_bytes(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:

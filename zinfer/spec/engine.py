@@ -61,10 +61,10 @@ class OptionError(ZinferError):
 PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
 
 
-def piece_of(bits: float) -> int:
-    """Return the most bytes of a layer, unpacked, that cross the link in one copy, where a weight takes `bits` bits on
-    the link: four times as many in 4 bits, since each copy, and each unpacking, costs launches."""
-    return PIECE_BYTES * (4 if bits <= 5 else 1)
+def piece_factor(bits: float) -> int:
+    """Return how many times `PIECE_BYTES` cross the link in one copy where a weight takes `bits` bits there: four times
+    as many in 4 bits, since each copy, and each unpacking, costs launches."""
+    return 4 if bits <= 5 else 1
 
 
 # Tokens of a pass, at most, in which a kernel multiplies quantised layers that stay on the GPU from their codes; and

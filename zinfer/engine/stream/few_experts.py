@@ -183,7 +183,7 @@ def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor
     ((up, up_bias), (down, down_bias)), transposed = matrices, bool(module.is_transposed)
     states, experts, weights, count = states.contiguous(), experts.contiguous(), weights.contiguous(), up.shape[0]
     if _plain_gate(module) and up_bias is None and not transposed and _codes(up, transposed) is None:
-        inner = gated(states, up, experts)
+        inner = gated(states, _in_slot(up), experts)
     else:
         partial = _products(states, up, experts, transposed)
         inner = combined(partial, experts, count, up_bias, None, states.dtype)
@@ -205,7 +205,14 @@ def _products(states: Tensor, weights: Tensor, experts: Tensor, transposed: bool
     codes = _codes(weights, transposed)
     if codes is not None:
         return codes.multiply(states, experts, transposed)
-    return multiplied(states, weights, experts, transposed)
+    return multiplied(states, _in_slot(weights), experts, transposed)
+
+
+def _in_slot(weights: Tensor) -> Tensor:
+    """Return a stacked weight, whose values are in the slot from now on: kernels get its place alone."""
+    if isinstance(weights, LazyWeight):
+        weights.fill()
+    return weights
 
 
 def _plain_gate(module: nn.Module) -> bool:

@@ -244,17 +244,16 @@ class Seat:
     def feed(self, batch: DecoderBatch, count: int) -> None:
         """Set what the next pass, of `count` tokens a row, reads besides tokens."""
         self.slot.fill_(batch.length)
-        places = self.places(batch)
-        for window, place in zip(self.windows, places, strict=True):
-            if window is not None:
-                self.within[window].fill_(place)
+        layers = _layers(batch)
+        for window, slot in self.within.items():
+            slot.fill_(layers[self.windows.index(window)].slots.place(batch.length))
         if batch.mask is not None:
             self.mask.copy_(batch.mask)
         elif self._padded:
             self.mask.fill_(1)
         self._padded = batch.mask is not None
         if not self._clean:  # attention multiplies what is hidden by zero, so it must be numbers
-            hidden = zip(self.memory, places, strict=True)
+            hidden = zip(self.memory, self.places(batch), strict=True)
             torch._foreach_zero_([part[:, :, place + count :] for pair, place in hidden for part in pair])
             self._clean = True
 
@@ -428,10 +427,10 @@ class Graphs:
         without a graph."""
         if self._why_not is not None or self.paused:
             return eager()
-        for part in parts:
-            for layer in _layers(part.batch):
-                layer.settle(part.batch.length, part.token_ids.shape[1])
         seats = tuple(self._seat_of(part.batch) for part in parts)
+        for seat, part in zip(seats, parts, strict=True):
+            for layer in _layers(part.batch) if seat.within else ():
+                layer.settle(part.batch.length, part.token_ids.shape[1])
         found = self._sets.setdefault(tuple(map(id, seats)), Together(seats))
         count, _ = shape = _shape(parts)
         ends = tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)

@@ -14,7 +14,7 @@ from torch import Tensor
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, lay_out
 from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.stream import codec, quantized
-from zinfer.spec.engine import PIECE_BYTES, piece_of
+from zinfer.spec.engine import PIECE_BYTES, piece_factor
 
 # Bytes of a chunk: enough for the link's full rate, and for its launches to be cheap.
 PIECE = PIECE_BYTES
@@ -83,7 +83,7 @@ def pack(
     pieces: list[Chunk] = []
     for name, (tensor, matrices) in coded.items():
         place = blocks[name].offset
-        most = piece_of(matrices[0].bits) // PIECE_BYTES * PIECE
+        most = PIECE * piece_factor(matrices[0].bits)
         for matrix in quantized.joined(matrices, tensor.dtype.itemsize, most):
             for layout, data in quantized.pieces(matrix, tensor.dtype, most, place):
                 pieces.append(_put(arena, data, place, layout))

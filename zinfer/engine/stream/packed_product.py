@@ -11,8 +11,8 @@ reads a weight beside its module reads the right values.
 Stacked experts are multiplied pair by pair, as `zinfer.engine.stream.few_experts` does with experts of 16 bits.
 
 Ordinary unpacking serves columns in an order of their own (GPTQ with `desc_act`), and codes that are coded losslessly
-(FP8). The first product of each kind is computed both ways: kernels that do not compile, or give
-other results, are not used any more, and the reason is told.
+(FP8). The first product of each kind is computed both ways: kernels that do not compile, or give other results, are not
+used any more, and the reason is told.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,11 +50,11 @@ class LazyWeight(nn.Parameter):
     ``[E, ..]``, are multiplied by what knows of them (`zinfer.engine.stream.few_experts`)."""
 
     fill: Callable[[], None]
-    product: Product
+    product: Product | None
     stacked: "StackedCodes | None"
 
     def __new__(
-        cls, data: Tensor, fill: Callable[[], None], product: Product, stacked: "StackedCodes | None" = None
+        cls, data: Tensor, fill: Callable[[], None], product: Product | None, stacked: "StackedCodes | None" = None
     ) -> "LazyWeight":
         found: LazyWeight = torch.Tensor._make_subclass(cls, data, False)
         found.fill, found.product, found.stacked = fill, product, stacked
@@ -83,12 +83,8 @@ class LazyWeight(nn.Parameter):
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Return a product by what `weight` has for it; None if it has nothing."""
     others = [one for one in (input, bias) if isinstance(one, LazyWeight)]
-    return weight.product(input, bias) if isinstance(weight, LazyWeight) and not others else None
-
-
-def no_product(_states: Tensor, _bias: Tensor | None) -> Tensor | None:
-    """Return None: a weight is no matrix of a product."""
-    return None
+    product = weight.product if isinstance(weight, LazyWeight) and not others else None
+    return None if product is None else product(input, bias)
 
 
 def _weights(values: Sequence[Any]) -> Iterator[LazyWeight]:

@@ -40,15 +40,7 @@ from torch.nn import functional
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, unpack
-from zinfer.engine.stream.packed_product import (
-    LazyWeight,
-    PackedProducts,
-    Parts,
-    Product,
-    StackedCodes,
-    no_product,
-    parts_of,
-)
+from zinfer.engine.stream.packed_product import LazyWeight, PackedProducts, Parts, Product, StackedCodes, parts_of
 from zinfer.engine.stream.trace import Reads, Timed, Trace, mark
 
 
@@ -188,12 +180,13 @@ class PrefetchRing:
             own = tuple(one for one in image.pieces if block.offset <= one.place < block.offset + block.size)
             parts = parts_of(own, block, image.start) if entries[name].is_parameter else None
             if parts is not None:
-                fill, stacked = partial(self._fill_in, index, name), None
-                product: Product = partial(self._product, index, name, products, parts)
+                product: Product | None = partial(self._product, index, name, products, parts)
+                stacked = None
                 if len(block.shape) == 3:
-                    stacked = StackedCodes(products, parts, block.shape[0], partial(self._whole_if_held, index))
-                    product = no_product
-                found[name] = LazyWeight(block.view(self._slot), fill, product, stacked)
+                    content = partial(self._whole_if_held, index)
+                    product, stacked = None, StackedCodes(products, parts, block.shape[0], content)
+                view, fill = block.view(self._slot), partial(self._fill_in, index, name)
+                found[name] = LazyWeight(view, fill, product, stacked)
                 self._lazy.setdefault(index, {})[name] = own
         return found
 

@@ -142,14 +142,10 @@ def multiply_experts(states: Tensor, data: Tensor, run: Run, experts: Tensor, co
         return _multiply_turned_experts(states, data, run, experts, count)
     tiles = Tiles.of(run, rows, pairs)
     out = torch.empty((pairs, tiles.splits, rows), dtype=torch.float32, device=states.device)
-    whole, tokens = data[: run.size], len(states)
-    scale_table = table(layout.scale_table, out.device) if layout.scale_table else None
+    tokens = len(states)
     _multiply[(pairs, triton.cdiv(rows, tiles.rows), tiles.splits)](
         paired(states, layout.bits),
-        whole,
-        whole.view(layout.scale_dtype),
-        whole.view(torch.int16),
-        whole if scale_table is None else scale_table,
+        *_views(data, run),
         out,
         experts,
         out,
@@ -181,14 +177,9 @@ def _multiply_turned_experts(states: Tensor, data: Tensor, run: Run, experts: Te
     splits = max(1, min(triton.cdiv(PROGRAMS, blocks), steps // TURNED_STEPS))
     each = triton.cdiv(steps, splits)
     out = torch.empty((pairs, triton.cdiv(steps, each), layout.columns), dtype=torch.float32, device=states.device)
-    whole = data[: run.size]
-    scale_table = table(layout.scale_table, out.device) if layout.scale_table else None
     _multiply_turned[(pairs, triton.cdiv(width, size), out.shape[1])](
         states,
-        whole,
-        whole.view(layout.scale_dtype),
-        whole.view(torch.int16),
-        whole if scale_table is None else scale_table,
+        *_views(data, run),
         experts,
         out,
         layout.divisor,
@@ -210,18 +201,14 @@ def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: T
     """Put the products of `states`, as `paired` returns them, with the rows of `run` into `out` ``[tokens, rows]``,
     whose last dimension is contiguous, on the current stream. `data` are the bytes from the first chunk on, `bias` is
     ``[rows]``. Checks nothing: `zinfer.engine.stream.packed_product` does."""
-    layout, tiles, whole = run.layout, Tiles.of(run), data[: run.size]
+    layout, tiles = run.layout, Tiles.of(run)
     partial = out
     if tiles.splits > 1:
         partial = torch.empty((tiles.splits, tokens, run.rows), dtype=torch.float32, device=out.device)
-    scale_table = table(layout.scale_table, out.device) if layout.scale_table else None
     padded = min(MOST_AT_ONCE, max(16, triton.next_power_of_2(tokens)))
     _multiply[(triton.cdiv(tokens, padded), triton.cdiv(run.rows, tiles.rows), tiles.splits)](
         states,
-        whole,
-        whole.view(layout.scale_dtype),
-        whole.view(torch.int16),
-        whole if scale_table is None else scale_table,
+        *_views(data, run),
         partial if bias is None else bias,
         partial,
         partial,
@@ -253,6 +240,14 @@ def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: T
             BLOCK=ADDED,
             num_warps=4,
         )
+
+
+def _views(data: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the bytes of `run`, as codes, scales and zero points, and the table of its scales; the codes again if that
+    is not read."""
+    whole, name = data[: run.size], run.layout.scale_table
+    numbers = table(name, data.device) if name else whole
+    return whole, whole.view(run.layout.scale_dtype), whole.view(torch.int16), numbers
 
 
 @cache
@@ -395,11 +390,7 @@ def _multiply(
             total = tl.dot(one, _fast(code, scale, less, False, TYPE), total)
             total = tl.dot(other, _fast(code, scale, less, True, TYPE), total)
         else:
-            scale = tl.load(scale_table + scale.to(tl.int32)) if CODED else scale.to(tl.float32)
-            if DIVIDED:
-                scale = tl.div_rn(scale, tl.zeros(scale.shape, tl.float32) + divisor)
-            if MULTIPLIED:
-                scale = scale * factor
+            scale = _decoded(scale, scale_table, divisor, factor, CODED, DIVIDED, MULTIPLIED)
             if GROUPS > 0:
                 scale, less = _spread(scale, GROUPS, BLOCK, BLOCK_ROWS), _spread(less, GROUPS, BLOCK, BLOCK_ROWS)
             if FOUR:
@@ -491,10 +482,12 @@ def _multiply_turned(
         scale_row = scales + (chunk * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + line
         zero_row = zeros + (chunk * STRIDE + tl.where(at_end, LAST_ZEROS, ZEROS)) // 2 + line
         column = known * EACH
-        scale = _scale(scale_row, scale_table, column, divisor, factor, GROUP, CODED, DIVIDED, MULTIPLIED)
+        scale = tl.load(scale_row + (column // GROUP if GROUP > 0 else column * 0))
+        scale = _decoded(scale, scale_table, divisor, factor, CODED, DIVIDED, MULTIPLIED)
         less = _less(zero_row, column, GROUP, ZEROS)
         if FOUR:
-            second = _scale(scale_row, scale_table, column + 1, divisor, factor, GROUP, CODED, DIVIDED, MULTIPLIED)
+            second = tl.load(scale_row + ((column + 1) // GROUP if GROUP > 0 else column * 0))
+            second = _decoded(second, scale_table, divisor, factor, CODED, DIVIDED, MULTIPLIED)
             second_less = _less(zero_row, column + 1, GROUP, ZEROS)
         for part in tl.static_range(GROUP_ROWS // BLOCK_ROWS):
             row = step * GROUP_ROWS + part * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -530,19 +523,16 @@ def _multiply_turned(
 
 
 @triton.jit
-def _scale(
-    scales,
+def _decoded(
+    scale,
     scale_table,
-    column,
     divisor,
     factor,
-    GROUP: tl.constexpr,
     CODED: tl.constexpr,
     DIVIDED: tl.constexpr,
     MULTIPLIED: tl.constexpr,
 ):
-    """Return the scales of columns, float32, from a row of them."""
-    scale = tl.load(scales + (column // GROUP if GROUP > 0 else column * 0))
+    """Return scales as float32, from what is stored of them."""
     scale = tl.load(scale_table + scale.to(tl.int32)) if CODED else scale.to(tl.float32)
     if DIVIDED:
         scale = tl.div_rn(scale, tl.zeros(scale.shape, tl.float32) + divisor)

@@ -330,6 +330,7 @@ def figures() -> dict[str, list[str]]:
     order."""
     return {
         "All of BLOOM-176B on one GPU": _whole(),
+        "All of BLOOM-176B in int4": _int4(),
         "A slice of BLOOM-176B": _slice(),
         "Every engine in one run": _peers(),
         "OPT-30B": _opt(),
@@ -341,7 +342,8 @@ def figures() -> dict[str, list[str]]:
         "Fewer experts of more": _qwen(),
         "Experts on the CPU": _cpu_experts(),
         "All of Mixtral-8x7B": _mixtral(),
-        "Mixtral-8x7B in every engine": _mixtral_peers(),
+        "Mixtral-8x7B in every engine": _mixtral_rates(),
+        "With 8 tokens out": _mixtral_peers(),
         "FP8 as released": _fp8(),
         "Small batches without offload": _small(),
     }
@@ -385,6 +387,11 @@ def _mixtral() -> list[str]:
         f"batch {batches[0]}", f"{there.decode_tok_s:,.0f} tok/s", f"{host_rows(away)} of {batches[1]}",
         f"{away.decode_tok_s:,.0f} tok/s",
     ]  # fmt: skip
+
+
+def _mixtral_rates() -> list[str]:
+    own, deepspeed, accelerate = (point.decode_tok_s or 0 for point in points("mixtral-whole-peers"))
+    return [f"{own:.1f} tok/s", f"{own / accelerate:.2f}x", f"{own / deepspeed:.2f}x"]
 
 
 def _mixtral_peers() -> list[str]:
@@ -454,6 +461,16 @@ def _peers() -> list[str]:
     found = {label: ms for (_, label, _), ms in steps("bloom-176b-peers").items()}
     own = found.pop("stream cpu")
     return [part for label, ms in found.items() for part in (f"{ms / own:.2f}x", label)]
+
+
+def _int4() -> list[str]:
+    found = {(label, batch): ms for (_, label, batch), ms in steps("bloom-176b-int4").items()}
+    own, other = "stream cpu weights=int4", "deepspeed cpu weights=int4"
+    (lossy,) = points("bloom-176b-int4-kv8")
+    return [
+        *(f"{found[other, batch] / found[own, batch]:.2f}x" for batch in (8, 29)),
+        f"{lossy.decode_tok_s:.1f} tok/s in decode",
+    ]
 
 
 def _kv() -> list[str]:

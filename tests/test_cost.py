@@ -312,7 +312,9 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
     assert unpacked_bytes(ring, BLOOM) == layers - layers // 4, "uncoded layers that stay are computed where they are"
     assert unpacked_bytes(ring.model_copy(update={"wire_ratio": 0.67}), BLOOM) == layers
     assert unpacked_bytes(ring.model_copy(update={"gpus": 2}), BLOOM) == layers
-    assert unpacked_bytes(ring.model_copy(update={"ring_depth": 0}), BLOOM) == 0
+    no_ring = ring.model_copy(update={"ring_depth": 0})
+    assert unpacked_bytes(no_ring, BLOOM) == 0
+    assert unpacked_bytes(no_ring.model_copy(update={"wire_ratio": 0.28}), BLOOM) == layers, "quantised by DeepSpeed"
     assert unpacked_bytes(Placement(ring_depth=6), BLOOM) == 0, "all weights are on the GPU"
     none = linked(1e15).model_copy(update={"gpu_count": 0})
     with_gpu, without = (step(ring, BLOOM, place, 1, 528, LIMITS).limits["hbm"] for place in (linked(1e15), none))

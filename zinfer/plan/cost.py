@@ -50,6 +50,9 @@ LINK_KEEPS = 0.95  # share of the link's rate left while all cores attend: 0.95 
 # of GPU memory; more tokens read them again.
 CODES_RATE, CODES_AT_ONCE = 0.5, 32
 UNPACKING = 0.4  # rate at which coded weights are unpacked, as a share of the bandwidth of GPU memory
+# The same of an engine without kernels for it: DeepSpeed takes ten of torch's operations for int4, which read and write
+# single bytes. From all of BLOOM-176B on an H100, at two batch sizes; the GPU is the limit of these steps.
+DEQUANTISING = 0.053
 CACHE_BYTES = 128 << 20  # no GPU has a larger L2 cache (B200: 126 MB); an unpacked layer that fits need not leave it
 # A pass whose tokens touch at least this share of the experts, if all are alike, brings all of them without waiting for
 # the router's choice.
@@ -198,12 +201,14 @@ def wire_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None) ->
 
 def unpacked_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None) -> int:
     """Return the weight bytes, as the model computes with them, that a pass of `tokens` tokens, by default a long one,
-    unpacks into the slot that layers compute in; 0 for engines without a ring.
+    unpacks into the slot that layers compute in; for engines without a ring, those that are quantised.
 
     Whatever comes through the ring is unpacked, or copied if it is not coded. Coded weights that stay on the GPU stay
     coded: each pass unpacks them anew, as it does experts of the cache, and the parts of layers that several GPUs
     share. Uncoded layers that stay are computed where they are; so are quantised ones in a pass of few tokens.
     """
+    if not setup.ring_depth and setup.wire_ratio < 1:
+        return model.streamed_bytes
     if setup.tier == "gpu" or not setup.ring_depth:
         return 0
     experts = 0
@@ -398,7 +403,8 @@ def _pass(
     if unpacking and found.seconds is not None and in_queue > found.seconds:
         bound: Bound = max(("unpacking", "hbm", "compute"), key=lambda one: limits[one])
         found = Times(seconds=in_queue, bound_by=bound, limits=limits)
-    if unpacking and found.seconds is not None and machine.gpu_count and not (choice or setup.kv_on_cpu):
+    ring = setup.ring_depth > 0
+    if unpacking and ring and found.seconds is not None and machine.gpu_count and not (choice or setup.kv_on_cpu):
         late = in_queue + _late(setup, model, in_queue, unpacking, brought, over_link, parts)
         if late > found.seconds:
             found = _slowest(limits).model_copy(update={"seconds": late})
@@ -451,6 +457,8 @@ def _late(
 def _unpacking(setup: Placement, machine: Machine, factors: Efficiency, unpacked: int) -> float:
     """Return the seconds in which the GPU unpacks so many bytes; what is not coded is copied: read and written."""
     share = factors.unpack_share if setup.wire_ratio < 1 else 1 / 2
+    if not setup.ring_depth:
+        share = DEQUANTISING
     return unpacked / (share * (machine.hbm_bandwidth or inf))
 
 

@@ -12,6 +12,7 @@ from zinfer.plan.cost import (
     FP8_BOUND,
     LIMITS,
     LINK_KEEPS,
+    TORCH_RATE,
     UNPACKING,
     Efficiency,
     Placement,
@@ -312,9 +313,7 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
     assert unpacked_bytes(ring, BLOOM) == layers - layers // 4, "uncoded layers that stay are computed where they are"
     assert unpacked_bytes(ring.model_copy(update={"wire_ratio": 0.67}), BLOOM) == layers
     assert unpacked_bytes(ring.model_copy(update={"gpus": 2}), BLOOM) == layers
-    no_ring = ring.model_copy(update={"ring_depth": 0})
-    assert unpacked_bytes(no_ring, BLOOM) == 0
-    assert unpacked_bytes(no_ring.model_copy(update={"wire_ratio": 0.28}), BLOOM) == layers, "quantised by DeepSpeed"
+    assert unpacked_bytes(ring.model_copy(update={"ring_depth": 0}), BLOOM) == 0
     assert unpacked_bytes(Placement(ring_depth=6), BLOOM) == 0, "all weights are on the GPU"
     none = linked(1e15).model_copy(update={"gpu_count": 0})
     with_gpu, without = (step(ring, BLOOM, place, 1, 528, LIMITS).limits["hbm"] for place in (linked(1e15), none))
@@ -545,6 +544,25 @@ def test_every_gpu_brings_its_own_link() -> None:
     assert found.bound_by == "gather"
     assert (found.step_s or 0) == pytest.approx(BLOOM.streamed_bytes * 3 / 4 / 60e9, rel=FULL_RING)
     assert (capped.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 100e9, rel=FULL_RING)
+
+
+def test_unpacking_by_operations_of_torch_bounds_a_step_of_deepspeed() -> None:
+    """Its float16 is unpacked by a kernel, and other engines' formats are multiplied as they are."""
+
+    def planned(engine: str, weights: Any, dtype: Any = "bfloat16") -> Plan:
+        load = Workload(batch_size=1, input_len=512, output_len=32)
+        case = Case(model="b", engine=engine, offload="cpu", workload=load, weights=weights, dtype=dtype)
+        return make_plan(case, BLOOM.with_dtype(dtype), linked(55e9), factors=Efficiency())
+
+    found = planned("deepspeed", "int4")
+    assert found.bound_by == "unpacking"
+    weights = BLOOM.streamed_bytes // 2
+    assert found.placement.dequantised_bytes == 18 * weights
+    assert (found.step_s or 0) > 18 * weights / (TORCH_RATE * (H100.hbm_bandwidth or 0))
+    assert planned("deepspeed", "int8").placement.dequantised_bytes == 13 * weights
+    for other in (planned("deepspeed", "int4", "float16"), planned("accelerate", "int4")):
+        assert other.bound_by == "link"
+        assert not other.placement.dequantised_bytes
 
 
 @pytest.mark.parametrize("tuned", [True, False])

@@ -50,9 +50,9 @@ LINK_KEEPS = 0.95  # share of the link's rate left while all cores attend: 0.95 
 # of GPU memory; more tokens read them again.
 CODES_RATE, CODES_AT_ONCE = 0.5, 32
 UNPACKING = 0.4  # rate at which coded weights are unpacked, as a share of the bandwidth of GPU memory
-# The same of an engine without kernels for it: DeepSpeed takes ten of torch's operations for int4, which read and write
-# single bytes. From all of BLOOM-176B on an H100, at two batch sizes; the GPU is the limit of these steps.
-DEQUANTISING = 0.053
+# Rate at which torch's operations read and write while they unpack weights, as a share of the same: from DeepSpeed's
+# steps of all of BLOOM-176B in int4 on an H100, at two batch sizes, which the GPU bounds.
+TORCH_RATE = 0.455
 CACHE_BYTES = 128 << 20  # no GPU has a larger L2 cache (B200: 126 MB); an unpacked layer that fits need not leave it
 # A pass whose tokens touch at least this share of the experts, if all are alike, brings all of them without waiting for
 # the router's choice.
@@ -113,6 +113,7 @@ class Placement(Frozen):
     overlapped: bool = True  # copies run beside compute
     blocks: bool = False  # prefill passes go through the layers side by side, and the weights cross once for all
     pass_tokens: int = PREFILL_TOKENS  # prompt tokens in one forward pass at most, if they are several sequences'
+    dequantised_bytes: int = 0  # GPU memory that a pass reads and writes where torch's operations unpack weights
     from_codes: bool = False  # quantised layers that stay are multiplied from their codes in passes of few tokens
     graphs: bool = False  # decode steps are launched as CUDA graphs: a layer's launch costs nothing
     pinned: bool = True  # weights in host memory are page-locked
@@ -201,14 +202,12 @@ def wire_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None) ->
 
 def unpacked_bytes(setup: Placement, model: ModelSpec, tokens: int | None = None) -> int:
     """Return the weight bytes, as the model computes with them, that a pass of `tokens` tokens, by default a long one,
-    unpacks into the slot that layers compute in; for engines without a ring, those that are quantised.
+    unpacks into the slot that layers compute in; 0 for engines without a ring.
 
     Whatever comes through the ring is unpacked, or copied if it is not coded. Coded weights that stay on the GPU stay
     coded: each pass unpacks them anew, as it does experts of the cache, and the parts of layers that several GPUs
     share. Uncoded layers that stay are computed where they are; so are quantised ones in a pass of few tokens.
     """
-    if not setup.ring_depth and setup.wire_ratio < 1:
-        return model.streamed_bytes
     if setup.tier == "gpu" or not setup.ring_depth:
         return 0
     experts = 0
@@ -351,7 +350,7 @@ def _pass(
     # A streamed weight is written to GPU memory before it is read, by an engine with a ring as it crosses the link;
     # without a GPU it is unpacked from where it is.
     in_ring = streamed if machine.gpu_count else 0
-    arrived = in_ring if setup.ring_depth else streamed / setup.wire_ratio
+    arrived: float = in_ring if setup.ring_depth else streamed
     if factors.perfect and model.layer_bytes > CACHE_BYTES:  # read as they lie in memory, and written whole
         arrived += unpacked * (setup.wire_ratio + 1)
     hbm = machine.hbm_bandwidth * factors.hbm_share
@@ -364,7 +363,10 @@ def _pass(
         + (0 if factors.perfect else passed / share / machine.hbm_bandwidth),
         "launch": factors.layer_s * model.num_layers,
     }
-    unpacking = 0.0 if factors.perfect else _unpacking(setup, machine, factors, unpacked)
+    unpacking = 0.0
+    if not factors.perfect:
+        unpacking = _unpacking(setup, machine, factors, unpacked)
+        unpacking += setup.dequantised_bytes / (TORCH_RATE * machine.hbm_bandwidth)
     if unpacking:
         limits["unpacking"] = unpacking
     brought, choice = 0.0, tokens is not None and chooses(setup, tokens)
@@ -403,8 +405,7 @@ def _pass(
     if unpacking and found.seconds is not None and in_queue > found.seconds:
         bound: Bound = max(("unpacking", "hbm", "compute"), key=lambda one: limits[one])
         found = Times(seconds=in_queue, bound_by=bound, limits=limits)
-    ring = setup.ring_depth > 0
-    if unpacking and ring and found.seconds is not None and machine.gpu_count and not (choice or setup.kv_on_cpu):
+    if unpacked and unpacking and found.seconds is not None and machine.gpu_count and not (choice or setup.kv_on_cpu):
         late = in_queue + _late(setup, model, in_queue, unpacking, brought, over_link, parts)
         if late > found.seconds:
             found = _slowest(limits).model_copy(update={"seconds": late})
@@ -457,8 +458,6 @@ def _late(
 def _unpacking(setup: Placement, machine: Machine, factors: Efficiency, unpacked: int) -> float:
     """Return the seconds in which the GPU unpacks so many bytes; what is not coded is copied: read and written."""
     share = factors.unpack_share if setup.wire_ratio < 1 else 1 / 2
-    if not setup.ring_depth:
-        share = DEQUANTISING
     return unpacked / (share * (machine.hbm_bandwidth or inf))
 
 

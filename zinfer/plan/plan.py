@@ -313,8 +313,11 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     if model.stored_ratio < 1:
         coded_fp8 = model.fp8_ratio if model.dtype_bytes == 2 else 0.0  # a GPU decodes to 16 bits
         wire = model.stored_ratio - coded_fp8 * (1 - FP8_RATIO)
-    own = ENGINES[case.engine].own_formats.get(case.weights) if case.engine in ENGINES else None
+    kind = ENGINES.get(case.engine)
+    own = kind.own_formats.get(case.weights) if kind else None
     own = own and own * 2 / model.dtype_bytes
+    # DeepSpeed unpacks float16 by an extension of its own.
+    traffic = kind.own_traffic.get(case.weights, 0) if kind and model.dtype != "float16" else 0
     common = Placement(
         tier=TIERS[case.offload],
         moved=transport.placed_once,
@@ -328,6 +331,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         blocks=transport.blocks,
         pass_tokens=cost.block_tokens(model) if transport.blocks else transport.pass_tokens,
         pinned=options.pin_memory,
+        dequantised_bytes=round(traffic * model.streamed_bytes / model.dtype_bytes),
     )
     update: dict[str, object] = {"resident_bytes": resident_bytes(case.gpu_weights, model.streamed_bytes, automatic)}
     if (

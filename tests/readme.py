@@ -188,10 +188,9 @@ def machines() -> str:
 def headlines() -> str:
     """Return six results of the records, a row each, with their conditions."""
     large, theirs = points("bloom-176b-whole")[-2:]
-    ours, deepspeed = (
-        max((p for p in points("bloom-176b-slice") if p.case.label() == label), key=lambda p: p.output_tok_s or 0.0)
-        for label in ("stream cpu", "deepspeed cpu")
-    )
+    ours, deepspeed = _slice_loads()
+    tried = deepspeed[0].case.workload.batch_size
+    (decode, their_decode), (output, their_output) = both = _slice_rates()
     (mixture,) = points("mixtral-whole")
     llama = {p.case.label(): p for p in points("dense-peers") if p.case.model == "llama-3.1-70b"}
     (long,) = points("llama-70b-long")
@@ -207,13 +206,12 @@ def headlines() -> str:
             (large.decode_tok_s or 0) / (theirs.decode_tok_s or 1),
         ),
         _headline(
-            ours, f"{ours.output_tok_s:.0f} tok/s",
-            f"DeepSpeed, batch {deepspeed.case.workload.batch_size}: {deepspeed.output_tok_s:.1f} tok/s",
-            (ours.output_tok_s or 0) / (deepspeed.output_tok_s or 1),
+            ours[0], f"decode {decode:.0f} tok/s, {output:.0f} with the prefill",
+            f"DeepSpeed, batch {tried}: {their_decode:.1f} and {their_output:.1f} tok/s",
+            *(one / other for one, other in both), runs=len(ours),
         ),
         _headline(
             mixture, f"decode {mixture.decode_tok_s:,.0f} tok/s, {mixture.output_tok_s:.0f} with the prefill", "-",
-            None,
         ),
         _headline(
             llama["stream cpu"], f"decode step {stream_llama / 1e3:.3f} s",
@@ -225,12 +223,12 @@ def headlines() -> str:
             f"offload cpu, batch {offloaded.case.workload.batch_size}: {offloaded.output_tok_s:.0f} tok/s",
             (fitting.output_tok_s or 0) / (offloaded.output_tok_s or 1),
         ),
-        _headline(long, f"TTFT {long.ttft_ms[0] / 1e3:.1f} s, then {step_ms(long) / 1e3:.1f} s a token", "-", None),
+        _headline(long, f"TTFT {long.ttft_ms[0] / 1e3:.1f} s, then {step_ms(long) / 1e3:.1f} s a token", "-"),
     ]  # fmt: skip
     return markdown(("model", "GPU", "#in / out", "#batch", "#runs", "result", "beside it", "#ratio"), rows)
 
 
-def _headline(point: Measurement, result: str, beside: str, ratio: float | None) -> list[str]:
+def _headline(point: Measurement, result: str, beside: str, *ratios: float, runs: int | None = None) -> list[str]:
     assert not point.case.lossy, "headlines are of settings that keep the model's own numbers"
     load = point.case.workload
     whole = "all" if point.num_layers == point.total_layers else f"{point.num_layers} of {point.total_layers} layers"
@@ -239,10 +237,10 @@ def _headline(point: Measurement, result: str, beside: str, ratio: float | None)
         point.machine.split("-")[1].upper(),
         f"{load.input_len:,} / {load.output_len}",
         f"{load.batch_size}",
-        f"{len(point.ttft_ms)}",
+        f"{runs or len(point.ttft_ms)}",
         result,
         beside,
-        f"{ratio:.2f}x" if ratio else "-",
+        ", ".join(f"{ratio:.2f}x" for ratio in ratios) or "-",
     ]
 
 
@@ -331,7 +329,9 @@ def figures() -> dict[str, list[str]]:
     return {
         "All of BLOOM-176B on one GPU": _whole(),
         "All of BLOOM-176B in int4": _int4(),
+        "BLOOM-176B in int4, wholly on one H200": _int4_resident(),
         "A slice of BLOOM-176B": _slice(),
+        "The same slice in three loads": [f"{own / theirs:.2f}x" for own, theirs in _slice_rates()],
         "Every engine in one run": _peers(),
         "OPT-30B": _opt(),
         "Other families": [f"{gain:.2f}x" for gain in gains("dense-peers").values()],
@@ -447,14 +447,36 @@ def _whole() -> list[str]:
 
 def _slice() -> list[str]:
     name = "bloom-176b-slice"
-    found, best = gains(name).values(), rates(name)
+    found = gains(name).values()
     shares = [point.link_share or 0.0 for point in points(name) if point.case.label() == "deepspeed cpu"]
     return [
         f"{min(found):.2f}x",
         f"{max(found):.2f}x",
         f"{100 * min(shares):.0f}-{max(shares):.0%}",
-        f"{best['stream cpu'] / best['deepspeed cpu']:.2f}x",
     ]
+
+
+def _slice_loads() -> tuple[list[Measurement], list[Measurement]]:
+    found = loads("bloom-176b-slice-loads")
+    return found["stream cpu", 132], found["deepspeed cpu", 132]
+
+
+def _slice_rates() -> list[tuple[float, float]]:
+    """Return the means over the loads of `stream` and of DeepSpeed, tok/s: in decode, and with the prefill included."""
+    own, theirs = _slice_loads()
+    return [
+        (mean(p.decode_tok_s or 0 for p in own), mean(p.decode_tok_s or 0 for p in theirs)),
+        (mean(p.output_tok_s or 0 for p in own), mean(p.output_tok_s or 0 for p in theirs)),
+    ]
+
+
+def _int4_resident() -> list[str]:
+    streamed, resident = (f"stream cpu gpu-weights={share} weights=int4" for share in ("0%", "100%"))
+    ratio, least, most = _ratios("bloom-176b-int4-resident", 8, streamed, resident)
+    found = loads("bloom-176b-int4-resident")[resident, 8]
+    rate = mean((point.effective.gpu_weight_bytes if point.effective else 0) / step_ms(point) * 1e3 for point in found)
+    share = rate / (machine.load(RESULTS / found[0].machine).hbm_bandwidth or 1)
+    return [f"{ratio:.1f}x", f"{least:.1f}x", f"{most:.1f}x", f"{rate / 1e12:.1f} TB/s", f"{share:.0%}"]
 
 
 def _peers() -> list[str]:

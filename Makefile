@@ -72,9 +72,11 @@ lint: setup
 codec: .venv/installed .scratch/trained/model.safetensors .scratch/published/resemblyzer.safetensors
 	$(BIN)/zinfer codec --dtype bf16 .scratch/trained .scratch/published/*.safetensors
 
-# Measure the accuracy that an 8-bit KV cache costs that model, on source code outside its training data.
+# Measure the accuracy that an 8-bit KV cache and weights in fewer bits cost that model, on source code outside its
+# training data.
 accuracy: .venv/installed .scratch/trained/model.safetensors
-	$(BIN)/zinfer accuracy --model .scratch/trained --offload cpu --kv-cache-dtype int8,fp8 \
+	$(BIN)/zinfer accuracy --model .scratch/trained --offload cpu --kv-cache-dtype auto,int8,fp8 \
+	  --weights int4 --weights int8 --weights fp8 \
 	  --prompt-file .scratch/trained/held-out.txt --input-len 384 --output-len 128 --samples 64 --batch-size 64
 
 # Measure which experts a small mixture needs, trained first (minutes on one core), on source it was not trained on.

@@ -291,7 +291,7 @@ def test_accuracy_compares_copies_with_the_model(tmp_path: Path, monkeypatch: py
     assert done.exit_code == 0, done.output
     found = AccuracyRecord.model_validate_json(done.stdout)
     errors = {found.label(one.case): one.error for one in found.deviations if one.along == "text"}
-    copies = [f"weights=m-bfloat16-{found.revision}-{scheme}" for scheme in ("int4", "int8")]
+    copies = ["weights=int4", "weights=int8"]
     assert list(errors) == ["batch 2", *copies, "weights=mine"]
     noise, int4, int8, fp8 = errors.values()
     assert noise < int8 < fp8 < int4 < 1

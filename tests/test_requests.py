@@ -30,6 +30,8 @@ from zinfer.record.export import request_table
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import METRICS, RequestPoint, RequestSample, latest
 from zinfer.record.store import Header, Records, Store, read
+from zinfer.report import requests as report_requests
+from zinfer.report.document import Table
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.machine import Machine
 from zinfer.spec.requests import LengthDistribution, RequestLoad
@@ -607,6 +609,19 @@ def test_a_command_measures_requests_on_a_real_model(tmp_path: Path, monkeypatch
     assert row["ttft_ms"]["p99"] == found[0].summary("ttft_ms").p99  # type: ignore[union-attr]
     plans = invoke(*words, "--dry-run")
     assert "9 requests of lognormal:12,4" in plans.stdout
+
+
+def test_tables_tell_the_source_of_requests_in_the_caption_or_where_there_are_several_in_each_row() -> None:
+    one, few = request_point(), request_point(requests=RequestLoad(source="fixed:20,3", requests=3, in_flight=1))
+    other = request_point(requests=RequestLoad(source="lognormal:20,3", requests=3, in_flight=2))
+    (rates, *_), *_ = report_requests.tables([one, few])
+    assert isinstance(rates, Table)
+    assert "requests of fixed:20, 3," in rates.caption
+    assert [row.cells[1:3] for row in rates.rows] == [("3", "2 in flight"), ("3", "1 in flight")]
+    (rates, *_), *_ = report_requests.tables([one, other])
+    assert isinstance(rates, Table)
+    assert "fixed" not in rates.caption
+    assert [row.cells[1] for row in rates.rows] == ["3 of fixed:20, 3", "3 of lognormal:20, 3"]
 
 
 def test_the_recipe_of_chats_has_equal_rows_of_the_same_means() -> None:

@@ -154,7 +154,8 @@ class AccuracyRecord(Study):
         batch_size = case.workload.batch_size
         found = [f"{key}={value}" for key, value in case.options if (key, value) not in self.reference.options]
         if case.model != self.reference.model:
-            found.insert(0, f"weights={PurePath(case.model).name}")
+            # A copy in the default folder is told by its format.
+            found.insert(0, f"weights={PurePath(case.model).name.rpartition(f'-{self.revision}-')[2]}")
         found += [f"batch {batch_size}"] * (batch_size != self.reference.workload.batch_size)
         return " ".join(found) or "none"
 

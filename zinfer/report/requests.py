@@ -62,9 +62,12 @@ def _named(point: RequestPoint) -> str:
 
 
 def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
-    """Return a row for each load of requests, over all loads of the model; failures have an outcome."""
-    rows = []
-    for (_, key), records in loads_of(points).items():
+    """Return a row for each load of requests, over all loads of the model; failures have an outcome. What all requests
+    were drawn from stands in the caption."""
+    rows, loads = [], loads_of(points)
+    sources = {key.requests.source.replace(",", ", ") for _, key in loads}
+    common = f" of {sources.pop()}" if len(sources) == 1 else ""
+    for (_, key), records in loads.items():
         last, good = records[-1], [one for one in records if one.usable]
         measured = [one.output_tok_s or 0.0 for one in good]
         shown = good[-1] if good else last
@@ -72,14 +75,15 @@ def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
         steady = [rate for one in good if (rate := one.steady_tok_s) is not None]
         outcome = shown.status if shown.usable else f"{shown.status}: {shown.error or ''}".rstrip(": ")[:120]
         cells = (
-            key.case.label(), f"{key.requests.requests:,} of {key.requests.source.replace(',', ', ')}",
+            key.case.label(),
+            f"{key.requests.requests:,}" + ("" if common else f" of {key.requests.source.replace(',', ', ')}"),
             key.requests.loop, "" if lengths is None else " / ".join(f"{one:.0f}" for one in lengths),
             str(len(good)) if good else "", figures(mean(measured), 4) if good else "",
             f"{figures(min(measured), 4)} to {figures(max(measured), 4)}" if len(good) > 1 else "",
             "" if waiting is None else figures(waiting, 4), figures(mean(steady), 4) if steady else "", outcome,
         )  # fmt: skip
         rows.append(Row(cells, "" if shown.status == "ok" else "failed"))
-    return Table(f"{name}: loads of requests, the mean over all loads of the model.", RATES, tuple(rows))
+    return Table(f"{name}: loads of requests{common}, the mean over all loads of the model.", RATES, tuple(rows))
 
 
 def _passes(name: str, points: Iterable[RequestPoint]) -> Table:

@@ -65,9 +65,9 @@ def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
     """Return a row for each load of requests, over all loads of the model; failures have an outcome. What all requests
     were drawn from stands in the caption."""
     rows, loads = [], loads_of(points)
-    sources = {key.requests.source.replace(",", ", ") for _, key in loads}
-    common = f" of {sources.pop()}" if len(sources) == 1 else ""
-    for (_, key), records in loads.items():
+    sources = [f" of {key.requests.source.replace(',', ', ')}" for _, key in loads]
+    common = sources[0] if len(set(sources)) == 1 else ""
+    for ((_, key), records), source in zip(loads.items(), sources, strict=True):
         last, good = records[-1], [one for one in records if one.usable]
         measured = [one.output_tok_s or 0.0 for one in good]
         shown = good[-1] if good else last
@@ -75,9 +75,8 @@ def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
         steady = [rate for one in good if (rate := one.steady_tok_s) is not None]
         outcome = shown.status if shown.usable else f"{shown.status}: {shown.error or ''}".rstrip(": ")[:120]
         cells = (
-            key.case.label(),
-            f"{key.requests.requests:,}" + ("" if common else f" of {key.requests.source.replace(',', ', ')}"),
-            key.requests.loop, "" if lengths is None else " / ".join(f"{one:.0f}" for one in lengths),
+            key.case.label(), f"{key.requests.requests:,}{'' if common else source}", key.requests.loop,
+            "" if lengths is None else " / ".join(f"{one:.0f}" for one in lengths),
             str(len(good)) if good else "", figures(mean(measured), 4) if good else "",
             f"{figures(min(measured), 4)} to {figures(max(measured), 4)}" if len(good) > 1 else "",
             "" if waiting is None else figures(waiting, 4), figures(mean(steady), 4) if steady else "", outcome,

@@ -365,6 +365,18 @@ def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monk
     assert not list(Path("sweeps").rglob("accuracy.json*"))
 
 
+def test_the_reference_among_other_settings_is_not_compared_again(
+    folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
+    words = ["-m", checkpoint("llama"), "--samples", 2, "--input-len", 8, "--output-len", 4, "-o", "found.jsonl"]
+    for setting, expected in (("auto,int8", ["kv_cache_dtype=int8"]), ("auto", ["none"])):
+        assert invoke(*words, "--kv-cache-dtype", setting).exit_code == 0
+        found = studies.last(Path("found.jsonl"), AccuracyRecord)
+        assert [found.label(case) for case in found.compared] == expected
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing_behind(
     number: signal.Signals, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
@@ -382,6 +394,33 @@ def test_an_interrupt_leaves_nothing_behind(
     words = ["--samples", 2, "--input-len", 8, "--output-len", 4]
     assert invoke("-m", checkpoint("llama"), *AXIS, *words).exit_code == 128 + number
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_the_settings_that_were_compared(
+    number: signal.Signals, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
+) -> None:
+    compared = 0
+
+    class Interrupting(InlineWorker):
+        def ask(self, request: Request[Answer]) -> Answer:
+            nonlocal compared
+            if isinstance(request, LogitsCompare):
+                compared += 1
+                if compared == 4:  # twice the reference, in halves, and one setting
+                    os.kill(os.getpid(), number)
+            return super().ask(request)
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("zinfer.worker.process.Worker", Interrupting)
+    words = ["--kv-cache-dtype", "int8,fp8,bf16", "--samples", 2, "--batch-size", 4, "--input-len", 8]
+    result = invoke("-m", checkpoint("llama"), *words, "--output-len", 4, "-o", "found.jsonl")
+    assert result.exit_code == 128 + number
+    assert "wrote found.jsonl" in result.stderr
+    found = studies.last(Path("found.jsonl"), AccuracyRecord)
+    assert [case.options for case in found.compared] == [(("kv_cache_dtype", "int8"),)]
+    told = [(one.case.options[0][1], one.status, one.error) for one in found.failed]
+    assert told == [(setting, "cancelled", number.name) for setting in ("fp8", "bf16")]
 
 
 def test_the_record_is_printed_and_lies_with_the_machines_results(

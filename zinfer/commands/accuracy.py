@@ -66,7 +66,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     from zinfer.record import study
     from zinfer.record.accuracy import AccuracyRecord
 
-    record = _measure(debug, how)
+    record, signal = _measure(debug, how)
     path = study_file(AccuracyRecord, record.machine, output)
     # Random weights say nothing of a model, so they do not take the place of a checkpoint's.
     kept = record.compared and (output is not None or record.reference.load_format != "dummy")
@@ -77,17 +77,20 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     else:
         console().print(table(record))
     click.echo(f"wrote {path}" if kept else "not written: no setting was measured, or only random weights", err=True)
+    if signal is not None:
+        raise SystemExit(128 + signal)
     if record.failed:
         reasons = "; ".join(f"{record.label(one.case)}: {one.status}: {one.error}" for one in record.failed)
         raise Failure(reasons, PARTIAL if record.compared else NOTHING)
 
 
-def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
-    """Check the options, then run the comparison. Raises Failure or UsageError."""
+def _measure(debug: bool, how: dict[str, Any]) -> "tuple[AccuracyRecord, int | None]":
+    """Check the options, then run the comparison; return its record, and the signal that ended it before its end, after
+    a setting was compared. Raises Failure or UsageError."""
     from hashlib import sha256
 
     from zinfer.commands.watch import Watch
-    from zinfer.job.accuracy import AccuracyStudy, describe, text_of
+    from zinfer.job.accuracy import AccuracyStudy, Stopped, describe, text_of
     from zinfer.job.signals import Interrupted, Signals
     from zinfer.record.accuracy import AccuracyRecord, Prompts
     from zinfer.spec import host, local
@@ -118,15 +121,18 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
             ),
             loading=watch.loading,
         )
+        signal: int | None = None
         try:
             with signals.raised():
                 found = study.run()
+        except Stopped as stopped:
+            found, signal = stopped.found, stopped.signal
         except WorkerError as error:
             raise Failure(f"the reference: {error.status}: {error}", ENVIRONMENT) from None
         except Interrupted as interrupt:
             raise SystemExit(128 + interrupt.signal) from None
     devices = host.gpus()
-    return AccuracyRecord(
+    record = AccuracyRecord(
         machine=local.name(),
         device=str(devices[0].get("name", "gpu")) if devices else host.cpu_model(),
         started_at=started,
@@ -140,6 +146,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "AccuracyRecord":
         deviations=found.deviations,
         failed=found.failed,
     )
+    return record, signal
 
 
 def _copy(source: "Source", wanted: str, watch: "Watch") -> "Source":
@@ -206,7 +213,9 @@ def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tu
         settings = plans(choice, how["settings"], how["model"], source) if how["settings"] else []
         for copy in copies:
             settings += plans(choice, how["settings"] or how["reference"], copy.spec.name, copy)
-        every = [reference, *(plan for plan, _ in settings)]
+        # What equals the reference says nothing that comparing it with itself in halves does not.
+        others = [plan for plan, _ in settings if plan.case != reference.case] or [plan for plan, _ in settings]
+        every = [reference, *others]
         refused = next((plan for plan in every if not plan.fits), None)
         if refused is None:
             return reference, every[1:], target

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from zinfer.job.signals import Interrupted
 from zinfer.plan.plan import Plan
 from zinfer.record.accuracy import AccuracyError, Along, Deviation, Failed, Position
 from zinfer.spec import documents, lease
@@ -82,6 +83,15 @@ class Found:
     failed: tuple[Failed, ...]
 
 
+class Stopped(Interrupted):
+    """Signal that ended a study after some of its settings were compared; `found` has these, and lists the others as
+    cancelled."""
+
+    def __init__(self, interrupt: Interrupted, found: Found) -> None:
+        super().__init__(interrupt.signal)
+        self.found = found
+
+
 @dataclass(frozen=True)
 class AccuracyStudy:
     """Study to run: the plans to compare, at the batch size to run with, the text and the number of samples to take of
@@ -98,7 +108,7 @@ class AccuracyStudy:
         """Run the reference, then every setting; a setting that fails is listed in `failed`.
 
         Raises WorkerError if the reference fails, AccuracyError if the text is too short or the disk has no room for
-        the reference's logits.
+        the reference's logits, Stopped if a signal arrives when the reference has run.
         """
         spec, load = self.reference.model, self.reference.case.workload
         size, cut = load.batch_size, load.input_len
@@ -114,22 +124,27 @@ class AccuracyStudy:
             with self._worker() as worker:
                 pieces, tokens, ends = self._cut(worker)
                 self._load(worker, self.reference)
-                rows = [
+                wanted = [
                     row for one in pieces for row in (AccuracyRow(one[:cut], None), AccuracyRow(one[:cut], one[cut:]))
                 ]
                 recorded = [
-                    record(worker, rows[start : start + size], load.output_len, f"{folder}/{start}", ends)
-                    for start in range(0, len(rows), size)
+                    record(worker, wanted[start : start + size], load.output_len, f"{folder}/{start}", ends)
+                    for start in range(0, len(wanted), size)
                 ]
                 deviations = self._noise(worker, recorded[0])
-            for plan in self.settings:
+            for number, plan in enumerate(self.settings):
                 try:
                     with self._worker() as worker:
                         self._load(worker, plan)
-                        found = [compare_logits(worker, batch) for batch in recorded]
-                    deviations += _deviations(plan.case, recorded, found)
+                        rows = [compare_logits(worker, batch) for batch in recorded]
+                    deviations += _deviations(plan.case, recorded, rows)
                 except WorkerError as error:
                     failed.append(Failed(case=plan.case, status=error.status, error=str(error)))
+                except Interrupted as interrupt:
+                    rest = [one.case for one in self.settings[number:]]
+                    failed += [Failed(case=case, status="cancelled", error=interrupt.name) for case in rest]
+                    found = Found(tokens, recorded[0].logits.dtype, tuple(deviations), tuple(failed))
+                    raise Stopped(interrupt, found) from None
         return Found(tokens, recorded[0].logits.dtype, tuple(deviations), tuple(failed))
 
     @contextmanager

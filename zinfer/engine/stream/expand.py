@@ -297,3 +297,11 @@ def rounded(value, TYPE: tl.constexpr):
         bits = tl.where(value == value, bits + 0x7FFF + (bits >> 16 & 1) >> 16, 0x7FC0)
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return value.to(TYPE)
+
+
+@triton.jit
+def added(states, weight, total, INTERPRETED: tl.constexpr):
+    """Return `total` and the product, all bits of float32 counted; the interpreter multiplies no bf16."""
+    if INTERPRETED:
+        return tl.dot(states.to(tl.float32), weight.to(tl.float32), total)
+    return tl.dot(states, weight, total, input_precision="ieee")

@@ -17,6 +17,9 @@ experts, and from there on to other logits; so a graph whose logits differ is co
 of the step without it (`Choices`). And in deep models, those with random weights above all, rounding alone may change
 logits by more than in others; how much is measured.
 
+What is recorded has fewer and faster kernels than the model's own code launches: of norms (`norms`), and of attention
+where few rows have many positions (`split_attention`). If it fails or differs with them, it is recorded without.
+
 The memory of a retired micro-batch is kept for the next one of the same shape, together with its graphs; any other
 micro-batch that is admitted frees it first (`Graphs.make_room`).
 """
@@ -24,12 +27,13 @@ micro-batch that is admitted frees it first (`Graphs.make_room`).
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
@@ -37,7 +41,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part
 from zinfer.engine.stream.expert_images import through_interface
-from zinfer.engine.stream.ragged import MASKED, Bias, NotRaggedError, Ragged, bias
+from zinfer.engine.stream.norms import Norms
+from zinfer.engine.stream.ragged import MASKED, Attend, Bias, NotRaggedError, Ragged, bias
+from zinfer.engine.stream.split_attention import split_attention
+from zinfer.engine.stream.triton_check import cannot_run
 
 BUCKET = 128  # positions: least step by which recorded lengths grow
 GROWTH = 8  # a step is at most 1/8 of the length, so that reading what is masked costs little, and graphs stay few
@@ -387,6 +394,9 @@ class Graphs:
         self._wait = 1  # steps without a graph before a pass is recorded
         self._checks, self._differences = 0, 0
         self._choices = Choices(model)
+        self._own = False  # kernels in the place of the model's own, until a pass fails or differs with them
+        self._norms: Norms | None = None
+        self._attend: Attend = scaled_dot_product_attention
         self._kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
         self._single = False  # steps of several tokens a row cannot be recorded
         # Shapes of steps, and rows and capacities of their micro-batches, that have no use for graphs.
@@ -530,6 +540,19 @@ class Graphs:
             view for seat, part in zip(found.seats, parts, strict=True) for view in seat.written(part.batch, count)
         ]
         kept = [view.clone() for view in views]
+        while not self._compared(found, parts, ends, logits, without_s):
+            self._own = False  # once more, by the model's own kernels alone
+            found.graphs.pop((shape, ends), None)
+        torch._foreach_copy_(views, kept)  # the keys and values that go with the logits
+        return logits
+
+    def _compared(
+        self, found: Together, parts: Sequence[Part], ends: tuple[int, ...], logits: Tensor, without_s: float
+    ) -> bool:
+        """Record a pass, if need be, and compare it with the `logits` of the same pass without a graph, which took
+        `without_s` seconds. False if it failed or differs with kernels in the place of the model's own."""
+        assert self._recorder is not None
+        shape = _shape(parts)
         try:
             graph = found.graphs.get((shape, ends)) or self._record(found, parts, ends)
             replayed = self._replay(found, graph, parts)
@@ -540,9 +563,13 @@ class Graphs:
         except torch.OutOfMemoryError:
             self._give_up(found, shape, "no GPU memory for them")
         except Exception as error:
+            if self._own:
+                return False
             reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
             self._give_up(found, shape, f"a decode step cannot be recorded: {reason}", for_good=True)
         else:
+            if self._own and not same:
+                return False
             self._checks += same
             if not same:
                 self._differences += 1
@@ -550,8 +577,7 @@ class Graphs:
                 self._give_up(found, shape, reason, for_good=self._differences >= TRIES)
             elif with_s > without_s and self._recorder.timed(graph.replay)[1] > without_s:
                 self._give_up(found, shape, "a step without them is faster")
-        torch._foreach_copy_(views, kept)  # the keys and values that go with the logits
-        return logits
+        return True
 
     def _explained(
         self, found: Together, ends: tuple[int, ...], graph: Graph, replayed: Tensor, logits: Tensor
@@ -604,6 +630,8 @@ class Graphs:
         count, keep = shape = _shape(parts)
         token_ids, positions = ([getattr(part, name) for part in parts] for name in ("token_ids", "positions"))
         graph = Graph(torch.cat(token_ids), torch.cat(positions), keep)
+        if self._norms is None:
+            self._find_kernels(graph.token_ids.device)
         for seat, part in zip(found.seats, parts, strict=True):
             seat.feed(part.batch, count)
         graph.replay = self._recorder.record(lambda: self._static(found.seats, ends, graph))
@@ -611,6 +639,13 @@ class Graphs:
             del found.graphs[next(iter(found.graphs))]
         found.graphs[shape, ends] = graph
         return graph
+
+    def _find_kernels(self, device: torch.device) -> None:
+        """Find the kernels that recorded passes have in the place of the model's own."""
+        self._norms = Norms(self._model, device)
+        if self._ragged.able and cannot_run(device) is None:
+            self._attend = split_attention
+        self._own = len(self._norms) > 0 or self._attend is split_attention
 
     def _static(self, seats: Sequence[Seat], ends: Sequence[int], graph: Graph) -> Tensor:
         """Run the pass that is recorded: nothing in it depends on a number that changes from step to step."""
@@ -635,11 +670,13 @@ class Graphs:
             inputs |= {"attention_mask": mask, self._cache_name: Cache(layers=layers[0])}
             return self._logits(inputs, graph.keep)
         masks = [bias(seat.seen(end, count), dtype) for seat, end in zip(seats, ends, strict=True)]
-        with self._ragged.cache(layers, [seat.rows for seat in seats], masks) as cache:
+        attend = self._attend if self._own else scaled_dot_product_attention
+        with self._ragged.cache(layers, [seat.rows for seat in seats], masks, attend) as cache:
             return self._logits(inputs | {"attention_mask": None, self._cache_name: cache}, graph.keep)
 
     def _logits(self, inputs: dict[str, object], keep: int) -> Tensor:
-        with self._trip(), ConstantsOnDevice():
+        norms = self._norms.fused() if self._own and self._norms else nullcontext()
+        with self._trip(), ConstantsOnDevice(), norms:
             logits: Tensor = self._model(**{name: one for name, one in inputs.items() if name in self._accepted}).logits
         return logits[:, -keep:]
 

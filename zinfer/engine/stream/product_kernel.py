@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zinfer.engine.quantization.dequantize import table
-from zinfer.engine.stream.expand import rounded
+from zinfer.engine.stream.expand import added, rounded
 from zinfer.engine.stream.quantized import TURNED_ROWS, Run
 
 ROWS = 128  # rows of a program
@@ -395,12 +395,12 @@ def _multiply(
                 scale, less = _spread(scale, GROUPS, BLOCK, BLOCK_ROWS), _spread(less, GROUPS, BLOCK, BLOCK_ROWS)
             if FOUR:
                 weight = _weight(code & 15, scale, less, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
-                total = _added(one, weight, total, INTERPRETED)
+                total = added(one, weight, total, INTERPRETED)
                 weight = _weight(code >> 4, scale, less, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
-                total = _added(other, weight, total, INTERPRETED)
+                total = added(other, weight, total, INTERPRETED)
             else:
                 weight = _weight(code, scale, less, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
-                total = _added(one, weight, total, INTERPRETED)
+                total = added(one, weight, total, INTERPRETED)
     line = tl.program_id(2) * tokens + token
     if EXPERTS > 0:
         line = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2) + tl.arange(0, TOKENS)
@@ -552,14 +552,6 @@ def _less(zeros, column, GROUP: tl.constexpr, ZEROS: tl.constexpr):
 def _spread(scales, GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """Return scales ``[GROUPS, ROWS]``, each for as many of `BLOCK` values: ``[BLOCK, ROWS]``."""
     return tl.reshape(tl.broadcast_to(scales[:, None, :], (GROUPS, BLOCK // GROUPS, ROWS)), (BLOCK, ROWS))
-
-
-@triton.jit
-def _added(states, weight, total, INTERPRETED: tl.constexpr):
-    """Return `total` and the product, all bits of float32 counted; the interpreter multiplies no bf16."""
-    if INTERPRETED:
-        return tl.dot(states.to(tl.float32), weight.to(tl.float32), total)
-    return tl.dot(states, weight, total, input_precision="ieee")
 
 
 @triton.jit

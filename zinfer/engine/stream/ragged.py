@@ -13,7 +13,7 @@ Other models, and rows that the CPU attends to, share a forward pass in another 
 rectangle, left-padded to the longest, whose keys and values are `zinfer.engine.stream.stacked.Stacked`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -38,6 +38,7 @@ HARMLESS = {
     "dropout", "scaling", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache",
     "output_attentions", "output_hidden_states", "return_dict", "layer_idx",
 }  # fmt: skip
+Attend = Callable[..., Tensor]  # what takes the arguments of `scaled_dot_product_attention`
 
 
 class NotRaggedError(RuntimeError):
@@ -46,13 +47,15 @@ class NotRaggedError(RuntimeError):
 
 class RaggedLayer(DynamicLayer):  # type: ignore[misc]
     """A layer of several caches, `stores`, as one: it hands new keys and values on to `attend`, which stores them.
-    `rows` counts the rows of each, `masks` are their biases, shared by all layers."""
+    `rows` counts the rows of each, `masks` are their biases, shared by all layers; `by` computes their attention."""
 
     is_sliding = False
 
-    def __init__(self, stores: Sequence[DynamicLayer], rows: Sequence[int], masks: "Sequence[Bias | None]") -> None:
+    def __init__(
+        self, stores: Sequence[DynamicLayer], rows: Sequence[int], masks: "Sequence[Bias | None]", by: Attend
+    ) -> None:
         super().__init__()
-        self._stores, self._rows, self._masks = stores, rows, masks
+        self._stores, self._rows, self._masks, self._by = stores, rows, masks, by
         self._length: int = max(store.get_seq_length() for store in stores)
         self.key = self.value = torch.empty(0)
         self.attended = False
@@ -84,7 +87,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
             seen = None if mask is None else mask.of(keys.shape[2], shared if tokens > 1 else 1)
             # Query heads that share keys stand where several tokens would: no key is copied for them.
             asked = query[rows].reshape(len(keys), keys.shape[1], shared * tokens, query.shape[-1])
-            mixed = scaled_dot_product_attention(asked, keys, values, attn_mask=seen, scale=scaling)
+            mixed = self._by(asked, keys, values, attn_mask=seen, scale=scaling)
             if isinstance(store, PartLayer):
                 store.attended()
             apart = mixed.view(*keys.shape[:2], shared, tokens, values.shape[-1])
@@ -200,15 +203,20 @@ class Ragged:
 
     @contextmanager
     def cache(
-        self, caches: Sequence[Sequence[DynamicLayer]], rows: Sequence[int], masks: Sequence[Tensor | None]
+        self,
+        caches: Sequence[Sequence[DynamicLayer]],
+        rows: Sequence[int],
+        masks: Sequence[Tensor | None],
+        by: Attend = scaled_dot_product_attention,
     ) -> Iterator[Cache]:
         """Make the model use the attention of ragged passes, with one cache for the layers of all `caches`, whose
-        number of rows is in `rows`. `masks` are what `bias` returns of each; None hides nothing.
+        number of rows is in `rows`. `masks` are what `bias` returns of each; None hides nothing. `by` computes the
+        attention of a micro-batch.
 
         Raises NotRaggedError after a pass in which a layer did not attend.
         """
         biases = [None if mask is None else Bias(mask) for mask in masks]
-        layers = [RaggedLayer(stores, rows, biases) for stores in zip(*caches, strict=True)]
+        layers = [RaggedLayer(stores, rows, biases, by) for stores in zip(*caches, strict=True)]
         self.switch(True)
         try:
             yield Cache(layers=layers)

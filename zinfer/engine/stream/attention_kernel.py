@@ -1,0 +1,189 @@
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
+"""Triton kernels of attention for few queries: keys and values are read by the whole GPU, not by a program a head.
+
+PyTorch's attention with a mask gives each head of each row to one multiprocessor, which reads the keys one block after
+the other. A row or two leave most of the GPU idle, and a step takes longer the longer the row is. Here the positions of
+a head are split among programs (as flash-decoding splits them, Dao et al. 2023); `_combine` adds what they found, each
+by the largest score that it saw. Scores and sums are in float32, weights are rounded to the type of the values.
+
+With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zinfer.engine.stream.expand import added, rounded
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BLOCK = 64  # positions of a tile
+PROGRAMS = 264  # programs of a launch, at least, if there are positions for them: two a multiprocessor of an H100
+MOST_SPLITS = 64  # programs of a head, at most: what `_combine` adds at once
+WARPS = 4
+LOWEST = tl.constexpr(-3.0e38)  # score of a position that is not there
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Return the attention of `query` ``[B, K, m, D]`` to `keys` ``[B, K, n, D]`` and `values` ``[B, K, n, E]``:
+    ``[B, K, m, E]``. `bias`, ``[B, 1, m or 1, n]``, is added to the scores; it must be finite."""
+    rows, heads, count, size = query.shape
+    positions, width = values.shape[2:]
+    blocks = triton.cdiv(positions, BLOCK)
+    splits = max(1, min(blocks, triton.cdiv(PROGRAMS, rows * heads), MOST_SPLITS))
+    steps = triton.cdiv(blocks, splits)
+    splits = triton.cdiv(blocks, steps)
+    partial = torch.empty((rows * heads, splits, count, width), dtype=torch.float32, device=query.device)
+    sums = torch.empty((2, rows * heads, splits, count), dtype=torch.float32, device=query.device)
+    out = torch.empty((rows, heads, count, width), dtype=query.dtype, device=query.device)
+    seen = keys if bias is None else bias
+    asked = max(16, triton.next_power_of_2(count))
+    _attend[(rows * heads, splits)](
+        query.contiguous(),
+        keys,
+        values,
+        seen,
+        partial,
+        sums,
+        scale,
+        positions,
+        steps,
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        0 if bias is None else bias.stride(0),
+        0 if bias is None or bias.shape[2] == 1 else bias.stride(2),
+        HEADS=heads,
+        COUNT=count,
+        SIZE=size,
+        WIDTH=width,
+        BIASED=bias is not None,
+        ASKED=asked,
+        SIZE_BLOCK=max(16, triton.next_power_of_2(size)),
+        WIDTH_BLOCK=max(16, triton.next_power_of_2(width)),
+        BLOCK=BLOCK,
+        INTERPRETED=INTERPRETED,
+        num_warps=WARPS,
+    )
+    _combine[(rows * heads, count)](
+        partial,
+        sums,
+        out,
+        splits,
+        COUNT=count,
+        WIDTH=width,
+        SPLITS=triton.next_power_of_2(splits),
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=WARPS,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["steps"])
+def _attend(
+    query,
+    keys,
+    values,
+    bias,
+    partial,
+    sums,
+    scale,
+    positions,
+    steps,
+    keys_row,
+    keys_head,
+    keys_place,
+    values_row,
+    values_head,
+    values_place,
+    bias_row,
+    bias_query,
+    HEADS: tl.constexpr,
+    COUNT: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
+    ASKED: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Attend to `steps` tiles of the positions of one head of one row: the weighted sum of its values, by the largest
+    score, and beside it that score and the sum of the weights."""
+    TYPE: tl.constexpr = values.dtype.element_ty
+    pair = tl.program_id(0)
+    split = tl.program_id(1)
+    row = (pair // HEADS).to(tl.int64)
+    head = (pair % HEADS).to(tl.int64)
+    asked = tl.arange(0, ASKED)
+    part = tl.arange(0, SIZE_BLOCK)
+    column = tl.arange(0, WIDTH_BLOCK)
+    place = asked[:, None] * SIZE + part[None, :]
+    inside = (asked < COUNT)[:, None] & (part < SIZE)[None, :]
+    states = tl.load(query + pair.to(tl.int64) * COUNT * SIZE + place, mask=inside, other=0.0)
+    keys += row * keys_row + head * keys_head
+    values += row * values_row + head * values_head
+    bias += row * bias_row
+    largest = tl.full([ASKED], LOWEST, tl.float32)
+    total = tl.zeros([ASKED], tl.float32)
+    mixed = tl.zeros([ASKED, WIDTH_BLOCK], tl.float32)
+    first = split * steps
+    for step in range(first, tl.minimum(first + steps, tl.cdiv(positions, BLOCK))):
+        position = step * BLOCK + tl.arange(0, BLOCK)
+        known = position < positions
+        offset = position.to(tl.int64)
+        tile = tl.load(
+            keys + offset[None, :] * keys_place + part[:, None],
+            mask=known[None, :] & (part < SIZE)[:, None],
+            other=0.0,
+        )
+        score = added(states, tile, tl.zeros([ASKED, BLOCK], tl.float32), INTERPRETED) * scale
+        if BIASED:
+            where = bias + asked[:, None] * bias_query + position[None, :]
+            score += tl.load(where, mask=(asked < COUNT)[:, None] & known[None, :], other=0.0).to(tl.float32)
+        score = tl.where(known[None, :], score, LOWEST)
+        higher = tl.maximum(largest, tl.max(score, 1))
+        weight = tl.where(known[None, :], tl.exp(score - higher[:, None]), 0.0)
+        fade = tl.exp(largest - higher)
+        content = tl.load(
+            values + offset[:, None] * values_place + column[None, :],
+            mask=known[:, None] & (column < WIDTH)[None, :],
+            other=0.0,
+        )
+        total = total * fade + tl.sum(weight, 1)
+        mixed = added(rounded(weight, TYPE), content, mixed * fade[:, None], INTERPRETED)
+        largest = higher
+    own = (pair * tl.num_programs(1) + split).to(tl.int64) * COUNT + asked
+    tl.store(sums + own, largest, mask=asked < COUNT)
+    tl.store(sums + tl.num_programs(0) * tl.num_programs(1) * COUNT + own, total, mask=asked < COUNT)
+    place = own[:, None] * WIDTH + column[None, :]
+    tl.store(partial + place, mixed, mask=(asked < COUNT)[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine(
+    partial,
+    sums,
+    out,
+    splits,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add what the splits of a head found for one query."""
+    pair = tl.program_id(0).to(tl.int64)
+    asked = tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    split = tl.arange(0, SPLITS)
+    own = (pair * splits + split) * COUNT + asked
+    score = tl.load(sums + own, mask=split < splits, other=LOWEST)
+    share = tl.where(split < splits, tl.exp(score - tl.max(score, 0)), 0.0)
+    weight = tl.load(sums + tl.num_programs(0) * splits * COUNT + own, mask=split < splits, other=0.0)
+    inside = (split < splits)[:, None] & (column < WIDTH)[None, :]
+    found = tl.load(partial + own[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+    mixed = tl.sum(found * share[:, None], 0) / tl.sum(weight * share, 0)
+    place = (pair * COUNT + asked) * WIDTH + column
+    tl.store(out + place, rounded(mixed, out.dtype.element_ty), mask=column < WIDTH)

@@ -141,9 +141,9 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def accuracies() -> str:
-    """Return the table of `zinfer accuracy`'s record."""
-    return markdown(accuracy.COLUMNS, study.last(RESULTS, accuracy.AccuracyRecord).cells())
+def accuracies(machine: str) -> str:
+    """Return the table of the last record of `zinfer accuracy` on a machine."""
+    return markdown(accuracy.COLUMNS, study.last(RESULTS / machine, accuracy.AccuracyRecord).cells())
 
 
 def codecs() -> str:
@@ -346,6 +346,7 @@ def figures() -> dict[str, list[str]]:
         "With 8 tokens out": _mixtral_peers(),
         "FP8 as released": _fp8(),
         "Small batches without offload": _small(),
+        "Small batches of a mixture": _small_mixture(),
     }
 
 
@@ -418,6 +419,17 @@ def _small() -> list[str]:
     opt = loads("resident-opt-30b")["stream none", 1]
     rate = mean((point.effective.gpu_weight_bytes if point.effective else 0) / step_ms(point) * 1e3 for point in opt)
     one = machine.load(RESULTS / opt[0].machine)
+    return [f"{rate / 1e12:.1f} TB/s", f"{rate / (one.hbm_bandwidth or 1):.0%}"]
+
+
+def _small_mixture() -> list[str]:
+    steps = loads("resident-small-batches")["stream none", 1]
+    case = steps[0].case
+    spec = resolve.resolve(case.model, layers=case.layers)
+    # A step reads the experts of one token, and one row of the embeddings.
+    read_bytes = (spec.parameters_read(1) - spec.vocab_size * spec.hidden_size) * spec.dtype_bytes
+    rate = mean(read_bytes / step_ms(point) * 1e3 for point in steps)
+    one = machine.load(RESULTS / steps[0].machine)
     return [f"{rate / 1e12:.1f} TB/s", f"{rate / (one.hbm_bandwidth or 1):.0%}"]
 
 

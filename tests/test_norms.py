@@ -112,5 +112,21 @@ def test_a_pass_that_goes_wrong_with_them_is_recorded_without(
     for _ in range(3):
         check(engine, directory, "none")
     assert status(engine) == "on"
+    reason = {"differs": graphs.DIFFERS, "fails": "a decode step cannot be recorded: no such kernel"}[way]
+    assert engine.effective().settings["graph_kernels"] == f"off: {reason}"
     assert recorder.replayed > 0
+    engine.close()
+
+
+def test_a_pass_that_goes_wrong_without_them_too_leaves_them_on(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Rerun()
+    recorder.off = 1.0
+    monkeypatch.setattr(graphs, "recorder_of", lambda _device: recorder)
+    engine = load("stream", checkpoint("llama"), "none", tmp_path)
+    for _ in range(3):
+        check(engine, checkpoint("llama"), "none")
+    assert status(engine) == graphs.DIFFERS
+    assert engine.effective().settings["graph_kernels"] == "on"
     engine.close()

@@ -85,8 +85,8 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
 
 
 def _measure(debug: bool, how: dict[str, Any]) -> "tuple[AccuracyRecord, int | None]":
-    """Check the options, then run the comparison; return its record, and the signal that ended it before its end, after
-    a setting was compared. Raises Failure or UsageError."""
+    """Check the options, then run the comparison; return its record, and the signal that ended it early, if one did.
+    Raises Failure or UsageError."""
     from hashlib import sha256
 
     from zinfer.commands.watch import Watch

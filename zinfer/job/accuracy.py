@@ -84,8 +84,8 @@ class Found:
 
 
 class Stopped(Interrupted):
-    """Signal that ended a study after some of its settings were compared; `found` has these, and lists the others as
-    cancelled."""
+    """Signal that ended a study whose reference had run; `found` has the settings that were compared by then, and lists
+    the others as cancelled."""
 
     def __init__(self, interrupt: Interrupted, found: Found) -> None:
         super().__init__(interrupt.signal)

@@ -719,6 +719,7 @@ class Stream(Decoder):
             "kv_bytes_per_step": self._fetched_per_step,
             "attention": str(self.model.config._attn_implementation),
             "cuda_graphs": "off" if self.options.cuda_graphs == "off" else self._graphs.status,
+            "graph_kernels": self._graphs.kernels,
         }
         if self.draft is not None:
             cache["draft_weight_bytes"] = self.draft.effective().gpu_weight_bytes

@@ -9,16 +9,13 @@ by the largest score that it saw. Scores and sums are in float32, weights are ro
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zinfer.engine.stream.expand import added, rounded
+from zinfer.engine.stream.expand import INTERPRETED, added, rounded
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK = 64  # positions of a tile
 PROGRAMS = 264  # programs of a launch, at least, if there are positions for them: two a multiprocessor of an H100
 MOST_SPLITS = 64  # programs of a head, at most: what `_combine` adds at once

@@ -12,6 +12,8 @@ converts; NaN alone is put right. Scales times 256 are exact: they are far from 
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.stream import codec, decode
 from zinfer.engine.stream.decode import escapes, exponents
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK = 2048  # values of a program
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 

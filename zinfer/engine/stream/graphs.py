@@ -52,6 +52,7 @@ PAYS = 16  # replays that pay for a recording
 LONGEST_WAIT = 64  # steps of one shape that rows decode together, at most, before their pass is recorded
 MOST = 16  # graphs of one set of micro-batches, those used last
 CHECKS = 2  # steps that are computed both ways before graphs are believed; the first step of each graph always is
+DIFFERS = "their logits differ from those of a step without them"
 TRIES = 2  # differences between the two ways after which no more graphs are made
 # Largest difference of logits between the two ways, relative to their norm, by bytes of a value: that of rounding.
 TOLERANCE = {2: 0.06, 4: 1e-3, 8: 1e-6}
@@ -394,7 +395,8 @@ class Graphs:
         self._wait = 1  # steps without a graph before a pass is recorded
         self._checks, self._differences = 0, 0
         self._choices = Choices(model)
-        self._own = False  # kernels in the place of the model's own, until a pass fails or differs with them
+        self._own = False  # kernels in the place of the model's own, until a pass fails or differs with them alone
+        self.kernels = "none"  # what became of them
         self._norms: Norms | None = None
         self._attend: Attend = scaled_dot_product_attention
         self._kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
@@ -540,17 +542,27 @@ class Graphs:
             view for seat, part in zip(found.seats, parts, strict=True) for view in seat.written(part.batch, count)
         ]
         kept = [view.clone() for view in views]
-        while not self._compared(found, parts, ends, logits, without_s):
-            self._own = False  # once more, by the model's own kernels alone
+        why_not = self._compared(found, parts, ends, logits, without_s)
+        if why_not is not None and self._own:
             found.graphs.pop((shape, ends), None)
+            self._own = False
+            without = self._compared(found, parts, ends, logits, without_s)
+            if without is None:
+                self.kernels = f"off: {why_not}"
+            else:
+                self._own = True  # it was not them
+            why_not = without
+        if why_not is not None:
+            self._differences += why_not == DIFFERS
+            self._give_up(found, shape, why_not, for_good=why_not != DIFFERS or self._differences >= TRIES)
         torch._foreach_copy_(views, kept)  # the keys and values that go with the logits
         return logits
 
     def _compared(
         self, found: Together, parts: Sequence[Part], ends: tuple[int, ...], logits: Tensor, without_s: float
-    ) -> bool:
+    ) -> str | None:
         """Record a pass, if need be, and compare it with the `logits` of the same pass without a graph, which took
-        `without_s` seconds. False if it failed or differs with kernels in the place of the model's own."""
+        `without_s` seconds; return what is wrong with it."""
         assert self._recorder is not None
         shape = _shape(parts)
         try:
@@ -563,21 +575,15 @@ class Graphs:
         except torch.OutOfMemoryError:
             self._give_up(found, shape, "no GPU memory for them")
         except Exception as error:
-            if self._own:
-                return False
             reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
-            self._give_up(found, shape, f"a decode step cannot be recorded: {reason}", for_good=True)
+            return f"a decode step cannot be recorded: {reason}"
         else:
-            if self._own and not same:
-                return False
-            self._checks += same
             if not same:
-                self._differences += 1
-                reason = "their logits differ from those of a step without them"
-                self._give_up(found, shape, reason, for_good=self._differences >= TRIES)
-            elif with_s > without_s and self._recorder.timed(graph.replay)[1] > without_s:
+                return DIFFERS
+            self._checks += 1
+            if with_s > without_s and self._recorder.timed(graph.replay)[1] > without_s:
                 self._give_up(found, shape, "a step without them is faster")
-        return True
+        return None
 
     def _explained(
         self, found: Together, ends: tuple[int, ...], graph: Graph, replayed: Tensor, logits: Tensor
@@ -646,6 +652,7 @@ class Graphs:
         if self._ragged.able and cannot_run(device) is None:
             self._attend = split_attention
         self._own = len(self._norms) > 0 or self._attend is split_attention
+        self.kernels = "on" if self._own else "none"
 
     def _static(self, seats: Sequence[Seat], ends: Sequence[int], graph: Graph) -> Tensor:
         """Run the pass that is recorded: nothing in it depends on a number that changes from step to step."""

@@ -65,8 +65,8 @@ def _forward(module: nn.Module, norm: Norm) -> Callable[[Tensor], Tensor]:
 
 
 def _eps(module: nn.Module) -> float:
-    found: float = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0.0
-    return found
+    named = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    return next((one for one in named if isinstance(one, float)), 0.0)
 
 
 def _weight(module: nn.Module) -> Tensor:
@@ -76,9 +76,10 @@ def _weight(module: nn.Module) -> Tensor:
 
 def _may_be(module: nn.Module) -> bool:
     """Tell whether a module has an epsilon, and nothing but one vector of weights."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    own = "forward" not in vars(module) and isinstance(_eps(module), float) and _eps(module) > 0
-    return own and tensors.keys() == {"weight"} and tensors["weight"].dim() == 1
+    if _eps(module) <= 0 or "forward" in vars(module):
+        return False
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return tensors.keys() == {"weight"} and tensors["weight"].dim() == 1
 
 
 def _norm_of(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Norm | None:

@@ -17,7 +17,6 @@ codes are inputs, and `_multiply_turned` sums over rows.
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
 
-import os
 from dataclasses import dataclass
 from functools import cache
 
@@ -27,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zinfer.engine.quantization.dequantize import table
-from zinfer.engine.stream.expand import added, rounded
+from zinfer.engine.stream.expand import INTERPRETED, added, rounded
 from zinfer.engine.stream.quantized import TURNED_ROWS, Run
 
 ROWS = 128  # rows of a program
@@ -40,7 +39,6 @@ MOST_AT_ONCE = 32  # tokens of a program; others read the same codes at about th
 PROGRAMS = 1024  # programs of a launch, at least, if they have enough to read: two waves of an H100
 LEAST_STEPS = 8  # reads of a program, at least, where columns are split
 ADDED = 512  # values of a program that adds partial sums
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _MIDDLES = {"middle4": 8, "whole4": 0, "middle8": 128, "whole8": 0}
 # Two weights at a time from codes of 4 bits. The bits of a code go into the mantissa of a number whose last place is

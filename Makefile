@@ -83,21 +83,29 @@ accuracy: .venv/installed .scratch/trained/model.safetensors
 routing: .venv/installed .scratch/mixture/model.safetensors
 	$(BIN)/zinfer routing --model .scratch/mixture --prompt-file .scratch/mixture/held-out.txt --samples 32
 
-# Measure drafts: the text of that small model, and the bytes of a model of 75 GB (a GPU, and 90 GB of host memory). A
-# smaller one, trained likewise, drafts for it with the bytes and layers of a model of 0.8 GB.
-DRAFTS := --engine stream --offload cpu -O weight_codec=none --draft none,ngram,.scratch/draft --rounds 3
-drafts: .venv/installed .scratch/padded/requests.jsonl .scratch/draft/requests.jsonl
-	$(BIN)/zinfer sweep -m .scratch/padded --requests .scratch/padded/requests.jsonl $(DRAFTS) --in-flight 32
-	$(BIN)/zinfer sweep -m .scratch/padded --requests .scratch/padded/requests.jsonl $(DRAFTS) --in-flight 1 --num-requests 2
+# Measure drafts: the text of that small model, and the bytes of a model of 74 GB (a GPU, and 90 GB of host memory). A
+# smaller one, trained likewise, drafts for it with the bytes and layers of a model of 0.8 GB, as does one without
+# training, which is always wrong.
+DRAFT := --hidden-size 1024 --intermediate-size 4096 --layers 24
+drafts: .venv/installed .scratch/padded/requests.jsonl .scratch/draft/requests.jsonl .scratch/untrained/requests.jsonl
+	$(BIN)/zinfer sweep -m .scratch/padded --engine stream --offload cpu -O weight_codec=none \
+	  --draft none,ngram,.scratch/draft,.scratch/untrained \
+	  --requests .scratch/padded/requests.jsonl --num-requests 1x --in-flight 1,32,104
 
 .scratch/padded/requests.jsonl: tests/padded.py .scratch/trained/model.safetensors
 	$(BIN)/python -m tests.padded .scratch/trained $(@D)
 
 .scratch/draft/requests.jsonl: tests/padded.py .scratch/small/model.safetensors
-	$(BIN)/python -m tests.padded .scratch/small $(@D) --hidden-size 1024 --intermediate-size 4096 --layers 24
+	$(BIN)/python -m tests.padded .scratch/small $(@D) $(DRAFT)
+
+.scratch/untrained/requests.jsonl: tests/padded.py .scratch/small-untrained/model.safetensors
+	$(BIN)/python -m tests.padded .scratch/small-untrained $(@D) $(DRAFT)
 
 .scratch/small/model.safetensors: tests/trained.py
-	$(BIN)/python -m tests.trained $(@D) --hidden-size 256 --layers 2
+	$(BIN)/python -m tests.trained $(@D) --hidden-size 256 --layers 4
+
+.scratch/small-untrained/model.safetensors: tests/trained.py
+	$(BIN)/python -m tests.trained $(@D) --hidden-size 256 --layers 4 --steps 1
 
 .scratch/mixture/model.safetensors: tests/trained.py
 	$(BIN)/python -m tests.trained $(@D) --experts 32 --hidden-size 128 --steps 500 --batch 4

@@ -6,14 +6,15 @@ trained ones, and whole layers behind the trained ones, which leave the hidden s
 of a large model, and the text, and with it the share of drafts that are right, is that of trained weights.
 
 The zeros are holes in the file, so that it takes next to no room on the disk. A codec would find them: measure with
-`-O weight_codec=none`. FOLDER gets `requests.jsonl`, too: prompts from `held-out.txt` of a model that `tests.trained`
-wrote.
+`-O weight_codec=none`. FOLDER gets `requests.jsonl`, too: 104 prompts, source and prose in turn, that a model which
+`tests.trained` wrote was not trained on.
 """
 
 import argparse
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,8 @@ def pad(source: Path, folder: Path, hidden_size: int, intermediate_size: int, la
     heads = config.num_attention_heads
     config.head_dim, config.hidden_size, config.intermediate_size = head, hidden_size, intermediate_size
     config.num_hidden_layers, config.num_attention_heads = layers, heads * ratio
+    config.num_key_value_heads *= ratio  # each serves as many query heads as before
     config.rms_norm_eps /= ratio
-    # A key head serves the same trained query heads as before, and further ones that are zero.
-    group = heads // config.num_key_value_heads
-    queries = torch.arange(heads) // group * group * ratio + torch.arange(heads) % group
-    rows = (queries[:, None] * head + torch.arange(head)).flatten().numpy()
     entries, offset = dict[str, Any](), 0
     for name, shape in shapes(config).items():
         size = math.prod(shape) * BYTES
@@ -93,12 +91,7 @@ def pad(source: Path, folder: Path, hidden_size: int, intermediate_size: int, la
             if "norm" in name:
                 tensor = tensor * scale
             into = np.memmap(path, np.uint16, "r+", begin, shape)
-            places: list[Any] = [slice(0, size) for size in tensor.shape]
-            if name.endswith("q_proj.weight"):
-                places[0] = rows
-            if name.endswith("o_proj.weight"):
-                places[1] = rows
-            into[tuple(places)] = tensor.view(torch.int16).numpy().view(np.uint16)
+            into[tuple(slice(0, size) for size in tensor.shape)] = tensor.view(torch.int16).numpy().view(np.uint16)
             into.flush()
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
@@ -107,13 +100,13 @@ def pad(source: Path, folder: Path, hidden_size: int, intermediate_size: int, la
     return description
 
 
-def requests(text: str, count: int, input_len: int, output_len: int) -> str:
-    """Return requests for greedy continuations of places of `text` far from each other, as JSON lines."""
-    apart = len(text) // count
-    bodies = [
-        {"prompt": text[place * apart :][:input_len], "max_tokens": output_len, "temperature": 0}
-        for place in range(count)
+def requests(texts: Sequence[str], count: int, input_len: int, output_len: int) -> str:
+    """Return requests for greedy continuations of places far from each other of `texts`, in turn, as JSON lines."""
+    places = count // len(texts)
+    prompts = [
+        text[place * ((len(text) - input_len) // places) :][:input_len] for place in range(places) for text in texts
     ]
+    bodies = [{"prompt": prompt, "max_tokens": output_len, "temperature": 0} for prompt in prompts]
     lines = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
         for number, body in enumerate(bodies)
@@ -127,9 +120,8 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--hidden-size", type=int, default=8192)
     parser.add_argument("--intermediate-size", type=int, default=28672)
-    parser.add_argument("--layers", type=int, default=44)
-    parser.add_argument("--requests", type=int, default=32, help="requests, of 384 tokens in, 64 out")
+    parser.add_argument("--layers", type=int, default=38)
     options = vars(parser.parse_args())
-    asked = requests((options["source"] / "held-out.txt").read_text(encoding="utf-8"), options.pop("requests"), 384, 64)
     print(pad(**options))
-    (options["folder"] / "requests.jsonl").write_text(asked, encoding="utf-8")
+    known = [(options["source"] / name).read_text(encoding="utf-8") for name in ("held-out.txt", "held-out-prose.txt")]
+    (options["folder"] / "requests.jsonl").write_text(requests(known, 104, 384, 64), encoding="utf-8")

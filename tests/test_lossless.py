@@ -294,7 +294,7 @@ def test_published_sizes_have_a_source() -> None:
 
 
 def test_a_model_trained_here_is_weights_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained, "texts", lambda: (bytes(range(97)) * 40, "héllo".encode()))
+    monkeypatch.setattr(trained, "texts", lambda: (bytes(range(97)) * 40, "héllo".encode(), b"prose"))
     path = tmp_path / "out" / "trained"
     source = trained.train(path, steps=2, batch=2, hidden_size=256, layers=1)
     assert mentions(source, "Llama", "1 million weights", "0.0 million bytes")
@@ -305,6 +305,14 @@ def test_a_model_trained_here_is_weights_to_measure(tmp_path: Path, monkeypatch:
     assert (spec.head_dim, spec.dtype, spec.max_position) == (64, "bfloat16", trained.LENGTH)
     tokenizer = load_tokenizer(spec)
     assert tokenizer((path / "held-out.txt").read_text()).input_ids == list("héllo".encode())
+    assert (path / "held-out-prose.txt").read_text() == "prose"
+
+
+def test_text_that_is_held_out_is_not_trained_on() -> None:
+    seen, source, prose = trained.texts()
+    assert min(len(source), len(prose)) > 10_000
+    assert all(part not in seen for part in prose.split(b"\n\n") if len(part) > 80)
+    assert source[:2000] not in seen
 
 
 @pytest.mark.gpu

@@ -50,9 +50,10 @@ def test_shapes_that_cannot_be_are_refused(
         pad(source, tmp_path / "large", hidden_size, 2000, layers)
 
 
-def test_requests_continue_places_of_the_text() -> None:
-    lines = [json.loads(line) for line in requests("abcdefghij" * 10, 4, 12, 5).splitlines()]
-    assert [line["body"]["prompt"] for line in lines] == [
-        ("abcdefghij" * 3)[place : place + 12] for place in (0, 5) * 2
-    ]
-    assert {line["body"]["max_tokens"] for line in lines} == {5}
+def test_requests_continue_places_of_the_texts_in_turn() -> None:
+    texts = ["abcdefghij" * 10, "0123456789" * 4]
+    lines = [json.loads(line) for line in requests(texts, 8, 12, 5).splitlines()]
+    starts = ["a0", "c7", "e4", "g1"]
+    assert [line["body"]["prompt"][0] for line in lines] == [letter for pair in starts for letter in pair]
+    assert {len(line["body"]["prompt"]) for line in lines} == {12}
+    assert {(line["body"]["max_tokens"], line["body"]["temperature"]) for line in lines} == {(5, 0)}

@@ -21,6 +21,7 @@ from tests.inline import MACHINE, SPEC
 from tests.results import request_point
 from zinfer.analysis.requests import check, goodput
 from zinfer.analysis.sla import Sla
+from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.job.recipe import RecipeError, Sweep, make_sweep, read_toml, sweep_recipe
 from zinfer.job.requests import RequestsError, request_sets
 from zinfer.job.signals import Interrupted
@@ -212,6 +213,22 @@ def test_memory_that_falls_short_once_is_a_retry(measured: Measure) -> None:
     point, _ = measured(load(in_flight=8), fail="oom_gpu", at_batch=6, stage="decode")
     assert point.status == "ok"
     assert point.counts.retries
+
+
+def test_requests_are_sampled_as_their_rows_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, seen, real = worker_of(), list[Any](), clock_of_requests.run_load
+
+    def watched(engine: Any, own: Any, *args: Any, **options: Any) -> None:
+        seen.extend(own)
+        real(engine, own, *args, **options)
+
+    monkeypatch.setattr(clock_of_requests, "run_load", watched)
+    hot = Sampling(temperature=0.5, seed="7")
+    asked = [RequestRow(input_len=3, output_len=4, sampling=hot), RequestRow(input_len=3, output_len=4)]
+    two = load(in_flight=2).model_copy(update={"requests": 2})
+    point = worker.measure_requests(MeasureRequests(case=worker.session.plan.case, load=two, rows=asked))
+    assert point.status == "ok", point.error
+    assert [one.sampling for one in seen] == [hot, GREEDY]
 
 
 def test_a_request_that_the_model_has_no_positions_for_is_unsupported() -> None:
@@ -440,6 +457,30 @@ def test_requests_of_a_file_have_its_texts_and_lengths(tmp_path: Path) -> None:
     assert [(one.input_len, one.tokens) for one in point.samples] == [(7, 2), (5, 3)]
 
 
+def test_requests_of_a_file_are_sampled_as_they_ask(tmp_path: Path) -> None:
+    file, asked = tmp_path / "mine.jsonl", OPENAI.replace("%d", '%d, "temperature": %s, "top_p": 0.9, "seed": 7')
+    file.write_text(asked % ("a", "012", 2, "0") + asked % ("b", "012", 2, "0.5") + OPENAI % ("c", "012", 2))
+    (own,) = request_sets(small(request_lengths=(), requests=str(file), num_requests=None))
+    temperatures = [one.sampling.temperature for one in own.requests]
+    assert temperatures == [0, 0.5, 1], "OpenAI's default is 1"
+    assert [one.sampling.top_p for one in own.requests] == [0.9, 0.9, 1]
+    assert [one.sampling.seed for one in own.requests[:2]] == ["7", "7"]
+
+
+def test_a_count_with_x_is_a_multiple_of_the_requests_in_flight(tmp_path: Path) -> None:
+    asked = small(in_flight=(2, 5), num_requests="3x")
+    assert [(one.load.in_flight, one.load.requests, len(one.requests)) for one in request_sets(asked)] == [
+        (2, 6, 6), (5, 15, 15),
+    ]  # fmt: skip
+    assert small(num_requests="12").num_requests == 12, "as the command line gives a number"
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"input_len": 7, "output_len": 2}\n' * 10)
+    fields = {"request_lengths": (), "requests": str(file), "num_requests": "3x"}
+    assert [one.load.requests for one in request_sets(small(in_flight=(2, 3), **fields))] == [6, 9]
+    with pytest.raises(RequestsError, match="has 10 requests, and 12 are asked for"):
+        request_sets(small(in_flight=(2, 4), **fields))
+
+
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
@@ -466,7 +507,11 @@ def test_damaged_files_of_requests_are_refused_in_one_line(content: str, fault: 
         ({"request_lengths": "normal:1,2"}, "lognormal"), ({"in_flight": 0}, "in flight"),
         ({"in_flight": "all"}, "auto"),
         ({"request_rate": -1.0}, "rate"), ({"request_rate": "fast"}, "inf"), ({"request_rate": float("nan")}, "rate"),
-        ({"num_requests": 10**9}, "num_requests"), ({"input_len": 20}, "batch_size"), ({"rounds": 0}, "rounds"),
+        ({"num_requests": 10**9}, "num_requests"), ({"num_requests": "x"}, "10x"), ({"num_requests": "0x"}, "10x"),
+        ({"num_requests": "2x", "in_flight": "auto"}, "in_flight as numbers"),
+        ({"num_requests": "2x", "in_flight": (), "request_rate": 2}, "for closed loops"),
+        ({"num_requests": "90000x", "in_flight": 2}, "at most 100,000"),
+        ({"input_len": 20}, "batch_size"), ({"rounds": 0}, "rounds"),
         ({"request_lengths": (), "num_requests": None, "in_flight": 3}, "in_flight is for loads of requests only"),
         ({"request_lengths": (), "num_requests": None, "seed": 3}, "seed is for loads of requests only"),
         ({"batch_size": 0}, "batch sizes"),

@@ -1,10 +1,11 @@
 """Small language model, trained on the spot: a trained checkpoint for machines without one.
 
 `python -m tests.trained FOLDER` trains a Llama of 25 million weights to predict the bytes of Python's own standard
-library, and writes a whole checkpoint: the weights as bf16, with a description of their training; a tokenizer with one
-token per byte; and `held-out.txt`, source that was not trained on. This takes half a minute on a GPU; on a CPU use
-fewer `--steps` and a smaller `--batch`. With `--experts 32` each layer is a mixture of as many experts, of which a
-token takes 4, balanced by the auxiliary loss of published mixtures.
+library, source and help texts, and writes a whole checkpoint: the weights as bf16, with a description of their
+training; a tokenizer with one token per byte; `held-out.txt`, source that was not trained on, and
+`held-out-prose.txt`, help texts that were not. This takes half a minute on a GPU; on a CPU use fewer `--steps` and a
+smaller `--batch`. With `--experts 32` each layer is a mixture of as many experts, of which a token takes 4, balanced by
+the auxiliary loss of published mixtures.
 
 Published models are much larger and trained on far more. The description states how much of the weights comes from
 training and not from their initial values: little, and they are still Gaussian. Heads are as large as those of
@@ -19,6 +20,7 @@ import platform
 import sysconfig
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -36,17 +38,22 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 LENGTH = 512  # bytes in a sample
-HELD_OUT = 25  # one file in this many is held out
+HELD_OUT, HELD_OUT_PROSE = 25, 8  # one file in this many is held out, and one paragraph
 
 
-def texts() -> tuple[bytes, bytes]:
-    """Return the source of the standard library: text to train on, and the held-out files."""
+def texts() -> tuple[bytes, bytes, bytes]:
+    """Return text to train on, the standard library's source and help texts, and of both what is held out: whole files,
+    and the last paragraphs, of which no other has the words."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(path for path in folder.rglob("*.py") if not {"site-packages", "dist-packages"} & {*path.parts})
+    outside = {"site-packages", "dist-packages", "pydoc_data"}
+    files = sorted(path for path in folder.rglob("*.py") if not outside & {*path.parts})
     parts: tuple[list[bytes], list[bytes]] = [], []
     for number, path in enumerate(files):
         parts[number % HELD_OUT == 0].append(path.read_bytes())
-    return b"\n".join(parts[0]), b"\n".join(parts[1])
+    prose = [*dict.fromkeys(part.strip("\n").encode() for text in topics.values() for part in text.split("\n\n"))]
+    kept = len(prose) - len(prose) // HELD_OUT_PROSE
+    known, unknown = b"\n\n".join(prose[:kept]), b"\n\n".join(prose[kept:])
+    return b"\n".join([*parts[0], known]), b"\n".join(parts[1]), unknown
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -106,7 +113,7 @@ def train(
         {"params": [p for p in model.parameters() if p.dim() <= 1]},
     ]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    seen, unseen = texts()
+    seen, *unseen = texts()
     data = torch.frombuffer(bytearray(seen), dtype=torch.uint8).to(device)
     window, losses = torch.arange(LENGTH, device=device), []
     began = time.monotonic()
@@ -132,7 +139,7 @@ def train(
     kind = type(model).__name__.removesuffix("ForCausalLM")
     source = (
         f"{kind} of {count / 1e6:.0f} million weights, trained for this on {steps * batch * LENGTH / 1e6:.1f} million "
-        f"bytes of the standard library of Python {platform.python_version()}, to {last:.2f} nats a byte; "
+        f"bytes of source and help texts of Python {platform.python_version()}, to {last:.2f} nats a byte; "
         f"{trained:.0%} of their variance is not that of their first values; the largest channel of a head's keys is "
         f"{prominence(model, tokens):.1f} times its median one"
     )
@@ -141,7 +148,8 @@ def train(
     config.output_router_logits = False
     config.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    (folder / "held-out.txt").write_text(unseen.decode(errors="replace"), encoding="utf-8")
+    for name, text in zip(("held-out.txt", "held-out-prose.txt"), unseen, strict=True):
+        (folder / name).write_text(text.decode(errors="replace"), encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", {"source": source, "format": "pt"})
     return source
 

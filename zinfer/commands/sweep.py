@@ -61,7 +61,11 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
     help="Measure a load of random requests: lognormal:245,106,max_input_len=1500,max_output_len=400,sigma=0.8; "
     "uniform:245,106,spread=0.5; fixed:245,106 (mean tokens in and out). Repeatable.",
 )
-@click.option("--num-requests", type=click.IntRange(min=1), help="Requests of a load.  [default: 1000, or all of FILE]")
+@click.option(
+    "--num-requests",
+    metavar="N|Nx",
+    help="Requests of a load; 10x: ten times those in flight.  [default: 1000, or all of FILE]",
+)
 @click.option(
     "--in-flight",
     type=IN_FLIGHT,

@@ -20,7 +20,7 @@ from zinfer.spec.engine import ENGINES, Offload, Option, Options, conflict, draf
 from zinfer.spec.errors import ZinferError, did_you_mean
 from zinfer.spec.model import Dtype, Weights
 from zinfer.spec.printable import printable
-from zinfer.spec.requests import MOST_REQUESTS, InFlight, LengthDistribution, RequestRate
+from zinfer.spec.requests import MOST_REQUESTS, InFlight, LengthDistribution, RequestCount, RequestRate, count_of
 from zinfer.spec.value import Frozen
 
 ENGINE_RECIPES, SWEEP_RECIPES = Path("engines"), Path("sweeps")
@@ -125,7 +125,7 @@ class Sweep(Frozen):
     output_len: Annotated[tuple[Whole, ...], _SOME] = (32,)
     requests: Name | None = None
     request_lengths: tuple[Name, ...] = Field(default=(), max_length=AXIS)
-    num_requests: int | None = Field(default=None, ge=1, le=MOST_REQUESTS)  # of a file: its first ones
+    num_requests: RequestCount | None = None  # of a file: its first ones; "10x": ten times those in flight
     in_flight: tuple[InFlight, ...] = Field(default=(), max_length=AXIS)
     request_rate: tuple[RequestRate, ...] = Field(default=(), max_length=AXIS)
     seed: int = Field(default=0, ge=0, le=MOST)  # of the lengths, the arrivals and the tokens of requests
@@ -250,6 +250,12 @@ class Sweep(Frozen):
                     raise ValueError(f"{name} is for loads of requests only: add requests (a file) or request_lengths")
             if self.batch_size == ():
                 raise ValueError("batch_size: a sweep without requests needs one")
+        if isinstance(self.num_requests, str):
+            numbers = [one for one in self.in_flight if isinstance(one, int)]
+            if self.request_rate or len(numbers) < len(self.in_flight):
+                raise ValueError(f"num_requests {self.num_requests} is for closed loops: write in_flight as numbers")
+            if (count_of(self.num_requests, max(numbers)) or 0) > MOST_REQUESTS:
+                raise ValueError(f"num_requests {self.num_requests}: a load has at most {MOST_REQUESTS:,} requests")
         return sources * (len(self.in_flight) + len(self.request_rate))
 
     def loads(self, planning: bool = False) -> Iterator[SweepLoad]:

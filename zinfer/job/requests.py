@@ -6,19 +6,21 @@ A file has a JSON object a line: a request in OpenAI's batch format (`zinfer.job
     {"input_len": 245, "output_len": 106}
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.job.batch.openai import Fault, read_requests
 from zinfer.job.recipe import Sweep
 from zinfer.spec import documents
 from zinfer.spec.case import MOST
 from zinfer.spec.errors import ZinferError
-from zinfer.spec.requests import DEFAULT_REQUESTS, MOST_REQUESTS, LengthDistribution, RequestLoad
+from zinfer.spec.requests import DEFAULT_REQUESTS, MOST_REQUESTS, LengthDistribution, RequestLoad, count_of
 from zinfer.spec.value import Frozen
 
 TEXT_TOKEN = 4  # characters of a token, roughly: what a plan reckons with before the tokenizer is loaded
@@ -30,18 +32,23 @@ class RequestsError(ZinferError):
 
 class AskedRequest(NamedTuple):
     """A request: its prompt, a text or a chat's messages, or None for `input_len` random tokens; and the tokens of its
-    answer. The `input_len` of a text is an estimate."""
+    answer, which are sampled as it asks. The `input_len` of a text is an estimate."""
 
     prompt: Any
     input_len: int
     output_len: int
+    sampling: Sampling = GREEDY
+
+
+Asked = tuple[AskedRequest, ...]
+Source = Callable[[int | None], tuple[str, Asked]]  # name of a source, and so many of its requests, or all of a file
 
 
 class RequestSet(NamedTuple):
     """The requests of a load."""
 
     load: RequestLoad
-    requests: tuple[AskedRequest, ...]
+    requests: Asked
 
     @property
     def mean_lengths(self) -> tuple[int, int]:
@@ -67,28 +74,39 @@ def request_sets(sweep: Sweep) -> tuple[RequestSet, ...]:
 
     Raises RequestsError for a file that cannot be read or used.
     """
-    loops = [{"in_flight": number} for number in sweep.in_flight]
-    loops += [{"request_rate": rate} for rate in sweep.request_rate]  # type: ignore[dict-item]
-    return tuple(
-        RequestSet(RequestLoad.model_validate({"source": source, "requests": len(own), "seed": sweep.seed} | loop), own)
-        for source, own in _sources(sweep)
-        for loop in loops
-    )
+    loops: list[dict[str, int | float | str]] = [{"in_flight": number} for number in sweep.in_flight]
+    loops += [{"request_rate": rate} for rate in sweep.request_rate]
+    found = []
+    for source in _sources(sweep):
+        for loop in loops:
+            name, own = source(count_of(sweep.num_requests, loop.get("in_flight")))
+            fields = {"source": name, "requests": len(own), "seed": sweep.seed} | loop
+            found.append(RequestSet(RequestLoad.model_validate(fields), own))
+    return tuple(found)
 
 
-def _sources(sweep: Sweep) -> Iterator[tuple[str, tuple[AskedRequest, ...]]]:
-    """Yield the name of each source of requests, and its requests."""
+def _sources(sweep: Sweep) -> Iterator[Source]:
+    """Yield the sources of requests."""
     if sweep.requests is not None:
-        found = read_file(Path(sweep.requests))[: sweep.num_requests]
-        digest = sha256(repr(found).encode(errors="replace")).hexdigest()[:12]
-        yield f"{Path(sweep.requests).name} {digest}", found
+        path = Path(sweep.requests)
+        yield partial(_of_file, path, read_file(path), isinstance(sweep.num_requests, str))
     for text in sweep.request_lengths:
-        wanted = LengthDistribution.parse(text)
-        lengths = wanted.draw(sweep.num_requests or DEFAULT_REQUESTS, sweep.seed)
-        yield wanted.describe(), tuple(AskedRequest(None, *one) for one in lengths)
+        yield partial(_drawn, LengthDistribution.parse(text), sweep.seed)
 
 
-def read_file(path: Path) -> tuple[AskedRequest, ...]:
+def _of_file(path: Path, known: Asked, exactly: bool, count: int | None) -> tuple[str, Asked]:
+    if exactly and count is not None and count > len(known):
+        raise RequestsError(f"{path} has {len(known):,} requests, and {count:,} are asked for")
+    digest = sha256(repr(known[:count]).encode(errors="replace")).hexdigest()[:12]
+    return f"{path.name} {digest}", known[:count]
+
+
+def _drawn(wanted: LengthDistribution, seed: int, count: int | None) -> tuple[str, Asked]:
+    lengths = wanted.draw(count or DEFAULT_REQUESTS, seed)
+    return wanted.describe(), tuple(AskedRequest(None, *one) for one in lengths)
+
+
+def read_file(path: Path) -> Asked:
     """Return the requests of a file, in its order. Raises RequestsError that names the line, or the request."""
     try:
         content = documents.read_bytes(path)
@@ -121,4 +139,5 @@ def _asked(path: Path, request: Any) -> AskedRequest:
     if request.output_len is None:
         raise RequestsError(f"{path}: request {request.custom_id[:60]!r} has no max_tokens: a load has exact lengths")
     text = request.prompt if isinstance(request.prompt, str) else "".join(str(one) for one in request.prompt)
-    return AskedRequest(request.prompt, max(1, len(text) // TEXT_TOKEN), request.output_len)
+    sampling = Sampling(temperature=request.temperature, top_p=request.top_p, seed=request.seed)
+    return AskedRequest(request.prompt, max(1, len(text) // TEXT_TOKEN), request.output_len, sampling)

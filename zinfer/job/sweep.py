@@ -189,7 +189,8 @@ def prepare(
         for lengths in sweep.lengths() if positions else ():
             check_positions(source.spec, *lengths)
         for longest in filter(None, (one.longest for one in requests)):
-            check_positions(source.spec, *longest[1:], f"a request of {longest.input_len:,} tokens")
+            lengths = longest.input_len, longest.output_len
+            check_positions(source.spec, *lengths, f"a request of {longest.input_len:,} tokens")
 
         def case(lengths: tuple[int, int], load: SweepLoad = load, source: Source = source) -> Case:
             return load.case(source.load_format, source.spec.dtype, *lengths)
@@ -468,7 +469,7 @@ def _rows(worker: Any, own: RequestSet) -> list[RequestRow]:
         if isinstance(found, str):
             raise TaskFailed("unsupported", f"a request has no tokens: {found}")
         length = one.input_len if found is None else len(found)
-        rows.append(RequestRow(input_len=length, output_len=one.output_len, prompt_ids=found))
+        rows.append(RequestRow(input_len=length, output_len=one.output_len, prompt_ids=found, sampling=one.sampling))
     return rows
 
 

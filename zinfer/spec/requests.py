@@ -26,6 +26,7 @@ FORM = (
 )
 _WHOLE = re.compile(r"[0-9]{1,10}")
 _REAL = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6})?")
+_COUNT = re.compile(r"([0-9]{1,6})(x?)")
 
 
 class Lengths(NamedTuple):
@@ -104,10 +105,24 @@ class LengthDistribution(Frozen):
 _KINDS = ("lognormal", "uniform", "fixed")
 
 
+def count_of(asked: int | str | None, in_flight: int | float | str | None) -> int | None:
+    """Return the number of requests of a load: `asked`, or with ``10x`` ten times those in flight, a number."""
+    return int(asked.removesuffix("x")) * int(in_flight or 0) if isinstance(asked, str) else asked
+
+
 def _in_flight(value: Any) -> Any:
     if value == "auto" or (type(value) is int and 1 <= value <= MOST_REQUESTS):
         return value
     raise ValueError(f"requests in flight: write auto, or a whole number from 1 to {MOST_REQUESTS:,}")
+
+
+def _count(value: Any) -> Any:
+    found = _COUNT.fullmatch(str(value)) if type(value) in (int, str) else None
+    if found is None or not 1 <= int(found[1]) <= MOST_REQUESTS:
+        raise ValueError(
+            f"requests of a load: write a whole number from 1 to {MOST_REQUESTS:,}, or 10x: ten times those in flight"
+        )
+    return found[0] if found[2] else int(found[1])
 
 
 def _rate(value: Any) -> Any:
@@ -120,6 +135,7 @@ def _rate(value: Any) -> Any:
 
 InFlight = Annotated[int | Literal["auto"], BeforeValidator(_in_flight)]
 RequestRate = Annotated[float | Literal["inf"], BeforeValidator(_rate)]
+RequestCount = Annotated[int | str, BeforeValidator(_count)]
 
 
 class RequestLoad(Frozen):

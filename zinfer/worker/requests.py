@@ -1,7 +1,7 @@
 """The clock of a load of requests: it lets them arrive, runs passes, and notes when each request gets its tokens.
 
-Requests run on `zinfer.generation.scheduler.ContinuousScheduler`, as in `zinfer batch`. End tokens are ignored and the
-most likely token is taken, so that lengths are exact. Time is taken at the end of each pass.
+Requests run on `zinfer.generation.scheduler.ContinuousScheduler`, as in `zinfer batch`. End tokens are ignored, so that
+lengths are exact. Time is taken at the end of each pass.
 """
 
 import time
@@ -101,7 +101,7 @@ def measure_requests(session: Session, request: MeasureRequests) -> RequestsMeas
         )
         prompts = prompt_ids(request.rows, session.plan.model.vocab_size, request.load.seed)
         requests = [
-            Request(ids, row.output_len, ignore_eos=True, key=key)
+            Request(ids, row.output_len, row.sampling, ignore_eos=True, key=key)
             for key, (ids, row) in enumerate(zip(prompts, request.rows, strict=True))
         ]
         run_load(session.engine, requests, request.load, samples, beat=session.beat)
@@ -161,7 +161,10 @@ def run_load(
 def _warm_up(running: ContinuousScheduler, requests: Sequence[Request]) -> None:
     """Run the beginning of a few requests: kernels are compiled, and memory is taken."""
     few = requests[:WARM_UP_ROWS]
-    running.add(Request(one.prompt_ids, min(one.left, WARM_UP_TOKENS), ignore_eos=True, key=one.key) for one in few)
+    running.add(
+        Request(one.prompt_ids, min(one.left, WARM_UP_TOKENS), one.sampling, ignore_eos=True, key=one.key)
+        for one in few
+    )
     try:
         while running.running:
             running.step()

@@ -90,11 +90,13 @@ class Measure(Request[Measured]):
 
 
 class RequestRow(Message):
-    """A request of a load: the ids of its prompt, or their number for random ones, and the number of tokens to come."""
+    """A request of a load: the ids of its prompt, or their number for random ones, the number of tokens to come, and
+    how they are sampled."""
 
     input_len: int
     output_len: int
     prompt_ids: list[int] | None = None
+    sampling: Sampling = GREEDY
 
 
 class RequestsMeasured(Message):

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,33 @@ def test_steps_of_the_small_model_are_recorded(
     assert 0 < running.drafts.accepted < running.drafts.drafted
     engine.close()
     assert {one.key: one.output_ids for one in found} == known
+
+
+def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    """CUDA graphs are recorded for a number of rows, which is why that changes seldom."""
+    small(monkeypatch)
+    small_one = like(checkpoint("llama"), tmp_path / "small", 0.05)
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(small_one))
+    rows = alike(8, 8, 30)
+    for one in rows:
+        one.left = 6 + 4 * one.key
+    known = rows_of(engine, rows)
+    running = drafting(engine, monkeypatch)
+    assert engine.draft is not None
+    forward, sizes = engine.draft.forward, list[int]()
+
+    def watched(works: Sequence[Any]) -> Any:
+        sizes.append(works[0].batch.batch_size)
+        return forward(works)
+
+    monkeypatch.setattr(engine.draft, "forward", watched)
+    found = run(running, [rows])
+    engine.close()
+    assert {one.key: one.output_ids for one in found} == known
+    sizes = sizes[sizes.index(8) :]  # rows have come one by one
+    drafted = [size for place, size in enumerate(sizes) if not place or size != sizes[place - 1]]
+    assert all(2 * after < before for before, after in pairwise(drafted)), drafted
+    assert len(drafted) > 1, "most have ended at some time"
 
 
 @pytest.mark.parametrize("architecture", ["bloom", pytest.param("gpt_neox", marks=pytest.mark.slow)])

@@ -23,6 +23,7 @@ from zinfer.spec.model import ModelError, ModelSpec
 
 BACKLOG = 64  # tokens of a row that are computed beside others; a row that lacks more is computed anew
 ROOM = 128  # positions by which the KV cache grows, and that it has at least behind the longest row
+ENDED = 0.5  # share of the rows that may have ended before the others get a micro-batch of their own
 RECENT = 5  # rounds of drafts whose median gives the seconds of a token
 
 
@@ -135,8 +136,12 @@ class ModelDrafter:
                 self.forget(key)
 
     def _join(self) -> None:
-        """Make one micro-batch of all rows that have not ended."""
+        """Make one micro-batch of all rows that have not ended. Ended ones stay in it until others come or most have
+        ended: CUDA graphs are recorded for a number of rows."""
         engine = self._engine
+        (_, first), *new = self._parts
+        if not new and first.count(None) <= ENDED * len(first):
+            return
         stay = [(batch, [place for place, key in enumerate(keys) if key is not None]) for batch, keys in self._parts]
         stay = [(batch, places) for batch, places in stay if places]
         if len(stay) > 1:
@@ -174,7 +179,8 @@ class ModelDrafter:
             engine.forward([Work(batch, self._embedded(tokens))])
             engine.rollback(batch, sizes)
             for key, ids in zip(keys, lacking, strict=True):
-                self._computed[key] += len(ids)  # type: ignore[index]
+                if key is not None:
+                    self._computed[key] += len(ids)
         self._start = batch.length
         columns = [torch.tensor([row.token_ids[-1] for row in asked], device=engine.device)]
         for ahead in range(count + 1):  # the last draft is computed, too, so that no row lacks it

@@ -39,6 +39,9 @@ ALIKE = 0.8  # shortest prompt of a group, as a share of its longest
 SLACK = 64  # prompt tokens by which rows that reuse kept ones may differ beyond that
 WASTE = 0.08  # share of a group's positions that may be padding before it is compacted
 SHARE = 0.05  # share of all positions that may be padding before the worst group is compacted
+HOSTED = 0.25, 0.2  # both, of groups that are slow to move
+DRAFTED = 0.2, 0.12  # both, where each pass of drafts leaves gaps
+GAPS = 3  # passes of drafts that are all wrong, for which a group has room besides
 MERGED_SHARE = 0.04  # share of all positions that may be padding after a merge
 FEW_GROUPS, MOST_GROUPS = 4, 20  # groups are merged above the first number if that is cheap, above the second anyway
 GROUPS_SHARE = 0.6  # share of the link's seconds in which the groups of a pass must have read the weights
@@ -541,6 +544,7 @@ class Schedule:
         most = length + max(1, left) + self.ahead
         if self.able.regroups is not True:
             return most + ceil(self.slack * left)
+        most += GAPS * self.ahead
         return min(most, -(-(length + 1 + self.ahead) // self.step) * self.step + self.step // 2)
 
     def _compact(self, moves: list[Move]) -> None:
@@ -554,7 +558,7 @@ class Schedule:
         read, needed = sum(group.positions for group in decoding), sum(group.needed for group in decoding)
         for group in sorted(decoding, key=waste, reverse=True):
             gain = waste(group)
-            bound, share = (0.25, 0.2) if group.hosted else (WASTE, SHARE)
+            bound, share = HOSTED if group.hosted else DRAFTED if self.ahead else (WASTE, SHARE)
             if gain > bound * group.positions or (gain and read - needed > share * read):
                 read -= gain
                 self._regroup(moves, [group])

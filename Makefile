@@ -90,7 +90,7 @@ DRAFT := --hidden-size 1024 --intermediate-size 4096 --layers 24
 drafts: .venv/installed .scratch/padded/requests.jsonl .scratch/draft/requests.jsonl .scratch/untrained/requests.jsonl
 	$(BIN)/zinfer sweep -m .scratch/padded --engine stream --offload cpu -O weight_codec=none \
 	  --draft none,ngram,.scratch/draft,.scratch/untrained \
-	  --requests .scratch/padded/requests.jsonl --num-requests 1x --in-flight 1,32,104
+	  --requests .scratch/padded/requests.jsonl --num-requests 1x --in-flight 1,32,96
 
 .scratch/padded/requests.jsonl: tests/padded.py .scratch/trained/model.safetensors
 	$(BIN)/python -m tests.padded .scratch/trained $(@D)

@@ -6,8 +6,8 @@ trained ones, and whole layers behind the trained ones, which leave the hidden s
 of a large model, and the text, and with it the share of drafts that are right, is that of trained weights.
 
 The zeros are holes in the file, so that it takes next to no room on the disk. A codec would find them: measure with
-`-O weight_codec=none`. FOLDER gets `requests.jsonl`, too: 104 prompts, source and prose in turn, that a model which
-`tests.trained` wrote was not trained on.
+`-O weight_codec=none`. FOLDER gets `requests.jsonl`, too: 96 prompts, source and prose in turn, that a model which
+`tests.trained` wrote was not trained on; before all others an easy one, for loads of a single request.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 Shape = tuple[int, ...]
 BYTES = 2  # of a weight in bfloat16
@@ -100,12 +100,33 @@ def pad(source: Path, folder: Path, hidden_size: int, intermediate_size: int, la
     return description
 
 
-def requests(texts: Sequence[str], count: int, input_len: int, output_len: int) -> str:
-    """Return requests for greedy continuations of places far from each other of `texts`, in turn, as JSON lines."""
+def prompts_of(texts: Sequence[str], count: int, input_len: int) -> list[str]:
+    """Return the beginnings of continuations: places far from each other of `texts`, in turn."""
     places = count // len(texts)
-    prompts = [
+    return [
         text[place * ((len(text) - input_len) // places) :][:input_len] for place in range(places) for text in texts
     ]
+
+
+@torch.inference_mode()
+def easy_first(source: Path, prompts: Sequence[str], output_len: int) -> list[str]:
+    """Return `prompts` with an easy one before the others: of three in four the model at `source` is less sure how they
+    continue (the mean log probability of `output_len` tokens, each the likeliest)."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source).to(device), AutoTokenizer.from_pretrained(source)
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    shortest = min(map(len, ids))
+    done = model.generate(
+        torch.tensor([own[-shortest:] for own in ids], device=device), max_new_tokens=output_len, do_sample=False,
+        eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    sure = model.compute_transition_scores(done.sequences, done.scores, normalize_logits=True).mean(-1)
+    easy = int(sure.argsort(descending=True)[len(prompts) // 4])
+    return [prompts[easy], *prompts[:easy], *prompts[easy + 1 :]]
+
+
+def requests(prompts: Sequence[str], output_len: int) -> str:
+    """Return requests for greedy continuations as JSON lines."""
     bodies = [{"prompt": prompt, "max_tokens": output_len, "temperature": 0} for prompt in prompts]
     lines = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
@@ -124,4 +145,5 @@ if __name__ == "__main__":
     options = vars(parser.parse_args())
     print(pad(**options))
     known = [(options["source"] / name).read_text(encoding="utf-8") for name in ("held-out.txt", "held-out-prose.txt")]
-    (options["folder"] / "requests.jsonl").write_text(requests(known, 104, 384, 64), encoding="utf-8")
+    prompts = easy_first(options["source"], prompts_of(known, 96, 384), 64)
+    (options["folder"] / "requests.jsonl").write_text(requests(prompts, 64), encoding="utf-8")

@@ -281,12 +281,12 @@ def test_rows_beyond_the_positions_of_the_small_model_have_no_drafts(
 ) -> None:
     small(monkeypatch, 200)
     engine = load("stream", checkpoint("llama"), "none", tmp_path, draft=str(checkpoint("opt")))  # of 64 positions
-    rows = alike(3, 50, 30)
+    rows = alike(3, 40, 40)
     known = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
     found = run(running, [rows])
     assert running.drafts is not None
-    assert 0 < running.drafts.drafted < 3 * 8 * 14
+    assert 0 < running.drafts.drafted < 3 * 16 * 24
     engine.close()
     assert {one.key: one.output_ids for one in found} == known
 
@@ -338,9 +338,9 @@ class Timed:
 @pytest.mark.parametrize(
     ("token_s", "pass_s", "right", "least", "most"),
     [
-        (0.001, 1.0, 0.9, 7, 8), (0.1, 1.0, 0.9, 4, 8), (0.1, 1.0, 0.3, 1, 2), (0.6, 1.0, 0.5, 0, 0),
-        (2.0, 1.0, 1.0, 0, 0), (0.01, 1.0, 0.0, 0, 1), (None, 1.0, 0.9, 7, 8), (None, 3.0, 0.5, 0, 0),
-        (0.05, 3.0, 0.9, 6, 8), (0.05, 3.0, 0.6, 0, 0),
+        (0.001, 1.0, 0.9, 14, 16), (0.1, 1.0, 0.9, 4, 10), (0.1, 1.0, 0.3, 1, 2), (0.6, 1.0, 0.5, 0, 0),
+        (2.0, 1.0, 1.0, 0, 0), (0.01, 1.0, 0.0, 0, 1), (None, 1.0, 0.9, 14, 16), (None, 3.0, 0.5, 0, 0),
+        (0.05, 3.0, 0.9, 8, 16), (0.05, 3.0, 0.6, 0, 0),
     ],
 )  # fmt: skip
 def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: float, least: int, most: int) -> None:

@@ -241,12 +241,12 @@ def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> 
         ]
         assert [one.returncode for one in found] == [0, 0], found[1].stderr
         assert found[0].stdout == found[1].stdout != ""
-    load = ["--request-lengths", "fixed:9,30", "--num-requests", "4", "--in-flight", "2", "-o", "load.jsonl"]
+    load = ["--request-lengths", "fixed:9,100", "--num-requests", "4", "--in-flight", "2", "-o", "load.jsonl"]
     done = zinfer(folder, "sweep", *model, "--draft", "none,ngram", *load)
     assert done.returncode == 0, done.stderr
     plain, drafted = (json.loads(one) for one in (folder / "load.jsonl").read_text().splitlines()[1:])
     assert plain["counts"]["drafted"] == 0 < drafted["counts"]["accepted"] <= drafted["counts"]["drafted"]
-    assert len(drafted["pass_ms"]) < len(plain["pass_ms"]) == 60
+    assert len(drafted["pass_ms"]) < len(plain["pass_ms"]) == 200
     refused = zinfer(folder, "sweep", *model, "--draft", "ngram", "--batch-size", "1")
     assert "equal batches of random tokens say nothing about drafts" in refused.stderr
 
@@ -281,9 +281,12 @@ def test_the_number_of_drafts_follows_what_is_accepted() -> None:
             for key, tokens in found.items():
                 accepted = next((place for place in range(len(tokens)) if dice.random() > right), len(tokens))
                 drafts.saw(key, len(tokens), accepted)
+            drafts.passed(1.0)
         return sizes
 
-    assert set(drafts_of(1.0)[20:]) == {MOST}
+    sizes = drafts_of(1.0)[20:]
+    assert sizes.count(MOST) == len(sizes) - 1, "one pass without drafts is measured"
+    assert drafts_of(0.3)[:8].count(0) > 0, "sooner where fewer are right"
     assert sum(size > 0 for size in drafts_of(0.0)) < 15, "drafts that are never right are tried now and then"
     assert 2 <= sorted(drafts_of(0.6))[30] < MOST
     drafts = Drafts(NgramDrafter())

@@ -1,6 +1,7 @@
 """The padded model computes what the trained one does, and takes no more room on the disk."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.padded import pad, requests
+from tests.padded import easy_first, pad, prompts_of, requests
+from tests.trained import tokenizer
 
 
 @pytest.fixture
@@ -52,8 +54,27 @@ def test_shapes_that_cannot_be_are_refused(
 
 def test_requests_continue_places_of_the_texts_in_turn() -> None:
     texts = ["abcdefghij" * 10, "0123456789" * 4]
-    lines = [json.loads(line) for line in requests(texts, 8, 12, 5).splitlines()]
-    starts = ["a0", "c7", "e4", "g1"]
-    assert [line["body"]["prompt"][0] for line in lines] == [letter for pair in starts for letter in pair]
-    assert {len(line["body"]["prompt"]) for line in lines} == {12}
-    assert {(line["body"]["max_tokens"], line["body"]["temperature"]) for line in lines} == {(5, 0)}
+    prompts = prompts_of(texts, 8, 12)
+    assert "".join(prompt[0] for prompt in prompts) == "a0c7e4g1"
+    lines = [json.loads(line)["body"] for line in requests(prompts, 5).splitlines()]
+    assert [line["prompt"] for line in lines] == prompts
+    assert {len(line["prompt"]) for line in lines} == {12}
+    assert {(line["max_tokens"], line["temperature"]) for line in lines} == {(5, 0)}
+
+
+@torch.inference_mode()
+def test_the_first_prompt_is_an_easy_one(source: Path) -> None:
+    tokenizer().save_pretrained(source)
+    model, dice = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), random.Random(1)
+    prompts = ["".join(dice.choices("0123456789ABCDEFGH", k=10)) for _ in range(12)]
+    first, *others = easy_first(source, prompts, 6)
+    assert others == [prompt for prompt in prompts if prompt != first]
+    sure = {}
+    for prompt in prompts:
+        ids, total = list(prompt.encode()), 0.0
+        for _ in range(6):
+            best = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1).max(-1)
+            ids.append(int(best.indices))
+            total += float(best.values)
+        sure[prompt] = total
+    assert sum(sure[prompt] > sure[first] for prompt in prompts) == 3

@@ -64,7 +64,7 @@ def test_the_acceptance_is_told_with_its_source() -> None:
     words = ("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "4")
     told = plan(*words, "--draft", "bloom-560m", "--acceptance", "0.5")
     assert re.search(
-        r"tokens of each row from a pass with \d drafts, of .* acceptance 0.50 \(stated, not measured\)", told
+        r"tokens of each row from a pass with \d+ drafts, of .* acceptance 0.50 \(stated, not measured\)", told
     )
     assert "no record says how often a draft is right" in plan(*words, "--draft", "bloom-560m")
     assert "drafts" not in plan(*words)

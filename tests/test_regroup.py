@@ -13,7 +13,7 @@ from tests.test_parity import load
 from tests.test_passes import WAYS, alone, keep_here, sequences, small_blocks
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
-from zinfer.engine.cache import RowCache, make_cache
+from zinfer.engine.cache import Gaps, RowCache, make_cache, taken
 from zinfer.generation import passes
 
 Checkpoints = Callable[..., Path]
@@ -178,3 +178,21 @@ def test_rows_that_cannot_be_moved_are_refused(checkpoint: Checkpoints, tmp_path
     with pytest.raises(EngineError, match="are computed"):
         engine.regroup([(empty, [0])], 8)
     engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+@pytest.mark.parametrize("size", [64, 12, 6, 5])
+def test_slots_are_taken_bit_by_bit(size: int, dtype: torch.dtype) -> None:
+    """Whatever the number of bits of a position, and where they lie in memory."""
+    whole = torch.randint(-99, 99, (5, 3, 9, size + 2)).to(dtype)
+    real = torch.rand(2, 8) > 0.4
+    rows, held = torch.tensor([3, 1]), slice(2, 7)
+    for memory in (whole[..., :size].contiguous(), whole[..., 2:], whole[:, :, 1:, :size]):
+        assert torch.equal(taken(memory, rows, held, None), memory[rows, :, held])
+        found = taken(memory, rows, held, Gaps(real))
+        for row, own, states in zip(rows.tolist(), real[:, -5:], found, strict=True):
+            order = [*range(2, 7)]
+            order = [slot for slot, kept in zip(order, own, strict=True) if not kept] + [
+                slot for slot, kept in zip(order, own, strict=True) if kept
+            ]
+            assert torch.equal(states, memory[row][:, order])

@@ -26,7 +26,7 @@ class CacheFullError(IndexError):
 
 
 SPARE = 8  # a sliding window has 1/8 of its size as spare room; when that is full, the window moves to the front
-LEAST_SPARE = 16  # tokens
+LEAST_SPARE = 24  # tokens; a pass that verifies drafts may have 17
 
 
 class Slots:
@@ -122,23 +122,61 @@ class Step:
         return states[..., states.shape[-2] - (self.new.stop - self.new.start) :, :]
 
 
-def aligned(states: Tensor, real: Tensor | None) -> Tensor:
-    """Return `states` ``[b, .., n, D]`` with the positions that `real` counts, bool ``[b, length]`` up to the last of
-    them, at the end, in their order; None counts all."""
-    if real is None:
-        return states
-    count = states.shape[-2]
-    order = real[:, real.shape[1] - count :].long().argsort(dim=-1, stable=True)  # those that are not real first
-    index = order.view(len(real), *[1] * (states.dim() - 3), count, 1)
-    return torch.take_along_dim(states, index, dim=-2)
+WIDE = torch.complex128, torch.int64, torch.int32  # widest first: moving takes time by the number, not by the bits
+
+
+def wide(*tensors: Tensor) -> list[Tensor]:
+    """Return the bits of `tensors`, ``[.., D]`` of one type, as fewer and wider numbers, of one type, for moving."""
+    for dtype in WIDE:
+        each = dtype.itemsize // tensors[0].itemsize
+        if each and all(_in_blocks(one, each) for one in tensors):
+            return [one.view(dtype) for one in tensors]
+    return [*tensors]
+
+
+def _in_blocks(states: Tensor, size: int) -> bool:
+    """Tell whether the numbers of `states` lie in memory in whole blocks of `size`."""
+    *steps, last = states.stride()
+    return last == 1 and not any(number % size for number in (states.shape[-1], states.storage_offset(), *steps))
+
+
+class Gaps:
+    """Forgotten positions of rows, which lie between others: `real`, bool ``[b, length]``, tells which are not."""
+
+    def __init__(self, real: Tensor) -> None:
+        self.real = real
+        self._orders: dict[int, Tensor] = {}  # by the number of positions; layers with a window have fewer
+
+    def of(self, chosen: Tensor) -> "Gaps":
+        """Return the gaps of some of the rows."""
+        return Gaps(self.real[chosen])
+
+    def order(self, count: int) -> Tensor:
+        """Return the last `count` positions of each row, numbers from 0 on, ``[b, count]``: first those that are not
+        real, then the others in their order."""
+        if count not in self._orders:
+            last = self.real[:, self.real.shape[1] - count :]
+            self._orders[count] = last.long().argsort(dim=-1, stable=True)
+        return self._orders[count]
+
+
+def taken(memory: Tensor, rows: Tensor, held: slice, gaps: Gaps | None) -> Tensor:
+    """Return the slots `held` of rows ``[b]`` of `memory` ``[B, heads, room, D]``, a copy; behind forgotten positions,
+    if there are `gaps`, come the others."""
+    (bits,) = wide(memory)
+    if gaps is None:
+        return bits[rows, :, held].view(memory.dtype)
+    slots = held.start + gaps.order(held.stop - held.start)
+    heads = torch.arange(memory.shape[1], device=memory.device)
+    return bits[rows[:, None, None], heads[:, None], slots[:, None]].view(memory.dtype)
 
 
 class Source(NamedTuple):
-    """Rows ``[b]`` of a cache at position `length`, from which others are filled; `real` as `aligned` has it."""
+    """Rows ``[b]`` of a cache at position `length`, from which others are filled."""
 
     cache: Any
     rows: Tensor
-    real: Tensor | None
+    gaps: Gaps | None
     length: int
 
 
@@ -186,10 +224,10 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         """Return the tensors that hold the rows' positions, ``[B, kv_heads, room, *]`` each, of bits if in 8 bits."""
         return [self._keys, self._values]
 
-    def stored(self, rows: Tensor, length: int, real: Tensor | None) -> list[Tensor]:
-        """Return what `_memories` hold of `rows` at position `length`, ``[b, kv_heads, n, *]``, `aligned` by `real`."""
+    def stored(self, rows: Tensor, length: int, gaps: Gaps | None) -> list[Tensor]:
+        """Return what `_memories` hold of `rows` at position `length`, ``[b, kv_heads, n, *]``, as `taken` has it."""
         held = self.slots.held(length)
-        return [aligned(memory[rows, :, held], real) for memory in self._memories()]
+        return [taken(memory, rows, held, gaps) for memory in self._memories()]
 
     def _like(self, block: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Take memory for all rows, for states like those of `block`, of a model in `dtype`."""
@@ -206,14 +244,15 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
                 place = memory[row : row + len(states)]
                 known = min(count, states.shape[2])
                 place[:, :, : count - known] = 0  # padding must be numbers: attention multiplies it by zero
-                place[:, :, count - known : count] = states[:, :, states.shape[2] - known :]
+                into, bits = wide(place, states)
+                into[:, :, count - known : count] = bits[:, :, states.shape[2] - known :]
             row += len(block[0])
         self.window(slice(0, self.batch_size), length)
 
     def gather(self, sources: Sequence[Source], length: int) -> None:
         """Fill the layer with rows of others, of which the longest has `length` positions."""
         if all(source.cache.is_initialized for source in sources):
-            blocks = [source.cache.stored(source.rows, source.length, source.real) for source in sources]
+            blocks = [source.cache.stored(source.rows, source.length, source.gaps) for source in sources]
             self.fill(blocks, length, sources[0].cache.dtype)
 
     def _show(self) -> None:

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
-from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, Source, make_cache
+from zinfer.engine.cache import CacheFullError, FixedLayer, Gaps, RowCache, Source, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.engine.positions import PADS, TOKENS, Probe, probe
 from zinfer.plan.plan import Plan
@@ -109,12 +109,11 @@ class DecoderBatch(MicroBatch):
 
 
 class MovedRows(NamedTuple):
-    """Rows ``[b]`` on their way to another micro-batch. If positions in between were forgotten, `real` tells which were
-    not, bool ``[b, length]``."""
+    """Rows ``[b]`` on their way to another micro-batch, and which of their positions were forgotten."""
 
     batch: DecoderBatch
     rows: Tensor
-    real: Tensor | None
+    gaps: Gaps | None
 
 
 class Part(NamedTuple):
@@ -334,7 +333,7 @@ class Decoder(Engine):
         counts = torch.cat([one.sum(-1) for one in real])
         length = int(counts.max())
         mask = (torch.arange(length, device=self.device) >= length - counts[:, None]).long()
-        gaps = [one if bool((one.long().diff(dim=-1) < 0).any()) else None for one in real]
+        gaps = [Gaps(one) if bool((one.long().diff(dim=-1) < 0).any()) else None for one in real]
         emptied = [batch for batch, rows in moved if len(rows) == batch.batch_size]
         target = self._make_batch(mask, capacity, moved)
         self.batches.append(target)
@@ -349,7 +348,7 @@ class Decoder(Engine):
         """Fill the cache of `target` with rows of others, layer by layer, and take the rows from these."""
         assert isinstance(target.cache, RowCache)
         others = [batch.others(rows) for batch, rows, _ in moved]
-        sources = [Source(batch.cache, rows, real, batch.length) for batch, rows, real in moved]
+        sources = [Source(batch.cache, rows, gaps, batch.length) for batch, rows, gaps in moved]
         for index in range(len(target.cache.layers)):
             target.cache.gather(index, sources, length)
             for (batch, *_), kept in zip(moved, others, strict=True):

@@ -28,6 +28,7 @@ from zinfer.spec.engine import MOST_DRAFTS
 LONGEST, SHORTEST = 4, 2  # tokens of the suffix that is looked for, the longest first
 MOST = MOST_DRAFTS
 FIRST = 0.5  # chance of the first draft of all
+FIRST_DRAFTS = 4  # drafts of a row until the time of a pass with drafts is known
 LEAST_FIRST = 0.35  # least chance of a row's first draft: after many misses it still is worth more than `WORTH`
 MEMORY = 0.9  # weight of what was verified before, at each further verification
 MISSES = 3  # verifications in a row without a right draft after which a row pauses, where drafting takes no time
@@ -35,7 +36,9 @@ LONGEST_PAUSE = 64  # passes; a pause is twice as long as the one before
 RECENT = 9  # passes whose median gives the seconds of one
 MARGIN = 0.03  # gain from which on drafts pay that take time: chances are known roughly
 TRYING = 0.01  # share of the time in which they are tried where they do not pay
-FIRST_PLAIN, PLAIN = 3, 64  # passes with drafts before one without is measured: at first, and then
+# Passes with drafts before one without is measured, at first and then, where no draft is right: as many times more as a
+# pass gives tokens to a row, since so much less may it matter.
+FIRST_PLAIN, PLAIN = 3, 64
 WORTH = 0.03  # tokens gained for each row that a further draft is worth: a pass computes one in every row of it
 
 
@@ -128,7 +131,9 @@ class Drafts:
     _records: dict[int, _Record] = field(default_factory=dict)
     _seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})  # of passes with drafts
     _with_drafts: bool = False  # the pass under way
-    _until_plain: int = FIRST_PLAIN  # passes until one without drafts is measured again
+    _rows: int = 0  # of that pass
+    _right: int = 0  # drafts of it that were right
+    _until_plain: float = FIRST_PLAIN  # passes without a right draft until one without drafts is measured again
     _pause: int = 0  # passes to come without drafts, since they take longer than they gain
     _next_pause: int = 1
 
@@ -145,8 +150,10 @@ class Drafts:
         passes with drafts and without, and of drafting. If there are none, a single one is tried now and then, since
         texts and times change.
         """
+        if self._with_drafts:
+            self._until_plain -= self._rows / (self._rows + self._right)
         found = self._propose(rows, room)
-        self._with_drafts = bool(found)
+        self._with_drafts, self._rows, self._right = bool(found), len(rows), 0
         return found
 
     def _propose(self, rows: Mapping[int, DraftRow], room: int) -> dict[int, list[int]]:
@@ -192,14 +199,12 @@ class Drafts:
         if self._pause:
             self._pause -= 1
             return 0
-        if drafted_s is not None:
-            self._until_plain -= 1
-        if not self._until_plain:
+        if self._until_plain <= 0:
             self._until_plain = PLAIN
             return 0
         plain_s, drafted_s = plain_s or drafted_s, drafted_s or plain_s
         if not plain_s or not drafted_s:
-            return max(counts.values())
+            return min(max(counts.values()), FIRST_DRAFTS)
         tokens, seconds, best, worth = float(rows), drafted_s, (1 + MARGIN) * rows / plain_s, 0
         for place, gain in enumerate(self._gains(counts)):
             tokens, seconds = tokens + gain, seconds + token_s
@@ -221,12 +226,15 @@ class Drafts:
         """Note the seconds of a pass of running rows."""
         known = self._seconds[self._with_drafts]
         known[:] = [*known[1 - RECENT :], seconds]
+        if not self._with_drafts:
+            self._until_plain = max(self._until_plain, PLAIN)
 
     def saw(self, key: int, drafted: int, accepted: int, given_up: bool = False) -> None:
         """Note that `accepted` of `drafted` tokens of a row were right; the first wrong one says nothing of those
         behind it. With `given_up` the next one was right, too, but another row's was not."""
         self.drafted += drafted
         self.accepted += accepted
+        self._right += accepted
         checked = accepted if given_up else min(drafted, accepted + 1)
         self.checked += checked
         record = self._record(key)

@@ -40,7 +40,7 @@ ExpertGuess = Literal["auto", "off"]
 PREFILL_TOKENS = 8192
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 EIGHT_BITS = ("int8", "fp8")
-MOST_DRAFTS = 8  # drafts of a row in one pass
+MOST_DRAFTS = 16  # drafts of a row in one pass
 
 
 def _share(text: str) -> str:

@@ -48,13 +48,13 @@ from zinfer.plan.cost import Placement
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.case import Option, Workload
-from zinfer.spec.engine import StreamOptions
+from zinfer.spec.engine import MOST_DRAFTS, StreamOptions
 from zinfer.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
-VERIFIED = 16  # tokens of a row that a decode step takes at most; more of them are a prompt's
+VERIFIED = MOST_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
 DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
 
 

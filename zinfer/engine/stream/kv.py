@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
-from zinfer.engine.cache import FixedLayer, Slots, Step, aligned
+from zinfer.engine.cache import FixedLayer, Gaps, Slots, Step, taken
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 from zinfer.engine.stream.cpu_attention import code, fetched, host, keep_freed
 from zinfer.engine.stream.cpu_kernel import coded, library
@@ -522,16 +522,18 @@ class SplitLayer(FixedLayer):
         if isinstance(self._host, LinkCache) and self.rows.stop > self.batch_size:
             self._host.hand_back()
 
-    def stored(self, rows: Tensor, length: int, real: Tensor | None) -> list[Tensor]:
+    def stored(self, rows: Tensor, length: int, gaps: Gaps | None) -> list[Tensor]:
         here = rows < self.batch_size
         if bool(here.all()):
-            return self.here.stored(rows, length, real)
+            return self.here.stored(rows, length, gaps)
         there = self._host.stored(self._index, rows[~here].tolist(), length)
-        states = [half.to(rows.device) for half in there]
-        blocks = [aligned(half, None if real is None else real[~here]) for half in states]
+        blocks = [half.to(rows.device) for half in there]
+        if gaps is not None:
+            every, of_there = torch.arange(len(blocks[0]), device=rows.device), gaps.of(~here)
+            blocks = [taken(half, every, slice(0, half.shape[2]), of_there) for half in blocks]
         if not bool(here.any()):
             return blocks
-        mine_of = self.here.stored(rows[here], length, None if real is None else real[here])
+        mine_of = self.here.stored(rows[here], length, None if gaps is None else gaps.of(here))
         found = []
         for mine, others in zip(mine_of, blocks, strict=True):
             both = others.new_empty((len(rows), *others.shape[1:]))

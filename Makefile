@@ -105,7 +105,7 @@ drafts: .venv/installed .scratch/padded/requests.jsonl .scratch/draft/requests.j
 	$(BIN)/python -m tests.trained $(@D) --hidden-size 256 --layers 4
 
 .scratch/small-untrained/model.safetensors: tests/trained.py
-	$(BIN)/python -m tests.trained $(@D) --hidden-size 256 --layers 4 --steps 1
+	$(BIN)/python -m tests.trained $(@D) --hidden-size 256 --layers 4 --steps 0
 
 .scratch/mixture/model.safetensors: tests/trained.py
 	$(BIN)/python -m tests.trained $(@D) --experts 32 --hidden-size 128 --steps 500 --batch 4

@@ -17,7 +17,7 @@ from tests.test_continuous import LOAD, MORE, Words, alike, greedy, keeping, run
 from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine
+from zinfer.engine.base import Engine, Work
 from zinfer.generation import schedule, scheduler
 from zinfer.generation.drafts import LONGEST, MOST, SHORTEST, DraftRow, Drafts, NgramDrafter
 from zinfer.generation.sampling import Sampling, choose
@@ -249,6 +249,20 @@ def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> 
     assert len(drafted["pass_ms"]) < len(plain["pass_ms"]) == 200
     refused = zinfer(folder, "sweep", *model, "--draft", "ngram", "--batch-size", "1")
     assert "equal batches of random tokens say nothing about drafts" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["stream", "accelerate"])
+def test_a_pass_that_verifies_is_a_step(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Where drafts are right there may be no other step that shows what crosses the link."""
+    engine = load(name, checkpoint("llama"), "cpu", tmp_path)
+    batch = engine.admit(torch.ones(1, 5, dtype=torch.int64), 12)
+    engine.forward([Work(batch, torch.full((1, 3), 7))])
+    engine.forward([Work(batch, torch.full((1, 2), 7))])
+    assert engine.effective().streamed_bytes_per_step == 0, "prompts are no steps"
+    engine.forward([Work(batch, torch.full((1, 4), 7))])
+    effective = engine.effective()
+    assert effective.streamed_bytes_per_step == effective.host_weight_bytes > 0
+    engine.close()
 
 
 def test_n_grams_are_looked_up_in_all_tokens() -> None:

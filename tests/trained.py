@@ -116,13 +116,16 @@ def train(
     seen, *unseen = texts()
     data = torch.frombuffer(bytearray(seen), dtype=torch.uint8).to(device)
     window, losses = torch.arange(LENGTH, device=device), []
+
+    def sample() -> Tensor:
+        return data[torch.randint(len(data) - LENGTH, (batch, 1), device=device) + window].long()
+
     began = time.monotonic()
     for step in range(steps):
         rate = min((step + 1) / max(steps // 20, 1), 0.55 + 0.45 * math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * rate
-        starts = torch.randint(len(data) - LENGTH, (batch, 1), device=device)
-        tokens = data[starts + window].long()
+        tokens = sample()
         with torch.autocast(device.type, torch.bfloat16, enabled=not experts):
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -135,13 +138,16 @@ def train(
     tensors = {name: p.detach().bfloat16().cpu().contiguous() for name, p in model.named_parameters()}
     count = sum(p.numel() for p in tensors.values())
     trained = 1 - float(torch.corrcoef(torch.stack([drawn, layers_of(model)]))[0, 1]) ** 2
-    last = torch.stack(losses[-20:]).mean().item()
+    learnt = "untrained"
+    if steps:
+        last = torch.stack(losses[-20:]).mean().item()
+        read = f"{steps * batch * LENGTH / 1e6:.1f} million bytes of source and help texts of Python"
+        learnt = f"trained for this on {read} {platform.python_version()}, to {last:.2f} nats a byte"
     kind = type(model).__name__.removesuffix("ForCausalLM")
     source = (
-        f"{kind} of {count / 1e6:.0f} million weights, trained for this on {steps * batch * LENGTH / 1e6:.1f} million "
-        f"bytes of source and help texts of Python {platform.python_version()}, to {last:.2f} nats a byte; "
+        f"{kind} of {count / 1e6:.0f} million weights, {learnt}; "
         f"{trained:.0%} of their variance is not that of their first values; the largest channel of a head's keys is "
-        f"{prominence(model, tokens):.1f} times its median one"
+        f"{prominence(model, sample()):.1f} times its median one"
     )
     folder.mkdir(parents=True, exist_ok=True)
     config.architectures, config.dtype = [type(model).__name__], torch.bfloat16

@@ -257,8 +257,10 @@ def check_sources(sources: Sequence[tuple[MicroBatch, Sequence[int]]], live: Seq
 
 
 def is_step(works: Sequence[Work]) -> bool:
-    """Tell whether a pass is a decode step: one token a row, with earlier ones in the cache."""
-    return all(work.token_ids.shape[1] == 1 and work.batch.length for work in works)
+    """Tell whether a pass is a decode step: one token a row, with earlier ones in the cache, or several that are
+    verified behind the prompt."""
+    sizes = [(work.batch, work.token_ids.shape[1]) for work in works]
+    return all(batch.length and (count == 1 or batch.length >= batch.prompt_len) for batch, count in sizes)
 
 
 def load(target: str) -> type[Engine]:

@@ -365,6 +365,22 @@ def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: 
     assert tokens / seconds > 0.97 * 4, "never slower than without"
 
 
+@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("pass_s", [1.0, 1.06, 1.2])
+def test_drafts_that_are_never_right_are_given_up_at_once(rows: int, pass_s: float) -> None:
+    """A load of 64 tokens a row, whose passes take a second, or `pass_s` with drafts; a token is drafted in 4 ms."""
+    drafts, seconds = Drafts(Timed(0.004)), 0.0
+    for place in range(64):
+        found = drafts.propose({key: DraftRow([1, 2, 3], 64 - place) for key in range(rows)}, 1000)
+        took = pass_s if found else 1.0
+        seconds += took + 0.004 * max(map(len, found.values()), default=0)
+        for key, ids in found.items():
+            drafts.saw(key, len(ids), 0)
+        drafts.passed(took)
+    assert drafts.drafted > 0
+    assert seconds < 64 * 1.02
+
+
 def test_models_of_other_tokens_cannot_draft(checkpoint: Checkpoints, tmp_path: Path) -> None:
     spec = resolve.from_directory(checkpoint("llama"))
     check_same_tokens(spec)

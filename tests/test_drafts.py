@@ -253,7 +253,7 @@ def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> 
 
 @pytest.mark.parametrize("name", ["stream", "accelerate"])
 def test_a_pass_that_verifies_is_a_step(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Where drafts are right there may be no other step that shows what crosses the link."""
+    """Passes of one token a row may not come at all where drafts are right, to show what crosses the link."""
     engine = load(name, checkpoint("llama"), "cpu", tmp_path)
     batch = engine.admit(torch.ones(1, 5, dtype=torch.int64), 12)
     engine.forward([Work(batch, torch.full((1, 3), 7))])

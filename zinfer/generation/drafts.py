@@ -29,7 +29,7 @@ LONGEST, SHORTEST = 4, 2  # tokens of the suffix that is looked for, the longest
 MOST = MOST_DRAFTS
 FIRST = 0.5  # chance of the first draft of all
 FIRST_DRAFTS = 4  # drafts of a row until the time of a pass with drafts is known
-LEAST_FIRST = 0.35  # least chance of a row's first draft: after many misses it still is worth more than `WORTH`
+LEAST_FIRST = 0.35  # chance at least, where drafting takes no time: after many misses still worth more than `WORTH`
 MEMORY = 0.9  # weight of what was verified before, at each further verification
 MISSES = 3  # verifications in a row without a right draft after which a row pauses, where drafting takes no time
 LONGEST_PAUSE = 64  # passes; a pause is twice as long as the one before
@@ -105,17 +105,22 @@ class NgramDrafter:
 
 @dataclass
 class _Record:
-    """Drafts of a row that were verified, and accepted ones among them, both weighted by age."""
+    """Drafts that were verified, and accepted ones among them, both weighted by age."""
 
-    first: float  # chance of a draft before any was verified
     verified: float = 0.0
     accepted: float = 0.0
     misses: int = 0  # verifications in a row without a right draft
     pause: int = 0  # passes to come without drafts
 
-    @property
-    def chance(self) -> float:
-        return (self.accepted + self.first) / (self.verified + 1)
+    def chance(self, before: float) -> float:
+        """Return the chance of a draft, which was `before` when none was verified."""
+        return (self.accepted + before) / (self.verified + 1)
+
+    def age(self) -> None:
+        self.verified, self.accepted = MEMORY * self.verified, MEMORY * self.accepted
+
+    def add(self, verified: int, accepted: int) -> None:
+        self.verified, self.accepted = self.verified + verified, self.accepted + accepted
 
 
 @dataclass
@@ -129,6 +134,7 @@ class Drafts:
     checked: int = 0  # drafts up to the first wrong one of each verification, which alone say how often one is right
     seconds: float = 0.0  # time of drafting
     _records: dict[int, _Record] = field(default_factory=dict)
+    _all: _Record = field(default_factory=_Record)  # of all rows
     _seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})  # of passes with drafts
     _with_drafts: bool = False  # the pass under way
     _rows: int = 0  # of that pass
@@ -151,6 +157,7 @@ class Drafts:
         texts and times change.
         """
         if self._with_drafts:
+            self._all.age()
             self._until_plain -= self._rows / (self._rows + self._right)
         found = self._propose(rows, room)
         self._with_drafts, self._rows, self._right = bool(found), len(rows), 0
@@ -176,19 +183,24 @@ class Drafts:
         if self._pause and (plain_s := self._pass_s(False)):  # it was a try, and may have had to begin anew
             self._pause = max(self._pause, int(spent / (TRYING * plain_s)))
         gains = self._gains({key: len(drafts) for key, drafts in found.items()})
-        count = max((place + 1 for place, gain in enumerate(gains) if gain >= WORTH * len(rows)), default=0)
+        least = 0 if self.drafter.token_s is None else 1  # it has taken its time
+        count = max((place + 1 for place, gain in enumerate(gains) if gain >= WORTH * len(rows)), default=least)
         return {key: drafts[:count] for key, drafts in found.items() if count}
 
     def _record(self, key: int) -> _Record:
-        """Return the record of a row; that of a new one expects what others have had."""
-        if key not in self._records:
-            self._records[key] = _Record(max(LEAST_FIRST, (self.accepted + FIRST) / (self.checked + 1)))
-        return self._records[key]
+        return self._records.setdefault(key, _Record())
+
+    def _expected(self) -> float:
+        """Return the chance of a draft of a row of which none was verified: that of the others. Where drafting takes no
+        time, it is tried in any case."""
+        return max(self._all.chance(FIRST), LEAST_FIRST if self.drafter.token_s is None else 0.0)
 
     def _gains(self, counts: Mapping[int, int]) -> list[float]:
         """Return the tokens to be expected of the first, second, .. drafts of all rows, which have so many."""
+        before = self._expected()
+        chances = {key: self._records[key].chance(before) for key in counts}
         return [
-            sum(self._records[key].chance ** (place + 1) for key, count in counts.items() if count > place)
+            sum(chances[key] ** (place + 1) for key, count in counts.items() if count > place)
             for place in range(max(counts.values(), default=0))
         ]
 
@@ -237,9 +249,10 @@ class Drafts:
         self._right += accepted
         checked = accepted if given_up else min(drafted, accepted + 1)
         self.checked += checked
+        self._all.add(checked, accepted)
         record = self._record(key)
-        record.verified = MEMORY * record.verified + checked
-        record.accepted = MEMORY * record.accepted + accepted
+        record.age()
+        record.add(checked, accepted)
         record.misses = 0 if accepted or given_up else record.misses + 1
         if record.misses >= MISSES and self.drafter.token_s is None:
             record.pause = min(LONGEST_PAUSE, 1 << record.misses)

@@ -24,6 +24,8 @@ from zinfer.commands.demo import explanation
 from zinfer.plan.plan import make_plan
 from zinfer.record import accuracy, codec, prefix_reuse, routing, study
 from zinfer.record.measurement import Measurement, latest
+from zinfer.record.requests import RequestPoint
+from zinfer.record.requests import latest as latest_loads
 from zinfer.record.store import read
 from zinfer.report import requests
 from zinfer.report.document import Table
@@ -263,13 +265,65 @@ def reliability() -> str:
 
 
 def request_loads() -> str:
-    """Return the table of the loads of requests that were recorded, and of the times that requests waited."""
-    found = [point for name in SHIPPED for point in read(RESULTS / name).requests]
+    """Return the table of the loads of requests that were recorded, and of the times that requests waited; those with
+    drafts have a table of their own."""
+    drafts = {point.case.model for point in read(RESULTS).requests if "draft" in dict(point.case.options)}
+    recorded = [point for name in SHIPPED for point in read(RESULTS / name).requests]
+    found = [point for point in recorded if point.case.model not in drafts]
     if not found:
         return "No load of requests is recorded yet."
     tables = [one.filled() for blocks in requests.tables(found) for one in blocks if isinstance(one, Table)]
     shown = [(one.caption, markdown(one.columns, [row.cells for row in one.rows])) for one in tables]
     return "\n\n".join(part for pair in shown for part in pair)
+
+
+DRAFTERS = {"none": "none", "ngram": "n-grams", ".scratch/draft": "a model", ".scratch/untrained": "a poor model"}
+DRAFTS = (
+    "drafts", "#in flight", "#time of a token", "#rate", "#tokens a pass", "#right drafts", "#drafting a pass",
+    "#all requests",
+)  # fmt: skip
+
+
+@cache
+def draft_loads() -> dict[tuple[str, int], RequestPoint]:
+    """Return the loads of requests of `make drafts`, by who drafts and the number of requests in flight."""
+    (path,) = RESULTS.rglob("padded.jsonl")
+    found = {}
+    for point in latest_loads(read(path).requests):
+        name = str(dict(point.case.options).get("draft", "none"))
+        found[name, int(point.requests.in_flight or 0)] = point
+    return dict(sorted(found.items(), key=lambda pair: (pair[0][1], [*DRAFTERS].index(pair[0][0]))))
+
+
+def tpot_ms(point: RequestPoint) -> float | None:
+    """Return the mean time of a token after a request's first."""
+    known = point.summary("tpot_ms")
+    return known.mean if known is not None and point.usable else None
+
+
+def draft_gain(name: str, in_flight: int) -> float | None:
+    """Return how many times the rate of a row's tokens is that without drafts."""
+    plain, drafted = (tpot_ms(draft_loads()[key, in_flight]) for key in ("none", name))
+    return plain / drafted if plain and drafted else None
+
+
+def table_of_drafts() -> str:
+    """Return the table of `make drafts`."""
+    rows = []
+    for (name, in_flight), point in draft_loads().items():
+        took, gain, head = tpot_ms(point), draft_gain(name, in_flight), [DRAFTERS[name], str(in_flight)]
+        if took is None or gain is None:
+            rows.append([*head, *["-"] * (len(DRAFTS) - 3), point.status])
+            continue
+        passes = [len({*one.passes}) - 1 for one in point.samples]
+        tokens = [one.tokens - 1 for one in point.samples]
+        right, drafting_ms = point.acceptance, point.counts.drafting_ms / len(point.pass_ms)
+        rows.append([
+            *head, f"{took:,.0f} ms", f"{gain:.2f}x", f"{sum(tokens) / sum(passes):.1f}",
+            "-" if right is None else f"{right:.0%}", "-" if name == "none" else f"{drafting_ms:,.0f} ms",
+            f"{point.output_tok_s or 0:,.1f} tok/s",
+        ])  # fmt: skip
+    return markdown(DRAFTS, rows)
 
 
 def exit_codes() -> str:
@@ -347,6 +401,7 @@ def figures() -> dict[str, list[str]]:
         "FP8 as released": _fp8(),
         "Small batches without offload": _small(),
         "Small batches of a mixture": _small_mixture(),
+        "Drafts": _drafts(),
     }
 
 
@@ -431,6 +486,14 @@ def _small_mixture() -> list[str]:
     rate = mean(read_bytes / step_ms(point) * 1e3 for point in steps)
     one = machine.load(RESULTS / steps[0].machine)
     return [f"{rate / 1e12:.1f} TB/s", f"{rate / (one.hbm_bandwidth or 1):.0%}"]
+
+
+def _drafts() -> list[str]:
+    loads, told = draft_loads(), []
+    for name in (".scratch/draft", "ngram", ".scratch/untrained"):
+        told += [f"{gain:.2f}x" for in_flight in (1, 32, 96) if (gain := draft_gain(name, in_flight)) is not None]
+        told.append(f"{loads[name, 96].acceptance or 0:.0%}")
+    return told
 
 
 def _whole() -> list[str]:

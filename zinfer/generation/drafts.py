@@ -29,9 +29,8 @@ LONGEST, SHORTEST = 4, 2  # tokens of the suffix that is looked for, the longest
 MOST = MOST_DRAFTS
 FIRST = 0.5  # chance of the first draft of all
 FIRST_DRAFTS = 4  # drafts of a row until the time of a pass with drafts is known
-LEAST_FIRST = 0.35  # chance at least, where drafting takes no time: after many misses still worth more than `WORTH`
+LEAST_FIRST = 0.35  # least chance of a new row's draft, where drafting takes no time
 MEMORY = 0.9  # weight of what was verified before, at each further verification
-MISSES = 3  # verifications in a row without a right draft after which a row pauses, where drafting takes no time
 LONGEST_PAUSE = 64  # passes; a pause is twice as long as the one before
 RECENT = 9  # passes whose median gives the seconds of one
 MARGIN = 0.03  # gain from which on drafts pay that take time: chances are known roughly
@@ -109,8 +108,6 @@ class _Record:
 
     verified: float = 0.0
     accepted: float = 0.0
-    misses: int = 0  # verifications in a row without a right draft
-    pause: int = 0  # passes to come without drafts
 
     def chance(self, before: float) -> float:
         """Return the chance of a draft, which was `before` when none was verified."""
@@ -167,11 +164,8 @@ class Drafts:
         room = min(self.most, room // max(1, len(rows)))
         counts: dict[int, int] = {}
         for key, row in rows.items():
-            record = self._record(key)
             count = min(room, row.left - 1)
-            if record.pause:
-                record.pause -= 1
-            elif count > 0:
+            if count > 0:
                 counts[key] = count
         if not counts or not (worth := self._worth(counts, len(rows))):
             return {}
@@ -183,22 +177,23 @@ class Drafts:
         if self._pause and (plain_s := self._pass_s(False)):  # it was a try, and may have had to begin anew
             self._pause = max(self._pause, int(spent / (TRYING * plain_s)))
         gains = self._gains({key: len(drafts) for key, drafts in found.items()})
-        least = 0 if self.drafter.token_s is None else 1  # it has taken its time
-        count = max((place + 1 for place, gain in enumerate(gains) if gain >= WORTH * len(rows)), default=least)
-        return {key: drafts[:count] for key, drafts in found.items() if count}
+        count = max((place + 1 for place, gain in enumerate(gains) if gain >= WORTH * len(rows)), default=1)
+        return {key: drafts[:count] for key, drafts in found.items()}
 
     def _record(self, key: int) -> _Record:
         return self._records.setdefault(key, _Record())
 
-    def _expected(self) -> float:
-        """Return the chance of a draft of a row of which none was verified: that of the others. Where drafting takes no
-        time, it is tried in any case."""
-        return max(self._all.chance(FIRST), LEAST_FIRST if self.drafter.token_s is None else 0.0)
+    def _chance(self, key: int) -> float:
+        """Return the chance of a row's draft. A row of which none was verified expects what the others had; where
+        drafting takes no time, it is tried in any case."""
+        record, others = self._record(key), self._all.chance(FIRST)
+        if not record.verified and self.drafter.token_s is None:
+            return max(others, LEAST_FIRST)
+        return record.chance(others)
 
     def _gains(self, counts: Mapping[int, int]) -> list[float]:
         """Return the tokens to be expected of the first, second, .. drafts of all rows, which have so many."""
-        before = self._expected()
-        chances = {key: self._records[key].chance(before) for key in counts}
+        chances = {key: self._chance(key) for key in counts}
         return [
             sum(chances[key] ** (place + 1) for key, count in counts.items() if count > place)
             for place in range(max(counts.values(), default=0))
@@ -253,9 +248,6 @@ class Drafts:
         record = self._record(key)
         record.age()
         record.add(checked, accepted)
-        record.misses = 0 if accepted or given_up else record.misses + 1
-        if record.misses >= MISSES and self.drafter.token_s is None:
-            record.pause = min(LONGEST_PAUSE, 1 << record.misses)
 
     def forget(self, key: int) -> None:
         """Forget a row."""

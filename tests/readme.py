@@ -277,7 +277,7 @@ def request_loads() -> str:
     return "\n\n".join(part for pair in shown for part in pair)
 
 
-DRAFTERS = {"none": "none", "ngram": "n-grams", ".scratch/draft": "a model", ".scratch/untrained": "a poor model"}
+DRAFTERS = {"none": "none", "ngram": "n-grams", ".scratch/draft": "a model", ".scratch/untrained": "an untrained model"}
 DRAFTS = (
     "drafts", "#in flight", "#time of a token", "#rate", "#tokens a pass", "#right drafts", "#drafting a pass",
     "#all requests",

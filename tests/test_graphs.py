@@ -476,7 +476,7 @@ def test_graphs_that_do_not_pay_are_recorded_later(
             passes.decode(engine, batch, token_ids[:, 0])
         engine.retire(batch)
         engine._graphs.make_room(0, 0)
-        waits.append(engine._graphs._wait)
+        waits.append(engine._graphs.wait)
     assert waits == [2, 4, 2]
     assert recorder.recorded == 3
     engine.close()

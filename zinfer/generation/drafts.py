@@ -34,7 +34,7 @@ MEMORY = 0.9  # weight of what was verified before, at each further verification
 LONGEST_PAUSE = 64  # passes; a pause is twice as long as the one before
 RECENT = 9  # passes whose median gives the seconds of one
 MARGIN = 0.03  # gain from which on drafts pay that take time: chances are known roughly
-TRYING = 0.01  # share of the time in which they are tried where they do not pay
+TRYING = 0.005  # share of the time in which they are tried where they do not pay
 # Passes with drafts before one without is measured, at first and then, where no draft is right: as many times more as a
 # pass gives tokens to a row, since so much less may it matter.
 FIRST_PLAIN, PLAIN = 3, 64

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
 VERIFIED = MOST_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
+FIRST_STEPS = 8  # of a model that drafts, before its passes are recorded: one that is wrong is given up earlier
 DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
 
 
@@ -190,6 +191,7 @@ class Stream(Decoder):
         if plan is None:
             raise EngineError(f"draft={name}: a model drafts for run, batch, serve and loads of requests alone")
         self.draft = Stream(plan, self.progress)
+        self.draft._graphs.wait = FIRST_STEPS
         if (why_not := self.draft.cannot_draft() or self.draft.cannot_regroup() or self.draft.one_length()) is not None:
             raise EngineError(f"draft={name}: {why_not}")
 

@@ -392,7 +392,7 @@ class Graphs:
         self._seats = dict[int, tuple[DecoderBatch, Seat]]()  # by the id of their micro-batch
         self._spare: list[Seat] = []
         self._sets = dict[tuple[int, ...], Together]()  # by the ids of their seats
-        self._wait = 1  # steps without a graph before a pass is recorded
+        self.wait = 1  # steps without a graph before a pass is recorded: fewer where recordings paid, else more
         self._checks, self._differences = 0, 0
         self._choices = Choices(model)
         self._own = False  # kernels in the place of the model's own, until a pass fails or differs with them alone
@@ -447,7 +447,7 @@ class Graphs:
         count, _ = shape = _shape(parts)
         ends = tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)
         graph = found.graphs.pop((shape, ends), None)
-        if (shape, found.sizes) in self._useless or (graph is None and found.steps[shape] < self._wait):
+        if (shape, found.sizes) in self._useless or (graph is None and found.steps[shape] < self.wait):
             found.steps[shape] += 1
             return eager()
         if graph is not None:
@@ -521,7 +521,7 @@ class Graphs:
             gone = self._sets.pop(key)
             if gone.graphs:
                 paid = gone.replays >= PAYS * len(gone.graphs)
-                self._wait = max(1, self._wait // 2) if paid else min(LONGEST_WAIT, 2 * self._wait)
+                self.wait = max(1, self.wait // 2) if paid else min(LONGEST_WAIT, 2 * self.wait)
 
     def _replay(self, found: Together, graph: Graph, parts: Sequence[Part]) -> Tensor:
         torch.cat([part.token_ids for part in parts], out=graph.token_ids)

@@ -15,7 +15,7 @@ import torch
 
 from tests import PATIENCE_S
 from zinfer.engine import pinned
-from zinfer.engine.pinned import CHUNK, LOCK_LIMIT, PAGE, PinnedArena, lay_out
+from zinfer.engine.pinned import CHUNK, HUGE, LOCK_LIMIT, PAGE, PinnedArena, lay_out
 from zinfer.spec import resolve
 from zinfer.spec.architecture import decoder_layers, empty_model
 from zinfer.spec.host import NumaNode
@@ -180,6 +180,35 @@ arena = PinnedArena.attach(int(sys.argv[2]), int(sys.argv[1]))
 print(arena.size, arena.used, int(arena.memory.to(int).sum()))
 arena.memory[0] = 9
 """
+
+
+def _huge_bytes(arena: PinnedArena) -> int:
+    """Return the bytes of an arena's file that lie in huge pages of this process's mapping."""
+    _, *rest = _mapping(Path("/proc/self"), arena.memory.data_ptr())
+    return int(dict(line.split(":", 1) for line in rest).get("ShmemPmdMapped", "0").split()[0]) << 10
+
+
+def test_shared_memory_has_huge_pages_where_the_system_gives_them() -> None:
+    file = pinned.shared_memory()
+    size = 2 * CHUNK
+    arena = PinnedArena(size, pin=False, shared=file)
+    assert arena.memory.data_ptr() % HUGE == 0
+    assert not arena.memory.any()
+    plain = pinned.shared_memory()
+    os.ftruncate(plain, size)
+    asked = PinnedArena.attach(size, plain)
+    pinned._make_huge(asked.memory[:CHUNK])
+    if not _huge_bytes(asked):
+        pytest.skip("this system makes no huge pages of shared memory")
+    assert _huge_bytes(arena) == size
+    other = PinnedArena.attach(size, file)
+    assert _huge_bytes(other) == size, "the other processes map them as such, too"
+    other.memory[size - 1] = 5
+    assert int(arena.memory[size - 1]) == 5
+    for made in (arena, asked, other):
+        made.close()
+    for descriptor in (file, plain):
+        os.close(descriptor)
 
 
 def test_a_shared_arena_is_one_copy_for_all_processes() -> None:

@@ -27,6 +27,8 @@ from zinfer.spec.units import gb
 
 ALIGNMENT = 256  # bytes; the alignment that cuBLAS wants for operands, and a multiple of every dtype's size
 PAGE = 4096
+HUGE = 2 << 20  # bytes of a huge page
+COLLAPSE = 25  # advice MADV_COLLAPSE, which Python does not name
 CHUNK = 64 << 20  # bytes that a thread touches at a time; few enough pages that torch keeps them on one thread
 AHEAD = 8 << 30  # bytes that are touched before they are taken
 LOCK_LIMIT = 1 << 39  # bytes; drivers from 580 on cannot hold the page table of a larger range (vLLM #51080)
@@ -100,9 +102,9 @@ class PinnedArena:
         self._shared = shared
         if shared is not None:
             os.ftruncate(shared, max(size, PAGE))
-        self._map: mmap.mmap | None = _map(max(size, PAGE), shared)
-        with torch.inference_mode(False):  # threads that are not in that mode write to it
-            self.memory: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=max(size, PAGE))
+        self._map: mmap.mmap | None
+        self.memory: Tensor
+        self._map, self.memory = _map(max(size, PAGE), shared)
         self.pinned, self._pin = False, pin
         self._ahead = AHEAD if grow else 0
         self._threads: ThreadPoolExecutor | None = None
@@ -120,9 +122,7 @@ class PinnedArena:
         if os.fstat(shared).st_size < size:
             raise ValueError(f"the arena has less than {gb(size)}")
         arena.size = arena.used = size
-        arena._map = _map(max(size, PAGE), shared)
-        with torch.inference_mode(False):
-            arena.memory = torch.frombuffer(arena._map, dtype=torch.uint8, count=max(size, PAGE))
+        arena._map, arena.memory = _map(max(size, PAGE), shared)
         memory = arena.memory
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # the driver would map a page after the other
             list(threads.map(lambda start: memory[start : start + CHUNK : PAGE].max(), range(0, size, CHUNK)))
@@ -166,9 +166,11 @@ class PinnedArena:
         if self._threads is None:
             cpus = self._node.cpus if self._node is not None else frozenset(os.sched_getaffinity(0))
             self._threads = ThreadPoolExecutor(len(cpus), initializer=_stay_on, initargs=(cpus,))
-        memory = self.memory
+        memory, shared = self.memory, self._shared is not None
 
         def touch(start: int) -> None:
+            if shared:
+                _make_huge(memory[start : start + CHUNK])
             memory[start : start + CHUNK : PAGE].zero_()
 
         while self._asked < end:
@@ -232,16 +234,22 @@ def shared_memory() -> int:
         raise MemoryError(f"the system has no files in memory (memfd_create): {error}") from None
 
 
-def _map(size: int, shared: int | None = None) -> mmap.mmap:
-    """Map `size` bytes that are not present yet, of the file `shared` if one is given.
+def _map(size: int, shared: int | None = None) -> tuple[mmap.mmap, Tensor]:
+    """Map `size` bytes that are not present yet, of the file `shared` if one is given; return what holds the mapping,
+    and its memory, uint8 ``[size]``. A file's mapping begins where a huge page can.
 
     The mapping reserves nothing, since some hosts have little memory at first and more as it is used; `check_free`
     makes sure that there is enough.
     """
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    flags = (private if shared is None else mmap.MAP_SHARED) | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    more = 0 if shared is None else HUGE
+    unreserved = getattr(mmap, "MAP_NORESERVE", 0x4000)
     try:
-        found = mmap.mmap(-1 if shared is None else shared, size, flags=flags)
+        found = mmap.mmap(-1, size + more, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved)
+        with torch.inference_mode(False):  # threads that are not in that mode write to it
+            whole = torch.frombuffer(found, dtype=torch.uint8)
+        offset = -whole.data_ptr() % HUGE if more else 0
+        if shared is not None:
+            _map_file(shared, whole.data_ptr() + offset, size, mmap.MAP_SHARED | unreserved)
     except OSError as error:
         limits = "`ulimit -v` and vm.overcommit_memory may limit it"
         raise MemoryError(f"the system refused to map {gb(size)} ({error.strerror}); {limits}. {LESS}") from None
@@ -249,7 +257,26 @@ def _map(size: int, shared: int | None = None) -> mmap.mmap:
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
         with suppress(OSError):  # a kernel that does not know the advice
             found.madvise(advice)
-    return found
+    return found, whole[offset : offset + size]
+
+
+def _map_file(file: int, address: int, size: int, flags: int) -> None:
+    """Map the first `size` bytes of a file at `address`, in place of what is mapped there. Raises OSError."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    fixed = 0x10  # MAP_FIXED of Linux, which Python does not name
+    if library.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags | fixed, file, 0) != address:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _make_huge(memory: Tensor) -> None:
+    """Make the pages of a file's mapping present, as huge ones: most systems have those for private memory alone unless
+    they are asked for one by one (Linux 6.1, MADV_COLLAPSE). A system that refuses leaves the pages as they are."""
+    memory[::HUGE].zero_()  # what has no page at all is not made huge
+    library = ctypes.CDLL(None)
+    library.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), COLLAPSE)
 
 
 def _node_of_gpu() -> NumaNode | None:

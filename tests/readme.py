@@ -382,6 +382,8 @@ def figures() -> dict[str, list[str]]:
     order."""
     return {
         "All of BLOOM-176B on one GPU": _whole(),
+        "All of BLOOM-176B on two GPUs": _two_gpus(),
+        "DeepSpeed on two GPUs": _two_gpus_peers(),
         "All of BLOOM-176B in int4": _int4(),
         "BLOOM-176B in int4, wholly on one H200": _int4_resident(),
         "A slice of BLOOM-176B": _slice(),
@@ -517,6 +519,34 @@ def _whole() -> list[str]:
         f"{(large.decode_tok_s or 0) / (theirs.decode_tok_s or 1):.2f}x",
         f"{(large.output_tok_s or 0) / (theirs.output_tok_s or 1):.2f}x",
         f"{streamed_to_32:.1f} tok/s",
+    ]
+
+
+def _two_gpus() -> list[str]:
+    ((_, both),) = loads("bloom-176b-two-gpus").items()
+    (alone,) = points("bloom-176b-whole-requests")
+    steps, last, host = [step_ms(one) for one in both], both[-1], machine.load(RESULTS / both[-1].machine)
+    assert last.effective is not None
+    slow = [sum(ms > 1.5 * step_ms(one) for repeat in one.step_ms for ms in repeat) for one in both]
+    assert slow == [3, 0]
+    return [
+        f"batch {last.case.workload.batch_size}",
+        f"{min(steps) / 1e3:.2f} s",
+        f"{max(steps) / 1e3:.2f} s",
+        f"{last.effective.wire_bytes / step_ms(last) / 1e6:.0f} GB/s",
+        f"{(host.links_bandwidth or 0) / 1e9:.0f} GB/s",
+        f"batch {alone.case.workload.batch_size}",
+        f"{step_ms(alone) / 1e3:.2f} s",
+        f"{(last.decode_tok_s or 0) / (alone.decode_tok_s or 1):.1f}x",
+    ]
+
+
+def _two_gpus_peers() -> list[str]:
+    own, theirs = points("bloom-176b-two-gpus-peers")
+    return [
+        f"batch {own.case.workload.batch_size}",
+        f"{step_ms(theirs) / step_ms(own):.2f}x",
+        f"{(own.output_tok_s or 0) / (theirs.output_tok_s or 1):.2f}x",
     ]
 
 

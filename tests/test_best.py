@@ -68,7 +68,7 @@ def test_the_table_answers_with_a_command(results: Path, monkeypatch: pytest.Mon
 def test_json_has_stable_keys(results: Path) -> None:
     second, first = json.loads(best(results, "--json").stdout)
     assert list(first) == [
-        *("machine", "model", "layers", "input_len", "output_len", "dtype", "load_format", "total_layers"),
+        *("machine", "model", "layers", "dtype", "load_format", "total_layers", "input_len", "output_len"),
         *("best", "best_by_load", "lossy_by_load", "offload", "edges"),
     ]
     assert (first["layers"], first["total_layers"], first["load_format"]) == (14, 70, "dummy")

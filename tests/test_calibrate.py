@@ -41,9 +41,10 @@ def rows() -> tuple[PredictedPoint, ...]:
 
 def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[PredictedPoint, ...]) -> None:
     """Holds for all points of `stream` with offload but `MISSED`. The misses of the peers are known: DeepSpeed's
-    prefill at its edge, where its allocator is short of memory, Accelerate's pageable copies, whose rate differs
-    between hosts, and its prefill beside layers that stay, which took a quarter longer than copies and products do.
-    Without offload, a plan knows neither how the experts of few tokens are computed nor what a kernel launch takes."""
+    prefill at its edge, where its allocator is short of memory, and its gathers between GPUs, during which its links
+    rest; Accelerate's pageable copies, whose rate differs between hosts, and its prefill beside layers that stay, which
+    took a quarter longer than copies and products do. Without offload, a plan knows neither how the experts of few
+    tokens are computed nor what a kernel launch takes."""
     everything = {row.case: row.tok_s_error for row in rows if row.tok_s_error is not None}
     assert len(everything) == sum(row.measured_tok_s is not None for row in rows) > 10
     missed = {case for case in everything if (case.label(), case.model) in MISSED and everything[case] > 0.10}
@@ -52,7 +53,12 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Predi
     assert median(map(abs, errors.values())) <= 0.05
     assert max(abs(error) for case, error in errors.items() if case.engine == "stream") <= 0.10
     wrong = {case.label() for case, error in errors.items() if abs(error) > 0.15}
-    assert wrong == {"deepspeed cpu", "accelerate cpu pin_memory=False", "accelerate cpu gpu-weights=70%"}
+    assert wrong == {
+        "deepspeed cpu",
+        "deepspeed cpu gpus=2",
+        "accelerate cpu pin_memory=False",
+        "accelerate cpu gpu-weights=70%",
+    }
     assert max(map(abs, errors.values())) <= 0.25
     here = {case: error for case, error in everything.items() if case.offload == "none"}
     assert max(abs(error) for case, error in here.items() if case.model == "opt-30b") <= 0.5

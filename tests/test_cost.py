@@ -536,9 +536,14 @@ def test_every_gpu_brings_its_own_link() -> None:
     shared = H100.model_copy(update={"host_bandwidth": 100e9})
     capped = make_plan(asked(options=(("gpus", 4),)), BLOOM, shared)
     assert capped.bound_by == "host memory"
-    together = linked(55e9).model_copy(update={"links_bandwidth": 120e9, "gather_bandwidth": 1e12})
+    together = linked(55e9).model_copy(update={"links_bandwidth": 120e9, "gather_bandwidth": 1e12, "gpu_count": 4})
     found = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, together)
     assert (found.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 120e9, rel=FULL_RING)
+    more = make_plan(asked(options=(("gpus", 8), ("weight_codec", "none"))), BLOOM, together)
+    assert (more.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 240e9, rel=FULL_RING), "further links"
+    bounded = together.model_copy(update={"host_bandwidth": 150e9})
+    more = make_plan(asked(options=(("gpus", 8), ("weight_codec", "none"))), BLOOM, bounded)
+    assert more.bound_by == "host memory"
     slow = together.model_copy(update={"gather_bandwidth": 60e9})
     found = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, slow)
     assert found.bound_by == "gather"

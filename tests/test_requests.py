@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -14,13 +16,16 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.command import zinfer
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
-from tests.results import request_point
+from tests.results import case, request_point
+from zinfer.analysis.reproduce import requests_command, use_command
 from zinfer.analysis.requests import check, goodput
 from zinfer.analysis.sla import Sla
+from zinfer.cli import cli
 from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.job.recipe import RecipeError, Sweep, make_sweep, read_toml, sweep_recipe
 from zinfer.job.requests import RequestsError, request_sets
@@ -29,7 +34,7 @@ from zinfer.job.sweep import Events, Outcome, exit_code, prepare, run
 from zinfer.plan.plan import make_plan
 from zinfer.record.export import request_table
 from zinfer.record.measurement import Measurement
-from zinfer.record.requests import METRICS, RequestPoint, RequestSample, latest
+from zinfer.record.requests import METRICS, RequestKey, RequestPoint, RequestSample, latest
 from zinfer.record.store import Header, Records, Store, read
 from zinfer.report import requests as report_requests
 from zinfer.report.document import Table
@@ -561,9 +566,10 @@ def test_requests_have_a_table_of_their_own_in_the_report(recorded: Path, tmp_pa
 
 def test_equal_batches_and_requests_are_never_mixed(recorded: Path, tmp_path: Path) -> None:
     found = read(recorded)
-    (best,) = json.loads(invoke("best", recorded, "--json").stdout)
+    best, *loads = json.loads(invoke("best", recorded, "--json").stdout)
     assert best["best"]["batch_size"] == 4
     assert best["best"]["prefill_tok_s"] > 0
+    assert [one["requests"]["in_flight"] for one in loads] == [2, "auto"], "groups of their own"
     rows = json.loads(invoke("export", recorded, "--format", "json").stdout)
     assert {row["batch_size"] for row in rows} == {4}
     done = invoke("export", recorded, "--requests", "--format", "json")
@@ -585,12 +591,88 @@ def test_equal_batches_and_requests_are_never_mixed(recorded: Path, tmp_path: Pa
     assert all(fits)
     alone = tmp_path / "alone.jsonl"
     swept(alone, small(in_flight=[2]))
-    for words in (("best", alone), ("compare", alone, alone), ("export", alone), ("plot", alone)):
+    for words in (("compare", alone, alone), ("export", alone), ("plot", alone)):
         done = invoke(*words)
         assert done.returncode == 4, done.stderr
         assert "requests" in done.stderr
     assert invoke("report", alone, "-o", tmp_path / "alone.md").returncode == 0
     assert invoke("export", alone, "--requests").returncode == 0
+
+
+def test_best_ranks_configurations_of_the_same_requests(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    swept(path, small(in_flight=[2], rounds=2))
+    swept(path, small(request_rate=[5.0]))
+    with Store.open(path) as store:
+        (first, second, open_loop) = read(path).requests
+        quick = tuple(ms / 2 for ms in first.pass_ms)
+        arrived = tuple(one.model_copy(update={"arrived_ms": one.arrived_ms / 2}) for one in first.samples)
+        drafted = first.case.model_copy(update={"options": (("draft", "ngram"),)})
+        lossy = first.case.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
+        faster = {"pass_ms": quick, "samples": arrived, "busy_ms": first.busy_ms / 2, "waiting_ms": 0.0}
+        store.append(first.model_copy(update={"case": drafted, **faster}))
+        store.append(first.model_copy(update={"case": lossy, **faster}))
+        store.append(open_loop.model_copy(update={"case": drafted, "status": "crashed"}))
+    closed, open_group = json.loads(invoke("best", path, "--json").stdout)
+    assert [one["options"] for one in closed["by_load"]] == [{"draft": "ngram"}, {}, {"kv_cache_dtype": "int8"}]
+    assert [one["loads"] for one in closed["by_load"]] == [1, 2, 1]
+    assert closed["best"]["output_tok_s"] == pytest.approx(2 * (first.output_tok_s or 0), rel=0.01), (
+        "times in microseconds"
+    )
+    told = closed["by_load"][1]
+    assert told["output_tok_s"] == pytest.approx(((first.output_tok_s or 0) + (second.output_tok_s or 0)) / 2)
+    assert told["tpot_ms"]["mean"] == second.tpot_ms
+    assert open_group["requests"]["request_rate"] == 5
+    assert "zinfer serve" in open_group["best"]["use_command"]
+    done = invoke("best", path)
+    assert "REQUESTS" in done.stdout
+    assert "Lossy settings, ranked apart" in done.stdout
+    assert re.search(r"Best: .*draft=ngram, .* tok/s, 1 load\n", done.stdout)
+    assert re.search(r"Best: .*, E2E .*, .* tok/s", done.stdout)
+    assert "crashed." in done.stdout
+    done = invoke("best", path, "--sla", "ttft:max:<=:1000s", "--gpu-hour-usd", "2", "--json")
+    decision = json.loads(done.stdout)[0]["decision"]
+    assert decision["point"]["options"] == {"draft": "ngram"}
+    assert decision["lossy"]["options"] == {"kv_cache_dtype": "int8"}
+    assert decision["point"]["usd_per_mtok"] > 0
+    assert invoke("best", path, "--sla", "output_tok_s:mean:>=:999999999").returncode == 4
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        load(in_flight=4, source="lognormal:245,106,max_output_len=400,sigma=0.8", requests=40, seed=3),
+        load(in_flight="auto", source="fixed:20,6", requests=7),
+        load(request_rate=0.5, source="uniform:20,6,spread=0.5", requests=9),
+        load(request_rate="inf", source="my requests.jsonl 05451a7d3614", requests=2),
+    ],
+    ids=lambda asked: asked.loop,
+)
+def test_the_printed_commands_are_of_the_same_load(
+    asked: RequestLoad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my requests.jsonl").write_text('{"input_len": 3, "output_len": 2}\n' * 5)
+    key = RequestKey(case(1, layers=None, options=(("draft", "ngram"),)), asked)
+    words = shlex.split(requests_command(key))
+    assert words[:2] == ["zinfer", "sweep"]
+    seen = list[RequestLoad]()
+
+    def sets(sweep: Sweep) -> None:
+        (one,) = request_sets(sweep)
+        (told,) = sweep.loads()
+        assert dict(told.options) == {"draft": "ngram"}
+        seen.append(one.load)
+        raise RecipeError("enough")
+
+    monkeypatch.setattr("zinfer.job.requests.request_sets", sets)
+    assert "enough" in str(CliRunner().invoke(cli, words[1:]).exception)
+    assert seen[0].model_copy(update={"source": asked.source}) == asked
+    assert seen[0].source.rpartition(" ")[0] == asked.source.rpartition(" ")[0]
+    use = shlex.split(use_command(key))
+    assert use[1] == ("serve" if asked.request_rate else "batch")
+    assert "draft=ngram" in use
+    assert ("--batch-size" in use) == (asked.in_flight == 4)
 
 
 def test_goodput_counts_the_requests_that_keep_every_level(measured: Measure) -> None:

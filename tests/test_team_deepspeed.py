@@ -23,6 +23,7 @@ from zinfer.plan.plan import make_plan
 from zinfer.spec import resolve
 from zinfer.spec.case import Case, Offload, Workload
 from zinfer.spec.engine import OptionError, parse_options, settle
+from zinfer.spec.host import peak_bytes
 from zinfer.worker.process import Worker, WorkerDied
 
 Checkpoints = Callable[..., Path]
@@ -46,6 +47,7 @@ def test_tokens_are_those_of_transformers(team: Engine, checkpoint: Checkpoints)
     assert found.settings["gpus"] == 2
     assert found.host_weight_bytes == spec.streamed_bytes, "one copy"
     assert found.streamed_bytes_per_step == pytest.approx(spec.streamed_bytes, rel=0.05), "the matrices, each once"
+    assert team.host_memory() > peak_bytes() + (64 << 20), "that of the second process, too"
     vectors = found.host_weight_bytes - found.streamed_bytes_per_step
     assert found.gpu_weight_bytes == pytest.approx(spec.other_bytes + 2 * vectors, rel=0.02), "parts, vectors twice"
 

@@ -1,13 +1,13 @@
 """Best configuration: the best point by one objective among those that keep the service levels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean
 from typing import Literal
 
-from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost
-from zinfer.analysis.group import Points
+from zinfer.analysis import requests, sla
+from zinfer.analysis.economics import Cost, EconomicsError, Point, Prices, cost
 from zinfer.analysis.rates import exact, lossy, pareto
-from zinfer.analysis.sla import Sla, SlaCheck, check
+from zinfer.analysis.sla import Sla, SlaCheck
 from zinfer.record.measurement import Measurement
 from zinfer.spec.value import Frozen
 
@@ -15,7 +15,7 @@ Objective = Literal["throughput", "cost", "energy", "latency"]
 
 
 class Decision(Frozen):
-    """Decision for one group of points.
+    """Decision for one group of points, of equal sequences or of requests.
 
     `point` is None if no point keeps every level; `nearest` is then the point that misses by least. `point` is also
     None if the objective's value is not known for any point that keeps them. Points with lossy settings are ranked
@@ -23,19 +23,26 @@ class Decision(Frozen):
     """
 
     objective: Objective
-    point: Measurement | None = None
+    point: Point | None = None
     kept: tuple[SlaCheck, ...] = ()  # the levels, checked on `point`, or else on `nearest`
     cost: Cost | None = None
-    nearest: Measurement | None = None
-    front: tuple[Measurement, ...] = ()  # Pareto front of the points that keep the levels: tok/s, tok/s of one user
+    nearest: Point | None = None
+    front: tuple[Point, ...] = ()  # Pareto front of the points that keep the levels: tok/s, tok/s of one user
     keeping: int = 0  # points that keep the levels
     usable: int = 0
     unknown: int = 0  # points that keep the levels, without a known cost or energy
-    lossy: Measurement | None = None  # best of the points with lossy settings
+    lossy: Point | None = None  # best of the points with lossy settings
 
 
-def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Prices) -> Decision:
-    """Choose the best of `points` by `objective` under `slas`; the smaller batch if two are equal.
+def decide(
+    points: Sequence[Point],
+    slas: Sequence[Sla],
+    objective: Objective,
+    prices: Prices,
+    rate: Callable[[Point], float | None] = lambda point: point.output_tok_s,
+) -> Decision:
+    """Choose the best of `points` by `objective` under `slas`; the smaller batch if two are equal. `rate` gives the
+    output tok/s of a point.
 
     A point whose value is not known is not chosen. Raises EconomicsError for the objective cost without prices.
     """
@@ -43,8 +50,8 @@ def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Pr
         raise EconomicsError("--objective cost needs a price: give --gpu-hour-usd, or --host-hour-usd, or both")
     points = [point for point in points if point.usable]
     if exact(points) and lossy(points):
-        apart = decide(lossy(points), slas, objective, prices).point
-        return decide(exact(points), slas, objective, prices).model_copy(update={"lossy": apart})
+        apart = decide(lossy(points), slas, objective, prices, rate).point
+        return decide(exact(points), slas, objective, prices, rate).model_copy(update={"lossy": apart})
     usable = list(points)
     keeping = [point for point in usable if all(kept.ok for kept in check(point, slas))]
     if not keeping:
@@ -52,10 +59,10 @@ def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Pr
         kept = check(nearest, slas) if nearest is not None else ()
         return Decision(objective=objective, kept=kept, nearest=nearest, usable=len(usable))
 
-    def value(point: Measurement, found: Cost) -> float | None:
+    def value(point: Point, found: Cost) -> float | None:
         return {
-            "throughput": -(point.output_tok_s or 0.0),
-            "latency": point.tpot_ms or mean(point.ttft_ms),
+            "throughput": -(rate(point) or 0.0),
+            "latency": point.tpot_ms or mean(first_token_ms(point)),
             "cost": found.usd_per_mtok,
             "energy": found.j_per_token,
         }[objective]
@@ -75,7 +82,17 @@ def decide(points: Points, slas: Sequence[Sla], objective: Objective, prices: Pr
     )  # fmt: skip
 
 
-def known_cost(point: Measurement, prices: Prices) -> Cost:
+def check(point: Point, slas: Sequence[Sla]) -> tuple[SlaCheck, ...]:
+    """Check a point of either kind against each service level."""
+    return sla.check(point, slas) if isinstance(point, Measurement) else requests.check(point, slas)
+
+
+def first_token_ms(point: Point) -> Sequence[float]:
+    """Return the TTFT of each repeat, or of each request, in ms."""
+    return point.ttft_ms if isinstance(point, Measurement) else point.of("ttft_ms")
+
+
+def known_cost(point: Point, prices: Prices) -> Cost:
     """Return the cost of the point; without USD if energy has a price and the point has no energy reading."""
     try:
         return cost(point, prices) or Cost()

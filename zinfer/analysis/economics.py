@@ -11,6 +11,7 @@ from math import ceil
 from pydantic import Field
 
 from zinfer.record.measurement import Measurement
+from zinfer.record.requests import RequestPoint
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.value import Frozen
 
@@ -18,6 +19,7 @@ COUNTER = "NVML's energy counter of the GPU"
 READINGS = "mean of NVML's power readings of the GPU, times the time"
 DAY_S = 86400
 LARGEST = 1e18  # most tokens of a demand, and most seconds
+Point = Measurement | RequestPoint
 _PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": DAY_S, "day": DAY_S}
 
@@ -71,12 +73,12 @@ class Fleet(Frozen):
         return self.tokens / (self.working * self.gpu_tok_s * self.seconds) if self.working else 0.0
 
 
-def energy(point: Measurement) -> tuple[float, str] | None:
-    """Return the energy in J an output token, over all repeats, and the method; None without a reading.
+def energy(point: Point) -> tuple[float, str] | None:
+    """Return the energy in J an output token, over all repeats or requests, and the method; None without a reading.
 
     The reading spans prefill and decode of all repeats, so the tokens are those of all repeats, first ones included.
     """
-    tokens = len(point.ttft_ms) * point.case.workload.batch_size * point.case.workload.output_len
+    tokens = point.output_tokens
     if not point.usable or not tokens:
         return None
     counted, watts, seconds = (point.gpu.get(key) for key in ("energy_j", "power_w_mean", "timed_s"))
@@ -85,7 +87,7 @@ def energy(point: Measurement) -> tuple[float, str] | None:
     return (watts * seconds / tokens, READINGS) if watts and seconds else None
 
 
-def cost(point: Measurement, prices: Prices) -> Cost | None:
+def cost(point: Point, prices: Prices) -> Cost | None:
     """Return the cost of the point's tokens on the GPUs that it took; None for a point that is not usable.
 
     Raises EconomicsError if energy has a price and was not measured.
@@ -133,7 +135,7 @@ def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
 
 
 def fleet(
-    point: Measurement,
+    point: Point,
     tokens: float,
     seconds: float,
     utilisation: float = 0.8,

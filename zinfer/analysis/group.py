@@ -15,14 +15,13 @@ Points = Sequence[Measurement]
 Metric = Literal["ttft_ms", "tpot_ms", "e2e_ms", "output_tok_s", "prefill_tok_s", "decode_tok_s", "user_tok_s"]
 
 
-class Group(Frozen):
-    """Properties that points must share to be compared. `layers` is set for a slice of the model's `total_layers`."""
+class Setting(Frozen):
+    """Properties that points of any kind must share to be compared. `layers` is set for a slice of the model's
+    `total_layers`."""
 
     machine: str
     model: str
     layers: int | None
-    input_len: int
-    output_len: int
     dtype: Dtype
     load_format: LoadFormat
     total_layers: int | None = None  # None if no point got far enough to record it
@@ -33,10 +32,10 @@ class Group(Frozen):
         return PurePath(self.model).name if self.model.startswith((".", "/", "~")) else self.model
 
     @property
-    def title(self) -> str:
-        """Title of a figure or table: ``bloom-176b, 14 of 70 layers, 512 in / 32 out``."""
-        part = "" if self.layers is None else f", {self.layers} of {self.total_layers or '?'} layers"
-        return f"{self.model_name}{part}, {self.input_len} in / {self.output_len} out"
+    def part(self) -> str:
+        """Model, and the part of it that was measured: ``bloom-176b, 14 of 70 layers``."""
+        name = self.model_name
+        return name if self.layers is None else f"{name}, {self.layers} of {self.total_layers or '?'} layers"
 
     @property
     def conditions(self) -> str:
@@ -54,6 +53,18 @@ class Group(Frozen):
         return (
             f"A slice takes a slice's memory: its largest batches, with and without offload, are its own. See {plan}."
         )
+
+
+class Group(Setting):
+    """Setting and lengths that points of equal sequences share."""
+
+    input_len: int
+    output_len: int
+
+    @property
+    def title(self) -> str:
+        """Title of a figure or table: ``bloom-176b, 14 of 70 layers, 512 in / 32 out``."""
+        return f"{self.part}, {self.input_len} in / {self.output_len} out"
 
     def stem(self, sweep: str, alone: bool) -> str:
         """Return the path of this group's figures: ``<machine>/<sweep>``, longer unless it is `alone` in its sweep."""

@@ -7,9 +7,10 @@ them; nothing here compares across groups.
 
 from collections.abc import Sequence
 from statistics import mean, stdev
-from typing import Literal
+from typing import Literal, TypeVar
 
 from zinfer.analysis.compare import Change, change
+from zinfer.analysis.economics import Point
 from zinfer.analysis.group import Points, by_load
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import ci95_half_width
@@ -18,6 +19,7 @@ from zinfer.spec.units import figures
 from zinfer.spec.value import Frozen
 
 RateObjective = Literal["output_tok_s", "decode_tok_s"]
+P = TypeVar("P", bound=Point)
 OFFLOADS: tuple[Offload, ...] = ("cpu", "nvme")  # offloads that are compared with none
 
 
@@ -83,12 +85,12 @@ def ranked(points: Points) -> tuple[Measurement, ...]:
     return (*best_by_load(exact(points)), *best_by_load(lossy(points)))
 
 
-def exact(points: Points) -> Points:
+def exact(points: Sequence[P]) -> tuple[P, ...]:
     """Return the points whose settings keep the model's own numbers; lossy ones are ranked apart."""
     return tuple(point for point in points if not point.case.lossy)
 
 
-def lossy(points: Points) -> Points:
+def lossy(points: Sequence[P]) -> tuple[P, ...]:
     """Return the points with lossy settings, such as an 8-bit KV cache."""
     return tuple(point for point in points if point.case.lossy)
 
@@ -113,6 +115,16 @@ def tied(points: Points, first: Measurement) -> str:
 def cautions(points: Points) -> tuple[str, ...]:
     """Return sentences that a reader needs to read the rates right: random weights, single repeats, no GPU."""
     usable = [point for point in points if point.usable]
+    found = list(conditions(usable))
+    single = sum(len(point.ttft_ms) == 1 for point in usable)
+    if single:
+        some = "Every point has" if single == len(usable) else f"{single} of {len(usable)} points have"
+        found.append(f"{some} one repeat, whose noise is unknown: differences may be chance.")
+    return tuple(found)
+
+
+def conditions(usable: Sequence[Point]) -> tuple[str, ...]:
+    """Return sentences on the conditions of usable points of any kind: random weights, no GPU."""
     found = []
     if any(point.case.load_format == "dummy" for point in usable):
         found.append(
@@ -123,10 +135,6 @@ def cautions(points: Points) -> tuple[str, ...]:
             "This machine computed without a GPU: the weights are in host memory with and without offload, and the two "
             "differ only in copying: offload copies each layer before it computes."
         )
-    single = sum(len(point.ttft_ms) == 1 for point in usable)
-    if single:
-        some = "Every point has" if single == len(usable) else f"{single} of {len(usable)} points have"
-        found.append(f"{some} one repeat, whose noise is unknown: differences may be chance.")
     return tuple(found)
 
 
@@ -172,10 +180,10 @@ def edges(points: Points) -> tuple[Edge, ...]:
     )
 
 
-def pareto(points: Points) -> tuple[Measurement, ...]:
+def pareto(points: Sequence[P]) -> tuple[P, ...]:
     """Return the Pareto front: usable points that no other beats in both output tok/s and tok/s of one user (1000 /
     tpot_ms), by ascending throughput."""
-    front: list[Measurement] = []
+    front: list[P] = []
     usable = [point for point in points if point.usable and point.tpot_ms]
     for point in sorted(usable, key=lambda p: (-(p.output_tok_s or 0), p.tpot_ms or 0)):
         if not front or (point.tpot_ms or 0) < (front[-1].tpot_ms or 0):

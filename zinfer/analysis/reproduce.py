@@ -1,9 +1,47 @@
-"""Commands for a measured case: one that measures it again, one that uses its configuration."""
+"""Commands for a measured point: one that measures it again, one that uses its configuration."""
 
 import shlex
 
+from zinfer.analysis.economics import Point
+from zinfer.record.measurement import Measurement
+from zinfer.record.requests import RequestKey
 from zinfer.spec.case import Case
 from zinfer.spec.resolve import catalogue_names, from_catalogue
+
+
+def commands(point: Point) -> tuple[str, str]:
+    """Return the command that measures a point again, and the one that uses its configuration: `zinfer batch`, or
+    `zinfer serve` for requests that arrive at a rate."""
+    if isinstance(point, Measurement):
+        return sweep_command(point.case), batch_command(point.case)
+    return requests_command(point.key), use_command(point.key)
+
+
+def requests_command(key: RequestKey) -> str:
+    """Return the shell command that measures a load of requests and nothing else; that of a file names it as the
+    record does, without its folder and checksum."""
+    case, asked = key
+    words = ["zinfer", "sweep", *_load(case)]
+    lengths = asked.source.partition(":")[0] in ("lognormal", "uniform", "fixed")
+    words += ["--request-lengths", asked.source] if lengths else ["--requests", asked.source.rpartition(" ")[0]]
+    words += ["--num-requests", str(asked.requests), "--seed", str(asked.seed)]
+    in_flight = asked.in_flight is not None
+    words += ["--in-flight", str(asked.in_flight)] if in_flight else ["--request-rate", f"{asked.request_rate}"]
+    words += ["--load-format", case.load_format]
+    if case.layers is not None:
+        words += ["--layers", str(case.layers)]
+    return shlex.join([*words, *_settings(case), "-o", "again.jsonl"])
+
+
+def use_command(key: RequestKey) -> str:
+    """Return the shell command that answers a file of prompts, or requests over HTTP, in the configuration of a load
+    of requests, as `batch_command` does."""
+    case, asked = key
+    words = ["zinfer", "serve"] if asked.request_rate else ["zinfer", "batch", "prompts.jsonl", "-o", "answers.jsonl"]
+    words += _load(case)
+    if case.layers is None and isinstance(asked.in_flight, int):
+        words += ["--batch-size", str(asked.in_flight)]
+    return shlex.join(_whole_model(words, case))
 
 
 def sweep_command(case: Case) -> str:
@@ -28,12 +66,17 @@ def batch_command(case: Case) -> str:
     if case.layers is None:
         words += ["--batch-size", str(case.workload.batch_size)]
     words += ["--output-len", str(case.workload.output_len)]
+    return shlex.join(_whole_model(words, case))
+
+
+def _whole_model(words: list[str], case: Case) -> list[str]:
+    """Return the words of a command for the whole model of a case, with its settings."""
     if case.model in catalogue_names() and from_catalogue(case.model).hub_id is None:
         words += ["--load-format", "dummy"]
     if case.layers is not None and case.offload == "none":
         at = words.index("--offload")
         del words[at : at + 2]
-    return shlex.join([*words, *_settings(case)])
+    return [*words, *_settings(case)]
 
 
 def _load(case: Case) -> list[str]:

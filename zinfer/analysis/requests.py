@@ -1,4 +1,5 @@
-"""Goodput of loads of requests, and their rates by load: the requests that keep all service levels.
+"""Loads of requests: groups that may be compared, the fastest configuration of each, and goodput, the requests that
+keep all service levels.
 
 A service level holds for each request by itself here, with its own TTFT, TPOT or E2E, as in `vllm bench serve` and
 DistServe (arXiv:2401.09670); `check` compares the statistic of the level over all requests. Rates of the whole load
@@ -6,10 +7,13 @@ DistServe (arXiv:2401.09670); `check` compares the statistic of the level over a
 """
 
 from collections.abc import Iterable
-from pathlib import PurePath
+from statistics import mean
+from typing import NamedTuple
 
+from zinfer.analysis.group import Setting
 from zinfer.analysis.sla import Sla, SlaCheck, parse, statistic
 from zinfer.record.requests import RequestKey, RequestMetric, RequestPoint, RequestSample
+from zinfer.spec.requests import RequestLoad
 
 _TIMES: dict[str, RequestMetric] = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "user_tok_s": "tpot_ms"}
 
@@ -89,8 +93,70 @@ def loads_of(points: Iterable[RequestPoint]) -> Loads:
     return found
 
 
-def title(point: RequestPoint) -> str:
-    """Return the model and slice of a load, for tables: ``llama-2-70b, 8 of 80 layers``."""
+class RequestGroup(Setting):
+    """Setting and requests that loads must share to be compared: the same requests, which arrive in the same way."""
+
+    requests: RequestLoad
+
+    @property
+    def title(self) -> str:
+        """Title of a table: ``llama-2-70b, 8 of 80 layers, 200 requests of chats.jsonl, 64 in flight``."""
+        return f"{self.part}, {self.requests.describe()}"
+
+
+class RequestRates(NamedTuple):
+    """One configuration under a load of requests: its last usable record, and the output tok/s of all."""
+
+    point: RequestPoint
+    rates: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return mean(self.rates)
+
+    def differs(self, other: "RequestRates") -> bool | None:
+        """Tell whether no rate of one is within the range of the other's; None if one of them has a single rate."""
+        if min(len(self.rates), len(other.rates)) < 2:
+            return None
+        return min(self.rates) > max(other.rates) or max(self.rates) < min(other.rates)
+
+
+def group_of(point: RequestPoint) -> RequestGroup:
     case = point.case
-    name = PurePath(case.model).name if case.model.startswith((".", "/", "~")) else case.model
-    return name if case.layers is None else f"{name}, {case.layers} of {point.total_layers or '?'} layers"
+    return RequestGroup(
+        machine=point.machine, model=case.model, layers=case.layers, dtype=case.dtype, load_format=case.load_format,
+        total_layers=None if case.layers is None else point.total_layers, requests=point.requests,
+    )  # fmt: skip
+
+
+def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPoint, ...]]:
+    """Return all records by group, whole models before slices; groups in the order of models, sources, and ways to
+    arrive."""
+    found: dict[RequestGroup, list[RequestPoint]] = {}
+    for point in points:
+        found.setdefault(group_of(point), []).append(point)
+
+    def place(group: RequestGroup) -> tuple[bool | int | float | str, ...]:
+        asked = group.requests
+        loop = asked.in_flight if isinstance(asked.in_flight, int) else float("inf")
+        whole = group.layers is not None, group.machine, group.model, group.layers or 0, group.dtype
+        name = asked.source.rpartition(" ")[0] or asked.source  # of a file without its checksum
+        return *whole, name, asked.request_rate is not None, loop, float(asked.request_rate or 0)
+
+    return {group: tuple(found[group]) for group in sorted(found, key=place)}
+
+
+def ranked(points: Iterable[RequestPoint]) -> list[RequestRates]:
+    """Return the configurations of one group, the fastest first and those with lossy settings last: by mean output
+    tok/s or, where requests arrive at a rate, which sets those, by mean E2E."""
+    found: dict[RequestKey, list[RequestPoint]] = {}
+    for point in points:
+        if point.usable:
+            found.setdefault(point.key, []).append(point)
+    rows = [RequestRates(own[-1], tuple(one.output_tok_s or 0.0 for one in own)) for own in found.values()]
+
+    def place(row: RequestRates) -> tuple[bool, float]:
+        e2e = row.point.summary("e2e_ms") if isinstance(row.point.requests.request_rate, float) else None
+        return row.point.case.lossy, -row.mean if e2e is None else e2e.mean
+
+    return sorted(rows, key=place)

@@ -9,12 +9,17 @@ from zinfer.commands.prices import price_options
 from zinfer.commands.results import results_options
 
 if TYPE_CHECKING:
+    from zinfer.analysis.economics import Point
     from zinfer.analysis.group import Group, Points
     from zinfer.analysis.rates import Edge
+    from zinfer.analysis.requests import RequestGroup, RequestRates
     from zinfer.commands.decision import GroupDecision
     from zinfer.commands.out import Table
     from zinfer.record.measurement import Measurement
+    from zinfer.record.requests import RequestPoint
     from zinfer.spec.case import Case
+
+    Answers = dict[Group | RequestGroup, GroupDecision]
 
 
 @click.command("best")
@@ -37,7 +42,9 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
 
     Each model or slice, pair of lengths and machine is judged by itself, whole models first. Throughput is output
     tokens a second, prefill included; each engine and offload is taken at its own best batch size. A difference within
-    the noise of the repeats counts for none, and lossy settings (an 8-bit KV cache) are ranked apart. With --sla,
+    the noise of the repeats counts for none, and lossy settings (an 8-bit KV cache) are ranked apart. Loads of
+    requests follow, those of the same requests together: the best has the most output tokens a second or, where
+    requests arrive at a rate, the least E2E. With --sla,
     --objective or prices the answer is the point that keeps the levels and is best by the objective; the exit code is 4
     when none keeps them.
 
@@ -47,6 +54,7 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
     """
     import json
 
+    from zinfer.analysis import requests
     from zinfer.analysis.group import groups
     from zinfer.cli import Failure
     from zinfer.commands import decision
@@ -54,31 +62,42 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
     from zinfer.spec.errors import NOTHING
 
     chosen = choose(results, machine)
-    records = usable(chosen.read(), chosen)
+    records = usable(chosen.read(), chosen, requests_too=True)
     if records.warning:
         click.echo(records.warning, err=True)
-    found = groups(records.points)
+    found, loads = groups(records.points), requests.groups(records.requests)
     wanted = {group: points for group, points in found.items() if model in (None, group.model, group.model_name)}
-    if not any(point.usable for points in wanted.values() for point in points):
-        there = "; ".join(sorted({f"{group.model_name} on {group.machine}" for group in found}))
+    served = {group: points for group, points in loads.items() if model in (None, group.model, group.model_name)}
+    every: list[Point] = [point for points in wanted.values() for point in points]
+    every += [point for records_of in served.values() for point in records_of]
+    if not any(point.usable for point in every):
+        there = "; ".join(sorted({f"{group.model_name} on {group.machine}" for group in (*found, *loads)}))
         raise Failure(f"no usable point of {model} in {chosen.path}; there are {there}", NOTHING)
     question = decision.question(**asked)
-    answers = {group: question.answer(points) for group, points in wanted.items()} if question is not None else {}
+    answers: Answers = {}
+    if question is not None:
+        answers = {group: question.answer(points) for group, points in wanted.items()}
+        ranks = {group: requests.ranked(points) for group, points in served.items()}
+        means = {id(row.point): row.mean for rows in ranks.values() for row in rows}
+        for request_group, rows in ranks.items():
+            answers[request_group] = question.answer([row.point for row in rows], lambda one: means[id(one)])
     if answers and all(answer.decision.unknown and not answer.decision.point for answer in answers.values()):
         needs = "--power-usd-kwh" if asked["objective"] == "cost" else "--objective energy"
         raise Failure(f"{needs} needs a reading of the energy, which NVML gives on a GPU: no point has one")
     if as_json:
-        rows = [_summary(group, points) for group, points in wanted.items()]
-        for row, answer in zip(rows, answers.values(), strict=False):
+        told = [_summary(group, points) for group, points in wanted.items()]
+        told += [_request_summary(group, points) for group, points in served.items()]
+        for row, answer in zip(told, answers.values(), strict=False):
             row["decision"] = decision.row(answer)
-        click.echo(json.dumps(rows, indent=1))
+        click.echo(json.dumps(told, indent=1))
     else:
         _print(wanted, answers)
+        _print_requests(served, answers, bool(wanted))
     if answers and all(answer.decision.point is None for answer in answers.values()):
         raise SystemExit(NOTHING)
 
 
-def _print(wanted: "dict[Group, tuple[Measurement, ...]]", answers: "dict[Group, GroupDecision]") -> None:
+def _print(wanted: "dict[Group, tuple[Measurement, ...]]", answers: "Answers") -> None:
     """Print the groups one after the other, whole models before slices."""
     from zinfer.analysis import rates
     from zinfer.commands import decision
@@ -158,6 +177,117 @@ def _table(tops: "Points", edges: "dict[Case, Edge]") -> "Table":
         "#GPU peak", "#OOM at",
     )  # fmt: skip
     return table("", columns, rows, drop=("GPU peak", "link share", "OOM at"))
+
+
+def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answers: "Answers", behind: bool) -> None:
+    """Print the groups of loads of requests one after the other, `behind` others."""
+    from zinfer.analysis import rates, requests
+    from zinfer.commands import decision
+    from zinfer.commands.out import console
+
+    if served:
+        click.echo("\nREQUESTS: of different lengths, which come and end at any time\n" if behind else "REQUESTS\n")
+    for number, (group, points) in enumerate(served.items()):
+        click.echo("\n" * (number > 0) + f"{group.title}\n{group.conditions}\n")
+        rows = requests.ranked(points)
+        for failed in {point.case.label(): point for point in points if not point.usable}.values():
+            if all(row.point.key != failed.key for row in rows):
+                click.echo(f"{failed.case.label()}: {failed.status}.")
+        if not rows:
+            continue
+        console().print(_request_table(rows))
+        if any(row.point.case.lossy for row in rows):
+            click.echo(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
+        if group in answers:
+            decision.show(answers[group])
+        else:
+            _name(rows)
+        single = sum(len(row.rates) == 1 for row in rows)
+        cautions = list(rates.conditions([row.point for row in rows]))
+        if single:
+            some = "Every load was" if single == len(rows) else f"{single} of {len(rows)} loads were"
+            cautions.append(f"{some} measured once, so that the noise is unknown: differences may be chance.")
+        click.echo("\n" + "\n".join([*cautions, *filter(None, [group.caution])]))
+
+
+def _name(rows: "list[RequestRates]") -> None:
+    """Name the first of ranked configurations, those that are as fast, and the commands."""
+    from zinfer.commands import decision
+    from zinfer.spec.units import counted, duration, figures
+
+    first, *others = rows
+    point, e2e = first.point, first.point.summary("e2e_ms")
+    told = f"{figures(first.mean)} tok/s"
+    if isinstance(point.requests.request_rate, float) and e2e is not None:
+        told = f"E2E {duration(e2e.mean / 1e3)}, {told}"
+    click.echo(f"\nBest: {point.case.label()}, {told}, {counted(len(first.rates), 'load')}")
+    alike = [row.point.case.label() for row in others if not row.point.case.lossy and first.differs(row) is False]
+    if alike:
+        click.echo(f"As fast within the range of the loads: {', '.join(alike)}.")
+    decision.show_commands(point)
+
+
+def _request_table(rows: "list[RequestRates]") -> "Table":
+    """Return the table of configurations under one load of requests, one a row."""
+    from zinfer.commands.out import table
+    from zinfer.spec.units import duration, figures, gib
+
+    def ms(value: float | None) -> str:
+        return "" if value is None else duration(value / 1e3)
+
+    cells = []
+    for point, found in rows:
+        ttft, e2e = point.summary("ttft_ms"), point.summary("e2e_ms")
+        cells.append((
+            point.case.label(), str(len(found)), figures(sum(found) / len(found)),
+            f"{figures(min(found))} to {figures(max(found))}" if len(found) > 1 else "",
+            "" if point.steady_tok_s is None else figures(point.steady_tok_s), ms(ttft and ttft.mean),
+            ms(point.tpot_ms), ms(e2e and e2e.p99),
+            "" if point.drafts_right is None else f"{point.drafts_right:.0%}",
+            gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
+        ))  # fmt: skip
+    columns = (
+        "configuration", "#loads", "#tok/s", "#range", "#steady tok/s", "#TTFT", "#TPOT", "#E2E p99", "#drafts right",
+        "#GPU peak",
+    )  # fmt: skip
+    return table("", columns, cells, drop=("GPU peak", "range", "steady tok/s", "E2E p99"))
+
+
+def _request_summary(group: "RequestGroup", points: "tuple[RequestPoint, ...]") -> dict[str, Any]:
+    """Return one group of loads of requests as JSON: milliseconds, bytes; null is unknown."""
+    from zinfer.analysis import requests
+
+    rows = requests.ranked(points)
+    return {
+        **group.model_dump(),
+        "best": _request_rates(rows[0]) if rows else None,
+        "by_load": [_request_rates(row) for row in rows],
+    }
+
+
+def _request_rates(row: "RequestRates") -> dict[str, Any]:
+    from zinfer.analysis import reproduce
+
+    point = row.point
+    again, use = reproduce.commands(point)
+    times = {name: point.summary(name) for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")}
+    return {
+        "engine": point.case.engine,
+        "offload": point.case.offload,
+        "weights": point.case.weights,
+        "options": dict(point.case.options),
+        "lossy": point.case.lossy,
+        "loads": len(row.rates),
+        "output_tok_s": row.mean,
+        "output_tok_s_of_loads": row.rates,
+        "steady_tok_s": point.steady_tok_s,
+        **{name: None if found is None else found._asdict() for name, found in times.items()},
+        "drafts_right": point.drafts_right,
+        "gpu_peak_bytes": point.gpu_peak_bytes,
+        "host_peak_bytes": point.host_peak_bytes,
+        "command": again,
+        "use_command": use,
+    }
 
 
 def _summary(group: "Group", points: "Points") -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Decisions of `zinfer best`: service levels, objectives, cost, and the machines for a demand."""
 
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -7,8 +8,7 @@ import click
 from pydantic import ValidationError
 
 from zinfer.analysis.best import Decision, Objective, decide, known_cost
-from zinfer.analysis.economics import EconomicsError, Fleet, Prices, fleet, parse_demand
-from zinfer.analysis.group import Points
+from zinfer.analysis.economics import EconomicsError, Fleet, Point, Prices, fleet, parse_demand
 from zinfer.analysis.sla import Sla, parse
 from zinfer.record.measurement import Measurement
 from zinfer.spec.units import counted, duration, figures
@@ -38,12 +38,15 @@ class DecisionCriteria(NamedTuple):
     pareto: bool
     due: bool = False  # a deadline was given
 
-    def answer(self, points: Points) -> GroupDecision:
-        """Return the decision for `points`, and the fleet for the demand if there is one."""
-        found = decide(points, self.slas, self.objective, self.prices)
+    def answer(
+        self, points: Sequence[Point], rate: Callable[[Point], float | None] = lambda point: point.output_tok_s
+    ) -> GroupDecision:
+        """Return the decision for `points`, whose output tok/s are `rate`, and the fleet for the demand if there is
+        one."""
+        found = decide(points, self.slas, self.objective, self.prices, rate)
         machines = too_slow = None
         if self.demand is not None and found.point is not None:
-            batch_s = fmean(found.point.e2e_ms) / 1e3
+            batch_s = fmean(found.point.e2e_ms) / 1e3 if isinstance(found.point, Measurement) else 0.0
             if self.due and batch_s > self.demand[1]:
                 too_slow = batch_s
             else:
@@ -115,12 +118,13 @@ def _show_lossy(found: "Decision") -> None:
         click.echo(f"Best lossy setting, ranked apart: {_named(found.lossy)}; {ACCURACY}.")
 
 
-def show_commands(point: Measurement) -> None:
+def show_commands(point: Point) -> None:
     """Print the command that uses a point's configuration, and the one that measures it again."""
     from zinfer.analysis import reproduce
 
-    click.echo(f"  use it:     {reproduce.batch_command(point.case)}")
-    click.echo(f"  reproduce:  {reproduce.sweep_command(point.case)}")
+    again, use = reproduce.commands(point)
+    click.echo(f"  use it:     {use}")
+    click.echo(f"  reproduce:  {again}")
 
 
 def costs(answer: GroupDecision) -> list[str]:
@@ -146,8 +150,9 @@ def costs(answer: GroupDecision) -> list[str]:
     return lines
 
 
-def _named(point: Measurement) -> str:
-    return f"{point.case.label()}, batch {point.case.workload.batch_size}"
+def _named(point: Point) -> str:
+    loop = f"batch {point.case.workload.batch_size}" if isinstance(point, Measurement) else point.requests.loop
+    return f"{point.case.label()}, {loop}"
 
 
 def row(answer: GroupDecision) -> dict[str, Any]:
@@ -155,11 +160,12 @@ def row(answer: GroupDecision) -> dict[str, Any]:
     from zinfer.analysis import reproduce
 
     found, machines = answer.decision, answer.fleet
+    again, use = (None, None) if found.point is None else reproduce.commands(found.point)
     return {
         "objective": found.objective,
         "point": None if found.point is None else _brief(found.point, answer.prices),
-        "command": None if found.point is None else reproduce.sweep_command(found.point.case),
-        "batch_command": None if found.point is None else reproduce.batch_command(found.point.case),
+        "command": again,
+        "batch_command": use,
         "lossy": None if found.lossy is None else _brief(found.lossy, answer.prices),
         "nearest": None if found.nearest is None else _brief(found.nearest, answer.prices),
         "levels": [
@@ -176,14 +182,15 @@ def row(answer: GroupDecision) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _brief(point: Measurement, prices: Prices) -> dict[str, Any]:
+def _brief(point: Point, prices: Prices) -> dict[str, Any]:
     paid = known_cost(point, prices)
+    equal = isinstance(point, Measurement)
     return {
         "engine": point.case.engine,
         "offload": point.case.offload,
         "weights": point.case.weights,
         "options": dict(point.case.options),
-        "batch_size": point.case.workload.batch_size,
+        "batch_size": point.case.workload.batch_size if equal else None,
         "output_tok_s": point.output_tok_s,
         "user_tok_s": 1e3 / point.tpot_ms if point.tpot_ms else None,
         "usd_per_mtok": paid.usd_per_mtok,

@@ -11,6 +11,7 @@ from zinfer.spec.errors import NOTHING
 from zinfer.spec.units import counted
 
 if TYPE_CHECKING:
+    from zinfer.analysis.economics import Point
     from zinfer.record.store import Records
     from zinfer.record.study import Study
 
@@ -129,8 +130,9 @@ def choose(results: Path | None, machine: str | None) -> Chosen:
     return Chosen(path, own, results is not None, own=own is not None)
 
 
-def usable(found: "list[tuple[Path, Records]]", chosen: Chosen) -> "Records":
-    """Return all records together, for an answer from points. Raises Failure unless some point is usable."""
+def usable(found: "list[tuple[Path, Records]]", chosen: Chosen, requests_too: bool = False) -> "Records":
+    """Return all records together, for an answer from points, or from loads of requests, too. Raises Failure unless
+    one of them is usable."""
     from zinfer.record.store import Records
 
     points = tuple(point for _, records in found for point in records.points)
@@ -138,18 +140,19 @@ def usable(found: "list[tuple[Path, Records]]", chosen: Chosen) -> "Records":
     headers = tuple(header for _, records in found for header in records.headers)
     requests = tuple(point for _, records in found for point in records.requests)
     together = Records(points, headers, damaged, requests)
-    if any(point.usable for point in points):
+    every: tuple[Point, ...] = (*points, *(requests if requests_too else ()))
+    if any(point.usable for point in every):
         return together
-    if not points and requests:
+    if not points and requests and not requests_too:
         raise Failure(
             f"{chosen.path} has {counted(len(requests), 'load')} of requests and no point of equal sequences: see "
-            "`zinfer report`, `zinfer export --requests`",
+            "`zinfer best`, `zinfer report`, `zinfer export --requests`",
             NOTHING,
         )
-    if not points:
+    if not every:
         lost = f" ({together.warning})" if together.warning else ""
         raise Failure(f"{chosen.nothing()}{lost}", NOTHING)
-    statuses = ", ".join(sorted({point.status for point in points}))
+    statuses = ", ".join(sorted({point.status for point in every}))
     raise Failure(
-        f"none of the {len(points)} points in {chosen.path} succeeded ({statuses}): see `zinfer report`", NOTHING
+        f"none of the {len(every)} points in {chosen.path} succeeded ({statuses}): see `zinfer report`", NOTHING
     )

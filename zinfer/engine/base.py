@@ -19,6 +19,7 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.case import Workload
 from zinfer.spec.engine import EngineOptions, parse_options
+from zinfer.spec.host import peak_bytes
 from zinfer.spec.progress import Progress, silent
 
 
@@ -217,6 +218,10 @@ class Engine(ABC):
             free, total = torch.cuda.mem_get_info()
             return torch.cuda.max_memory_allocated(), total - free
         return None
+
+    def host_memory(self) -> int:
+        """Return the most host memory that the processes of the engine have held, in bytes."""
+        return peak_bytes()
 
     def clear(self) -> None:
         """Retire every micro-batch; weights stay. For callers that lost track of them in an exception."""

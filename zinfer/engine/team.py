@@ -26,6 +26,7 @@ from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.ranks import LOST_S, Channel, Follower, Group, Leader, Start
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective
+from zinfer.spec.host import peak_bytes, shared_bytes
 from zinfer.spec.progress import Progress, silent
 
 E = TypeVar("E", bound=Engine)
@@ -132,6 +133,10 @@ class Member(Generic[E]):
     def device_memory(self) -> tuple[int, int] | None:
         return self.engine.device_memory()
 
+    def host_memory(self) -> tuple[int, int]:
+        """Return the most memory that this process has held, and how much of it others have, too, in bytes."""
+        return peak_bytes(), shared_bytes()
+
     def _forget(self) -> None:
         live = {id(batch) for batch in self.engine.batches}
         self._batches = {key: batch for key, batch in self._batches.items() if id(batch) in live}
@@ -207,6 +212,7 @@ class Team(Engine, Generic[E]):
     """Engine on `Placement.gpus` GPUs; on as many processes of the CPU where there is none. Each is a `member`."""
 
     member: ClassVar[type[Member[Any]]]
+    one_copy: ClassVar[bool] = False  # True if weights lie in memory that all ranks share
     _member: Member[E] | None = None
     _group: Leader
 
@@ -466,8 +472,10 @@ class Team(Engine, Generic[E]):
     def effective(self) -> Effective:
         found: list[Effective] = self._all("effective")
         weights = sum(one.gpu_weight_bytes for one in found)
+        pinned = found[0].pinned_bytes if self.one_copy else sum(one.pinned_bytes for one in found)
         settings = self._settings([one.settings for one in found]) | {"gpus": self._group.size}
-        return found[0].model_copy(update={"gpu_weight_bytes": weights, "settings": settings})
+        counted = {"gpu_weight_bytes": weights, "pinned_bytes": pinned, "settings": settings}
+        return found[0].model_copy(update=counted)
 
     def _settings(self, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the settings of all ranks together."""
@@ -479,6 +487,10 @@ class Team(Engine, Generic[E]):
     def device_memory(self) -> tuple[int, int] | None:
         found = [one for one in self._all("device_memory") if one is not None]
         return (max(peak for peak, _ in found), max(used for _, used in found)) if found else None
+
+    def host_memory(self) -> int:
+        found: list[tuple[int, int]] = self._all("host_memory")
+        return found[0][0] + sum(max(0, peak - shared) for peak, shared in found[1:])
 
     def clear(self) -> None:
         self._all("clear")

@@ -371,7 +371,8 @@ def _pass(
         limits["unpacking"] = unpacking
     brought, choice = 0.0, tokens is not None and chooses(setup, tokens)
     if over_link and link is not None:
-        links = min(share * link, machine.links_bandwidth or inf)
+        # All links together were measured with the GPUs that there are; more GPUs would have links of their own.
+        links = min(share * link, (machine.links_bandwidth or inf) * max(1.0, share / max(1, machine.gpu_count)))
         brought = limits["link"] = over_link / (factors.link_share * links)
         if tokens is not None and choice and not factors.perfect:
             limits["link"] += _awaiting_choice(setup, model, machine, factors, tokens, factors.link_share * links)

@@ -169,6 +169,11 @@ class Measurement(Recorded):
         return median(steps) if steps else None
 
     @property
+    def output_tokens(self) -> int:
+        """Tokens that were generated in all repeats."""
+        return len(self.ttft_ms) * self.case.workload.batch_size * self.case.workload.output_len
+
+    @property
     def output_tok_s_samples(self) -> tuple[float, ...]:
         """Output throughput of each repeat, in tok/s: B · n / e2e."""
         tokens = self.case.workload.batch_size * self.case.workload.output_len

@@ -197,6 +197,12 @@ class RequestPoint(Recorded):
         return summary(self.of(metric))
 
     @property
+    def tpot_ms(self) -> float | None:
+        """Mean TPOT of the requests, in ms; None if no request got two tokens."""
+        found = self.summary("tpot_ms")
+        return found.mean if found is not None else None
+
+    @property
     def input_tokens(self) -> int:
         """Tokens of the prompts of all requests."""
         return sum(sample.input_len for sample in self.samples)

@@ -4,7 +4,7 @@ rates leave out that requests come and end at different times."""
 from collections.abc import Iterable
 from statistics import mean
 
-from zinfer.analysis.requests import check, goodput, loads_of, share_within, title
+from zinfer.analysis.requests import check, goodput, group_of, loads_of, share_within
 from zinfer.record.requests import METRICS, RequestPoint, Summary
 from zinfer.report.document import Block, Heading, Items, Row, Table, Text
 from zinfer.spec.units import duration, figures
@@ -40,7 +40,7 @@ def tables(points: Iterable[RequestPoint]) -> list[tuple[Table | Items, ...]]:
     for."""
     groups: dict[str, list[RequestPoint]] = {}
     for point in points:
-        groups.setdefault(f"{title(point)}, {point.machine}", []).append(point)
+        groups.setdefault(f"{group_of(point).part}, {point.machine}", []).append(point)
     found: list[tuple[Table | Items, ...]] = []
     for name, own in groups.items():
         last = [one for records in loads_of(own).values() if (one := _last(records)) is not None]

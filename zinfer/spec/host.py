@@ -5,6 +5,7 @@ import contextlib
 import os
 import platform
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from importlib import metadata
@@ -113,6 +114,17 @@ def cpu_model() -> str:
     """Return the CPU's name, or its architecture if the kernel gives no name (as on Arm)."""
     match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return match[1].strip() if match else platform.machine()
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has held, in bytes; what it shares with others counts."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def shared_bytes() -> int:
+    """Return the memory that this process maps from files in memory now (RssShmem), in bytes."""
+    match = re.search(r"^RssShmem:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def memory_total() -> int:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from zinfer.spec.case import MOST
-from zinfer.spec.units import figures
+from zinfer.spec.units import counted, figures
 from zinfer.spec.value import Frozen
 
 MOST_REQUESTS = 100_000  # of one load
@@ -178,4 +178,4 @@ class RequestLoad(Frozen):
 
     def describe(self) -> str:
         """Return the load as text: ``1,000 requests of lognormal:245,106,sigma=0.5, 64 in flight``."""
-        return f"{self.requests:,} requests of {self.source}, {self.loop}"
+        return f"{counted(self.requests, 'request')} of {self.source}, {self.loop}"

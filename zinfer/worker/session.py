@@ -222,13 +222,11 @@ def begin_point(session: Session) -> None:
 def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
     """Return what a point records at its end: memory, the placement of the weights, and its `status`, which differs
     from the given one if the weights are not where the case wants them."""
-    import resource
-
     engine = session.engine
     effective = engine.effective()
     fields: dict[str, Any] = {
         "effective": effective,
-        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "host_peak_bytes": engine.host_memory(),
         "status": status,
     }
     if (memory := engine.device_memory()) is not None:

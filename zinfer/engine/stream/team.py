@@ -64,6 +64,7 @@ class StreamTeam(Team[Stream]):
     """Engine `stream` on several GPUs."""
 
     one_trip: ClassVar[bool] = True
+    one_copy: ClassVar[bool] = True
     member = StreamMember
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:

@@ -134,6 +134,18 @@ def test_a_closed_loop_keeps_its_requests_in_flight(in_flight: Any, measured: Me
         assert len(flying) == in_flight or (not left and len(flying) < in_flight), end
 
 
+def test_the_longest_come_first_if_asked(measured: Measure) -> None:
+    """The load then ends with short answers, and takes fewer passes."""
+    given, _ = measured(load(in_flight=4, requests=30, seed=5))
+    point, _ = measured(load(in_flight=4, requests=30, seed=5, order="longest-first"))
+    begun = sorted(point.samples, key=lambda one: (one.arrived_ms, one.runs[0][0]))
+    lengths = [one.output_len for one in begun]
+    assert sorted(lengths[:4]) == sorted(lengths)[-4:]
+    assert [one.output_len for one in point.samples] == [one.output_len for one in given.samples], "by their numbers"
+    assert len(point.pass_ms) < len(given.pass_ms)
+    assert point.requests.loop == "4 in flight, the longest first"
+
+
 def test_an_open_loop_lets_requests_arrive_at_their_times(measured: Measure) -> None:
     asked = load(request_rate=0.25, seed=3)
     point, fake = measured(asked)
@@ -516,8 +528,12 @@ def test_damaged_files_of_requests_are_refused_in_one_line(content: str, fault: 
         ({"num_requests": "2x", "in_flight": "auto"}, "in_flight as numbers"),
         ({"num_requests": "2x", "in_flight": (), "request_rate": 2}, "for closed loops"),
         ({"num_requests": "90000x", "in_flight": 2}, "at most 100,000"),
+        ({"request_order": "longest-first", "in_flight": "auto"}, "is for numbers in flight"),
+        ({"request_order": "longest-first", "in_flight": (), "request_rate": 2}, "is for numbers in flight"),
+        ({"request_order": "shortest"}, "longest-first"),
         ({"input_len": 20}, "batch_size"), ({"rounds": 0}, "rounds"),
         ({"request_lengths": (), "num_requests": None, "in_flight": 3}, "in_flight is for loads of requests only"),
+        ({"request_lengths": (), "num_requests": None, "request_order": "longest-first"}, "request_order is for"),
         ({"request_lengths": (), "num_requests": None, "seed": 3}, "seed is for loads of requests only"),
         ({"batch_size": 0}, "batch sizes"),
         ({"request_lengths": (), "num_requests": None, "batch_size": ()}, "batch"),
@@ -642,6 +658,7 @@ def test_best_ranks_configurations_of_the_same_requests(tmp_path: Path) -> None:
     "asked",
     [
         load(in_flight=4, source="lognormal:245,106,max_output_len=400,sigma=0.8", requests=40, seed=3),
+        load(in_flight=4, source="fixed:20,6", requests=7, order="longest-first"),
         load(in_flight="auto", source="fixed:20,6", requests=7),
         load(request_rate=0.5, source="uniform:20,6,spread=0.5", requests=9),
         load(request_rate="inf", source="my requests.jsonl 05451a7d3614", requests=2),

@@ -27,6 +27,7 @@ def requests_command(key: RequestKey) -> str:
     words += ["--num-requests", str(asked.requests), "--seed", str(asked.seed)]
     in_flight = asked.in_flight is not None
     words += ["--in-flight", str(asked.in_flight)] if in_flight else ["--request-rate", f"{asked.request_rate}"]
+    words += ["--request-order", asked.order] if asked.order != "given" else []
     words += ["--load-format", case.load_format]
     if case.layers is not None:
         words += ["--layers", str(case.layers)]

@@ -72,6 +72,12 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
     help="Closed loop: requests at a time; auto: all that there is room for.  [default: auto, unless there is a rate]",
 )
 @click.option("--request-rate", type=RATES, help="Open loop: requests a second, at random times; inf: all at once.")
+@click.option(
+    "--request-order",
+    type=click.Choice(["given", "longest-first"]),
+    help="Order in which requests come with --in-flight N; longest-first: as in a job whose requests are all known.  "
+    "[default: given]",
+)
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of lengths, arrivals and tokens.  [default: 0]")
 @click.option(
     "--sla",

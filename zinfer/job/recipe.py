@@ -20,7 +20,16 @@ from zinfer.spec.engine import ENGINES, Offload, Option, Options, conflict, draf
 from zinfer.spec.errors import ZinferError, did_you_mean
 from zinfer.spec.model import Dtype, Weights
 from zinfer.spec.printable import printable
-from zinfer.spec.requests import MOST_REQUESTS, InFlight, LengthDistribution, RequestCount, RequestRate, count_of
+from zinfer.spec.requests import (
+    MOST_REQUESTS,
+    ONLY_NUMBERS,
+    InFlight,
+    LengthDistribution,
+    Order,
+    RequestCount,
+    RequestRate,
+    count_of,
+)
 from zinfer.spec.value import Frozen
 
 ENGINE_RECIPES, SWEEP_RECIPES = Path("engines"), Path("sweeps")
@@ -128,6 +137,7 @@ class Sweep(Frozen):
     num_requests: RequestCount | None = None  # of a file: its first ones; "10x": ten times those in flight
     in_flight: tuple[InFlight, ...] = Field(default=(), max_length=AXIS)
     request_rate: tuple[RequestRate, ...] = Field(default=(), max_length=AXIS)
+    request_order: Order = "given"
     seed: int = Field(default=0, ge=0, le=MOST)  # of the lengths, the arrivals and the tokens of requests
     sla: tuple[Name, ...] = Field(default=(), max_length=AXIS)
     rounds: int = Field(default=1, ge=1, le=100)
@@ -245,13 +255,15 @@ class Sweep(Frozen):
         """Return the number of loads of requests on each load of the model; check them. Raises ValueError."""
         sources = len(self.request_lengths) + (self.requests is not None)
         if not sources:
-            for name in ("num_requests", "in_flight", "request_rate", "seed", "sla"):
-                if getattr(self, name):
+            for name in ("num_requests", "in_flight", "request_rate", "request_order", "seed", "sla"):
+                if getattr(self, name) not in ((), None, 0, "given"):
                     raise ValueError(f"{name} is for loads of requests only: add requests (a file) or request_lengths")
             if self.batch_size == ():
                 raise ValueError("batch_size: a sweep without requests needs one")
+        numbers = [one for one in self.in_flight if isinstance(one, int)]
+        if self.request_order != "given" and (self.request_rate or len(numbers) < len(self.in_flight)):
+            raise ValueError(ONLY_NUMBERS)
         if isinstance(self.num_requests, str):
-            numbers = [one for one in self.in_flight if isinstance(one, int)]
             if self.request_rate or len(numbers) < len(self.in_flight):
                 raise ValueError(f"num_requests {self.num_requests} is for closed loops: write in_flight as numbers")
             if (count_of(self.num_requests, max(numbers)) or 0) > MOST_REQUESTS:

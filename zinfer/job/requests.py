@@ -80,7 +80,7 @@ def request_sets(sweep: Sweep) -> tuple[RequestSet, ...]:
     for source in _sources(sweep):
         for loop in loops:
             name, own = source(count_of(sweep.num_requests, loop.get("in_flight")))
-            fields = {"source": name, "requests": len(own), "seed": sweep.seed} | loop
+            fields = {"source": name, "requests": len(own), "seed": sweep.seed, "order": sweep.request_order} | loop
             found.append(RequestSet(RequestLoad.model_validate(fields), own))
     return tuple(found)
 

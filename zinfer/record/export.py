@@ -145,6 +145,7 @@ _REQUEST_COLUMNS: dict[str, _Column[Any]] = {
     "seed": _Column(int, lambda p: p.requests.seed),
     "in_flight": _Column(str, lambda p: None if p.requests.in_flight is None else str(p.requests.in_flight)),
     "request_rate": _Column(str, lambda p: None if p.requests.request_rate is None else str(p.requests.request_rate)),
+    "request_order": _Column(str, lambda p: p.requests.order),
     **_OUTCOME,
     "mean_input_len": _Column(float, lambda p: p.mean_lengths and p.mean_lengths[0]),
     "mean_output_len": _Column(float, lambda p: p.mean_lengths and p.mean_lengths[1]),

@@ -21,11 +21,12 @@ _WORDS: dict[compare.Verdict, str] = {
 }
 _KINDS: dict[compare.Verdict, Kind] = {"worse": "failed", "broken": "failed", "better": "best", "fixed": "best"}
 _REPEATED = ("request_lengths", "sla")  # keys whose values are options of their own
-_UNUSUAL = {"seed": 0, "rounds": 1}  # keys that are left out at these values
+_UNUSUAL = {"seed": 0, "rounds": 1, "request_order": "given"}  # keys that are left out at these values
 # a recipe's keys in the order of `zinfer sweep --help`; its tolerance and timeout have no part in what is measured
 _AXES = (
     "model", "engine", "offload", "batch_size", "input_len", "output_len", "dtype", "load_format", "layers",
-    "gpu_weights", "weights", "repeats", "requests", "num_requests", "in_flight", "request_rate", "seed", "rounds",
+    "gpu_weights", "weights", "repeats", "requests", "num_requests", "in_flight", "request_rate", "request_order",
+    "seed", "rounds",
 )  # fmt: skip
 
 

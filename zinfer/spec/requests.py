@@ -20,6 +20,7 @@ MOST_REQUESTS = 100_000  # of one load
 DEFAULT_REQUESTS = 1000
 LEAST_RATE, MOST_RATE = 1e-6, 1_000_000  # requests a second
 MOST_SIGMA = 4.0
+ONLY_NUMBERS = "request_order longest-first is for numbers in flight, not for auto, which chooses by itself, or a rate"
 FORM = (
     "lognormal:INPUT,OUTPUT, uniform:INPUT,OUTPUT or fixed:INPUT,OUTPUT (mean tokens), then max_input_len=N, "
     "max_output_len=N, sigma=S (lognormal), spread=S (uniform), separated by commas"
@@ -133,6 +134,7 @@ def _rate(value: Any) -> Any:
     raise ValueError(f"a rate of requests: write inf, or a number from {LEAST_RATE:f} to {MOST_RATE:,} a second")
 
 
+Order = Literal["given", "longest-first"]
 InFlight = Annotated[int | Literal["auto"], BeforeValidator(_in_flight)]
 RequestRate = Annotated[float | Literal["inf"], BeforeValidator(_rate)]
 RequestCount = Annotated[int | str, BeforeValidator(_count)]
@@ -143,7 +145,9 @@ class RequestLoad(Frozen):
     the name and the checksum of a file.
 
     One of two is set. `in_flight`, a closed loop: so many requests at a time, or as many as there is room for
-    (``auto``). `request_rate`, an open loop: requests a second, or all at once (``inf``).
+    (``auto``). `request_rate`, an open loop: requests a second, or all at once (``inf``). `order` is that in which
+    requests come in a closed loop of a number: as given, or those with the longest answers first, as a job comes whose
+    requests are all known, so that it does not end with a few long answers alone.
     """
 
     source: str
@@ -151,11 +155,14 @@ class RequestLoad(Frozen):
     seed: int = Field(default=0, ge=0, le=MOST)
     in_flight: InFlight | None = None
     request_rate: RequestRate | None = None
+    order: Order = "given"
 
     @model_validator(mode="after")
     def _one_loop(self) -> Self:
         if (self.in_flight is None) == (self.request_rate is None):
             raise ValueError("a load of requests has a number in flight, or a rate")
+        if self.order != "given" and not isinstance(self.in_flight, int):
+            raise ValueError(ONLY_NUMBERS)
         return self
 
     def arrivals(self) -> list[float]:
@@ -172,8 +179,10 @@ class RequestLoad(Frozen):
     @property
     def loop(self) -> str:
         """Text of the way in which requests arrive: ``64 in flight``, ``2 a second``."""
+        if isinstance(self.in_flight, int):
+            return f"{self.in_flight:,} in flight{', the longest first' if self.order != 'given' else ''}"
         if self.in_flight is not None:
-            return f"{self.in_flight:,} in flight" if isinstance(self.in_flight, int) else "auto in flight"
+            return "auto in flight"
         return "all at once" if self.request_rate == "inf" else f"{figures(float(self.request_rate or 0))} a second"
 
     def describe(self) -> str:

@@ -188,6 +188,8 @@ class _Load:
     ) -> None:
         self._running, self._load, self._samples = running, load, samples
         self._beat, self._clock, self._sleep = beat, clock, sleep
+        if load.order == "longest-first":
+            requests = sorted(requests, key=lambda request: -request.left)
         self._coming = deque(zip(load.arrivals(), requests, strict=True))
         self._tokens = sum(request.left for request in requests)
         self._done = 0

@@ -54,6 +54,7 @@ def test_every_field_has_a_column() -> None:
         "step_ms",
         "effective",
         "link_bandwidth",
+        "all_links_bandwidth",
         "gpu",
         "versions",
         "predicted",

@@ -121,6 +121,17 @@ def test_a_wait_that_is_missing_is_seen(forget: str, monkeypatch: pytest.MonkeyP
         one.trip()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_links_are_measured_with_parts_of_some_layers(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, ranks = bench([5000, 700, 900, 800, 1300, 600], 3, monkeypatch, rank=rank)
+    ring, before = one.ring, ranks.count
+    assert isinstance(ring, GatherRing)
+    pieces = [piece for index in (0, 4) for piece in ring.images[index].pieces]
+    assert ring.bring() == sum(ring._part(piece).numel() for piece in pieces)
+    assert ranks.count == before, "nothing is gathered"
+    one.close()
+
+
 def test_a_fetch_wider_than_a_buffer_leaves_what_was_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     one, ranks = bench([1300, 1300], 3, monkeypatch)
     before = ranks.count
@@ -133,7 +144,9 @@ def test_a_fetch_wider_than_a_buffer_leaves_what_was_gathered(monkeypatch: pytes
     one.close()
 
 
-@pytest.mark.parametrize("change", [lambda ring: ring.resize(5), lambda ring: ring.keep([1]), GatherRing.abandon])
+@pytest.mark.parametrize(
+    "change", [lambda ring: ring.resize(5), lambda ring: ring.keep([1]), GatherRing.abandon, GatherRing.bring]
+)
 def test_what_all_ranks_change_begins_anew(
     change: Callable[[GatherRing], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,8 @@ def test_a_rank_that_is_killed_ends_the_worker(checkpoint: Checkpoints) -> None:
     worker, case = worker_of(checkpoint("llama"))
     point = worker.measure(case, 1, 0.02)
     assert (point.status, point.error) == ("ok", None)
+    assert point.links_bandwidth == point.all_links_bandwidth != point.link_bandwidth
+    assert 0 < (point.link_share or 0) < 1
     (other,) = followers(worker._process.pid)
     os.kill(other, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"killed by SIGKILL.*the process of GPU 1 ended"):

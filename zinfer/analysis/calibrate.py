@@ -69,10 +69,13 @@ class _Seen(Frozen):
 
     @property
     def place(self) -> Machine:
-        """Machine with the link bandwidth that was measured just before the load, since links differ from host to
-        host."""
-        link = self.point.link_bandwidth if self.setup.pinned else None
-        return self.machine.model_copy(update={"h2d_bandwidth": link}) if link else self.machine
+        """Machine with the link bandwidths that were measured just before and after the load, since links differ from
+        host to host."""
+        one = self.point.link_bandwidth if self.setup.pinned else None
+        every = self.point.all_links_bandwidth
+        found: dict[str, float] = {"h2d_bandwidth": one} if one else {}
+        found |= {"links_bandwidth": every} if every else {}
+        return self.machine.model_copy(update=found)
 
     @cached_property
     def factors(self) -> Mapping[str, float | None]:

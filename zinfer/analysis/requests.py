@@ -122,6 +122,7 @@ class RequestRates(NamedTuple):
 
 
 def group_of(point: RequestPoint) -> RequestGroup:
+    """Return the group of a point, with the total layers that it knows."""
     case = point.case
     return RequestGroup(
         machine=point.machine, model=case.model, layers=case.layers, dtype=case.dtype, load_format=case.load_format,
@@ -133,8 +134,8 @@ def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPo
     """Return all records by group, whole models before slices; groups in the order of models, sources, and ways to
     arrive."""
     found: dict[RequestGroup, list[RequestPoint]] = {}
-    for point in points:
-        found.setdefault(group_of(point), []).append(point)
+    for point in points:  # one that did not get far does not know the number of all layers
+        found.setdefault(group_of(point).model_copy(update={"total_layers": None}), []).append(point)
 
     def place(group: RequestGroup) -> tuple[bool | int | float | str, ...]:
         asked = group.requests
@@ -143,7 +144,11 @@ def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPo
         name = asked.source.rpartition(" ")[0] or asked.source  # of a file without its checksum
         return *whole, name, asked.request_rate is not None, loop, float(asked.request_rate or 0)
 
-    return {group: tuple(found[group]) for group in sorted(found, key=place)}
+    result = {}
+    for group in sorted(found, key=place):
+        total = max((group_of(point).total_layers or 0 for point in found[group]), default=0) or None
+        result[group.model_copy(update={"total_layers": total})] = tuple(found[group])
+    return result
 
 
 def ranked(points: Iterable[RequestPoint]) -> list[RequestRates]:

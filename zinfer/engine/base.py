@@ -219,6 +219,11 @@ class Engine(ABC):
             return torch.cuda.max_memory_allocated(), total - free
         return None
 
+    def bring(self) -> int | None:
+        """Copy a sample of the weights over the links of all GPUs at once, with nothing else under way, and wait for
+        it; return its bytes. None where there is one link, or none."""
+        return None
+
     def host_memory(self) -> int:
         """Return the most host memory that the processes of the engine have held, in bytes."""
         return peak_bytes()

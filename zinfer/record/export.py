@@ -123,6 +123,7 @@ _COLUMNS: dict[str, _Column[Any]] = {
     "load_bandwidth_bytes_s": _Column(float, lambda p: p.load_bandwidth),
     "h2d_bandwidth_bytes_s": _Column(float, _timed(lambda p: p.h2d_bandwidth)),
     "link_bandwidth_bytes_s": _Column(float, lambda p: p.link_bandwidth),
+    "links_bandwidth_bytes_s": _Column(float, lambda p: p.links_bandwidth),
     "link_share": _Column(float, _timed(lambda p: p.link_share)),
     **_CONDITIONS,
 }
@@ -159,6 +160,7 @@ _REQUEST_COLUMNS: dict[str, _Column[Any]] = {
     **{name: _Column(_kind(field.annotation), _counted(name)) for name, field in PassCounts.model_fields.items()},
     "kv_positions": _Column(int, lambda p: p.kv_positions or None),
     "link_bandwidth_bytes_s": _Column(float, lambda p: p.link_bandwidth),
+    "links_bandwidth_bytes_s": _Column(float, lambda p: p.links_bandwidth),
     **_CONDITIONS,
     "sla": _Column(str, lambda p: _json(p.sla)),
 }  # fmt: skip

@@ -111,6 +111,7 @@ class Recorded(Frozen):
     host_peak_bytes: int | None = None
     effective: Effective | None = None
     link_bandwidth: float | None = None  # pinned H2D bytes/s, measured in the same process
+    all_links_bandwidth: float | None = None  # of several GPUs at once, from the memory that the weights lie in
     total_layers: int | None = None  # layers of the whole model; more than `num_layers` means a slice
     num_layers: int | None = None
     model_revision: str = ""
@@ -126,8 +127,8 @@ class Recorded(Frozen):
 
     @property
     def links_bandwidth(self) -> float | None:
-        """Bytes a second of all links that carried weights, at the measured rate of one."""
-        return self.link_bandwidth and self.link_bandwidth * self.gpus
+        """Bytes a second of all links that carried weights, as measured at once, or else at the rate of one."""
+        return self.all_links_bandwidth or (self.link_bandwidth and self.link_bandwidth * self.gpus)
 
 
 class Measurement(Recorded):

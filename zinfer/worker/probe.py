@@ -30,6 +30,8 @@ from zinfer.spec.units import gb
 if TYPE_CHECKING:
     import torch
 
+    from zinfer.engine.base import Engine
+
 MIB = 1 << 20
 BLOCKS = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
 BEYOND_CACHES = 4  # size of the KV cache in units of the processors' caches, so that no read comes from those
@@ -130,6 +132,15 @@ def measure_link(device: "torch.device | str") -> float:
     with _host_buffer(min(1024 * MIB, spare), pinned=True) as source:
         target = torch.empty_like(source, device=device)
         return median(_rates(lambda: target.copy_(source, non_blocking=True), source.nbytes, _cuda_seconds, 5))
+
+
+def measure_links(engine: "Engine") -> float | None:
+    """Return the bytes per second that the links of all GPUs bring at once, out of the very memory that the weights of
+    a loaded engine lie in: the median of five samples of a quarter of them. None where there is one link, or none."""
+    amount = engine.bring()
+    if amount is None:
+        return None
+    return median(_rates(engine.bring, amount, _cpu_seconds, 5))
 
 
 def rate(work: Callable[[], object], amount: float, device: "torch.device", repeats: int) -> dict[str, Any]:

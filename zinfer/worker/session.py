@@ -147,7 +147,7 @@ def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, 
             from zinfer.generation.draft_model import check_same_tokens
 
             check_same_tokens(plan.model)
-        from zinfer.worker.probe import measure_link
+        from zinfer.worker.probe import measure_link, measure_links
 
         make = find()
         import torch
@@ -161,9 +161,10 @@ def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, 
         started = time.monotonic()
         session.engine = make(plan, session.beat)
         facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": session.engine.loaded_bytes}
+        links = measure_links(session.engine)
     except BaseException as error:
         return Loaded(refused=session.point(plan.case, **failure_of(error, "load").model_dump()))
-    session.facts = session.facts.model_copy(update=facts)
+    session.facts = session.facts.model_copy(update=facts | {"all_links_bandwidth": links})
     return Loaded(**facts)
 
 

@@ -17,7 +17,7 @@ The gathers of all ranks must be the same ones, in the same order. Hence what a 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice
 from typing import Protocol
@@ -29,6 +29,8 @@ from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
 from zinfer.engine.stream.prefetch import Fetch, PrefetchRing, Queues, Transfer
 from zinfer.engine.stream.trace import mark
+
+SAMPLED = 4  # of so many layers one is brought to measure the links: they lie in all of the memory
 
 
 class Ranks(Protocol):
@@ -122,6 +124,24 @@ class GatherRing(PrefetchRing):
         """Run a trip without work: take part in its gathers."""
         with self.trip():
             pass
+
+    def bring(self) -> int:
+        """Copy this rank's part of every fourth layer over its link, with nothing else under way, and wait for it;
+        return its bytes. All ranks begin anew then."""
+        self._settle()
+        brought, queues = 0, self._queues
+        parts = (self._part(piece) for index in self.streamed[::SAMPLED] for piece in self.images[index].pieces)
+        with nullcontext() if queues is None else queues.copying():
+            for number, part in enumerate(parts):
+                if self._buffers:
+                    target = self._buffers[number % self._depth]
+                    target[: part.numel()].copy_(part, non_blocking=True)
+                else:
+                    part.clone()
+                brought += part.numel()
+        if queues is not None:
+            queues.finish()
+        return brought
 
     def abandon(self) -> None:
         """Wait for the device and drop what was copied ahead: all ranks begin anew then."""

@@ -37,6 +37,10 @@ class StreamMember(Member[Stream]):
         """Place weights and buffers for all ranks' work together."""
         self.engine.place(placement)
 
+    def bring(self) -> int:
+        """Copy parts of layers over the link; return their bytes."""
+        return self._ring.bring()
+
     def abandon(self) -> None:
         """Begin anew with the next pass."""
         self._ring.abandon()
@@ -71,6 +75,9 @@ class StreamTeam(Team[Stream]):
         self._whole: Workload | None = None  # what the ranks are placed for
         self._placed: Placement | None = None
         super().__init__(plan, progress)
+
+    def bring(self) -> int:
+        return sum(self._all("bring"))
 
     def _place(self, placement: Placement) -> None:
         """Place all ranks alike. If that fails they may differ: all begin anew then, and are placed before a pass."""

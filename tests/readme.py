@@ -295,23 +295,19 @@ def draft_loads() -> dict[tuple[str, int], RequestPoint]:
     return dict(sorted(found.items(), key=lambda pair: (pair[0][1], [*DRAFTERS].index(pair[0][0]))))
 
 
-def tpot_ms(point: RequestPoint) -> float | None:
-    """Return the mean time of a token after a request's first."""
-    known = point.summary("tpot_ms")
-    return known.mean if known is not None and point.usable else None
-
-
 def draft_gain(name: str, in_flight: int) -> float | None:
     """Return how many times the rate of a row's tokens is that without drafts."""
-    plain, drafted = (tpot_ms(draft_loads()[key, in_flight]) for key in ("none", name))
-    return plain / drafted if plain and drafted else None
+    plain, drafted = (draft_loads()[key, in_flight] for key in ("none", name))
+    if not (plain.usable and drafted.usable and plain.tpot_ms and drafted.tpot_ms):
+        return None
+    return plain.tpot_ms / drafted.tpot_ms
 
 
 def table_of_drafts() -> str:
     """Return the table of `make drafts`."""
     rows = []
     for (name, in_flight), point in draft_loads().items():
-        took, gain, head = tpot_ms(point), draft_gain(name, in_flight), [DRAFTERS[name], str(in_flight)]
+        took, gain, head = point.tpot_ms, draft_gain(name, in_flight), [DRAFTERS[name], str(in_flight)]
         if took is None or gain is None:
             rows.append([*head, *["-"] * (len(DRAFTS) - 3), point.status])
             continue

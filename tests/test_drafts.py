@@ -28,6 +28,11 @@ Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
 Answers = Mapping[int, tuple[list[int], list[int]]]  # prompt and answer by key
 DRAFTED = {name: (WAYS | MORE)[name] for name in ("none", "kv auto by the cpu", "kv auto over the link")}
+EIGHT_BITS: dict[str, dict[str, Any]] = {
+    "int8": {"kv_cache_dtype": "int8"},
+    "int8 by the cpu": {"kv_cache_dtype": "int8", "kv_offload": "auto", "kv_attention": "cpu"},
+    "fp8": {"kv_cache_dtype": "fp8"},
+}
 
 
 class Oracle:
@@ -102,6 +107,30 @@ def test_tokens_are_those_of_decoding_one_by_one(
     running.end()
     engine.close()
     check(found, known)
+
+
+@pytest.mark.parametrize("way", EIGHT_BITS)
+def test_tokens_of_a_cache_in_8_bits_are_those_without_drafts(
+    way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Prompts are computed whole: later chunks of one would see the earlier ones rounded, with drafts or without."""
+    options = EIGHT_BITS[way]
+    if "kv_offload" in options:
+        keep_here(monkeypatch, 3)
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, **options)
+    rows = sequences(14, 3)
+    known = answers(engine, rows)
+    for wrong in (0.0, 0.4, 1.0):
+        running = drafting(engine, monkeypatch, known, wrong)
+        found = run(running, [sequences(14, 3)])
+        assert running.drafts is not None
+        assert running.drafts.drafted >= 15
+        assert {0.0: running.drafts.accepted == running.drafts.drafted, 1.0: not running.drafts.accepted}.get(
+            wrong, True
+        )
+        running.end()
+        check(found, known)
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def decide(
     def value(point: Point, found: Cost) -> float | None:
         return {
             "throughput": -(rate(point) or 0.0),
-            "latency": point.tpot_ms or mean(first_token_ms(point)),
+            "latency": point.tpot_ms or mean(_ttft_ms(point)),
             "cost": found.usd_per_mtok,
             "energy": found.j_per_token,
         }[objective]
@@ -87,7 +87,7 @@ def check(point: Point, slas: Sequence[Sla]) -> tuple[SlaCheck, ...]:
     return sla.check(point, slas) if isinstance(point, Measurement) else requests.check(point, slas)
 
 
-def first_token_ms(point: Point) -> Sequence[float]:
+def _ttft_ms(point: Point) -> Sequence[float]:
     """Return the TTFT of each repeat, or of each request, in ms."""
     return point.ttft_ms if isinstance(point, Measurement) else point.of("ttft_ms")
 

@@ -44,9 +44,8 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
     tokens a second, prefill included; each engine and offload is taken at its own best batch size. A difference within
     the noise of the repeats counts for none, and lossy settings (an 8-bit KV cache) are ranked apart. Loads of
     requests follow, those of the same requests together: the best has the most output tokens a second or, where
-    requests arrive at a rate, the least E2E. With --sla,
-    --objective or prices the answer is the point that keeps the levels and is best by the objective; the exit code is 4
-    when none keeps them.
+    requests arrive at a rate, the least E2E. With --sla, --objective or prices the answer is the point that keeps the
+    levels and is best by the objective; the exit code is 4 when none keeps them.
 
     \b
     zinfer best --machine all

@@ -23,7 +23,9 @@ class GroupDecision(NamedTuple):
     prices: Prices
     fleet: Fleet | None
     show_front: bool
-    too_slow: float | None = None  # seconds of one batch, if that alone is longer than the deadline
+    too_slow: float | None = (
+        None  # seconds of one batch, or of a mean request, if that alone is longer than the deadline
+    )
 
 
 class DecisionCriteria(NamedTuple):
@@ -46,9 +48,10 @@ class DecisionCriteria(NamedTuple):
         found = decide(points, self.slas, self.objective, self.prices, rate)
         machines = too_slow = None
         if self.demand is not None and found.point is not None:
-            batch_s = fmean(found.point.e2e_ms) / 1e3 if isinstance(found.point, Measurement) else 0.0
-            if self.due and batch_s > self.demand[1]:
-                too_slow = batch_s
+            point = found.point
+            alone_s = fmean(point.e2e_ms if isinstance(point, Measurement) else point.of("e2e_ms")) / 1e3
+            if self.due and alone_s > self.demand[1]:
+                too_slow = alone_s
             else:
                 gpus = self.prices.gpus_per_server
                 machines = fleet(found.point, *self.demand, self.utilisation, self.spare, gpus)
@@ -137,7 +140,8 @@ def costs(answer: GroupDecision) -> list[str]:
     if found is not None and found.j_per_token is not None:
         lines.append(f"{figures(found.j_per_token)} J an output token ({found.method})")
     if answer.too_slow is not None:
-        lines.append(f"one batch takes {duration(answer.too_slow)}, longer than --deadline: no number of GPUs keeps it")
+        unit = "one batch" if isinstance(answer.decision.point, Measurement) else "a request"
+        lines.append(f"{unit} takes {duration(answer.too_slow)}, longer than --deadline: no number of GPUs keeps it")
     elif machines is not None:
         lines.append(
             f"{figures(machines.tokens)} tokens in {duration(machines.seconds)}: {counted(machines.working, 'GPU')} at "

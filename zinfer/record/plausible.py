@@ -26,9 +26,8 @@ DRIFT_MS = 1e7  # a timeline's spans begin at most so long before their step
 _TIMES = ("ttft_ms", "step_ms", "recompute_ms", "memory_ms", "disk_ms")
 _POSITIVE = (
     "load_s", "load_bytes", "link_bandwidth", "all_links_bandwidth", "link", "layers", "num_layers", "total_layers",
-    "context", "new_tokens",
-    "total_bytes", "raw_bytes", "coded_bytes", "median", "rows", "positions", "samples", "perplexity",
-    "reference_perplexity",
+    "context", "new_tokens", "total_bytes", "raw_bytes", "coded_bytes", "median", "rows", "positions", "samples",
+    "perplexity", "reference_perplexity",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "gpu_peak_bytes", "gpu_used_bytes", "host_peak_bytes", "gpu_weight_bytes", "host_weight_bytes", "nvme_weight_bytes",

@@ -147,7 +147,7 @@ def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, 
             from zinfer.generation.draft_model import check_same_tokens
 
             check_same_tokens(plan.model)
-        from zinfer.worker.probe import measure_link, measure_links
+        from zinfer.worker.probe import measure_link
 
         make = find()
         import torch
@@ -161,10 +161,9 @@ def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, 
         started = time.monotonic()
         session.engine = make(plan, session.beat)
         facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": session.engine.loaded_bytes}
-        links = measure_links(session.engine)
     except BaseException as error:
         return Loaded(refused=session.point(plan.case, **failure_of(error, "load").model_dump()))
-    session.facts = session.facts.model_copy(update=facts | {"all_links_bandwidth": links})
+    session.facts = session.facts.model_copy(update=facts)
     return Loaded(**facts)
 
 
@@ -211,11 +210,15 @@ def measure(session: Session, request: Measure) -> Measured:
 
 
 def begin_point(session: Session) -> None:
-    """Note the time at which a point begins; free memory, and reset its peaks."""
+    """Note the time at which a point begins; free memory, and reset its peaks. Before the first one of a load, measure
+    the links of several GPUs."""
     import gc
 
-    session.facts = session.facts.model_copy(update={"started_at": now()})
+    from zinfer.worker.probe import measure_links
+
     session.engine.clear()  # it may keep the memory of the last batch for the next one
+    links = session.facts.all_links_bandwidth or measure_links(session.engine)
+    session.facts = session.facts.model_copy(update={"started_at": now(), "all_links_bandwidth": links})
     gc.collect()
     session.engine.reset_peak()
 

@@ -67,7 +67,7 @@ class Facts(Message):
     started_at: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     link_bandwidth: float | None = None  # bytes a second, host to device
-    all_links_bandwidth: float | None = None  # the same of several GPUs' links at once
+    all_links_bandwidth: float | None = None  # the same of several GPUs' links at once, once a point was measured
     load_s: float | None = None
     load_bytes: int | None = None
 

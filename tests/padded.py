@@ -113,7 +113,9 @@ def easy_first(source: Path, prompts: Sequence[str], output_len: int) -> list[st
     """Return `prompts` with an easy one before the others: of three in four the model at `source` is less sure how they
     continue (the mean log probability of `output_len` tokens, each the likeliest)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(source).to(device), AutoTokenizer.from_pretrained(source)
+    # In float32: rounding to fewer bits differs between devices, and decides between prompts that are nearly alike.
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(source)
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     shortest = min(map(len, ids))
     done = model.generate(

@@ -12,6 +12,7 @@ from tests import test_cache_kinds as kinds
 from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
 from zinfer.engine.base import Engine, Work
+from zinfer.engine.stream import Stream, packed_layer
 from zinfer.generation import passes, schedule, scheduler
 from zinfer.generation.schedule import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
@@ -411,3 +412,44 @@ def test_an_engine_that_cannot_reuse_says_why(
             assert row.cached == 0
         running.end()
         engine.close()
+
+
+def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(packed_layer, "PIECE", 4096)
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    assert isinstance(engine, Stream)
+    ring, ids = engine.ring, torch.randint(4, 90, (2, 5))
+    assert ring is not None
+    pieces = max(len(image.pieces) for image in ring.images)
+
+    def depth_for_a_batch() -> int:
+        batch, _ = passes.prefill(engine, ids, torch.ones_like(ids), 1)
+        engine.retire(batch)
+        return ring.depth
+
+    one_layer = depth_for_a_batch()
+    assert one_layer < 2 * pieces
+    engine.expect(LOAD)
+    assert ring.depth == 2 * pieces
+    engine.expect(None)
+    assert depth_for_a_batch() == one_layer
+    full = engine.plan.at(LOAD).gpu.total + engine.plan.model.layer_bytes
+    machine = engine.plan.machine.model_copy(update={"host_bytes": full})
+    engine.plan = engine.plan.model_copy(update={"machine": machine})
+    engine.expect(LOAD)
+    assert ring.depth < 2 * pieces
+    engine.close()
+
+
+def test_long_answers_that_begin_first_have_room_where_places_bound_the_rows(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    """Without it rows longer than the mean would be moved out of each other's way, though memory is free."""
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    mean = Workload(batch_size=4, input_len=20, output_len=2)
+    bounded, alone = (ContinuousScheduler(engine, Words(), mean, rows) for rows in (4, None))  # type: ignore[arg-type]
+    assert bounded.schedule.limits.positions >= 4 * (20 + 200)
+    assert alone.schedule.limits.positions == schedule.positions_of(mean)
+    engine.close()

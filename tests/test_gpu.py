@@ -43,9 +43,9 @@ from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.quantization.dequantize import expand
 from zinfer.engine.stream import few_experts, graphs, packed_product
 from zinfer.engine.stream.codec import BLOCK, encode
-from zinfer.engine.stream.cpu_attention import landed
 from zinfer.engine.stream.quantized import pieces, unpack
-from zinfer.engine.stream.triton_check import trouble
+from zinfer.engine.transfer import landed
+from zinfer.engine.triton_check import trouble
 from zinfer.generation import draft_model
 from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Offload

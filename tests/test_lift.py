@@ -35,7 +35,7 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.Mon
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from zinfer.engine.stream import zero_copy
+    from zinfer.engine import zero_copy
 
     types = {"source": "*i32", "out": "*i32", "words": "i32", "BLOCK": "constexpr"}
     aligned = {(index,): [["tt.divisibility", 16]] for index in range(3)}
@@ -49,7 +49,7 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.Mon
 def test_without_a_gpu_no_kernel_runs_and_the_reason_is_given() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    from zinfer.engine.stream.triton_check import trouble
+    from zinfer.engine.triton_check import trouble
 
     assert re.search("CUDA|NVIDIA", trouble() or "")
 
@@ -58,7 +58,7 @@ def test_without_a_gpu_no_kernel_runs_and_the_reason_is_given() -> None:
 def test_a_zero_copy_transfer_overtakes_waiting_copies() -> None:
     if not torch.cuda.is_available():
         pytest.skip("only a GPU's copies wait in line")
-    from zinfer.engine.stream.zero_copy import lift
+    from zinfer.engine.zero_copy import lift
 
     gpu = torch.device("cuda")
     weights = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
@@ -83,7 +83,7 @@ def test_a_zero_copy_transfer_overtakes_waiting_copies() -> None:
 
 def main(path: Path) -> None:
     """Run the kernel on bytes of `SIZES`, with memory behind them that it must not touch."""
-    from zinfer.engine.stream.zero_copy import copy
+    from zinfer.engine.zero_copy import copy
 
     found = []
     for size in SIZES:

@@ -22,6 +22,7 @@ from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_wo
 from zinfer.engine.cache import CacheFullError, FixedLayer, Gaps, RowCache, Source, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.engine.positions import PADS, TOKENS, Probe, probe
+from zinfer.engine.transfer import landed, landed_together
 from zinfer.plan.plan import Plan
 from zinfer.spec import lease
 from zinfer.spec.architecture import COUNTS_PADDING
@@ -187,12 +188,11 @@ class Decoder(Engine):
 
     @torch.inference_mode()
     def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> DecoderBatch:
-        mask = attention_mask.to(self.device)
-        known = self._check_past(past, *mask.shape)
-        self._check_positions(mask, capacity)
+        known = self._check_past(past, *attention_mask.shape)
+        self._check_positions(attention_mask, capacity)
         if self._in_modules and self.batches:
             raise EngineError(f"modules of {self.plan.model.name} hold the state of one batch: retire the other first")
-        batch = self._make_batch(mask, capacity)
+        batch = self._make_batch(landed(attention_mask, self.device), capacity)
         self.batches.append(batch)
         try:
             for part in past:
@@ -325,15 +325,15 @@ class Decoder(Engine):
         if (why_not := self.cannot_regroup()) is not None:
             raise EngineError(why_not)
         check_sources(sources, self.batches)
-        moved: list[tuple[DecoderBatch, Tensor]] = []
-        for batch, rows in sources:
-            assert isinstance(batch, DecoderBatch)
-            moved.append((batch, torch.tensor(list(rows), device=self.device)))
+        batches = [batch for batch, _ in sources if isinstance(batch, DecoderBatch)]
+        places = landed_together([torch.tensor(list(rows)) for _, rows in sources], self.device)
+        moved = list(zip(batches, places, strict=True))
         real = [batch.real(rows) for batch, rows in moved]
         counts = torch.cat([one.sum(-1) for one in real])
-        length = int(counts.max())
+        broken = [(one.long().diff(dim=-1) < 0).any() for one in real]
+        length, *found = torch.stack([counts.max(), *broken]).tolist()  # the CPU waits for the device once
         mask = (torch.arange(length, device=self.device) >= length - counts[:, None]).long()
-        gaps = [Gaps(one) if bool((one.long().diff(dim=-1) < 0).any()) else None for one in real]
+        gaps = [Gaps(one) if has_gaps else None for one, has_gaps in zip(real, found, strict=True)]
         emptied = [batch for batch, rows in moved if len(rows) == batch.batch_size]
         target = self._make_batch(mask, capacity, moved)
         self.batches.append(target)
@@ -389,7 +389,8 @@ class Decoder(Engine):
     @torch.inference_mode()
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         check_works(works, self.batches)
-        split = [self._parts(work) for work in works]
+        tokens = landed_together([work.token_ids for work in works], self.device)
+        split = [self._parts(work._replace(token_ids=ids)) for work, ids in zip(works, tokens, strict=True)]
         try:
             logits = iter(self._run([part for parts in split for part in parts]))
             found = [torch.cat([next(logits) for _ in parts]) for parts in split]
@@ -415,7 +416,6 @@ class Decoder(Engine):
         do."""
         batch, token_ids, keep = work
         assert isinstance(batch, DecoderBatch)
-        token_ids = token_ids.to(self.device)
         count = token_ids.shape[1]
         self.check_chunk(batch, count)
         positions = batch.positions(count, token_ids.device)
@@ -470,14 +470,13 @@ class Decoder(Engine):
         assert isinstance(batch, DecoderBatch)
         if not isinstance(cache, RowCache) or not cache.only_keys:
             raise EngineError(f"layers of {self.plan.model.name} hold a state that cannot forget single positions")
-        lengths = lengths.to(self.device)
         least, length = int(lengths.min()), int(lengths.max())
         if not 0 < least <= length <= batch.length:
             raise ValueError(f"rows of {batch.length} positions cannot be rolled back to {least} to {length}")
         if least < length and (why_not := self.one_length()) is not None:
             raise EngineError(why_not)
         cache.rollback(length)
-        batch.rollback(lengths)
+        batch.rollback(landed(lengths, self.device))
 
     @torch.inference_mode()
     def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
@@ -495,7 +494,7 @@ class Decoder(Engine):
 
     def _keep_rows(self, batch: DecoderBatch, kept: Sequence[int]) -> None:
         """Keep the rows `kept` of a micro-batch."""
-        batch.keep_rows(torch.tensor(kept, device=self.device))
+        batch.keep_rows(landed(torch.tensor(kept), self.device))
 
     def _free(self, batch: DecoderBatch) -> None:
         """Free a micro-batch's cache."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zinfer.engine.base import Engine, MicroBatch, Work
+from zinfer.engine.transfer import landed
 from zinfer.generation.drafts import Drafter, DraftRow, NgramDrafter
 from zinfer.generation.sampling import choose
 from zinfer.generation.tokenizer import Tokenizer
@@ -160,7 +161,7 @@ class ModelDrafter:
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """Return token ids that the model has: padding of a larger vocabulary is none of a text."""
-        return token_ids.to(self._engine.device).clamp(max=self._spec.vocab_size - 1)
+        return landed(token_ids, self._engine.device).clamp(max=self._spec.vocab_size - 1)
 
     def _run(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Compute the tokens that rows lack, and draft."""
@@ -182,7 +183,7 @@ class ModelDrafter:
                 if key is not None:
                     self._computed[key] += len(ids)
         self._start = batch.length
-        columns = [torch.tensor([row.token_ids[-1] for row in asked], device=engine.device)]
+        columns = [landed(torch.tensor([row.token_ids[-1] for row in asked]), engine.device)]
         for ahead in range(count + 1):  # the last draft is computed, too, so that no row lacks it
             (logits,) = engine.forward([Work(batch, self._embedded(columns[-1][:, None]))])
             if ahead < count:

@@ -52,11 +52,13 @@ def waiting_times(samplings: Sequence[Sampling], places: Sequence[int], size: in
     row's seed, its place, and a token."""
     import torch
 
+    from zinfer.engine.transfer import landed
+
     words = []
     for sampling, place in zip(samplings, places, strict=True):
         digest = blake2b(f"{sampling.seed}/{place}".encode(), digest_size=8).digest()
         words.append([int.from_bytes(digest[:4]), int.from_bytes(digest[4:])])
-    first, second = torch.tensor(words, device=device).t()[:, :, None]
+    first, second = landed(torch.tensor(words), device).t()[:, :, None]
     hashed = _mixed(_mixed(torch.arange(size, device=device) ^ first) + second & 0xFFFFFFFF)
     return -torch.log1p(-((hashed.float() + 0.5) / 2**32).clamp(max=1 - 2**-24))  # finite
 
@@ -81,11 +83,13 @@ def scores(logits: "Tensor", tokens: Sequence[int], count: int) -> list[Score]:
     it; temperature and nucleus play no part in them."""
     import torch
 
+    from zinfer.engine.transfer import landed
+
     found: list[Score] = []
     size = max(1, CHUNK // logits.shape[-1])
     for start in range(0, len(tokens), size):
         part = torch.log_softmax(logits[start : start + size].float(), dim=-1)
-        ids = torch.tensor(tokens[start : start + size], device=logits.device)
+        ids = landed(torch.tensor(tokens[start : start + size]), logits.device)
         own = part.gather(-1, ids[:, None])[:, 0].tolist()
         best = part.topk(min(count, part.shape[-1]), dim=-1)
         rows = zip(ids.tolist(), own, best.indices.tolist(), best.values.tolist(), strict=True)
@@ -106,6 +110,10 @@ def choose(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int
     `places` are the tokens that each row's output has so far. With a nucleus, tokens outside of it take no part in the
     race (Holtzman et al. 2020, arXiv:1904.09751).
     """
+    import torch
+
+    from zinfer.engine.transfer import landed
+
     ids, finite = greedy(logits)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     size = max(1, CHUNK // logits.shape[-1])
@@ -113,7 +121,8 @@ def choose(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int
         alike = [row for row in drawn if (samplings[row].top_p < 1) == nucleus]
         for start in range(0, len(alike), size):
             part = alike[start : start + size]
-            ids[part] = _draw(logits[part], [samplings[row] for row in part], [places[row] for row in part], nucleus)
+            rows = landed(torch.tensor(part), logits.device)
+            ids[rows] = _draw(logits[rows], [samplings[row] for row in part], [places[row] for row in part], nucleus)
     return ids, finite
 
 
@@ -121,8 +130,10 @@ def _draw(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int]
     """Draw a token for each row of ``[n, V]`` logits, with a nucleus for all of them or for none: ``[n]`` ids."""
     import torch
 
+    from zinfer.engine.transfer import landed
+
     def column(values: list[float]) -> "Tensor":
-        return torch.tensor(values, device=logits.device)[:, None]
+        return landed(torch.tensor(values), logits.device)[:, None]
 
     best = logits.max(-1, keepdim=True).values.float()
     temperature = column([max(sampling.temperature, 1e-6) for sampling in samplings])

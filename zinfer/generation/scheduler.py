@@ -19,6 +19,7 @@ from torch import Tensor
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
+from zinfer.engine.transfer import landed
 from zinfer.generation import passes
 from zinfer.generation.draft_model import drafter_of
 from zinfer.generation.drafts import MOST, Drafter, DraftRow, Drafts
@@ -26,6 +27,7 @@ from zinfer.generation.prefix_cache import PrefixCache
 from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, nth_seed, scores
 from zinfer.generation.schedule import (
     EXPANDED_SHARE,
+    MOST_ROWS,
     Abilities,
     Group,
     GroupWork,
@@ -240,7 +242,7 @@ class Scheduler:
 
     def _verify(self, sequence: Sequence, drafts: list[int]) -> list[Sequence]:
         """Run a decode step of one sequence with drafts; add the tokens that it gets."""
-        asked = torch.tensor([[int(self.loop.tokens[0]), *drafts]], device=self.loop.tokens.device)
+        asked = landed(torch.tensor([[int(self.loop.tokens[0]), *drafts]]), self.loop.tokens.device)
         logits, place = self.loop.verify(asked)[0], len(sequence.output_ids)
         places = list(range(place, place + len(logits)))
         tokens, finite = choose(logits, [sequence.sampling] * len(logits), places)
@@ -353,7 +355,7 @@ class ContinuousScheduler:
         engine.expect(load)
         setup = engine.plan.at(load).placement
         times = PassTimes(setup, engine.plan.model, engine.plan.machine, load.input_len, engine.joins)
-        positions = self._positions(load)
+        positions = self._positions(load, rows)
         limits = Limits(positions, rows or 1 << 20, group_positions(engine.plan))
         order = arrival_order if arrivals else like_order
         able = abilities(engine, setup.kv_host_share > 0)
@@ -372,11 +374,15 @@ class ContinuousScheduler:
         self._batches: dict[int, MicroBatch] = {}  # by the id of their group
         self._kept: dict[int, KVSnapshot] = {}  # of suspended groups, by the id of their group
 
-    def _positions(self, load: Workload) -> int:
-        """Return the positions of KV cache that there is memory for: the plan's, and no more than a GPU has free."""
+    def _positions(self, load: Workload, rows: int | None) -> int:
+        """Return the positions of KV cache that there is memory for: the plan's, and no more than a GPU has free. At
+        most `rows` rows run."""
         if self.engine.plan.at(load).placement.kv_host_share:  # room is taken at once, for all tokens of a row
             return load.batch_size * load.total_len
         planned = positions_of(load)
+        if rows is not None and load.batch_size == rows:  # not memory bounds the rows: longer ones have room, too
+            most = load_of(self.engine.plan, [(load.input_len, load.output_len)] * MOST_ROWS)
+            planned = max(planned, positions_of(most))
         if self.engine.device.type != "cuda":
             return planned
         torch.cuda.empty_cache()
@@ -741,7 +747,8 @@ class ContinuousScheduler:
         self._begin_drafts(works)
         found = self.engine.forward(asked)
         touched: list[Sequence] = []
-        chosen = []
+        chosen = list[tuple[list[Sequence | None], int, dict[tuple[int, int], Score]]]()
+        tokens, finite = list[Tensor](), list[Tensor]()
         for (group, count), all_positions, logits in zip(works, scored, found, strict=True):
             if all_positions:
                 self._score_prompts(group, logits)
@@ -749,9 +756,17 @@ class ContinuousScheduler:
                 continue
             sequences = [None if row is None else self.sequences.get(row.key) for row in group.rows]
             logits = logits if group.running else logits[:, -1:]
-            chosen.append((sequences, *self._choose(sequences, logits)))
+            own_tokens, own_finite, own_scores = self._choose(sequences, logits)
+            tokens.append(own_tokens)
+            finite.append(own_finite)
+            chosen.append((sequences, logits.shape[1], own_scores))
         del found
-        for sequences, ids, finites, scored_rows in chosen:
+        flat = torch.stack([torch.cat(tokens), torch.cat(finite)]).tolist() if chosen else [[], []]
+        first = 0  # of the tokens of a group
+        for sequences, count, scored_rows in chosen:
+            rows = [slice(first + place * count, first + (place + 1) * count) for place in range(len(sequences))]
+            first += len(sequences) * count
+            ids, finites = ([whole[row] for row in rows] for whole in flat)
             owns = [[] if one is None else drafts.get(one.key, [])[: len(row) - 1] for one, row in
                     zip(sequences, ids, strict=True)]  # fmt: skip
             right = [_right(own, row) for own, row in zip(owns, ids, strict=True)]
@@ -776,9 +791,9 @@ class ContinuousScheduler:
     @staticmethod
     def _choose(
         sequences: Several[Sequence | None], logits: Tensor
-    ) -> tuple[list[list[int]], list[list[bool]], dict[tuple[int, int], Score]]:
-        """Return the token of each row and position of ``[B, n, V]`` logits, as if those before it were right, whether
-        its logits are numbers, and the scores that are asked for, by row and position."""
+    ) -> tuple[Tensor, Tensor, dict[tuple[int, int], Score]]:
+        """Return the token of each row and position of ``[B, n, V]`` logits, as if those before it were right, ``[B *
+        n]``, whether its logits are numbers, and the scores that are asked for, by row and position."""
         count = logits.shape[1]
         samplings = [GREEDY if one is None else one.sampling for one in sequences for _ in range(count)]
         places = [0 if one is None else len(one.output_ids) + ahead for one in sequences for ahead in range(count)]
@@ -786,7 +801,7 @@ class ContinuousScheduler:
         tokens, finite = choose(flat, samplings, places)
         asking = [one for one in sequences for _ in range(count)]
         found = {divmod(number, count): score for number, score in _scores(asking, flat, tokens).items()}
-        return tokens.view(-1, count).tolist(), finite.view(-1, count).tolist(), found
+        return tokens, finite, found
 
     def _score_prompts(self, group: Group, logits: Tensor) -> None:
         """Add the scores that `logits`, ``[B, count, V]`` of a group's next positions, have for tokens of prompts."""

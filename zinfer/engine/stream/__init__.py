@@ -43,7 +43,7 @@ from zinfer.engine.stream.packed_product import PackedProducts
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias_of, is_decode, layers_of, split, stacked_inputs
 from zinfer.engine.stream.stacked import NotStackedError
-from zinfer.engine.stream.triton_check import trouble
+from zinfer.engine.triton_check import trouble
 from zinfer.plan.cost import Placement
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
@@ -90,7 +90,7 @@ class Stream(Decoder):
     # Last micro-batch: sequences with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
     _streamed_per_step = _fetched_per_step = _read_per_step = 0
-    _placed: tuple[Plan, Workload, Placement] | None = None
+    _placed: tuple[Plan, Workload, Plan] | None = None  # plan of the engine, a load, and the plan of that
     given: Placement | None = None  # placement of the work of all ranks together, if this is one of several
 
     def __init__(self, plan: Plan, progress: Progress = silent, group: "Group | None" = None) -> None:
@@ -294,15 +294,31 @@ class Stream(Decoder):
         repeats are timed."""
         if self.given is not None:
             return self.given
+        return self._plan_of(load).placement
+
+    def _plan_of(self, load: Workload) -> Plan:
         if self._placed is None or self._placed[0] is not self.plan or self._placed[1] != load:
-            self._placed = self.plan, load, self.plan.at(load).placement
+            self._placed = self.plan, load, self.plan.at(load)
         return self._placed[2]
+
+    def _holds_two_layers(self, ring: PrefetchRing) -> bool:
+        """Tell whether the ring should hold two layers, for which the GPU has room: between passes of requests that
+        come and go, rows move, and the link goes on meanwhile."""
+        load = self.expected
+        if load is None or self.given is not None or isinstance(ring, DiskRing):
+            return False
+        planned = self._plan_of(load)
+        if planned.placement.host_rows(load.batch_size):  # what comes beside the weights is guessed
+            return False
+        room = planned.machine.device_bytes - planned.gpu.total
+        return room > planned.model.layer_bytes
 
     def _share_out(self, ring: PrefetchRing, placement: Placement) -> None:
         """Give the ring its buffers, and the GPU its layers, as `placement` says."""
         buffers = placement.ring_depth
         if buffers >= placement.layer_pieces:  # room for a whole layer, whose tensors are cut one by one
-            layers = 1 if self._pool is None else 2  # the next layer is there when its turn comes
+            # With experts on demand the next layer is there when its turn comes.
+            layers = 2 if self._pool is not None or self._holds_two_layers(ring) else 1
             buffers = max(buffers, *(layers * len(image.pieces) for image in ring.images))
         pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from zinfer.engine.stream import stacked
 from zinfer.engine.stream.cpu_kernel import dots, mix, suits, widened
 from zinfer.engine.stream.stacked import RESHAPES, TURNS, NotStackedError, Stacked, stack
-from zinfer.engine.stream.triton_check import trouble
+from zinfer.engine.transfer import fetched, landed
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's <malloc.h>
 
@@ -224,23 +224,6 @@ def _fetched(operand: Tensor) -> Tensor:
     if not hasattr(operand, "_on_host"):
         (operand._on_host,) = fetched(operand)  # type: ignore[attr-defined]
     return operand._on_host  # type: ignore[attr-defined,no-any-return]
-
-
-def fetched(*tensors: Tensor) -> list[Tensor]:
-    """Return copies of `tensors` in host memory, page-locked (several times as fast) if they come from a GPU."""
-    found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-    if tensors[0].is_cuda:
-        torch.cuda.current_stream(tensors[0].device).synchronize()
-    return found
-
-
-def landed(tensor: Tensor, home: torch.device) -> Tensor:
-    """Return the CPU tensor `tensor` on the device `home`."""
-    if home.type != "cuda" or trouble() is not None:
-        return tensor.to(home)
-    from zinfer.engine.stream.zero_copy import lift
-
-    return lift(tensor, home)
 
 
 def _is_plain(one: Any) -> bool:

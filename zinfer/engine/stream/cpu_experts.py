@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from zinfer.engine.stream.cpu_attention import fetched, landed
 from zinfer.engine.stream.expert_images import Experts, Key, LayerImages, stored_expert
 from zinfer.engine.stream.few_experts import activated, matrix_names, unknown
 from zinfer.engine.stream.trace import clock
-from zinfer.engine.stream.triton_check import trouble
+from zinfer.engine.transfer import fetched, landed
+from zinfer.engine.triton_check import trouble
 from zinfer.spec.case import Option
 from zinfer.spec.errors import one_line
 

@@ -21,7 +21,7 @@ from transformers.integrations import moe
 
 from zinfer.engine.stream.expert_images import through_interface
 from zinfer.engine.stream.packed_product import LazyWeight, StackedCodes
-from zinfer.engine.stream.triton_check import alike, cannot_run
+from zinfer.engine.triton_check import alike, cannot_run
 from zinfer.spec.engine import CODED_PAIRS
 from zinfer.spec.errors import one_line
 

@@ -44,7 +44,7 @@ from zinfer.engine.stream.expert_images import through_interface
 from zinfer.engine.stream.norms import Norms
 from zinfer.engine.stream.ragged import MASKED, Attend, Bias, NotRaggedError, Ragged, bias
 from zinfer.engine.stream.split_attention import split_attention
-from zinfer.engine.stream.triton_check import cannot_run
+from zinfer.engine.triton_check import cannot_run
 
 BUCKET = 128  # positions: least step by which recorded lengths grow
 GROWTH = 8  # a step is at most 1/8 of the length, so that reading what is masked costs little, and graphs stay few

@@ -20,9 +20,10 @@ from transformers.cache_utils import DynamicLayer
 
 from zinfer.engine.cache import FixedLayer, Gaps, Slots, Step, taken
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
-from zinfer.engine.stream.cpu_attention import code, fetched, host, keep_freed
+from zinfer.engine.stream.cpu_attention import code, host, keep_freed
 from zinfer.engine.stream.cpu_kernel import coded, library
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
+from zinfer.engine.transfer import fetched
 from zinfer.spec.progress import Progress, silent
 
 GROWTH = 8  # a pool that has no room grows by an eighth at least

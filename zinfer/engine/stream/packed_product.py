@@ -27,7 +27,7 @@ from torch.nn import functional
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.stream.packed_layer import Chunk
 from zinfer.engine.stream.quantized import TURNED_ROWS, CodesLayout, Run
-from zinfer.engine.stream.triton_check import alike, cannot_run
+from zinfer.engine.triton_check import alike, cannot_run
 from zinfer.spec.engine import CODED_TOKENS
 from zinfer.spec.errors import one_line
 

@@ -27,9 +27,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import Part, rope_switch
-from zinfer.engine.stream.cpu_attention import fetched, hosted_rows
+from zinfer.engine.stream.cpu_attention import hosted_rows
 from zinfer.engine.stream.kv import PartLayer, SplitLayer
 from zinfer.engine.stream.stacked import stack
+from zinfer.engine.transfer import fetched
 
 NAME = "zinfer_ragged"  # name of the attention function
 MASKED = {"full_attention", "sliding_attention"}  # kinds of layers whose mask is that of the cache's positions

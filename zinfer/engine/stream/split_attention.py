@@ -13,7 +13,7 @@ def split_attention(
     query: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """Return what `scaled_dot_product_attention` of query heads ``[B, K, m, D]`` returns, for keys and values ``[B, K,
-    n, ..]`` and a bias ``[B, 1, m or 1, n]``; `zinfer.engine.stream.triton_check` must have found that kernels run."""
+    n, ..]`` and a bias ``[B, 1, m or 1, n]``; `zinfer.engine.triton_check` must have found that kernels run."""
     rows, heads, count, size = query.shape
     largest = max(size, values.shape[-1]) * query.element_size()
     apart = keys.stride(-1) == 1 == values.stride(-1) and (attn_mask is None or attn_mask.stride(-1) == 1)

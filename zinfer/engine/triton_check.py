@@ -31,7 +31,7 @@ def alike(found: Tensor, expected: Tensor) -> bool:
 def trouble() -> str | None:
     """Return the error, in one line, of our smallest kernel on the current GPU; None if it runs."""
     try:
-        from zinfer.engine.stream.zero_copy import UNIT, copy
+        from zinfer.engine.zero_copy import UNIT, copy
 
         source = torch.ones(UNIT, dtype=torch.uint8, device="cuda")
         out = torch.empty_like(source)

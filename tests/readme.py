@@ -399,7 +399,9 @@ def figures() -> dict[str, list[str]]:
         "FP8 as released": _fp8(),
         "Small batches without offload": _small(),
         "Small batches of a mixture": _small_mixture(),
+        "Requests of different lengths": _requests(),
         "Drafts": _drafts(),
+        "Drafts that are never right": _never_right(),
     }
 
 
@@ -492,6 +494,33 @@ def _drafts() -> list[str]:
         told += [f"{gain:.2f}x" for in_flight in (1, 32, 96) if (gain := draft_gain(name, in_flight)) is not None]
         told.append(f"{loads[name, 96].acceptance or 0:.0%}")
     return told
+
+
+def _never_right() -> list[str]:
+    (path,) = RESULTS.rglob("padded-never-right.jsonl")
+    found = [one for one in read(path).requests if one.usable]
+    plain, tried = (
+        [one.tpot_ms or 0.0 for one in found if ("draft" in dict(one.case.options)) == drafts]
+        for drafts in (False, True)
+    )
+    return [
+        *(f"{ours / theirs:.3f}x" for ours, theirs in zip(plain, tried, strict=True)),
+        f"{mean(plain) / mean(tried):.3f}x",
+        f"{max(plain) / min(plain) - 1:.0%}",
+    ]
+
+
+def _requests() -> list[str]:
+    (queue,) = RESULTS.rglob("chats-queue.jsonl")
+    (peers,) = RESULTS.rglob("chats-deepspeed.jsonl")
+    found = read(queue)
+    equal, unequal = ([one.output_tok_s or 0.0 for one in kind] for kind in (found.points, found.requests))
+    own, theirs = (one.output_tok_s or 0.0 for one in read(peers).requests)
+    return [
+        *(f"{one / other:.2f}x" for one, other in zip(unequal, equal, strict=True)),
+        f"{mean(unequal):,.0f} tok/s",
+        f"{own / theirs:.2f}x",
+    ]
 
 
 def _whole() -> list[str]:

@@ -1,13 +1,13 @@
 """Tables and figures of README.md and docs/*.md, made from the records in `sweeps/results`.
 
 The pages call these functions between cog's markers; `make readme` writes the output into the pages. The paragraphs of
-docs/results.md are written by hand: `figures` returns what they must quote, and tests/test_readme.py compares.
+docs/results.md are written by hand: `FIGURES` has what they must quote, and tests/test_readme.py compares.
 """
 
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean, median
@@ -373,38 +373,6 @@ def host_rows(point: Measurement) -> int:
     return int(point.effective.settings.get("kv_host_rows", 0))
 
 
-def figures() -> dict[str, list[str]]:
-    """Return what the paragraphs of docs/results.md quote from records: the bold beginning of each, and its figures in
-    order."""
-    return {
-        "All of BLOOM-176B on one GPU": _whole(),
-        "All of BLOOM-176B on two GPUs": _two_gpus(),
-        "DeepSpeed on two GPUs": _two_gpus_peers(),
-        "All of BLOOM-176B in int4": _int4(),
-        "BLOOM-176B in int4, wholly on one H200": _int4_resident(),
-        "A slice of BLOOM-176B": _slice(),
-        "The same slice in three loads": [f"{own / theirs:.2f}x" for own, theirs in _slice_rates()],
-        "Every engine in one run": _peers(),
-        "OPT-30B": _opt(),
-        "Other families": [f"{gain:.2f}x" for gain in gains("dense-peers").values()],
-        "Batches beyond the GPU's memory": _kv(),
-        "Resident layers": [f"{_resident():.2f}x"],
-        "Reloading a KV cache": _reload(),
-        "Experts on demand": _experts(),
-        "Fewer experts of more": _qwen(),
-        "Experts on the CPU": _cpu_experts(),
-        "All of Mixtral-8x7B": _mixtral(),
-        "Mixtral-8x7B in every engine": _mixtral_rates(),
-        "With 8 tokens out": _mixtral_peers(),
-        "FP8 as released": _fp8(),
-        "Small batches without offload": _small(),
-        "Small batches of a mixture": _small_mixture(),
-        "Requests of different lengths": _requests(),
-        "Drafts": _drafts(),
-        "Drafts that are never right": _never_right(),
-    }
-
-
 def _ratios(name: str, batch: int, one: str, other: str) -> tuple[float, float, float]:
     """Return the mean, least and largest ratio of the decode steps of two labels, load by load."""
     found = loads(name)
@@ -662,6 +630,36 @@ def _reload() -> list[str]:
         f"{longest.context:,} tokens",
         f"{longest.gain('memory'):.2f}x",
     ]
+
+
+# What the paragraphs of docs/results.md quote from records: the bold beginning of each, and its figures in order
+FIGURES: dict[str, Callable[[], list[str]]] = {
+    "All of BLOOM-176B on one GPU": _whole,
+    "All of BLOOM-176B on two GPUs": _two_gpus,
+    "DeepSpeed on two GPUs": _two_gpus_peers,
+    "All of BLOOM-176B in int4": _int4,
+    "BLOOM-176B in int4, wholly on one H200": _int4_resident,
+    "A slice of BLOOM-176B": _slice,
+    "The same slice in three loads": lambda: [f"{own / theirs:.2f}x" for own, theirs in _slice_rates()],
+    "Every engine in one run": _peers,
+    "OPT-30B": _opt,
+    "Other families": lambda: [f"{gain:.2f}x" for gain in gains("dense-peers").values()],
+    "Batches beyond the GPU's memory": _kv,
+    "Resident layers": lambda: [f"{_resident():.2f}x"],
+    "Reloading a KV cache": _reload,
+    "Experts on demand": _experts,
+    "Fewer experts of more": _qwen,
+    "Experts on the CPU": _cpu_experts,
+    "All of Mixtral-8x7B": _mixtral,
+    "Mixtral-8x7B in every engine": _mixtral_rates,
+    "With 8 tokens out": _mixtral_peers,
+    "FP8 as released": _fp8,
+    "Small batches without offload": _small,
+    "Small batches of a mixture": _small_mixture,
+    "Requests of different lengths": _requests,
+    "Drafts": _drafts,
+    "Drafts that are never right": _never_right,
+}
 
 
 if __name__ == "__main__":

@@ -86,11 +86,11 @@ def load(
     return base.load(engine.kind(name).target).start(steered(plan, here, tokens))
 
 
-def greedy(loaded: Engine, lengths: tuple[int, ...]) -> Tensor:
-    """Return the greedy tokens of one batch, ``[B, OUTPUT_LEN]``."""
+def greedy(loaded: Engine, lengths: tuple[int, ...], count: int = OUTPUT_LEN) -> Tensor:
+    """Return the greedy tokens of one batch, ``[B, count]``."""
     token_ids, mask = prompts(lengths)
-    tokens = [prefill(loaded, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
-    while len(tokens) < OUTPUT_LEN:
+    tokens = [prefill(loaded, token_ids, mask, reserve=count).argmax(-1)]
+    while len(tokens) < count:
         tokens.append(decode(loaded, tokens[-1]).argmax(-1))
     return torch.stack(tokens, dim=1)
 

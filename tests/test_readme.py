@@ -31,10 +31,10 @@ def test_pages_are_those_that_make_readme_writes(capsys: pytest.CaptureFixture[s
     assert status == 0, f"run `make readme`\n{capsys.readouterr().out}"
 
 
-@pytest.mark.parametrize("title", readme.figures())
+@pytest.mark.parametrize("title", readme.FIGURES)
 def test_paragraphs_quote_the_figures_of_the_records(title: str) -> None:
     """The ratios in a paragraph are these and no others."""
-    figures = readme.figures()[title]
+    figures = readme.FIGURES[title]()
     text = " ".join(TEXTS[QUOTING].split(f"**{title}", 1)[1].split("\n\n", 1)[0].split())
     assert found(figures, text) == figures
     assert set(re.findall(r"[\d.]+x\b", text)) == {figure for figure in figures if figure.endswith("x")}
@@ -96,7 +96,7 @@ MEASURED = re.compile(r"\d[\d.,]*(?: ± [\d.]+)?(?:x\b|%| (?:tok/s|GB/s|ms)\b)")
 def test_measured_numbers_stand_in_tables_or_in_tested_paragraphs(page: str) -> None:
     """Rates and ratios outside them would go stale unseen. A paragraph with numbers of others says that they are."""
     loose = {}
-    figures = tuple(readme.figures()) if page == QUOTING else ()
+    figures = tuple(readme.FIGURES) if page == QUOTING else ()
     for part in by_hand(page).split("\n\n"):
         tested = part.strip().removeprefix("**").startswith(figures)
         numbers = set(MEASURED.findall(part)) - CONVENTIONS

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zinfer.analysis.calibrate import fit, load_machines, load_points
 from zinfer.generation.schedule import (
+    AT_FIRST,
     MOST_ROWS,
     Abilities,
     Group,
@@ -33,7 +35,8 @@ from zinfer.spec.case import Case, Workload
 from zinfer.spec.resolve import from_catalogue
 
 ROOT = Path(__file__).parents[1]
-H100 = machine.load(ROOT / "sweeps" / "results" / "nvidia-h100-80gb-hbm3" / "machine.json")
+RESULTS = ROOT / "sweeps" / "results"
+H100 = machine.load(RESULTS / "nvidia-h100-80gb-hbm3" / "machine.json")
 SPEC = from_catalogue("llama-2-70b").slice(8)
 
 
@@ -369,6 +372,12 @@ def test_seconds_are_the_plans_until_they_are_measured() -> None:
     assert clock.room(PassLoad()) == pytest.approx(before / 2, rel=0.2)
     unknown = PassTimes(PLAN.placement, SPEC, H100.model_copy(update={"matmul_flops": None}))
     assert unknown.room(PassLoad(5, 5)) == PLAN.placement.pass_tokens
+
+
+def test_the_first_passes_are_expected_to_be_a_bit_slower_than_those_on_record() -> None:
+    found = fit(load_points(RESULTS), load_machines(RESULTS), [])["stream"]
+    for name in ("link_share", "mfu", "expert_mfu"):
+        assert 0.85 * getattr(found, name) <= getattr(AT_FIRST, name) <= getattr(found, name)
 
 
 def test_prompts_do_not_hide_behind_the_unpacking_of_what_stays() -> None:

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from zinfer.plan import cost
-from zinfer.plan.cost import Placement
+from zinfer.plan.cost import Efficiency, Placement
 from zinfer.plan.plan import CAUTIOUS, Plan, place, placement_of
 from zinfer.plan.search import best_batch
 from zinfer.spec.case import Case, Workload
@@ -31,6 +31,7 @@ from zinfer.spec.model import ModelSpec
 
 MOST_ROWS = 4096  # rows that run at a time at most
 STEP = 64  # positions by which the room of a group grows
+AT_FIRST = Efficiency(link_share=0.98, mfu=0.7, expert_mfu=0.45)  # until passes are measured: a bit less than recorded
 LEAST_TOKENS = 256  # prompt tokens that a pass takes at least, if any wait: fewer make poor matrix products
 FURTHER = 4  # times as many for a further group that does not fit whole: it has a forward pass of its own
 FRONT = 64  # waiting rows among which one of like length is looked for
@@ -258,8 +259,8 @@ class PassTimes:
         self._recent: list[tuple[PassLoad, float]] = []
         self._prompt_s = self._row_s = self._position_s = self._read_s = self._unpack_s = self.link_s = 0.0
         self._launch_s = self._joined_s = 0.0
-        step = cost.step(setup, model, machine, 1, length)
-        prefill = cost.prefill(setup, model, machine, 1, length)
+        step = cost.step(setup, model, machine, 1, length, AT_FIRST)
+        prefill = cost.prefill(setup, model, machine, 1, length, AT_FIRST)
         if step.seconds is None or prefill.seconds is None:
             return
         on_gpu = ("compute", "launch", "unpacking")
@@ -834,10 +835,10 @@ class Schedule:
         return GroupWork(group, max(1, count))
 
 
-def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = None, share: float = 1.0) -> Workload:
+def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = None) -> Workload:
     """Return the largest load that rows with `needs` (known tokens, tokens to come) make together, each of the mean
-    length: as many rows as the plan's machine has room for, and as are faster together; `share` of them, and no more
-    than `at_most`. One row at least, since every row fits alone.
+    length: as many rows as the plan's machine has room for, and as are faster together, and no more than `at_most`. One
+    row at least, since every row fits alone.
     """
     known, left = (max(1, -(-sum(column) // len(needs))) for column in zip(*needs, strict=True))
     case, model, machine = plan.case, plan.model, plan.machine
@@ -849,7 +850,7 @@ def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = 
     if plan_options(case.engine, case.options).kv_offload != "none":
         best = best_batch(at(1), model, machine, CAUTIOUS)
         able = best.case.workload.batch_size if best.output_tok_s and best.fits else best.max_batch_size
-        return at(max(1, min(most, int(able * share)))).workload
+        return at(max(1, min(most, able))).workload
 
     def room(rows: int) -> tuple[bool, bool]:
         """Tell whether there is room, and whether the ring then holds a layer: else the link waits for work."""
@@ -869,7 +870,7 @@ def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = 
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return at(max(1, int(low * share))).workload
+    return at(low).workload
 
 
 def positions_of(load: Workload) -> int:

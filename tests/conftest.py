@@ -29,7 +29,10 @@ if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # caches of zinfe
     HOME = TemporaryDirectory(prefix="zinfer-tests-")
     os.environ["HOME"] = HOME.name
 # Files that come first, so that no process is left alone with one of them at the end.
-LONG = ("attend", "chat", "cli", "codec", "continuous", "job", "report", "stream", "tensorrt", "worker")
+LONG = (
+    "attend", "chat", "cli", "codec", "continuous", "draft_model", "engine_deepspeed", "job", "nvme", "packed_product",
+    "report", "split_attention", "stream", "tensorrt", "torchrun", "worker",
+)  # fmt: skip
 STATE = TemporaryDirectory(prefix="zinfer-state-")  # leases of the tests, apart from those of the user
 os.environ["XDG_STATE_HOME"] = STATE.name
 settings.register_profile("zinfer", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # whatever the load

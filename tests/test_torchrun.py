@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import PATIENCE_S, environment, mentions
-from tests.command import zinfer, zinfer_process
+from tests.command import zinfer
 from tests.test_team_ways import gone
 from zinfer.spec import torchrun
 
@@ -56,7 +56,7 @@ def test_the_text_is_that_of_one_process(
     more: tuple[str, ...], processes: int, checkpoint: Checkpoints, folder: Path
 ) -> None:
     words = ("run", "-m", str(checkpoint("llama")), *WORDS)
-    alone = zinfer_process(folder, *words)
+    alone = zinfer(folder, *words)
     assert alone.returncode == 0, alone.stderr
     found = launched(folder, *words, *more, processes=processes)
     assert found.returncode == 0, found.stderr

@@ -97,13 +97,14 @@ def _of_samples(point: Measurement) -> Iterator[str]:
     for steps in point.step_ms if point.status == "ok" else ():
         if len(steps) != load.output_len - 1:
             yield f"step_ms: {len(steps)} steps for {load.output_len} tokens, the first of which is the prefill's"
+    gpus = point.gpus
     for span in point.timeline:
         if not (-DRIFT_MS <= span.start_ms <= span.end_ms <= LONGEST_MS):
             yield f"timeline: a span from {span.start_ms} to {span.end_ms} ms"
         if span.layer is not None and not 0 <= span.layer <= LARGEST:
             yield f"timeline: layer {span.layer}"
-        if not 0 <= span.rank < point.gpus:
-            yield f"timeline: GPU {span.rank} of {point.gpus}"
+        if not 0 <= span.rank < gpus:
+            yield f"timeline: GPU {span.rank} of {gpus}"
     if point.timeline and max(span.end_ms for span in point.timeline) <= 0:
         yield "timeline: a step of no length"
 
@@ -151,6 +152,9 @@ def _of_fields(value: Any, name: str, field: str, depth: int = 0) -> Iterator[st
                     yield f"{name}: a key of {len(str(key)):,} characters"
                 else:
                     yield from _of_fields(item, f"{name}.{key}", "", depth + 1)
+        elif {type(item) for item in value} <= {int, float}:  # most items of a record stand in such lists
+            low, high = _RANGES.get(field, (-LARGEST, LARGEST))
+            yield from (f"{name}: {item!r:.40} is not believable" for item in value if not low <= item <= high)
         else:
             for item in value:
                 yield from _of_fields(item, name, field, depth + 1)

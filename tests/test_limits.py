@@ -1,5 +1,6 @@
 """Limits are limits: no committed record beats the plan's, and no plan says `fits` where memory ran out."""
 
+import math
 from pathlib import Path
 from statistics import mean
 
@@ -24,6 +25,9 @@ def test_no_measured_point_beats_its_limit() -> None:
     for seen in USABLE:
         point: Measurement = seen.point
         plan = make_plan(point.case, seen.model, seen.machine)
+        if point.case.offload == "nvme" and seen.machine.nvme_bandwidth is None:
+            assert plan.step_s is None, "the rate of that disk is not known"
+            continue
         assert plan.prefill_s is not None
         assert plan.step_s is not None
         assert plan.output_tok_s is not None
@@ -36,13 +40,15 @@ def test_no_measured_point_beats_its_limit() -> None:
 
 
 def test_a_limit_is_near_what_the_best_engine_reaches() -> None:
-    """A limit that nothing comes near is worthless: decode steps that stream come within a fifth. Where most layers
-    stay, coded, the GPU is busy unpacking them, at a rate that no limit knows."""
+    """A limit that nothing comes near is worthless: decode steps that stream come within a quarter. Where most layers
+    stay, coded, the GPU is busy unpacking them, at a rate that no limit knows; and a host that was slow while it was
+    measured says nothing."""
     shares = [
         (make_plan(seen.point.case, seen.model, seen.machine).step_s or 0) * 1e3 / (seen.point.tpot_ms or 1)
         for seen in USABLE
         if seen.point.case.engine == "stream" and seen.point.case.offload == "cpu" and seen.setup.pinned
         if 2 * seen.setup.resident_bytes < seen.model.streamed_bytes
+        if (seen.point.all_links_bandwidth or math.inf) > 0.8 * (seen.machine.links_bandwidth or 0)
     ]
     assert len(shares) > 40
     assert min(shares) > 0.75

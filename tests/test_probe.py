@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from tests import PATIENCE_S
 from zinfer.cli import Failure
 from zinfer.commands.out import write
-from zinfer.commands.probe import command
+from zinfer.commands.probe import command, table
 from zinfer.engine import direct
 from zinfer.spec import host, local
 from zinfer.spec.machine import Machine, MachineError, load
@@ -321,6 +321,31 @@ def test_probe_of_a_gpu() -> None:
     if machine.links_bandwidth is not None and machine.gather_bandwidth is not None:
         assert machine.h2d_bandwidth < machine.links_bandwidth < 1.1 * machine.gpu_count * machine.h2d_bandwidth
         assert 0 < machine.gather_bandwidth < machine.hbm_bandwidth
+
+
+@pytest.mark.torch
+@pytest.mark.gpu
+def test_kvikio_is_measured_beside_the_probes_own_reads(tmp_path: Path) -> None:
+    pytest.importorskip("kvikio")
+    machine = probe.probe(nvme_path=tmp_path, quick=True)
+    found = machine.details["nvme_kvikio"]
+    assert found["gpudirect"] in (True, False)
+    assert 0 < found["median"] < (machine.hbm_bandwidth or 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        ({"median": 3e9, "gpudirect": True}, "disk to GPU by GPUDirect Storage"),
+        ({"median": 3e9, "gpudirect": False}, "disk to GPU by kvikio, without GPUDirect"),
+        ({"error": "no driver"}, None),
+    ],
+)
+def test_the_table_says_how_kvikio_reads(found: dict[str, Any], line: str | None) -> None:
+    machine = Machine(name="m", source="measured", nvme_bandwidth=2e9, details={"nvme_kvikio": found})
+    lines = [row[0] for row in table(machine).rows if row[0].startswith("disk")]
+    assert lines == ["disk, direct reads", *([line] if line else [])]
 
 
 @pytest.mark.torch

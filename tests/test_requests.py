@@ -296,6 +296,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, measured: Measure) -
     assert found.requests == (point, other, point)
     assert (found.points, found.damaged) == ((), ())
     assert latest(found.requests) == (point, other)
+    assert latest((*found.requests, point.model_copy(update={"status": "cancelled"}))) == (point, other)
     line = (tmp_path / "r.jsonl").read_bytes().splitlines()[1]
     assert len(line) < 4000, "samples are compact"
 

@@ -30,7 +30,7 @@ ALLOWED = {
     "job.batch.ledger:Ledger._begin": "replaces a log by its first line, which is synced before",
     "worker.server:main": "/proc, and the pipe to the parent",
     "worker.process:Worker.__init__": "an unnamed temporary file",
-    "worker.probe:_nvme_read": "an unnamed temporary file",
+    "worker.probe:_probe_disks": "an unnamed temporary file",
     "worker.teacher_forcing:logits_record": "logits, in an owned folder",
     "worker.prefix_reuse:prefix_reuse": "removes its file in an owned folder",
     "engine.direct:StripeWriter.__init__": "layers, in owned folders",

@@ -4,7 +4,7 @@
 leaves out prefill and the first token, which prefill yields.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from statistics import mean, median
 from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
@@ -225,8 +225,19 @@ class OfCase(Protocol):
 
 
 M = TypeVar("M", bound=OfCase)
+R = TypeVar("R")
 
 
 def latest(records: Iterable[M]) -> tuple[M, ...]:
-    """Return the last record of each case on each machine, in the order of the first ones."""
-    return tuple({(record.machine, record.case): record for record in records}.values())
+    """Return the last record of each case on each machine, in the order of the first ones (`last_of`)."""
+    return last_of(((record.machine, record.case), record) for record in records)
+
+
+def last_of(records: Iterable[tuple[Hashable, R]]) -> tuple[R, ...]:
+    """Return the last record of each key, in the order of the first ones. One that was cancelled tells nothing of its
+    case, so it replaces no other."""
+    found: dict[Hashable, R] = {}
+    for key, record in records:
+        if key not in found or getattr(record, "status", None) != "cancelled":
+            found[key] = record
+    return tuple(found.values())

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_serializer, model_validator
 
-from zinfer.record.measurement import Moment, Recorded
+from zinfer.record.measurement import Moment, Recorded, last_of
 from zinfer.record.stats import nearest_rank
 from zinfer.spec.case import Case
 from zinfer.spec.requests import RequestLoad
@@ -290,5 +290,5 @@ class RequestPoint(Recorded):
 
 
 def latest(points: Iterable[RequestPoint]) -> tuple[RequestPoint, ...]:
-    """Return the last record of each load of requests on each machine, in the order of the first ones."""
-    return tuple({(point.machine, *point.key): point for point in points}.values())
+    """Return the last record of each load of requests on each machine, in the order of the first ones (`last_of`)."""
+    return last_of(((point.machine, *point.key), point) for point in points)

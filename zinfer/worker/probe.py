@@ -111,8 +111,8 @@ def probe(
         progress(f"disk at {nvme_path}")
         fields["nvme_bytes"] = free_bytes(folders)
         try:
-            details["nvme"] = entry = _entry(_nvme_read(folders, quick), "bytes")
-            fields["nvme_bandwidth"] = entry["median"]
+            details |= _probe_disks(folders, quick, cuda)
+            fields["nvme_bandwidth"] = details["nvme"]["median"]
         except OSError as error:
             note += f"; no direct I/O at the offload path ({error.strerror})"
     return Machine(
@@ -166,13 +166,13 @@ def _cuda_seconds(work: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _rates(work: Callable[[], object], amount: float, seconds: Seconds, repeats: int) -> list[float]:
-    """Return `amount` per second for each sample of `work`, after a warm-up; fewer than `repeats` samples if they take
-    more than `BUDGET_S`."""
+def _rates(work: Callable[[], object], amount: float, seconds: Seconds, repeats: int, least: int = 1) -> list[float]:
+    """Return `amount` per second for each sample of `work`, after a warm-up; fewer than `repeats` samples, but `least`,
+    if they take more than `BUDGET_S`."""
     seconds(work)
     rates: list[float] = []
     began = perf_counter()
-    while not rates or (len(rates) < repeats and perf_counter() - began < BUDGET_S):
+    while len(rates) < least or (len(rates) < repeats and perf_counter() - began < BUDGET_S):
         rates.append(amount / seconds(work))
     return rates
 
@@ -404,9 +404,10 @@ def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats:
     return {name: _entry(samples, "bytes") for name, samples in rates.items()}
 
 
-def _nvme_read(folders: list[Path], quick: bool) -> list[float]:
+def _probe_disks(folders: list[Path], quick: bool, cuda: bool) -> dict[str, Any]:
     """Return the bytes per second of direct reads from unnamed files in `folders`, each of a drive: as `stream` reads
-    layers, with as many requests in flight, of the same size, into memory of the same kind.
+    layers, with as many requests in flight, of the same size, into memory of the same kind. With a GPU and one folder
+    also those that kvikio brings into GPU memory, if it is installed.
 
     The files disappear when they are closed, however the process ends. Raises OSError where direct I/O is refused or a
     disk is full.
@@ -416,9 +417,11 @@ def _nvme_read(folders: list[Path], quick: bool) -> list[float]:
 
     size = min((512 if quick else 4096) * MIB, min(shutil.disk_usage(folder).free for folder in folders) // 4)
     noise = os.urandom(direct.REQUEST)
+    least = 1 if quick else 3  # a drive that others use, too, is now faster, now slower
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0)) for folder in folders]
-        stripes = stack.enter_context(direct.Stripes([Path(f"/proc/self/fd/{file.fileno()}") for file in files]))
+        paths = [Path(f"/proc/self/fd/{file.fileno()}") for file in files]
+        stripes = stack.enter_context(direct.Stripes(paths))
         if not stripes.direct:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         began, blocks = perf_counter(), 0
@@ -430,7 +433,7 @@ def _nvme_read(folders: list[Path], quick: bool) -> list[float]:
             raise OSError(errno.ENOSPC, "no space to measure with")
 
         arena = stack.enter_context(contextlib.closing(PinnedArena(direct.THREADS * direct.REQUEST, pin=False)))
-        whole = as_bytes(arena.memory)
+        whole, size = as_bytes(arena.memory), blocks * direct.REQUEST
 
         def read(thread: int) -> None:
             part = whole[thread * direct.REQUEST : (thread + 1) * direct.REQUEST]
@@ -438,4 +441,31 @@ def _nvme_read(folders: list[Path], quick: bool) -> list[float]:
                 stripes.read(part, block * direct.REQUEST, direct.REQUEST)
 
         with ThreadPoolExecutor(direct.THREADS) as pool:
-            return _rates(lambda: list(pool.map(read, range(direct.THREADS))), blocks * direct.REQUEST, _cpu_seconds, 3)
+            rates = _rates(lambda: list(pool.map(read, range(direct.THREADS))), size, _cpu_seconds, 3, least)
+        found = {"nvme": _entry(rates, "bytes")}
+        if cuda and len(paths) == 1 and (other := _by_kvikio(paths[0], size, least)):
+            found["nvme_kvikio"] = other
+        return found
+
+
+def _by_kvikio(path: Path, size: int, least: int) -> dict[str, Any] | None:
+    """Return the bytes per second that kvikio brings into GPU memory, of the first `size` of a file: by GPUDirect
+    Storage or, as ``gpudirect`` says, without it, past the page cache, with as many requests in flight, of the same
+    size. None where kvikio is not installed."""
+    try:
+        import kvikio
+        from kvikio import cufile_driver, defaults
+    except ImportError:
+        return None
+    import torch
+
+    size = min(size, torch.cuda.mem_get_info()[0] // 2 // direct.REQUEST * direct.REQUEST)
+    target = torch.empty(size, dtype=torch.uint8, device="cuda")
+    ways = {"num_threads": direct.THREADS, "task_size": direct.REQUEST, "auto_direct_io_read": True}
+    try:
+        with defaults.set(ways), kvikio.CuFile(path, "r") as file:
+            entry = _entry(_rates(lambda: file.read(target), size, _cpu_seconds, 3, least), "bytes")
+            there = not defaults.is_compat_mode_preferred() and bool(cufile_driver.get("is_gds_available"))
+    except RuntimeError as error:  # of cuFile, which has no class of its own
+        return {"error": str(error).splitlines()[0]}
+    return entry | {"gpudirect": there}

@@ -334,6 +334,16 @@ def test_kvikio_is_measured_beside_the_probes_own_reads(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.torch
+def test_a_kvikio_that_does_not_work_costs_no_other_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    assert probe._by_kvikio(tmp_path / "file", direct.REQUEST, 1) is None
+    monkeypatch.delitem(sys.modules, "kvikio")
+    (tmp_path / "kvikio.py").write_text("raise OSError('libcuda.so.1: cannot open\\nshared object file')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert probe._by_kvikio(tmp_path / "file", direct.REQUEST, 1) == {"error": "libcuda.so.1: cannot open"}
+
+
 @pytest.mark.parametrize(
     ("found", "line"),
     [

@@ -451,21 +451,26 @@ def _probe_disks(folders: list[Path], quick: bool, cuda: bool) -> dict[str, Any]
 def _by_kvikio(path: Path, size: int, least: int) -> dict[str, Any] | None:
     """Return the bytes per second that kvikio brings into GPU memory, of the first `size` of a file: by GPUDirect
     Storage or, as ``gpudirect`` says, without it, past the page cache, with as many requests in flight, of the same
-    size. None where kvikio is not installed."""
+    size. None where kvikio is not installed; an ``error`` where it cannot read."""
+    import torch
+
     try:
         import kvikio
         from kvikio import cufile_driver, defaults
+
+        size = min(size, torch.cuda.mem_get_info()[0] // 2 // direct.REQUEST * direct.REQUEST)
+        target = torch.empty(size, dtype=torch.uint8, device="cuda")
+        ways = {"num_threads": direct.THREADS, "task_size": direct.REQUEST, "auto_direct_io_read": True}
+
+        def read() -> None:
+            if (count := file.read(target)) != size:
+                raise OSError(errno.EIO, f"{count:,} bytes of {size:,} were read")
+
+        with defaults.set(ways), kvikio.CuFile(path, "r") as file:
+            entry = _entry(_rates(read, size, _cpu_seconds, 3, least), "bytes")
+            there = not defaults.is_compat_mode_preferred() and bool(cufile_driver.get("is_gds_available"))
     except ImportError:
         return None
-    import torch
-
-    size = min(size, torch.cuda.mem_get_info()[0] // 2 // direct.REQUEST * direct.REQUEST)
-    target = torch.empty(size, dtype=torch.uint8, device="cuda")
-    ways = {"num_threads": direct.THREADS, "task_size": direct.REQUEST, "auto_direct_io_read": True}
-    try:
-        with defaults.set(ways), kvikio.CuFile(path, "r") as file:
-            entry = _entry(_rates(lambda: file.read(target), size, _cpu_seconds, 3, least), "bytes")
-            there = not defaults.is_compat_mode_preferred() and bool(cufile_driver.get("is_gds_available"))
-    except RuntimeError as error:  # of cuFile, which has no class of its own
-        return {"error": str(error).splitlines()[0]}
+    except (OSError, RuntimeError) as error:  # a library that it lacks, the file, or cuFile: it has no class of its own
+        return {"error": f"{error}".partition("\n")[0]}
     return entry | {"gpudirect": there}

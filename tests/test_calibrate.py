@@ -16,6 +16,7 @@ from zinfer.plan.published import Beside, Published, beside
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.spec import machine, resolve
 from zinfer.spec.case import Case, Option
+from zinfer.spec.host import attending_cpus
 from zinfer.spec.machine import Machine
 
 RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
@@ -170,7 +171,7 @@ def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
     return {
         "kv_host_rows": round(setup.kv_host_share * asked.workload.batch_size),
         "kv_attention": "cpu" if setup.kv_on_cpu else "gpu",
-        "kv_threads": round(setup.kv_cpu_share * cores),
+        "kv_threads": round(setup.kv_cpu_share * attending_cpus(cores)),
     }
 
 

@@ -24,6 +24,7 @@ from zinfer.generation.schedule import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler, Sequence
 from zinfer.spec.case import Workload
 from zinfer.spec.engine import OptionError
+from zinfer.spec.host import attending_cpus
 from zinfer.worker.measure import Samples, measure
 
 Checkpoints = Callable[..., Path]
@@ -134,7 +135,7 @@ def test_as_many_threads_attend_as_are_asked_for(
         return run(*args)
 
     monkeypatch.setattr(cpu_kernel, "_run", watched)
-    for asked, threads in (("auto", before), (1, 1), (3, 3)):
+    for asked, threads in (("auto", attending_cpus(before)), (1, 1), (3, 3)):
         seen.clear()
         engine = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu", kv_threads=asked)
         assert torch.equal(greedy(engine, BATCHES[0]), reference(directory)[0])

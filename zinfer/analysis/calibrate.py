@@ -25,6 +25,7 @@ from zinfer.record.measurement import Measurement, latest
 from zinfer.record.store import files, read
 from zinfer.spec import machine
 from zinfer.spec.case import Case
+from zinfer.spec.host import attending_cpus
 from zinfer.spec.machine import Machine, MachineError
 from zinfer.spec.model import ModelError, ModelSpec
 from zinfer.spec.resolve import resolve
@@ -212,7 +213,7 @@ def _setup(point: Measurement, model: ModelSpec, place: Machine) -> Placement:
         update["kv_host_share"] = settings["kv_host_rows"] / point.case.workload.batch_size
         update["kv_on_cpu"] = str(settings["kv_attention"]).startswith("cpu")
         cores, threads = place.details.get("host", {}).get("cores", 0), settings.get("kv_threads")
-        update["kv_cpu_share"] = min(1.0, threads / cores) if cores and threads else 1.0
+        update["kv_cpu_share"] = min(1.0, threads / attending_cpus(cores)) if cores and threads else 1.0
     if effective.streamed_bytes_per_step:
         wire = effective.wire_bytes_per_step or effective.streamed_bytes_per_step
         update["wire_ratio"] = update["kept_ratio"] = min(1.0, wire / effective.streamed_bytes_per_step)
@@ -233,7 +234,7 @@ def _as_run(one: _Seen) -> Case:
         case = case.model_copy(update={"options": (*case.options, ("experts", one.setup.experts))})
     if not one.setup.kv_on_cpu or not host.get("cores"):
         return case
-    threads = round(one.setup.kv_cpu_share * host["cores"])
+    threads = round(one.setup.kv_cpu_share * attending_cpus(host["cores"]))
     return case.model_copy(update={"options": (*case.options, ("kv_threads", threads))})
 
 

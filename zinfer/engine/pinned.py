@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from math import gcd, prod
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,9 +85,6 @@ class PinnedArena:
     ends, and is neither inherited by children nor part of a core dump. It is private unless `shared` is given, an empty
     file of `shared_memory`: then it is that file's, lies on all nodes, and goes with the last process that has it.
     Other processes map it with `PinnedArena.attach`. An arena that is dropped without `close` unlocks its memory, too.
-
-    Pages of a shared arena lie scattered over the machine's memory, those of each `take` or `expect`: several GPUs read
-    the same layer at once, and some places are slower for all of them together than for one.
     """
 
     def __init__(
@@ -109,10 +106,10 @@ class PinnedArena:
         self.memory: Tensor
         self._map, self.memory = _map(max(size, PAGE), shared)
         self.pinned, self._pin = False, pin
-        self._ahead = AHEAD if grow and shared is None else 0
+        self._ahead = AHEAD if grow else 0
         self._threads: ThreadPoolExecutor | None = None
-        self._touching: deque[tuple[int, Future[None]]] = deque()  # under way: (where the first page lies, job)
-        self._asked = 0  # end of the bytes that threads were asked to touch
+        self._touching: deque[tuple[int, Future[None]]] = deque()  # chunks under way: (begin, job)
+        self._asked = 0  # end of the last chunk that a thread was asked to touch
         if not grow:
             self.take(size, progress)
             self.seal()
@@ -141,28 +138,16 @@ class PinnedArena:
         start, end = self.used, self.used + size
         if end > self.size:
             raise MemoryError(f"the arena has {gb(self.size)}; {gb(end)} were requested")
-        self._reach(end, progress)
-        self.used = end
-        return self.memory[start:end]
-
-    def expect(self, size: int, progress: Progress = silent) -> None:
-        """Prepare for `size` bytes that will probably be taken: those of a shared arena are made present now, so that
-        its layers are scattered over all of them. Raises MemoryError unless so much memory is free."""
-        end = self.used + size
-        check_free(max(0, end - self._asked))
-        if self._shared is not None:
-            self._reach(min(end, self.size), progress)
-
-    def _reach(self, end: int, progress: Progress) -> None:
-        """Make every page up to `end` present, and, where plenty is free, begin to do so for those that follow."""
         if end > self._asked:
             check_free(end - self._asked)
-            plenty = available_bytes() > end - self.used + 4 * self._ahead
+            plenty = available_bytes() > size + 4 * self._ahead
             self._touch(min(self.size, end + (self._ahead if plenty else 0)))
-        waiting = sum(begin < end for begin, _ in self._touching)
-        for done in range(waiting):
-            self._touching.popleft()[1].result()
-            progress("taking host memory", (done + 1) / waiting)
+        while self._touching and self._touching[0][0] < end:
+            begin, done = self._touching.popleft()
+            done.result()
+            progress("taking host memory", min(1.0, (begin + CHUNK - start) / size))
+        self.used = end
+        return self.memory[start:end]
 
     def seal(self) -> None:
         """Take no more: set `size` to the bytes taken, free the rest, and page-lock the memory if `pin` was given."""
@@ -181,17 +166,16 @@ class PinnedArena:
         if self._threads is None:
             cpus = self._node.cpus if self._node is not None else frozenset(os.sched_getaffinity(0))
             self._threads = ThreadPoolExecutor(len(cpus), initializer=_stay_on, initargs=(cpus,))
-        memory, begin = self.memory, self._asked
-        self._asked = min(begin + -(-(end - begin) // CHUNK) * CHUNK, memory.numel() + -memory.numel() % PAGE)
-        if self._shared is None:
-            for start in range(begin, self._asked, CHUNK):
-                self._touching.append((start, self._threads.submit(_touch, memory[start : start + CHUNK])))
-            return
-        # The system hands memory out in the order in which it is touched.
-        order = scattered(-(-(self._asked - begin) // HUGE))
-        for first in range(0, len(order), CHUNK // HUGE):
-            starts = [begin + page * HUGE for page in order[first : first + CHUNK // HUGE]]
-            self._touching.append((begin, self._threads.submit(_touch_huge, memory, starts)))
+        memory, shared = self.memory, self._shared is not None
+
+        def touch(start: int) -> None:
+            if shared:
+                _make_huge(memory[start : start + CHUNK])
+            memory[start : start + CHUNK : PAGE].zero_()
+
+        while self._asked < end:
+            self._touching.append((self._asked, self._threads.submit(touch, self._asked)))
+            self._asked = min(self._asked + CHUNK, self.memory.numel() + -self.memory.numel() % PAGE)
 
     def _stop(self) -> None:
         if self._threads is not None:
@@ -285,27 +269,6 @@ def _map_file(file: int, address: int, size: int, flags: int) -> None:
     if library.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags | fixed, file, 0) != address:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-
-
-def scattered(count: int) -> list[int]:
-    """Return the numbers below `count` in an order in which numbers near each other come at times far apart, whatever
-    their distance: each comes at its multiple of the golden section of `count`."""
-    step = max(1, round(count * 0.6180339887))
-    while gcd(step, count) != 1:
-        step += 1
-    return sorted(range(count), key=lambda number: number * step % count)
-
-
-def _touch(memory: Tensor) -> None:
-    memory[::PAGE].zero_()
-
-
-def _touch_huge(memory: Tensor, starts: Iterable[int]) -> None:
-    """Touch the huge pages of a file's mapping that begin at `starts`."""
-    for start in starts:
-        page = memory[start : start + HUGE]
-        _make_huge(page)
-        _touch(page)
 
 
 def _make_huge(memory: Tensor) -> None:

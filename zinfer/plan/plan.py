@@ -14,6 +14,7 @@ from zinfer.plan import cost
 from zinfer.plan.cost import LIMITS, Bytes, Efficiency, Placement
 from zinfer.spec.case import Case, Workload, resident_bytes, spread
 from zinfer.spec.engine import ENGINES, MOST_DRAFTS, Offload, Option, Transport, conflict, plan_options, read_options
+from zinfer.spec.host import attending_cpus
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import duration, gb, gib, parse_share
@@ -264,7 +265,7 @@ def placement_of(
         way = _weights_placement(case, model, machine, automatic, max(depth, pieces)).model_copy(update=split)
         if on_cpu and options.kv_threads != "auto":
             cores = machine.details.get("host", {}).get("cores", 0)
-            share = min(1.0, options.kv_threads / cores) if cores else 1.0
+            share = min(1.0, options.kv_threads / attending_cpus(cores)) if cores else 1.0
             way = way.model_copy(update={"kv_cpu_share": share})
         elif on_cpu:
             way = cost.with_cores(way, model, machine, batch_size, context, factors)

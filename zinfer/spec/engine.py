@@ -124,7 +124,7 @@ class StreamOptions(EngineOptions):
         "auto", description="The device that attends to a KV cache in host memory; auto: the faster."
     )
     kv_threads: Literal["auto"] | Count = Field(
-        "auto", description="CPU threads that attend; auto: as many as make the shortest step."
+        "auto", description="CPU threads that attend; auto: as many as make the shortest step (never all of 8 or more)."
     )
     kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache; auto: that of the weights.")
     cuda_graphs: Literal["auto", "off"] = Field(

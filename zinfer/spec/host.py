@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from zinfer.spec.units import parse_bytes
 
+MANY_CPUS = 8  # CPUs of which attention leaves one to everything else that runs
 GROWN = 0.9  # share of a control group's limit: a host with less memory than that adds memory as it is used
 
 
@@ -232,6 +233,15 @@ def drives(nvme_path: str) -> list[Path]:
 def free_bytes(folders: list[Path]) -> int:
     """Return the bytes of files that the drives of `folders` have room for, if they are spread evenly over these."""
     return len(folders) * min(shutil.disk_usage(folder).free for folder in folders)
+
+
+def attending_cpus(cpus: int) -> int:
+    """Return on how many of `cpus` CPUs attention runs: one of many is left to everything else.
+
+    The threads wait for each other after every product. One that shares its CPU with another program holds up all, by
+    milliseconds each time; and the others read memory as fast without it.
+    """
+    return cpus - (cpus >= MANY_CPUS)
 
 
 def cache_bytes(root: Path = Path("/sys")) -> int:

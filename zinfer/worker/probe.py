@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from zinfer.engine import direct
 from zinfer.spec.errors import ENVIRONMENT, not_here
-from zinfer.spec.host import available_bytes, drives, free_bytes, gpus, host_bytes, host_facts, name_of
+from zinfer.spec.host import (
+    attending_cpus,
+    available_bytes,
+    drives,
+    free_bytes,
+    gpus,
+    host_bytes,
+    host_facts,
+    name_of,
+)
 from zinfer.spec.machine import SHARING, Machine, MachineError
 from zinfer.spec.units import gb
 
@@ -215,7 +224,21 @@ def _attention(size: int, repeats: int, sharing: int) -> list[float]:
     """Return the bytes per second of a bf16 KV cache in host memory that attention on the CPU reads; `sharing` query
     heads share each head of the cache."""
     work, amount = _attending(size, sharing)
-    return _rates(work, amount, _cpu_seconds, repeats)
+    with _attending_threads():
+        return _rates(work, amount, _cpu_seconds, repeats)
+
+
+@contextlib.contextmanager
+def _attending_threads() -> Iterator[None]:
+    """Let torch use as many threads as `stream` attends with."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(attending_cpus(before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
@@ -262,7 +285,8 @@ def _probe_gpu(
         progress("both directions at once")
         duplex = _entry(_duplex(host, device, repeats), "bytes each way")
         progress("link and CPU at once")
-        details["together"] = _together(host, device, cache, repeats)
+        with _attending_threads():
+            details["together"] = _together(host, device, cache, repeats)
     progress("device memory")
     hbm = _entry(_device_copy(device, repeats), "bytes read and written")
     del device

@@ -49,6 +49,7 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.spec.case import Option, Workload
 from zinfer.spec.engine import MOST_DRAFTS, StreamOptions
+from zinfer.spec.host import attending_cpus
 from zinfer.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ class Stream(Decoder):
             assert batch.host is not None
             self._kv_rows, self._kv_place = hosted, batch.host.place
             if isinstance(batch.host, CpuCache):
-                automatic = max(1, round(placement.kv_cpu_share * self._threads))
+                automatic = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
                 asked = placement.kv_threads and max(1, placement.kv_threads // placement.gpus)
                 self._kv_threads = asked or automatic
                 # The number holds for all work of the CPU: teams of two sizes in turn end and start threads each time.

@@ -275,12 +275,20 @@ INLINE void mix(type kind, const float *rows, const char *values, const char *sc
     for (int64_t r = 0; r < count; r++) unlay(kind, sums + r * SPAN, columns, out + r * width);
 }
 
+/* Returns how many of `tasks` a thread takes at a time, `most` at most. Threads take new ones as they end: one whose CPU
+   other programs use, as on shared machines, does fewer, and the others need not wait for it. */
+static int64_t grain(int64_t tasks, int threads, int64_t most) {
+    int64_t fair = tasks / (16 * threads);
+    return fair < 1 ? 1 : fair < most ? fair : most;
+}
+
 #define MATRIX(kind, b) ((b) / inner * stride_outer + (b) % inner * stride_inner) * size_of(kind)
 #define EXPORT(kind)                                                                                                  \
     void dots_##kind(const float *rows, const char *keys, float *out, int64_t outer, int64_t inner,                   \
                      int64_t stride_outer, int64_t stride_inner, int64_t stride, int64_t count, int64_t tokens,       \
                      int64_t width, int threads) {                                                                    \
-        _Pragma("omp parallel for collapse(2) schedule(static) num_threads(threads)")                                 \
+        int64_t share = grain(outer * inner * ((tokens + TOKENS - 1) / TOKENS), threads, 8);                          \
+        _Pragma("omp parallel for collapse(2) schedule(dynamic, share) num_threads(threads)")                         \
         for (int64_t b = 0; b < outer * inner; b++)                                                                   \
             for (int64_t begin = 0; begin < tokens; begin += TOKENS)                                                  \
                 dots(kind, rows + b * count * width, keys + MATRIX(kind, b), out + b * count * tokens, stride, count, \
@@ -290,8 +298,9 @@ INLINE void mix(type kind, const float *rows, const char *values, const char *sc
     void mix_##kind(const float *rows, const char *values, float *out, int64_t outer, int64_t inner,                  \
                     int64_t stride_outer, int64_t stride_inner, int64_t stride, int64_t count, int64_t tokens,        \
                     int64_t width, int threads) {                                                                     \
-        int64_t columns = outer * inner < 4 * threads ? COLUMNS : SPAN;                                             \
-        _Pragma("omp parallel for collapse(2) schedule(static) num_threads(threads)")                                 \
+        int64_t columns = outer * inner < 4 * threads ? COLUMNS : SPAN;                                               \
+        int64_t share = grain(outer * inner * ((width + columns - 1) / columns), threads, 2);                         \
+        _Pragma("omp parallel for collapse(2) schedule(dynamic, share) num_threads(threads)")                         \
         for (int64_t b = 0; b < outer * inner; b++)                                                                   \
             for (int64_t begin = 0; begin < width; begin += columns) {                                                \
                 const char *own = values + MATRIX(kind, b);                                                           \

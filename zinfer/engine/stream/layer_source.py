@@ -15,7 +15,7 @@ from torch import Tensor
 from zinfer.engine import EngineError
 from zinfer.engine.decoder import scratch
 from zinfer.engine.direct import Stripes
-from zinfer.engine.pinned import PinnedArena, lay_out
+from zinfer.engine.pinned import PinnedArena, check_free, lay_out
 from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
 from zinfer.engine.stream import disk, packed
@@ -202,7 +202,7 @@ class LayerSource:
         images: dict[int, PackedLayer] = {}
         loaded: Iterator[tuple[str, Loaded]]
         if folder is None:
-            self.arena.expect(round(raw * self._plan.placement.wire_ratio), self._progress)
+            check_free(round(raw * self._plan.placement.wire_ratio))
             loaded = state.load_stored(self._device, self._progress)
         else:
             images = dict(enumerate(packed.load(folder, state, self.arena, self._progress)))

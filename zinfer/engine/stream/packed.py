@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from torch import Tensor
 
 from zinfer.engine import EngineError
-from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, lay_out
+from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, check_free, lay_out
 from zinfer.engine.quantization.dequantize import Codes, table
 from zinfer.engine.read import DTYPES, as_bytes, fill, groups_mapped, reading
 from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
@@ -382,7 +382,7 @@ def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress
     too small for them.
     """
     content, path = _belonging(folder, state)
-    arena.expect(content.bytes, progress)
+    check_free(content.bytes)
     images: list[PackedLayer] = []
     under_way: deque[Future[int]] = deque()
     with (

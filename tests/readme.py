@@ -22,11 +22,10 @@ from zinfer.analysis.calibrate import fit, load_machines, load_points
 from zinfer.cli import cli
 from zinfer.commands.demo import explanation
 from zinfer.plan.plan import make_plan
-from zinfer.record import accuracy, codec, prefix_reuse, routing, study
+from zinfer.record import accuracy, codec, prefix_reuse, routing, store, study
 from zinfer.record.measurement import Measurement, latest
 from zinfer.record.requests import RequestPoint
 from zinfer.record.requests import latest as latest_loads
-from zinfer.record.store import read
 from zinfer.report import requests
 from zinfer.report.document import Table
 from zinfer.spec import machine, resolve
@@ -54,6 +53,7 @@ UNTRIED = "experimental: no plan has run on a GPU"
 LOADS = ("batch", "loads", "output tok/s", "decode tok/s", "TTFT", "decode step", "range", "link share")
 COLUMNS = ("batch", "output tok/s", "prefill tok/s", "decode tok/s", "TTFT", "decode step", "link share")
 WIDTH = 120
+read = cache(store.read)  # no record changes while pages are made
 
 
 def cog(*options: str) -> int:
@@ -293,8 +293,8 @@ def reliability() -> str:
 def request_loads() -> str:
     """Return the table of the loads of requests that were recorded, and of the times that requests waited; those with
     drafts have a table of their own."""
-    drafts = {point.case.model for point in read(RESULTS).requests if "draft" in dict(point.case.options)}
     recorded = [point for name in SHIPPED for point in read(RESULTS / name).requests]
+    drafts = {point.case.model for point in recorded if "draft" in dict(point.case.options)}
     found = [point for point in recorded if point.case.model not in drafts]
     if not found:
         return "No load of requests is recorded yet."

@@ -1,11 +1,6 @@
-"""One micro-batch at a time on an engine, the least that an engine can be, and kernels in Triton's interpreter."""
+"""One micro-batch at a time on an engine, and the least that an engine can be."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,18 +26,6 @@ def snapshot(engine: Engine, first: int, last: int) -> KVSnapshot:
     if not engine.batches:
         return engine.snapshot(MicroBatch(1, 1, 1), first, last)
     return engine.snapshot(engine.batches[-1], first, last)
-
-
-def interpreted(module: str, path: Path) -> Any:
-    """Run a module with `path` as its argument where Triton's kernels run on the CPU; return what it saved there. The
-    interpreter must be chosen before triton is imported: hence a process of its own."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", module, path],
-        env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return torch.load(path)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -1,14 +1,13 @@
 """Predictions against the committed records, each point predicted without itself, and fits of known factors."""
 
-from pathlib import Path
 from statistics import median
 
 import pytest
 
-from tests import mentions
+from tests import committed, mentions
 from tests.results import case, point
 from zinfer.analysis import calibrate
-from zinfer.analysis.calibrate import PredictedPoint, fit, load_machines, load_points, predict, table
+from zinfer.analysis.calibrate import PredictedPoint, fit, predict, table
 from zinfer.plan import cost
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, make_plan, placement_of
@@ -19,7 +18,6 @@ from zinfer.spec.case import Case, Option
 from zinfer.spec.host import attending_cpus
 from zinfer.spec.machine import Machine
 
-RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
 H100 = machine.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 1 << 40})
 # Configurations and models whose records plans miss by more than a tenth. The first three were recorded before a
 # change: experts that stayed were those of the first layers, so the last ones brought all of theirs, which the link
@@ -38,7 +36,7 @@ ROOMY = H100.model_copy(update={"gpu_bytes": 140 << 30})
 
 @pytest.fixture(scope="module")
 def rows() -> tuple[PredictedPoint, ...]:
-    return table(load_points(RESULTS), load_machines(RESULTS))
+    return table(committed.points(), committed.machines())
 
 
 def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[PredictedPoint, ...]) -> None:
@@ -92,9 +90,9 @@ def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[PredictedPoin
 
 def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
     """Records in which a KV cache in host memory was used both over the link and on the CPU."""
-    machines = load_machines(RESULTS)
+    machines = committed.machines()
     seconds: dict[tuple[str, Case], dict[str, float]] = {}
-    for one in load_points(RESULTS):
+    for one in committed.points():
         options = dict(one.case.options)
         if one.usable and options.get("kv_offload", "none") != "none" and "kv_attention" in options:
             way = str(options.pop("kv_attention"))
@@ -114,7 +112,7 @@ def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tu
     errors = {row.case: row.gpu_error for row in rows if row.gpu_error is not None}
     assert len(errors) == len({row.case for row in rows})
     assert median(map(abs, errors.values())) <= 0.05
-    machines = load_machines(RESULTS)
+    machines = committed.machines()
     for row in rows:
         if row.case.engine == "stream" and row.predicted_gpu_bytes is not None and row.measured_gpu_bytes is not None:
             assert row.measured_gpu_bytes - row.predicted_gpu_bytes <= 0.05 * machines[row.machine].gpu_bytes, row.case
@@ -123,7 +121,7 @@ def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tu
 
 def test_the_largest_batch_is_predicted() -> None:
     """The tolerance is an eighth: the plan leaves out gaps of the allocator and short-lived tensors of a step."""
-    machines, points = load_machines(RESULTS), load_points(RESULTS)
+    machines, points = committed.machines(), committed.points()
     factors = fit(points, machines)
     for name, layers, offload in (("bloom-176b", 14, "cpu"), ("opt-30b", None, "none"), ("opt-30b", None, "cpu")):
         own = [p for p in points if (p.case.model, p.case.layers, p.case.offload) == (name, layers, offload)]
@@ -263,7 +261,7 @@ def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
     """Layers that are unpacked whole, of one model, on one GPU: experts on demand are unpacked one by one, which tells
     no rate, the matrices of another model have another, and gathers take a share of the GPU's memory."""
     rates: dict[str, dict[str, float]] = {}
-    for one in calibrate._seen(load_points(RESULTS), load_machines(RESULTS)):
+    for one in calibrate._seen(committed.points(), committed.machines()):
         share, rate = one.point.case.gpu_weights, one.factors["unpack_share"]
         if share is not None and rate is not None and one.setup.gpus == 1:
             assert one.setup.experts == "all"
@@ -360,7 +358,7 @@ def test_a_published_ratio_is_explained_by_the_share_of_the_link_it_takes() -> N
 
 
 def test_factors_of_the_committed_records_are_physical() -> None:
-    factors = fit(load_points(RESULTS), load_machines(RESULTS))
+    factors = fit(committed.points(), committed.machines())
     assert set(factors) >= {"stream", "deepspeed", "accelerate"}
     for told in factors.values():
         assert 0.5 < told.link_share <= 1.01

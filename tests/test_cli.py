@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from tests import PATIENCE_S, environment, mentions
-from tests.command import small_files, zinfer, zinfer_process
+from tests.command import probed, small_files, zinfer, zinfer_process
 from zinfer.cli import main
 from zinfer.record.store import read
 from zinfer.spec.host import slug
-from zinfer.spec.machine import Machine
 
 ROOT = Path(__file__).parents[1]
 TINY = ["-m", "bloom-tiny", "--engine", "stream", "--input-len", "8", "--output-len", "4", "--repeats", "1"]
@@ -29,10 +28,7 @@ RUN = ["run", "-m", "bloom-tiny", "-p", "x"]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Provide an empty folder of a user whose machine was probed already."""
-    machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
-    path = tmp_path / "sweeps" / "results" / slug() / "machine.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(machine.model_dump_json())
+    probed(tmp_path)
     return tmp_path
 
 

@@ -1,13 +1,9 @@
 """Lossless codec: every bit returns, from the plain decoder and from the kernel, and the sizes are as promised.
 
-The kernel runs in Triton's interpreter. This must be chosen before triton is imported, which other tests may have done,
-so all cases run in one process of their own: this file, run as a script.
+The kernel runs in a process of its own (`tests.interpreter`), one for all cases.
 """
 
 import mmap
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from ctypes import CDLL, addressof, c_char, c_size_t, c_void_p
 from dataclasses import replace
@@ -21,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.interpreter import interpreted
 from zinfer.engine.quantization.dequantize import Codes, expand, table
 from zinfer.engine.stream import codec, quantized
 from zinfer.engine.stream.codec import BLOCK, CONSTANTS, Encoded, Layout, decode, encode
@@ -390,9 +387,7 @@ def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     layout = replace(matrix("blocks")[0], rows=128, coded=found.layout)  # two blocks, one row of two scales
     coded.append(("noise in fp8", layout, torch.cat([found.data, torch.zeros(16, dtype=torch.uint8)])))
     torch.save(coded, folder / "coded")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__, folder], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
+    interpreted(__name__, folder)
     results: dict[str, Tensor] = torch.load(folder / "results")
     return results
 
@@ -489,7 +484,3 @@ def main(folder: Path) -> None:
         launch_coded(codes, layout.coded, out, powers, block=1024)
         results[name] = out.clone()
     torch.save(results, folder / "results")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

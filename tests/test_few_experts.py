@@ -1,10 +1,9 @@
 """Experts of a few tokens by kernels of their own: the results of `transformers`' implementations, and the way back to
 them.
 
-The interpreter must be chosen before triton is imported, which other tests may have done: hence a process of its own.
+The kernels run in a process of their own (`tests.interpreter`).
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
 
 from tests.checkpoints import save_config
-from tests.running import error, interpreted
+from tests.interpreter import interpreted
+from tests.running import error
 from tests.test_experts import MIXTURES, load, steps
 from zinfer.engine.stream import few_experts
 from zinfer.engine.stream.expert_images import through_interface
@@ -59,7 +59,9 @@ def call(module: Any, tokens: int, dtype: torch.dtype, each: int = 2) -> tuple[T
 @pytest.fixture(scope="module")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what `main` saved."""
-    found: dict[str, Any] = interpreted(__name__, tmp_path_factory.mktemp("few") / "results")
+    path = tmp_path_factory.mktemp("few") / "results"
+    interpreted(__name__, path)
+    found: dict[str, Any] = torch.load(path)
     return found
 
 
@@ -293,7 +295,3 @@ def main(path: Path) -> None:
     results["beside the cpu"] = ran - before, status, found, logits[1]
     loaded.close()
     torch.save(results, path)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

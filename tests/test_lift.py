@@ -1,27 +1,22 @@
 """Zero-copy kernel, by which small tensors overtake the weights: in Triton's interpreter and compiled.
 
-The interpreter must be chosen before triton is imported, which other tests may have done: hence a process of its own.
+The kernel runs in a process of its own (`tests.interpreter`).
 """
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.interpreter import interpreted
 
 SIZES = (64, 4096, 4096 + 64, 3 * 4096 + 192)
 
 
 @pytest.mark.slow
 def test_the_kernel_copies_all_and_no_more(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, tmp_path / "found"],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    interpreted(__name__, tmp_path / "found")
     for size, (source, found) in zip(SIZES, torch.load(tmp_path / "found"), strict=True):
         assert source.numel() == size
         assert torch.equal(found[:size], source)
@@ -92,7 +87,3 @@ def main(path: Path) -> None:
         copy(source, out[:size])
         found.append((source, out))
     torch.save(found, path)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

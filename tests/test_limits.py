@@ -1,11 +1,12 @@
 """Limits are limits: no committed record beats the plan's, and no plan says `fits` where memory ran out."""
 
 import math
-from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 
+from tests import committed
 from zinfer.analysis import calibrate, rates
 from zinfer.analysis.group import groups
 from zinfer.plan.plan import largest_batch, make_plan
@@ -14,15 +15,17 @@ from zinfer.spec import machine
 from zinfer.spec.machine import PCIE_BANDWIDTH, Machine, override
 from zinfer.spec.resolve import resolve
 
-RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
-POINTS, MACHINES = calibrate.load_points(RESULTS), calibrate.load_machines(RESULTS)
-USABLE = [one for one in calibrate._seen(POINTS, MACHINES) if one.point.usable]
+
+@pytest.fixture(scope="module")
+def usable() -> list[Any]:
+    """Return the committed points that were measured, each with its model, its machine and its placement."""
+    return [one for one in calibrate._seen(committed.points(), committed.machines()) if one.point.usable]
 
 
-def test_no_measured_point_beats_its_limit() -> None:
-    assert len(USABLE) > 50
+def test_no_measured_point_beats_its_limit(usable: list[Any]) -> None:
+    assert len(usable) > 50
     faster = []
-    for seen in USABLE:
+    for seen in usable:
         point: Measurement = seen.point
         plan = make_plan(point.case, seen.model, seen.machine)
         if point.case.offload == "nvme" and seen.machine.nvme_bandwidth is None:
@@ -39,13 +42,13 @@ def test_no_measured_point_beats_its_limit() -> None:
     assert faster == []
 
 
-def test_a_limit_is_near_what_the_best_engine_reaches() -> None:
+def test_a_limit_is_near_what_the_best_engine_reaches(usable: list[Any]) -> None:
     """A limit that nothing comes near is worthless: decode steps that stream come within a quarter. Where most layers
     stay, coded, the GPU is busy unpacking them, at a rate that no limit knows; and a host that was slow while it was
     measured says nothing."""
     shares = [
         (make_plan(seen.point.case, seen.model, seen.machine).step_s or 0) * 1e3 / (seen.point.tpot_ms or 1)
-        for seen in USABLE
+        for seen in usable
         if seen.point.case.engine == "stream" and seen.point.case.offload == "cpu" and seen.setup.pinned
         if 2 * seen.setup.resident_bytes < seen.model.streamed_bytes
         if (seen.point.all_links_bandwidth or math.inf) > 0.8 * (seen.machine.links_bandwidth or 0)
@@ -56,14 +59,16 @@ def test_a_limit_is_near_what_the_best_engine_reaches() -> None:
 
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_no_plan_says_that_a_batch_fits_which_ran_out_of_memory(calibrated: bool) -> None:
-    factors = calibrate.fit(POINTS, MACHINES) if calibrated else {}
+    factors = calibrate.fit(committed.points(), committed.machines()) if calibrated else {}
     seen = 0
-    for own in groups(POINTS).values():
+    for own in groups(committed.points()).values():
         for edge in rates.edges(own):
             if edge.smallest_oom is None or edge.largest_ok is None:
                 continue
             spec = resolve(edge.load.model, edge.load.dtype, edge.load.layers)
-            largest = largest_batch(edge.load, spec, MACHINES[own[0].machine], factors.get(edge.load.engine))
+            largest = largest_batch(
+                edge.load, spec, committed.machines()[own[0].machine], factors.get(edge.load.engine)
+            )
             assert 0.8 * edge.largest_ok < largest < edge.smallest_oom, edge.load.label()
             seen += 1
     assert seen >= 6
@@ -74,7 +79,7 @@ def test_peaks_are_of_the_datasheet_and_of_the_wire() -> None:
     assert h100.matmul_flops == pytest.approx(989.4e12)
     assert h100.hbm_bandwidth == pytest.approx(3.35e12)
     assert h100.h2d_bandwidth == PCIE_BANDWIDTH[5]
-    measured = next(one for one in MACHINES.values() if one.gpu_name == "NVIDIA H200").at_peak()
+    measured = next(one for one in committed.machines().values() if one.gpu_name == "NVIDIA H200").at_peak()
     assert (measured.matmul_flops, measured.h2d_bandwidth) == (989.4e12, PCIE_BANDWIDTH[5])
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests import PATIENCE_S, environment, quantized
 from tests.checkpoints import save_checkpoint, save_config
-from tests.command import zinfer
+from tests.command import probed, zinfer
 from tests.test_parity import BATCHES, MACHINE, greedy, load
 from tests.test_ring import Answer, Bench, FakeQueues
 from zinfer.analysis.timeline import length_ms, share, waits
@@ -354,6 +354,7 @@ def test_memory_that_is_being_copied_is_not_read_into(tmp_path: Path) -> None:
 
 
 def test_commands_take_it(models: Callable[[str], Path], tmp_path: Path) -> None:
+    probed(tmp_path)
     load = ["-m", str(models("bf16")), "-O", "weight_codec=none", "--output-len", "6"]
     way = ["--offload", "nvme", "--nvme-path", "drive", "-O", "host_weights=34%"]
     ran = [zinfer(tmp_path, "run", *load, *how, "-p", "Hello", "--ignore-eos", "--json")

@@ -1,11 +1,10 @@
 """Products of few tokens with weights that stay quantised: the kernel's results are those of unpacked weights, and what
 it does not serve finds the weight in its place.
 
-The kernel runs in Triton's interpreter, which must be chosen before triton is imported: hence a process of its own. The
-other tests compute from the same codes by torch (`by_codes`).
+The kernel runs in a process of its own (`tests.interpreter`). The other tests compute from the same codes by torch
+(`by_codes`).
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests import quantized, test_continuous, test_drafts, test_quantized
-from tests.running import error, interpreted
+from tests.interpreter import interpreted
+from tests.running import error
 from tests.test_experts import queued as queued  # the fixture
 from tests.test_graphs import Rerun, status
 from tests.test_graphs import recorder as recorder  # the fixture
@@ -37,7 +37,7 @@ from zinfer.spec.resolve import resolve
 Patch = pytest.MonkeyPatch
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = (5, 9, 3)
-FEW = (5, 3), 4  # lengths and tokens, where the interpreter takes a second for each product
+FEW = (5, 3), 3  # lengths and tokens, where the interpreter takes a second for each product
 # Rows and columns, of which no tile is a divisor; bits, table, scales' grid and block, their type and table, the type
 # within and that of the result, other fields of `Codes`; bytes of a chunk, number of tokens.
 CASES: dict[str, tuple[Any, ...]] = {
@@ -104,7 +104,9 @@ def chunks_of(codes: Codes, dtype: torch.dtype, most: int) -> tuple[Run, Tensor]
 @pytest.fixture(scope="module")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what `main` saved."""
-    found: dict[str, Any] = interpreted(__name__, tmp_path_factory.mktemp("packed") / "results")
+    path = tmp_path_factory.mktemp("packed") / "results"
+    interpreted(__name__, path)
+    found: dict[str, Any] = torch.load(path)
     return found
 
 
@@ -601,7 +603,3 @@ def main(path: Path) -> None:
     results["engine of experts in the slot"] = greedy(engine, *FEW), found[0]
     engine.close()
     torch.save(results, path)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -14,6 +14,7 @@ from zinfer.spec.engine import OptionError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = str(ROOT / "sweeps" / "results")
+H100 = f"{RESULTS}/nvidia-h100-80gb-hbm3"
 
 
 def plan(*words: str, code: int = 0) -> str:
@@ -89,12 +90,12 @@ def test_auto_is_the_batch_with_the_best_throughput() -> None:
 
 def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
     words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "8")
-    (limit,), (told,) = rows(*words), rows(*words, "--calibrate", RESULTS)
+    (limit,), (told,) = rows(*words), rows(*words, "--calibrate", H100)
     assert limit["error"] is None
     assert 0 < told["error"] < 0.15
     assert 0.85 * limit["output_tok_s"] < told["output_tok_s"] < limit["output_tok_s"]
     assert "physical limits" in plan(*words)
-    text = plan(*words, "--calibrate", RESULTS)
+    text = plan(*words, "--calibrate", H100)
     assert "physical limits" not in text
     assert "predicted" in text
     assert "±" in text
@@ -130,7 +131,7 @@ def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.drawing
 def test_the_figure_is_dashed_and_the_same_every_time(tmp_path: Path) -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb,gh200-96gb", "--calibrate", RESULTS)
+    words = ("-m", "opt-30b", "--machine", "h100-80gb,gh200-96gb", "--calibrate", H100)
     for name in ("a.svg", "b.svg"):
         plan(*words, "--figure", str(tmp_path / name))
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()

@@ -1,8 +1,6 @@
 """Quantised checkpoints: weights equal those of transformers and of the formats' libraries, to the bit."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -15,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
-from tests import environment, quantized
+from tests import quantized
 from tests.checkpoints import save_checkpoint, save_config
+from tests.interpreter import interpreted
 from tests.test_parity import MACHINE, greedy
 from tests.test_parity import load as load_engine
 from zinfer.engine.quantization.dequantize import Codes, expand, table
@@ -265,7 +264,6 @@ def test_matrices_of_an_entry_are_joined_where_their_scales_allow_it(
     ids=["some", "all"],
 )
 def test_the_kernel_unpacks_every_format(names: tuple[str, ...], made: Callable[[str], Path], tmp_path: Path) -> None:
-    """The kernel runs in Triton's interpreter, which has to be chosen before triton is imported."""
     jobs = []
     for name in names:
         entry = next(iter(matrices(made(name))), None)
@@ -275,10 +273,7 @@ def test_the_kernel_unpacks_every_format(names: tuple[str, ...], made: Callable[
             codes = replace(codes, numbers=codes.numbers[:rows])
             jobs.append((name, codes, entry[1].flatten(0, -2)[:rows]))
     torch.save(jobs, tmp_path / "jobs")
-    done = subprocess.run(
-        [sys.executable, __file__, tmp_path], env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    interpreted(__name__, tmp_path)
     for (name, _, expected), found in zip(jobs, torch.load(tmp_path / "results"), strict=True):
         assert torch.equal(found, expected), name
 
@@ -448,10 +443,11 @@ def test_other_ways_are_refused_in_a_line(config: Any, says: str, tmp_path: Path
         entries(directory)
 
 
-if __name__ == "__main__":  # in Triton's interpreter
+def main(folder: Path) -> None:
+    """Unpack the jobs of a folder by the kernel."""
     from zinfer.engine.stream.expand import launch
 
-    folder, results = Path(sys.argv[1]), []
+    results = []
     for _, codes, like in torch.load(folder / "jobs", weights_only=False):
         out = torch.full_like(like, float("nan"))
         scale_table = table(codes.scale_table, out.device) if codes.scale_table else None

@@ -1,9 +1,8 @@
 """Attention of few queries by a kernel that splits the positions of a head: the results of PyTorch's own.
 
-The interpreter must be chosen before triton is imported, which other tests may have done: hence a process of its own.
+The kernels run in a process of their own (`tests.interpreter`).
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests import test_graphs
 from tests.checkpoints import ARCHITECTURES, save_config
-from tests.running import decode, error, interpreted, prefill
+from tests.interpreter import interpreted
+from tests.running import decode, error, prefill
 from tests.test_parity import load
 from zinfer.engine.stream import graphs, split_attention
 from zinfer.engine.stream.ragged import bias
@@ -51,7 +51,9 @@ def biases(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor | Non
 @pytest.fixture(scope="module")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what `main` saved."""
-    found: dict[str, Any] = interpreted(__name__, tmp_path_factory.mktemp("split") / "results")
+    path = tmp_path_factory.mktemp("split") / "results"
+    interpreted(__name__, path)
+    found: dict[str, Any] = torch.load(path)
     return found
 
 
@@ -152,7 +154,3 @@ def main(path: Path) -> None:
         engine.close()
     results["engine"] = ran, recorder.recorded, *logits
     torch.save(results, path)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import PATIENCE_S, environment, mentions
-from tests.command import zinfer
+from tests.command import probed, zinfer
 from tests.test_team_ways import gone
 from zinfer.spec import torchrun
 
@@ -27,8 +27,10 @@ STARTED = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder whose machine is measured once."""
-    return tmp_path_factory.mktemp("ranks")
+    """Folder of a user whose machine was probed already."""
+    path = tmp_path_factory.mktemp("ranks")
+    probed(path)
+    return path
 
 
 def command(*words: str, processes: int = 2) -> list[str]:

@@ -1,0 +1,22 @@
+"""The committed records, read once in a process."""
+
+from functools import cache
+from pathlib import Path
+
+from zinfer.analysis import calibrate
+from zinfer.record.measurement import Measurement
+from zinfer.spec.machine import Machine
+
+RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
+
+
+@cache
+def points() -> tuple[Measurement, ...]:
+    """Return the latest point of each case and machine."""
+    return calibrate.load_points(RESULTS)
+
+
+@cache
+def machines() -> dict[str, Machine]:
+    """Return the descriptions of the machines, by name."""
+    return calibrate.load_machines(RESULTS)

@@ -1,6 +1,6 @@
 """Ragged decode steps: rows of several micro-batches in one forward pass get the logits that each gets alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests import test_cache_kinds as kinds
 from tests.test_parity import load
-from tests.test_passes import close
+from tests.test_passes import close, keep_here
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.stream import ragged
 from zinfer.engine.stream.stacked import NotStackedError, stack
@@ -37,9 +37,9 @@ def batches(engine: Engine, seed: int = 1) -> list[tuple[MicroBatch, Tensor, Ten
     return found
 
 
-def check(engine: Engine, joins: bool | None) -> None:
-    """Decode micro-batches together and each alone; `joins` tells whether rows go through the model together,
-    None where that depends on the version of `transformers`."""
+def check(engine: Engine, joins: bool | None, passes_of: Collection[int] = (8,)) -> None:
+    """Decode micro-batches together and each alone; `joins` tells whether rows go through the model together, in
+    forward passes of so many rows, None where that depends on the version of `transformers`."""
     sizes = list[int]()
 
     def seen(_module: Any, arguments: Any, options: dict[str, Any]) -> None:
@@ -60,8 +60,7 @@ def check(engine: Engine, joins: bool | None) -> None:
         works = [Work(batch, next(rows)[:, None]) for batch, *_ in together]
         for found, expected in zip(engine.forward(works), alone, strict=True):
             assert close(found[:, -1], expected[step])
-    everyone = sum(map(len, LENGTHS))
-    assert joins in (None, set(sizes) == {everyone}), sizes
+    assert joins in (None, set(sizes) == set(passes_of)), sizes
     engine.clear()
 
 
@@ -82,6 +81,21 @@ def test_rows_of_all_micro_batches_share_a_pass(
 ) -> None:
     engine = load("stream", checkpoint(name), offload, tmp_path)
     check(engine, joins=True)
+    engine.close()
+
+
+@pytest.mark.parametrize(("name", "passes_of"), [("bloom", {3, 5}), ("llama", {3, 1})])
+def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_rest(
+    name: str, passes_of: set[int], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """One row of the second micro-batch is on the device and one in host memory. The CPU attends to the rows of each
+    micro-batch alone where heads share keys."""
+    keep_here(monkeypatch, 3)
+    engine = load("stream", checkpoint(name), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
+    hosted = [batch.hosted for batch, *_ in batches(engine)]
+    engine.clear()
+    assert hosted == [0, 1, 1, 3]
+    check(engine, joins=True, passes_of=passes_of)
     engine.close()
 
 

@@ -433,8 +433,8 @@ class Stream(Decoder):
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:
         ragged = _alike([part for part in parts if self._ragged.takes(part)])
         stacks = not ragged and self._stacks_on_device
-        stacked = _alike([part for part in parts if stacks and self._stacks_part(part, FixedLayer)])
-        hosted = _alike([part for part in parts if _on_cpu(part) and self._stacks_part(part, SplitLayer)])
+        stacked = _alike([part for part in parts if stacks and self._stacks_part(part)])
+        hosted = _alike([part for part in parts if _on_cpu(part) and self._stacks_part(part, on_cpu=True)])
         shared = [some for some in (ragged, stacked, hosted) if len(some) > 1]
         together = {id(part) for some in shared for part in some}
         passes = [*shared, *([part] for part in parts if id(part) not in together)]
@@ -455,15 +455,18 @@ class Stream(Decoder):
         recorded = self._graphs.wanted and (self._ring is None or not self._ring.streamed)
         return self._stacks and not recorded
 
-    def _stacks_part(self, part: Part, kind: type[FixedLayer]) -> bool:
-        """Tell whether a part can share a forward pass with others as rows of one rectangle: a token of each of its
-        rows, which have nothing but keys and values, in layers of one kind."""
-        cache = part.batch.cache
-        rows = part.batch.host.rows if kind is SplitLayer else slice(0, part.batch.batch_size)  # type: ignore[attr-defined]
-        return (
-            self._stacks and is_decode(part) and part.rows == rows and isinstance(cache, RowCache)
-            and all(type(layer) is kind and layer.slots.window is None for layer in cache.layers)
-        )  # fmt: skip
+    def _stacks_part(self, part: Part, on_cpu: bool = False) -> bool:
+        """Tell whether a part can share a forward pass with others as rows of one rectangle: a decode step of all rows
+        that a micro-batch has on the device, or of all that the CPU attends to, which have nothing but keys and values,
+        in layers of one kind."""
+        batch, cache = part.batch, part.batch.cache
+        assert isinstance(batch, StreamBatch)
+        rows = batch.host.rows if on_cpu and batch.host is not None else slice(0, batch.here)
+        if not (self._stacks and is_decode(part) and part.rows == rows and isinstance(cache, RowCache)):
+            return False
+        layers = [layer if on_cpu else getattr(layer, "here", layer) for layer in cache.layers]
+        kind = SplitLayer if on_cpu else FixedLayer
+        return all(type(layer) is kind and layer.slots.window is None for layer in layers)
 
     def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
         """Run a forward pass for each list of parts, which share it; return their logits."""

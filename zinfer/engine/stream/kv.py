@@ -509,10 +509,14 @@ class SplitLayer(FixedLayer):
         if rows.stop <= self.batch_size:
             self.here.window(rows, length)
 
-    @property
-    def joins(self) -> bool:
-        """True if its parts can share a forward pass: those in host memory come over the link, one after the other."""
-        return type(self.here) is FixedLayer and isinstance(self._host, LinkCache) and not self._host.shared
+    def joins(self, rows: slice) -> bool:
+        """Tell whether a part of it, `rows`, can share a forward pass with others: on the device, or in host memory,
+        from which they come over the link one after the other."""
+        if type(self.here) is not FixedLayer:
+            return False
+        if isinstance(self._host, LinkCache):
+            return not self._host.shared
+        return rows == slice(0, self.batch_size)
 
     def part(self, rows: slice, length: int) -> "PartLayer":
         """Return the layer of a part of the rows, which are `length` tokens long."""

@@ -192,7 +192,7 @@ class Ragged:
         if not (self.able and is_decode(part) and isinstance(cache, RowCache)):
             return False
         whole = all(type(layer) is FixedLayer for layer in cache.layers) and part.rows == slice(0, batch.batch_size)
-        split = all(isinstance(layer, SplitLayer) and layer.joins for layer in cache.layers)
+        split = all(isinstance(layer, SplitLayer) and layer.joins(part.rows) for layer in cache.layers)
         return (whole or split) and (count == 1 or all(layer.slots.window is None for layer in cache.layers))
 
     def switch(self, on: bool) -> None:

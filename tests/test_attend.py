@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, pad, scaled_dot_product_attention, softmax
 
 from zinfer.engine.stream import cpu_kernel
-from zinfer.engine.stream.cpu_attention import Hosted, HostedCoded, code, host
+from zinfer.engine.stream.cpu_attention import Hosted, HostedCoded, HostedScores, code, host, hosted_rows
+from zinfer.engine.stream.stacked import NotStackedError
 
 CPU = torch.device("cpu")
 Patch = pytest.MonkeyPatch
@@ -111,6 +112,90 @@ def test_rows_in_8_bits_are_as_good_as_their_bits(rows: int, tokens: int, width:
     assert not cpu_kernel.suits(queries, matrix.contiguous())  # the scales are lost
 
 
+def blocks_of(
+    lengths: tuple[int, ...], heads: int, width: int, columns: int, dtype: torch.dtype
+) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Return keys and values of two rows for each length, in room for more, and their exact values in float64."""
+    found, exact = [], []
+    for length in lengths:
+        both = [noise(2, heads, length + 3, size, dtype=torch.float32) for size in (width, columns)]
+        if dtype == torch.int8:
+            coded = [cpu_kernel.coded(one).view(torch.int8) for one in both]
+            stored = [one[:, :, :length, :size] for one, size in zip(coded, (width, columns), strict=True)]
+        else:
+            stored = [one.to(dtype)[:, :, :length] for one in both]
+        found.append((stored[0], stored[1]))
+        wide = [cpu_kernel.widened(one, torch.float32).double() for one in stored]
+        exact.append((wide[0], wide[1]))
+    return found, exact
+
+
+@pytest.mark.usefixtures("compiler")
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.sampled_from([(1,), (130,), (5, 128, 257)]),
+    count=st.sampled_from([1, 2, 5, 128]),
+    sizes=st.sampled_from([(8, 8), (128, 128), (40, 33), (64, 256)]),
+    dtype=st.sampled_from((*DTYPES, torch.int8)),
+    biases=st.lists(st.sampled_from(["each", "rows", "hidden"]), max_size=3),
+)
+def test_attention_to_several_micro_batches_is_that_of_each(
+    lengths: tuple[int, ...], count: int, sizes: tuple[int, int], dtype: torch.dtype, biases: list[str]
+) -> None:
+    check_attention(lengths, count, sizes, dtype, biases)
+
+
+def check_attention(
+    lengths: tuple[int, ...], count: int, sizes: tuple[int, int], dtype: torch.dtype, biases: list[str]
+) -> None:
+    heads, rows, most = 9, 2 * len(lengths), max(lengths)
+    found, exact = blocks_of(lengths, heads, *sizes, dtype)
+    queries = noise(rows, heads, count, sizes[0])
+    hidden = (torch.arange(most) < torch.arange(rows)[:, None, None, None]) & (torch.arange(most) < most - 1)
+    kinds = {
+        "each": noise(rows, heads, count, most, dtype=torch.float32),
+        "rows": noise(rows, 1, 1, most, dtype=torch.float32),
+        "hidden": torch.zeros(rows, 1, 1, most).masked_fill_(hidden, float("-inf")),
+    }
+    assert cpu_kernel.attends(queries, found)
+    mixed = cpu_kernel.attend(queries, found, [kinds[one] for one in biases], 0.3)
+    for number, (keys, values) in enumerate(exact):
+        own = slice(2 * number, 2 * number + 2)
+        scores = 0.3 * queries[own].double() @ keys.mT
+        for one in biases:
+            scores = scores + kinds[one].expand(rows, -1, -1, -1)[own, ..., most - keys.shape[2] :]
+        expected = torch.softmax(scores, dim=-1).nan_to_num() @ values
+        assert torch.allclose(mixed[own].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count() -> None:
+    keys, values = noise(1, 16, 40, 8, dtype=torch.float32), noise(1, 16, 40, 8, dtype=torch.float32)
+    queries = torch.ones(1, 16, 1, 8)
+    nothing = torch.full((1, 1, 1, 40), float("-inf"))
+    assert torch.equal(cpu_kernel.attend(queries, [(keys, values)], [nothing]), torch.zeros(1, 16, 1, 8))
+    broken = keys.clone()
+    broken[0, 3, 20, 0] = float("nan")
+    assert cpu_kernel.attend(queries, [(broken, values)])[0, :, 0, 0].isnan().nonzero().tolist() == [[3]]
+    queries[0, 5] = float("nan")
+    assert cpu_kernel.attend(queries, [(keys, values)])[0, :, 0, 0].isnan().nonzero().tolist() == [[5]]
+    least = torch.finfo(torch.float32).min
+    seen = torch.zeros(1, 1, 1, 40).masked_fill(torch.arange(40) < 7, least)
+    queries[0, 5] = 1
+    expected = cpu_kernel.attend(queries, [(keys[:, :, 7:], values[:, :, 7:])])
+    assert torch.allclose(cpu_kernel.attend(queries, [(keys, values)], [seen]), expected, atol=1e-6)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_few_heads_are_left_to_products_that_are_split_further(monkeypatch: Patch) -> None:
+    (found, _), queries = blocks_of((30,), 4, 16, 16, torch.bfloat16), noise(2, 4, 1, 16)
+    for threads, able in ((1, True), (2, False)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert cpu_kernel.attends(queries, found) is able
+    (found, _), queries = blocks_of((30,), 90, 16, 300, torch.bfloat16), noise(2, 90, 1, 16)
+    assert not cpu_kernel.attends(queries, found)  # values are too wide
+
+
 def test_unsuitable_shapes_are_left_to_torch() -> None:
     keys = noise(2, 3, 40, 16)
     assert not cpu_kernel.suits(noise(2, 3, 129, 16), keys)  # many rows
@@ -151,6 +236,10 @@ def test_every_processor_computes_the_same(lesser: None) -> None:
             (cpu_kernel.mix(chances, matrix), chances.double() @ exact),
         ):
             assert torch.allclose(found.double(), told, atol=1e-3, rtol=1e-4)
+    for dtype, sizes in product((*DTYPES, torch.int8), ((128, 128), (40, 33))):
+        for count in (1, 5):
+            check_attention((5, 257), count, sizes, dtype, ["each", "hidden"])
+    test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count()
     test_every_half_is_read_right()
     for dtype in DTYPES:
         test_not_a_number_stays_one(dtype)
@@ -188,6 +277,95 @@ def test_products_of_a_model_that_computes_attention_itself() -> None:
     chances = torch.softmax(scores, dim=-1, dtype=torch.float32).to(torch.bfloat16)
     for found in (torch.bmm(chances, far), torch.matmul(chances, far), chances @ far):
         assert torch.allclose(found.float(), torch.bmm(chances.as_subclass(Tensor), values).float(), atol=0.02)
+
+
+def step_by_step(query: Tensor, keys: Any, values: Any, bias: Tensor, mask: Tensor) -> Any:
+    """Attend as BLOOM does: ``[rows * heads, 1, D]``, with a bias of each head, then a mask of each row."""
+    scores = bias.baddbmm(batch1=query, batch2=keys.reshape(60, -1, 16).mT, beta=1.0, alpha=0.25)
+    shares = softmax(scores.view(5, 12, 1, -1) + mask, dim=-1, dtype=torch.float32).to(query.dtype)
+    shares = dropout(shares, p=0.1, training=False)
+    return torch.bmm(shares.view(60, 1, -1), values.reshape(60, -1, 16))
+
+
+@pytest.fixture
+def stacked(monkeypatch: Patch) -> dict[str, tuple[Any, Tensor]]:
+    """Return keys and values of two micro-batches as a model sees them, and as a plain rectangle."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    found: dict[str, tuple[Any, Tensor]] = {}
+    for name in ("keys", "values"):
+        blocks = [noise(rows, 12, length, 16) for rows, length in ((2, 40), (3, 33))]
+        wide = torch.cat([pad(block, (0, 0, 40 - block.shape[2], 0)) for block in blocks])
+        found[name] = hosted_rows(blocks, CPU, torch.bfloat16), wide
+    return found
+
+
+@pytest.fixture
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries, the bias and the mask of `step_by_step`; the mask hides the padding of the last three
+    rows."""
+    hidden = (torch.arange(40) < 7) & (torch.arange(5) > 1)[:, None]
+    mask = torch.zeros(5, 1, 1, 40, dtype=torch.bfloat16)
+    mask.masked_fill_(hidden[:, None, None], torch.finfo(torch.bfloat16).min)
+    return noise(60, 1, 16), noise(60, 1, 40), mask
+
+
+@pytest.mark.usefixtures("compiler")
+def test_attention_step_by_step_is_computed_at_once(
+    stacked: dict[str, tuple[Any, Tensor]], inputs: tuple[Tensor, Tensor, Tensor], monkeypatch: Patch
+) -> None:
+    (keys, plain_keys), (values, plain_values) = stacked["keys"], stacked["values"]
+    expected = step_by_step(inputs[0].float(), plain_keys.float(), plain_values.float(), *map(Tensor.float, inputs[1:]))
+    monkeypatch.setattr(HostedScores, "computed", lambda _: pytest.fail("scores were computed by themselves"))
+    found = step_by_step(inputs[0], keys, values, *inputs[1:])
+    assert type(found) is Hosted
+    assert (found.dtype, found.shape) == (torch.bfloat16, (60, 1, 16))
+    assert torch.allclose(found.float(), expected, atol=0.02)
+
+
+def test_attention_step_by_step_without_a_compiler_is_the_same(
+    no_compiler: None, stacked: dict[str, tuple[Any, Tensor]], inputs: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    (keys, plain_keys), (values, plain_values) = stacked["keys"], stacked["values"]
+    expected = step_by_step(inputs[0].float(), plain_keys.float(), plain_values.float(), *map(Tensor.float, inputs[1:]))
+    assert torch.allclose(step_by_step(inputs[0], keys, values, *inputs[1:]).float(), expected, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda scores, _: scores * 0.5,
+        lambda scores, _: scores / 4 + 1.5,
+        lambda scores, mask: mask + scores.view(5, 12, 1, 40),
+        lambda scores, mask: (scores.view(5, 12, 1, 40) + mask) * 2,
+        lambda scores, mask: scores.view(5, 12, 1, 40).masked_fill(mask < 0, -7.0),
+        lambda scores, _: scores.transpose(0, 1).softmax(0),
+        lambda scores, _: scores.softmax(-1).float().sum(-1),
+        lambda scores, _: torch.cat([scores, scores], dim=-1),
+        lambda scores, _: scores.view(30, 2, 40),
+        lambda scores, _: dropout(scores.softmax(-1), p=0.5, training=True) > -1,
+        lambda scores, _: scores.softmax(-1) @ torch.ones(60, 40, 3, dtype=torch.bfloat16),
+    ],
+)
+def test_whatever_else_a_model_does_with_scores_is_that_of_torch(
+    use: Any, stacked: dict[str, tuple[Any, Tensor]], inputs: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    keys, plain = stacked["keys"]
+    query, _, mask = inputs
+    found = use(torch.bmm(query, keys.reshape(60, -1, 16).mT), mask)
+    expected = use(torch.bmm(query, plain.reshape(60, -1, 16).mT), mask)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    found = found.as_subclass(Tensor) if type(found) is Hosted else found.computed().as_subclass(Tensor)
+    assert torch.allclose(found.float(), expected.float(), atol=0.05, rtol=0.02)
+
+
+def test_scores_that_are_changed_in_place_are_not_for_stacked_rows(
+    stacked: dict[str, tuple[Any, Tensor]], inputs: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    scores = torch.bmm(inputs[0], stacked["keys"][0].reshape(60, -1, 16).mT)
+    with pytest.raises(NotStackedError, match="masked_fill_ changes scores in place"):
+        scores.masked_fill_(torch.zeros(60, 1, 40, dtype=torch.bool), 0.0)
+    with pytest.raises(NotStackedError, match=r"\[2, 60, 1, 40\] added to scores \[60, 1, 40\]"):
+        scores + torch.zeros(2, 60, 1, 40)
 
 
 @pytest.fixture

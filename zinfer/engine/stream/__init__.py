@@ -435,7 +435,7 @@ class Stream(Decoder):
         stacks = not ragged and self._stacks_on_device
         stacked = _alike([part for part in parts if stacks and self._stacks_part(part)])
         hosted = _alike([part for part in parts if _on_cpu(part) and self._stacks_part(part, on_cpu=True)])
-        shared = [some for some in (ragged, stacked, hosted) if len(some) > 1]
+        shared = [some for some in (ragged, stacked) if len(some) > 1] + ([hosted] if hosted else [])
         together = {id(part) for some in shared for part in some}
         passes = [*shared, *([part] for part in parts if id(part) not in together)]
         passes.sort(key=lambda some: _on_cpu(some[0]))  # the GPU computes the others while the CPU attends
@@ -546,12 +546,13 @@ class Stream(Decoder):
     def _together_or_alone(self, parts: Sequence[Part]) -> Tensor:
         """Run one forward pass of parts that share it, or of one; return its logits ``[B, keep, V]``."""
         self._ragged.switch(self._is_ragged(parts))
-        if len(parts) == 1:
+        on_cpu = _on_cpu(parts[0]) and self._stacks_part(parts[0], on_cpu=True)
+        if len(parts) == 1 and not on_cpu:
             return self._alone(parts[0])
         for part in parts:
             part.batch.show(part.rows)
         if not self._is_ragged(parts):
-            return self._joined(parts, *stacked_inputs(parts, _on_cpu(parts[0])))
+            return self._joined(parts, *stacked_inputs(parts, on_cpu))
         caches, rows = [layers_of(part) for part in parts], [len(part.token_ids) for part in parts]
         masks = [bias_of(part, self.model.dtype) for part in parts]
         with self._ragged.cache(caches, rows, masks) as cache:

@@ -7,6 +7,9 @@
 
    int8 rows are followed, in memory, by their scale, a float32.
 
+   `attend` computes all of attention for rows of several micro-batches at once, without their scores ever leaving a
+   core's cache. `dots` and `mix` are its two products alone, whose work is split further, for few rows.
+
    Matrix b of `outer * inner` begins `(b / inner) * stride_outer + (b % inner) * stride_inner` elements after the first
    one; its rows, one per token, are `width` contiguous elements, `stride` elements apart. The query rows and the
    results are float32 and contiguous. */
@@ -275,6 +278,109 @@ INLINE void mix(type kind, const float *rows, const char *values, const char *sc
     for (int64_t r = 0; r < count; r++) unlay(kind, sums + r * SPAN, columns, out + r * width);
 }
 
+INLINE floats either(ints which, floats one, floats other) {
+    return (floats)((which & (ints)one) | (~which & (ints)other));
+}
+
+#define LOWEST -87.3f /* e to anything below is less than the smallest normal number: it counts as 0 */
+
+/* e^x of numbers up to 0, to 2 units in the last place; NaN stays NaN. As Cephes (Moshier) does it: 2^n e^r, |r| <=
+   ln(2) / 2, with a polynomial for e^r. */
+INLINE floats exponential(floats x) {
+    ints tiny = x < LOWEST;
+    floats zero = {0}, own = either(tiny, zero + LOWEST, x);
+    floats n = own * 1.44269504f + 12582912.0f - 12582912.0f; /* rounded: 1.5 * 2^23 has no digits behind the point */
+    floats r = own - n * 0.693359375f + n * 2.12194440e-4f, power = zero + 1.9875691500e-4f;
+    power = power * r + 1.3981999507e-3f;
+    power = power * r + 8.3334519073e-3f;
+    power = power * r + 4.1665795894e-2f;
+    power = power * r + 1.6666665459e-1f;
+    power = power * r + 5.0000001201e-1f;
+    power = power * r * r + r + 1.0f;
+    /* The integer of n + 127, in the place of an exponent. */
+    floats shifted = n + 12583039.0f;
+    return either(tiny, zero, power * (floats)((pairs)shifted << 23));
+}
+
+/* State of a softmax over all tokens so far: the largest score, and the sum of what its powers are. */
+typedef struct { float most, total; } softmax;
+
+/* Makes of `count` scores of new tokens their shares of a softmax, relative to the largest score so far; returns the
+   factor for what was computed relative to the largest one before. The room behind the scores is filled. */
+INLINE float shares(softmax *state, float *scores, int64_t count) {
+    const float none = -__builtin_inff();
+    floats best = (floats){0} + none, sum = {0};
+    for (int64_t t = count; t % LANES; t++) scores[t] = none;
+    for (int64_t t = 0; t < count; t += LANES) {
+        floats some = load(scores + t);
+        best = either(some > best, some, best);
+    }
+    float most = state->most, total = 0;
+    for (int i = 0; i < LANES; i++) most = best[i] > most ? best[i] : most;
+    int hidden = most == none; /* all of them so far: their shares are 0, but NaN stays what it is */
+    for (int64_t t = 0; t < count; t += LANES) {
+        floats some = load(scores + t), share = hidden ? some : exponential(some - most);
+        share = either(some == none, (floats){0}, share);
+        sum += share;
+        memcpy(scores + t, &share, sizeof share);
+    }
+    for (int i = 0; i < LANES; i++) total += sum[i];
+    float factor = hidden || state->most == none ? 0 : exponential((floats){0} + (state->most - most))[0];
+    if (state->most == most) factor = 1;
+    state->total = state->total * factor + total;
+    state->most = most;
+    return factor;
+}
+
+/* Rows of a micro-batch. Each has `heads` heads of keys and values, to which as many queries as the call says attend;
+   `tokens` of each are seen. Strides are in elements: of rows, of heads, and of tokens or (bias) of queries. */
+typedef struct {
+    const char *keys, *values;
+    const float *bias[2]; /* added to the scores of the first query of the first row; NULL from the end */
+    int64_t rows, heads, tokens, of_keys[3], of_values[3], of_bias[2][3];
+} block;
+
+/* out[r] = softmax over t of (scale * (query[r] . keys[t]) + biases) times values[t], for all queries of a head. */
+INLINE void attend(type kind, const block *own, int64_t row, int64_t head, const float *query, float *out,
+                   int64_t count, int64_t width, int64_t columns, float scale) {
+    float scores[ROWS * TOKENS], sums[ROWS * SPAN];
+    softmax states[ROWS];
+    const int64_t size = size_of(kind), key = own->of_keys[2] * size, value = own->of_values[2] * size;
+    const char *keys = own->keys + (row * own->of_keys[0] + head * own->of_keys[1]) * size;
+    const char *values = own->values + (row * own->of_values[0] + head * own->of_values[1]) * size;
+    memset(sums, 0, count * SPAN * sizeof(float));
+    for (int64_t r = 0; r < count; r++) states[r] = (softmax){-__builtin_inff(), 0};
+    for (int64_t begin = 0; begin < own->tokens; begin += TOKENS) {
+        int64_t some = own->tokens - begin < TOKENS ? own->tokens - begin : TOKENS;
+        const char *tile = values + begin * value, *behind = tile + columns * size;
+        dots(kind, query, keys + begin * key, scores, own->of_keys[2], count, 0, some, TOKENS, width);
+        for (int64_t r = 0; r < count; r++) {
+            float *part = scores + r * TOKENS;
+            for (int64_t t = 0; t < some; t++) part[t] *= scale;
+            for (int i = 0; i < 2 && own->bias[i]; i++) {
+                const int64_t *stride = own->of_bias[i];
+                const float *bias = own->bias[i] + row * stride[0] + head * stride[1] + r * stride[2] + begin;
+                for (int64_t t = 0; t < some; t++) part[t] += bias[t];
+            }
+            float factor = shares(&states[r], part, some);
+            for (int64_t d = 0; factor != 1 && d < SPAN; d++) sums[r * SPAN + d] *= factor;
+        }
+        for (int64_t r = 0; r < count; r += TOGETHER) {
+            int together = count - r < TOGETHER ? count - r : TOGETHER;
+            float *sum = sums + r * SPAN, *parts = scores + r * TOKENS;
+            if (together == 1) mix_all(kind, 1, columns, sum, parts, tile, behind, own->of_values[2], some);
+            else if (together == 2) mix_all(kind, 2, columns, sum, parts, tile, behind, own->of_values[2], some);
+            else if (together == 3) mix_all(kind, 3, columns, sum, parts, tile, behind, own->of_values[2], some);
+            else mix_all(kind, 4, columns, sum, parts, tile, behind, own->of_values[2], some);
+        }
+    }
+    for (int64_t r = 0; r < count; r++) {
+        float part = states[r].total == 0 ? 0 : 1 / states[r].total;
+        unlay(kind, sums + r * SPAN, columns, out + r * columns);
+        for (int64_t d = 0; d < columns; d++) out[r * columns + d] *= part;
+    }
+}
+
 /* Returns how many of `tasks` a thread takes at a time, `most` at most. Threads take new ones as they end: one whose CPU
    other programs use, as on shared machines, does fewer, and the others need not wait for it. */
 static int64_t grain(int64_t tasks, int threads, int64_t most) {
@@ -308,6 +414,19 @@ static int64_t grain(int64_t tasks, int threads, int64_t most) {
                     out + b * count * width + begin, stride, count, tokens, width,                                    \
                     begin + columns < width ? columns : width - begin);                                               \
             }                                                                                                         \
+    }                                                                                                                 \
+                                                                                                                      \
+    void attend_##kind(const float *queries, const block *blocks, float *out, int64_t all, int64_t count,             \
+                       int64_t width, int64_t columns, float scale, int threads) {                                    \
+        int64_t share = grain(all, threads, 4);                                                                       \
+        _Pragma("omp parallel for schedule(dynamic, share) num_threads(threads)")                                     \
+        for (int64_t b = 0; b < all; b++) {                                                                           \
+            const block *own = blocks;                                                                                \
+            int64_t place = b;                                                                                        \
+            for (; place >= own->rows * own->heads; own++) place -= own->rows * own->heads;                           \
+            attend(kind, own, place / own->heads, place % own->heads, queries + b * count * width,                    \
+                   out + b * count * columns, count, width, columns, scale);                                          \
+        }                                                                                                             \
     }
 
 EXPORT(bfloat16)

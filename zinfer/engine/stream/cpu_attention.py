@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, softmax
+from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 from torch.utils._pytree import tree_map
 
 from zinfer.engine.stream import stacked
-from zinfer.engine.stream.cpu_kernel import dots, mix, suits, widened
+from zinfer.engine.stream.cpu_kernel import attend, attends, dots, mix, suits, widened
 from zinfer.engine.stream.stacked import RESHAPES, TURNS, NotStackedError, Stacked, stack
 from zinfer.engine.transfer import fetched, landed
 
@@ -56,6 +56,8 @@ class Hosted(Tensor):
                 func = OURS.get(func, func)
             if not lands:
                 result = func(*args, **kwargs)
+                if isinstance(result, Hosted):
+                    return result
                 if _is_plain(result):
                     return host(result, home)
                 return tree_map(lambda one: host(one, home) if _is_plain(one) else one, result)
@@ -120,9 +122,8 @@ class HostedRows(Stacked, Hosted):
         found.home = self.home
         return found
 
-    def dots(self, rows: Tensor) -> Tensor:
-        """Return ``rows @ keys^T`` of ``[.., n, D]`` rows, with as many leading dimensions as this tensor."""
-        apart = self._apart(rows)
+    def dots(self, apart: Tensor) -> Tensor:
+        """Return ``rows @ keys^T`` of rows ``[B, heads, n, D]``, float32."""
         longest = max(block.shape[2] for block in self.blocks)
         out = torch.zeros((*apart.shape[:-1], longest))
         first = 0
@@ -130,11 +131,11 @@ class HostedRows(Stacked, Hosted):
             last = first + len(block)
             out[first:last, ..., longest - block.shape[2] :] = dots(apart[first:last], block)
             first = last
-        return out.view(*rows.shape[:-1], longest)
+        return out
 
     def mix(self, chances: Tensor) -> Tensor:
         """Return ``chances @ values`` of ``[.., n, m]`` chances, with as many leading dimensions as this tensor."""
-        apart = self._apart(chances)
+        apart = self.apart(chances)
         found, first = [], 0
         for block in self.blocks:
             last = first + len(block)
@@ -142,10 +143,133 @@ class HostedRows(Stacked, Hosted):
             first = last
         return torch.cat(found).view(*chances.shape[:-1], -1)
 
-    def _apart(self, rows: Tensor) -> Tensor:
+    def apart(self, rows: Tensor) -> Tensor:
+        """Return ``[.., n, D]`` rows, with as many leading dimensions as this tensor, as ``[B, heads, n, D]``."""
         if rows.shape[:-2] != self.shape[:-2]:
             raise NotStackedError(f"a product of {list(rows.shape)} and keys or values {list(self.shape)}")
         return rows.reshape(-1, self.blocks[0].shape[1], *rows.shape[-2:])
+
+
+class HostedScores(Hosted):
+    """Scores of queries for keys in host memory, or the shares that a softmax makes of them, as a model that computes
+    attention step by step handles them. They are computed together with the product that follows, by `attend`, or, if
+    a model does anything else with them, when it does."""
+
+    queries: Tensor  # [B, heads, n, D]
+    keys: HostedRows
+    scale: float
+    biases: tuple[Tensor, ...]  # float32, each expands to [B, heads, n, m]
+    shares: bool  # True behind the softmax
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, found = kwargs or {}, None
+        if args and isinstance(args[0], cls):
+            found = args[0]._later(func, args[1:], kwargs)
+        elif func in SUMS and len(args) == 2 and isinstance(args[1], cls):
+            found = args[1]._later(func, args[:1], kwargs)
+        if found is not None:
+            return found
+        args, kwargs = _changed(lambda one: one.computed() if isinstance(one, cls) else one, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _later(self, func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a function of these scores and `others` if nothing needs to be computed for it, or if it
+        is the product that ends attention; else None."""
+        other, name = others[0] if others else None, getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            raise NotStackedError(f"{name} changes scores in place")
+        if func in RESHAPES or name in MEASURES:
+            with torch._C.DisableTorchFunctionSubclass():
+                seen = func(self.as_subclass(Tensor), *others, **kwargs)
+            if func not in RESHAPES:
+                return seen
+            whole = seen.shape[-2:] == self.shape[-2:]
+            return self._like(seen.shape) if whole and seen.shape[:-2] in self._leading else None
+        if len(others) == 1 and not (kwargs or self.shares):
+            if func in SUMS and isinstance(other, Tensor) and other.is_floating_point():
+                with torch._C.DisableTorchFunctionSubclass():
+                    bias = _bias(_fetched(other), self.shape, self._leading[0])
+                dtype = torch.promote_types(self.dtype, other.dtype)
+                return self._like(self.shape, dtype, biases=(*self.biases, bias))
+            if func in FACTORS and isinstance(other, int | float) and not self.biases:
+                return self._like(self.shape, scale=self.scale * (1 / other if func in QUOTIENTS else other))
+        if func in SOFTMAXES and not self.shares:
+            kwargs = {"dim": other, "dtype": None} | kwargs
+            last = kwargs["dim"] in (-1, self.dim() - 1) and len(others) < 2
+            return self._like(self.shape, kwargs["dtype"] or self.dtype, shares=True) if last else None
+        if func == Tensor.to and isinstance(other, torch.dtype) and len(others) == 1 and not kwargs:
+            return self._like(self.shape, other)
+        if func == Tensor.float:
+            return self._like(self.shape, torch.float32)
+        if func == dropout and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
+            return self
+        if func in MATRIX_PRODUCTS and isinstance(other, HostedRows) and self.shares and not (kwargs or other.turned):
+            return self._mixed(other)
+        return None
+
+    @property
+    def _leading(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes that the leading dimensions may have."""
+        rows, heads = self.queries.shape[:2]
+        return (rows, heads), (rows * heads,)
+
+    def _like(self, shape: Sequence[int], dtype: torch.dtype | None = None, **changed: Any) -> "HostedScores":
+        found = torch.empty(1, dtype=dtype or self.dtype).expand(shape).as_subclass(HostedScores)
+        for name in ("home", "queries", "keys", "scale", "biases", "shares"):
+            setattr(found, name, changed.get(name, getattr(self, name)))
+        return found
+
+    def _mixed(self, values: HostedRows) -> Tensor | None:
+        """Return the product of the shares with `values`; None if the compiled code does not compute it in one."""
+        blocks = list(zip(self.keys.blocks, values.blocks, strict=True))
+        if self.shape[:-2] != values.shape[:-2] or not attends(self.queries, blocks):
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            mixed = attend(self.queries, blocks, self.biases, self.scale)
+            return host(mixed.to(self.dtype).view(*self.shape[:-1], -1), self.home)
+
+    def computed(self) -> Hosted:
+        """Return the scores, or shares, computed by themselves."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = self.keys.dots(self.queries).mul_(self.scale)
+            for bias in self.biases:
+                found += bias
+            found = softmax(found, dim=-1) if self.shares else found
+            return host(found.to(self.dtype).view(self.shape), self.home)
+
+
+def _scores(rows: Tensor, keys: HostedRows, scale: float = 1.0, added: Tensor | None = None) -> HostedScores:
+    """Return ``scale * rows @ keys^T + added``, to be computed later; `keys` are turned."""
+    queries = keys.apart(rows)
+    shape = (*rows.shape[:-1], keys.shape[-1])
+    bias = () if added is None else (_bias(added, shape, queries.shape[:2]),)
+    found = torch.empty(1, dtype=rows.dtype).expand(shape).as_subclass(HostedScores)
+    found.home, found.queries, found.keys = keys.home, queries, keys
+    found.scale, found.biases, found.shares = scale, bias, False
+    return found
+
+
+def _bias(added: Tensor, shape: Sequence[int], leading: Sequence[int]) -> Tensor:
+    """Return what is added to scores of `shape`, whose rows and heads are `leading`, as `attend` takes it."""
+    if torch.broadcast_shapes(added.shape, shape) != torch.Size(shape):
+        raise NotStackedError(f"{list(added.shape)} added to scores {list(shape)}")
+    wide = _widened_once(added)
+    if len(shape) == 4 or wide.dim() < 3:
+        return wide
+    return wide[None] if len(wide) == 1 else wide.view(*leading, *wide.shape[1:])
+
+
+def _widened_once(added: Tensor) -> Tensor:
+    """Return a mask or bias in float32, -inf where a mask of bool is False. One that all layers share is converted
+    once."""
+    if added.dtype == torch.float32:
+        return added
+    if not hasattr(added, "_wide"):
+        hidden = added.new_zeros(added.shape, dtype=torch.float32)
+        wide = hidden.masked_fill_(~added, float("-inf")) if added.dtype == torch.bool else added.float()
+        added._wide = wide  # type: ignore[attr-defined]
+    return added._wide  # type: ignore[attr-defined,no-any-return]
 
 
 def hosted_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype) -> HostedRows:
@@ -155,6 +279,13 @@ def hosted_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype
     found.blocks, found.turned, found.home = tuple(blocks), False, home
     return found
 
+
+# Functions of scores that need not be computed for them.
+SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+QUOTIENTS = {torch.div, Tensor.div, Tensor.__truediv__}
+FACTORS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__} | QUOTIENTS
+SOFTMAXES = {softmax, torch.softmax, Tensor.softmax}
+MATRIX_PRODUCTS = {torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 # Functions that return views, and functions that only ask for a tensor's size or place.
 VIEWS = RESHAPES | TURNS
@@ -249,8 +380,17 @@ def _attention(
         )
     if isinstance(key, HostedRows) and key.padded and attn_mask is None:
         raise NotStackedError("attention without a mask that hides padding")
+    blocks = [(key, value)]
+    if isinstance(key, HostedRows) and isinstance(value, HostedRows):
+        blocks = list(zip(key.blocks, value.blocks, strict=True))
+    factor = width**-0.5 if scale is None else scale
+    if attends(rows, blocks):
+        biases = [] if attn_mask is None else [_widened_once(attn_mask)]
+        if groups != heads and length > 1:  # queries of a group stand one behind the other
+            biases = [bias.expand(*bias.shape[:2], length, -1).repeat(1, 1, heads // groups, 1) for bias in biases]
+        return attend(rows, blocks, biases, factor).to(query.dtype).view(batch, heads, length, -1)
     found = key.dots(rows) if isinstance(key, HostedRows) else dots(rows, key)
-    scores = found.view(batch, heads, length, -1).mul_(width**-0.5 if scale is None else scale)
+    scores = found.view(batch, heads, length, -1).mul_(factor)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
     chances = softmax(scores, dim=-1)
@@ -267,10 +407,11 @@ def _suits(rows: Tensor, matrix: Tensor) -> bool:
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
-    """Return ``rows @ matrix`` in float32 if the matrix, or its transpose, suits the compiled code; else None."""
+    """Return ``rows @ matrix`` in float32 if the matrix, or its transpose, suits the compiled code; else None. Scores
+    of stacked rows are computed later."""
     suited = rows.dim() == matrix.dim() > 1 and rows.shape[-1] == matrix.shape[-2]
     if isinstance(matrix, HostedRows) and suited and not isinstance(rows, HostedRows):
-        return matrix.dots(rows) if matrix.turned else matrix.mix(rows)
+        return _scores(rows, matrix) if matrix.turned else matrix.mix(rows)
     if isinstance(matrix, HostedRows) or isinstance(rows, HostedRows):
         raise NotStackedError(f"a product of {list(rows.shape)} and {list(matrix.shape)}, keys or values")
     if not suited:
@@ -283,19 +424,25 @@ def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
 
 def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
     found = _product(input, mat2)
-    return torch.bmm(input, mat2) if found is None else found.to(input.dtype)
+    return torch.bmm(input, mat2) if found is None else _as(input.dtype, found)
 
 
 def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     found = _product(batch1, batch2)
     if found is None:
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
+    if isinstance(found, HostedScores):
+        return _scores(batch1, found.keys, alpha, input if beta == 1 else input * beta)
     return found.mul_(alpha).add_(input, alpha=beta).to(batch1.dtype)
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
     found = _product(input, other)
-    return torch.matmul(input, other) if found is None else found.to(input.dtype)
+    return torch.matmul(input, other) if found is None else _as(input.dtype, found)
+
+
+def _as(dtype: torch.dtype, found: Tensor) -> Tensor:
+    return found if isinstance(found, HostedScores) else found.to(dtype)
 
 
 # Replacements for the operations that attention to one new token consists of: one fused operation, or products.

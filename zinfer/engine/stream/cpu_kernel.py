@@ -6,6 +6,8 @@ torch computes the same at a fraction of the rate.
     rows, keys: [.., n, D] and [.., m, D]         dots(rows, keys): [.., n, m]
     rows, values: [.., n, m] and [.., m, D]       mix(rows, values): [.., n, D]
 
+`attend` computes both, and the softmax between them, for the rows of several micro-batches at once.
+
 Matrices may be int8 if `coded` made them: each row has a scale of its own, in the four bytes behind it.
 """
 
@@ -15,10 +17,11 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +35,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, torch.int8)}
 SCALE_BYTES = 4
 TINIEST = 127 * torch.finfo(torch.float32).tiny  # smallest maximum of a row whose scale is still a normal number
-MOST_ROWS, WIDEST = 128, 1024  # ROWS and WIDTH in attend.c
+MOST_ROWS, WIDEST, MOST_COLUMNS = 128, 1024, 256  # ROWS, WIDTH and SPAN in attend.c
+SHARES = 8  # heads of rows for each thread from which on `attend` shares them out evenly enough
 
 
 def dots(rows: Tensor, keys: Tensor) -> Tensor:
@@ -49,6 +53,69 @@ def mix(rows: Tensor, values: Tensor) -> Tensor:
         return _run("mix", rows, values, values.shape[-1])
     rows, values = _alike(rows, values)
     return (rows @ values).float()
+
+
+class _Block(ctypes.Structure):
+    """Keys and values of one micro-batch: `block` in attend.c."""
+
+    _fields_: ClassVar = [
+        ("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("bias", ctypes.c_void_p * 2),
+        ("rows", ctypes.c_int64), ("heads", ctypes.c_int64), ("tokens", ctypes.c_int64),
+        ("of_keys", ctypes.c_int64 * 3), ("of_values", ctypes.c_int64 * 3), ("of_bias", ctypes.c_int64 * 3 * 2),
+    ]  # fmt: skip
+
+
+def attend(
+    queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor] = (), scale: float = 1.0
+) -> Tensor:
+    """Return the attention of `queries`, ``[B, heads, n, D]``, to `blocks` of keys and values, ``[b, heads, m, D]`` and
+    ``[b, heads, m, E]``, each with the next b rows and an m of its own: float32 ``[B, heads, n, E]``.
+
+    `biases` are added to the scaled scores: float32, of a shape that expands to ``[B, heads, n, M]``, M the largest m;
+    a block has their last m columns. A query that sees nothing, since all is -inf, gets zeros. `attends` tells whether
+    the compiled code can do it.
+    """
+    rows, heads, count, width = queries.shape
+    most, columns = max(keys.shape[2] for keys, _ in blocks), blocks[0][1].shape[-1]
+    if len(biases) > 2:
+        biases = [sum(biases[1:], biases[0])]
+    wide = [bias.expand(rows, heads, count, most) for bias in biases]
+    wide = [bias if bias.stride(-1) == 1 else bias.contiguous() for bias in wide]
+    table, first = (_Block * len(blocks))(), 0
+    for made, (keys, values) in zip(table, blocks, strict=True):
+        made.keys, made.values = keys.data_ptr(), values.data_ptr()
+        made.rows, made.heads, made.tokens = keys.shape[:3]
+        made.of_keys[:], made.of_values[:] = keys.stride()[:3], values.stride()[:3]
+        for place, bias in enumerate(wide):
+            made.bias[place] = bias[first:, ..., most - keys.shape[2] :].data_ptr()
+            made.of_bias[place][:] = bias.stride()[:3]
+        first += len(keys)
+    queries, out = queries.to(torch.float32).contiguous(), torch.empty((rows, heads, count, columns))
+    function = getattr(library(), f"attend_{NAMES[blocks[0][0].dtype]}")
+    numbers = map(ctypes.c_int64, (rows * heads, count, width, columns))
+    pointers = ctypes.c_void_p(queries.data_ptr()), table, ctypes.c_void_p(out.data_ptr())
+    function(*pointers, *numbers, ctypes.c_float(scale), ctypes.c_int(torch.get_num_threads()))
+    return out
+
+
+def attends(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Tell whether the compiled code can compute `attend`, and shares it out evenly among threads: else `dots` and
+    `mix` can, whose work is split further."""
+    dtypes = {one.dtype for keys, values in blocks for one in (keys, values)}
+    enough = queries.dim() == 4 and len(queries) * queries.shape[1] >= SHARES * torch.get_num_threads()
+    return (
+        enough
+        and len(dtypes) == 1
+        and sum(len(keys) for keys, _ in blocks) == len(queries)
+        and all(
+            keys.shape[2] == values.shape[2] > 0
+            and values.shape[-1] == blocks[0][1].shape[-1] <= MOST_COLUMNS
+            and keys.shape[-1] == queries.shape[-1]
+            and suits(queries[: len(keys)], keys)
+            and suits(queries[: len(keys)], values)
+            for keys, values in blocks
+        )
+    )
 
 
 def _alike(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
 """Streamed layers: every bit arrives, through arena, ring and slot, and the tokens stay the same."""
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import Stream, codec, packed_layer
 from zinfer.engine.stream.interleave import interleave
+from zinfer.engine.stream.meanwhile import later, meanwhile, settle
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.spec.case import Workload
@@ -203,6 +206,86 @@ def test_interleaved_passes_share_a_layers_weights() -> None:
         assert order == [(layer, part) for layer in range(3) for part in range(4)]
         assert ring.bytes_copied - before == sum(piece.size for one in ring.images for piece in one.pieces)
         order.clear()
+    with ring.trip():
+        assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+    ring.close()
+    arena.close()
+
+
+def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> None:
+    """It begins each layer; what it puts off, and its attention, are done by another thread before it goes on."""
+    ring, layers, tensors, arena = ring_of(packed, 3)
+    order: list[tuple[int, str]] = []
+    told = threading.Event()
+
+    def attention(done: list[str]) -> Tensor:
+        assert told.wait(60)  # others went on meanwhile
+        assert threading.current_thread() is not threading.main_thread()
+        assert torch.is_inference_mode_enabled()
+        assert done == ["stored"]
+        return torch.tensor(7)
+
+    def attending() -> Tensor:
+        for number, layer in enumerate(layers):
+            assert same(layer(), tensors[number])
+            order.append((number, "asks"))
+            done: list[str] = []
+            later(partial(done.append, "stored"))
+            assert done == []
+            with torch._C.DisableTorchFunctionSubclass():  # as in a function of a subclass
+                assert int(meanwhile(partial(attention, done))) == 7
+                assert not torch._C._is_torch_function_enabled()
+            order.append((number, "has"))
+            told.clear()
+        later(partial(order.append, (3, "settled")))
+        settle()
+        return torch.tensor(1)
+
+    def launched() -> Tensor:
+        for number, (layer, own) in enumerate(zip(layers, tensors, strict=True)):
+            assert same(layer(), own)
+            assert torch._C._is_torch_function_enabled()
+            order.append((number, "launched"))
+            told.set()
+        return torch.tensor(0)
+
+    with torch.inference_mode():
+        for _ in range(2):
+            order.clear()
+            found = interleave(ring, [launched, attending], lambda *_: None, beside=1)
+            assert [int(one) for one in found] == [0, 1]
+            each = ("asks", "launched", "has")
+            assert order == [(number, one) for number in range(3) for one in each] + [(3, "settled")]
+    assert meanwhile(lambda: torch.tensor(threading.get_ident())) == threading.get_ident()  # no pass: at once
+    ring.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("where", ["launched", "attention", "put off"])
+def test_a_failure_beside_a_pass_that_pauses_ends_both(where: str) -> None:
+    ring, layers, tensors, arena = ring_of(packed, 2)
+    done: list[str] = []
+
+    def fail(here: str) -> Tensor:
+        if here == where:
+            raise MemoryError("no more")
+        done.append(here)
+        return torch.tensor(0)
+
+    def attending() -> Tensor:
+        layers[0]()
+        later(partial(fail, "put off"))
+        return meanwhile(partial(fail, "attention"))
+
+    def launched() -> Tensor:
+        layers[0]()
+        return fail("launched")
+
+    with pytest.raises(MemoryError, match="no more"):
+        interleave(ring, [launched, attending], lambda *_: None, beside=1)
+    settle()  # nothing of it is left
+    others = {"launched": ["attention", "put off"], "attention": ["launched", "put off"], "put off": ["launched"]}
+    assert sorted(done) == others[where]
     with ring.trip():
         assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
     ring.close()

@@ -111,11 +111,15 @@ class Step:
         see."""
         if not self.moved:
             memory[..., self.new, :] = states
-            return memory[..., self.past.start : self.new.stop, :]
+            return self.seen(memory)
         if self.past.start < self.past.stop:
             states = torch.cat([memory[..., self.past, :], states], dim=-2)
         memory[..., self.new, :] = self.kept(states)
         return states
+
+    def seen(self, memory: Tensor) -> Tensor:
+        """Return all states that the new positions see, which are in `memory` unless the past moves."""
+        return memory[..., self.past.start : self.new.stop, :]
 
     def kept(self, states: Tensor) -> Tensor:
         """Return the last positions of all `states` seen, ``[.., n, D]``: those that stay in memory."""

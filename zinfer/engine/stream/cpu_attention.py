@@ -8,7 +8,7 @@ parameter as operand: the output projection. That one runs on the GPU. Models ne
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from zinfer.engine.stream import stacked
 from zinfer.engine.stream.cpu_kernel import attend, attends, dots, mix, suits, widened
+from zinfer.engine.stream.meanwhile import arriving, meanwhile, settle
 from zinfer.engine.stream.stacked import RESHAPES, TURNS, NotStackedError, Stacked, stack
 from zinfer.engine.transfer import fetched, landed
 
@@ -38,6 +39,9 @@ class Hosted(Tensor):
         name = getattr(func, "__name__", "")
         changed = args[0] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else None
         changed = kwargs.get("out", changed)
+        query = _query(func, args, kwargs)
+        if func not in OURS and func not in STAYS and name not in MEASURES:
+            settle()
         lands |= changed is not None and not isinstance(changed, Hosted)
 
         def bring(operand: Any) -> Any:
@@ -45,6 +49,8 @@ class Hosted(Tensor):
                 return operand
             if isinstance(operand, HostedRows):
                 return operand
+            if operand is query:
+                return arriving(operand)[0]
             if isinstance(operand, Hosted):
                 operand = operand.as_subclass(Tensor)
                 return landed(operand, home) if lands else operand
@@ -98,6 +104,7 @@ class HostedCoded(Hosted):
 
     def widened(self) -> Hosted:
         """Return a copy in the type `wide`."""
+        settle()
         with torch._C.DisableTorchFunctionSubclass():
             content = self.as_subclass(Tensor)
             turned = content.stride(-1) != 1
@@ -225,18 +232,36 @@ class HostedScores(Hosted):
         blocks = list(zip(self.keys.blocks, values.blocks, strict=True))
         if self.shape[:-2] != values.shape[:-2] or not attends(self.queries, blocks):
             return None
+        mixed = meanwhile(_attend(self.queries, blocks, self.biases, self.scale))
         with torch._C.DisableTorchFunctionSubclass():
-            mixed = attend(self.queries, blocks, self.biases, self.scale)
             return host(mixed.to(self.dtype).view(*self.shape[:-1], -1), self.home)
 
     def computed(self) -> Hosted:
         """Return the scores, or shares, computed by themselves."""
+        settle()
         with torch._C.DisableTorchFunctionSubclass():
             found = self.keys.dots(self.queries).mul_(self.scale)
             for bias in self.biases:
                 found += bias
             found = softmax(found, dim=-1) if self.shares else found
             return host(found.to(self.dtype).view(self.shape), self.home)
+
+
+def _attend(
+    queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor], scale: float
+) -> Callable[[], Tensor]:
+    """Return a function that computes `attend`, by as many threads as the caller has."""
+    return partial(attend, queries, blocks, biases, scale, torch.get_num_threads())
+
+
+def _query(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the operand, on a GPU, that attention begins with, which `arriving` brings; None of other functions."""
+    if func in WITH_QUERY:
+        name, place = WITH_QUERY[func]
+        found = kwargs[name] if name in kwargs else args[place] if place < len(args) else None
+        if isinstance(found, Tensor) and not isinstance(found, Hosted) and found.is_cuda:
+            return found
+    return None
 
 
 def _scores(rows: Tensor, keys: HostedRows, scale: float = 1.0, added: Tensor | None = None) -> HostedScores:
@@ -280,6 +305,12 @@ def hosted_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype
     return found
 
 
+# Functions whose operand of that name, or at that place, is a query.
+WITH_QUERY = {
+    scaled_dot_product_attention: ("query", 0), torch.bmm: ("input", 0), Tensor.bmm: ("self", 0),
+    torch.baddbmm: ("batch1", 1), Tensor.baddbmm: ("batch1", 1), torch.matmul: ("input", 0),
+    Tensor.matmul: ("self", 0), Tensor.__matmul__: ("self", 0),
+}  # fmt: skip
 # Functions of scores that need not be computed for them.
 SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 QUOTIENTS = {torch.div, Tensor.div, Tensor.__truediv__}
@@ -289,6 +320,7 @@ MATRIX_PRODUCTS = {torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__
 
 # Functions that return views, and functions that only ask for a tensor's size or place.
 VIEWS = RESHAPES | TURNS
+STAYS = {Tensor.view, *TURNS}  # views that never copy
 MEASURES = stacked.MEASURES | {"data_ptr"}
 
 
@@ -372,6 +404,7 @@ def _attention(
     rows = query.reshape(batch, groups, heads // groups * length, width)
     whole = (is_causal and length > 1) or (groups != heads and attn_mask is not None and attn_mask.shape[1] != 1)
     if whole or not (_suits(rows, key) and _suits(rows, value)):
+        settle()
         if isinstance(key, HostedRows) or isinstance(value, HostedRows):
             raise NotStackedError("causal attention of several tokens, or of heads that share keys")
         key, value = widened(key, query.dtype), widened(value, query.dtype)
@@ -388,7 +421,9 @@ def _attention(
         biases = [] if attn_mask is None else [_widened_once(attn_mask)]
         if groups != heads and length > 1:  # queries of a group stand one behind the other
             biases = [bias.expand(*bias.shape[:2], length, -1).repeat(1, 1, heads // groups, 1) for bias in biases]
-        return attend(rows, blocks, biases, factor).to(query.dtype).view(batch, heads, length, -1)
+        mixed = meanwhile(_attend(rows, blocks, biases, factor))
+        return mixed.to(query.dtype).view(batch, heads, length, -1)
+    settle()
     found = key.dots(rows) if isinstance(key, HostedRows) else dots(rows, key)
     scores = found.view(batch, heads, length, -1).mul_(factor)
     if attn_mask is not None:
@@ -410,8 +445,11 @@ def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
     """Return ``rows @ matrix`` in float32 if the matrix, or its transpose, suits the compiled code; else None. Scores
     of stacked rows are computed later."""
     suited = rows.dim() == matrix.dim() > 1 and rows.shape[-1] == matrix.shape[-2]
+    if isinstance(matrix, HostedRows) and suited and matrix.turned and not isinstance(rows, HostedRows):
+        return _scores(rows, matrix)
+    settle()
     if isinstance(matrix, HostedRows) and suited and not isinstance(rows, HostedRows):
-        return _scores(rows, matrix) if matrix.turned else matrix.mix(rows)
+        return matrix.mix(rows)
     if isinstance(matrix, HostedRows) or isinstance(rows, HostedRows):
         raise NotStackedError(f"a product of {list(rows.shape)} and {list(matrix.shape)}, keys or values")
     if not suited:

@@ -66,14 +66,15 @@ class _Block(ctypes.Structure):
 
 
 def attend(
-    queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor] = (), scale: float = 1.0
-) -> Tensor:
+    queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor] = (), scale: float = 1.0,
+    threads: int | None = None,
+) -> Tensor:  # fmt: skip
     """Return the attention of `queries`, ``[B, heads, n, D]``, to `blocks` of keys and values, ``[b, heads, m, D]`` and
     ``[b, heads, m, E]``, each with the next b rows and an m of its own: float32 ``[B, heads, n, E]``.
 
     `biases` are added to the scaled scores: float32, of a shape that expands to ``[B, heads, n, M]``, M the largest m;
-    a block has their last m columns. A query that sees nothing, since all is -inf, gets zeros. `attends` tells whether
-    the compiled code can do it.
+    a block has their last m columns. A query that sees nothing, since all is -inf, gets zeros. `threads` compute it,
+    by default as many as torch uses. `attends` tells whether the compiled code can do it.
     """
     rows, heads, count, width = queries.shape
     most, columns = max(keys.shape[2] for keys, _ in blocks), blocks[0][1].shape[-1]
@@ -94,7 +95,7 @@ def attend(
     function = getattr(library(), f"attend_{NAMES[blocks[0][0].dtype]}")
     numbers = map(ctypes.c_int64, (rows * heads, count, width, columns))
     pointers = ctypes.c_void_p(queries.data_ptr()), table, ctypes.c_void_p(out.data_ptr())
-    function(*pointers, *numbers, ctypes.c_float(scale), ctypes.c_int(torch.get_num_threads()))
+    function(*pointers, *numbers, ctypes.c_float(scale), ctypes.c_int(threads or torch.get_num_threads()))
     return out
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
+from zinfer.engine.stream import meanwhile
+from zinfer.engine.stream.meanwhile import PAUSED, PausingPass
 from zinfer.engine.stream.prefetch import Fetch, PrefetchRing
 
 
@@ -26,10 +28,11 @@ def interleave(
     `enter` gets the number of a pass and of the layer that it is about to compute. `fetches` are the trip's transfers
     besides weights, in the order in which the passes borrow them. An exception of one pass ends all.
 
-    The last `beside` passes, not all of them, wait for the device in the middle of a layer: they run in the ring's
-    second queue, while the device computes the others.
+    The CPU attends to rows of the last `beside` passes, not all of them. They begin each layer, in the ring's second
+    queue, and may pause in it (`zinfer.engine.stream.meanwhile`) while the others are launched.
     """
     outputs: dict[int, Tensor] = {}
+    first = len(passes) - beside
 
     def runner(number: int) -> Callable[[], None]:
         def run() -> None:
@@ -37,22 +40,34 @@ def interleave(
 
         return run
 
-    workers: list[Any] = [greenlet(runner(number)) for number in range(len(passes))]
+    kinds = [PausingPass if number >= first else greenlet for number in range(len(passes))]
+    workers: list[Any] = [kind(runner(number)) for number, kind in enumerate(kinds)]
     numbers = {worker: number for number, worker in enumerate(workers)}
 
     def turn(layer: int) -> None:
         current = getcurrent()
-        current.parent.switch()
+        current.parent.switch(layer)
         enter(numbers[current], layer)
 
-    first = len(passes) - beside
+    def go_on(number: int) -> Any:
+        """Run a pass up to its next layer, which is returned, or until it pauses, or ends (None)."""
+        with ring.beside() if number >= first else nullcontext():
+            return workers[number].switch()
+
+    order = [*range(first, len(passes)), *range(first)]
     with ring.trip(len(passes), turn, fetches):
         try:
+            layer: int | None = None
             while len(outputs) < len(passes):
-                for number, worker in enumerate(workers):
-                    with ring.beside() if number >= first else nullcontext():
-                        worker.switch()
+                if beside and layer is not None:
+                    ring.bring_layer(layer)
+                stops = {number: go_on(number) for number in order}
+                for number in order[:beside]:
+                    while stops[number] is PAUSED:
+                        stops[number] = go_on(number)
+                layer = stops[order[-1]]
         finally:
+            meanwhile.forget()
             for worker in workers:
                 if worker:  # begun and not finished: free its tensors now
                     worker.throw()

@@ -22,8 +22,8 @@ from zinfer.engine.cache import FixedLayer, Gaps, Slots, Step, taken
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 from zinfer.engine.stream.cpu_attention import code, host, keep_freed
 from zinfer.engine.stream.cpu_kernel import coded, library
+from zinfer.engine.stream.meanwhile import arriving, later, settle
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
-from zinfer.engine.transfer import fetched
 from zinfer.spec.progress import Progress, silent
 
 GROWTH = 8  # a pool that has no room grows by an eighth at least
@@ -250,6 +250,8 @@ class CpuCache(HostCache):
         self._sent: list[Any] = []  # events behind copies of prompts' keys that may be under way
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        if self._in_8_bits and not keys.is_cuda:  # what is coded must have arrived
+            settle()
         stored = (coded(keys), coded(values)) if self._in_8_bits else (keys, values)
         if layer not in self._places:
             slots = self._slots(layer)
@@ -267,8 +269,10 @@ class CpuCache(HostCache):
             if event is not None:
                 event.synchronize()
         self._sent = []
-        arrived = fetched(*stored)  # waits for the device
-        seen = [step.store(place[own], states) for place, states in zip(places, arrived, strict=True)]
+        arrived = arriving(*stored)
+        if step.moved:  # the past moves, too
+            settle()
+        seen = [_stored(step, place[own], states) for place, states in zip(places, arrived, strict=True)]
         if self._in_8_bits:
             rows_of = [
                 one.view(torch.int8)[..., : states.shape[3]] for one, states in zip(seen, (keys, values), strict=True)
@@ -307,6 +311,14 @@ class CpuCache(HostCache):
         memory = self._memory.take(layer, begin + values)
         dtype = stored[0].dtype
         return memory[:keys].view(dtype).view(shapes[0]), memory[begin:].view(dtype).view(shapes[1])
+
+
+def _stored(step: Step, memory: Tensor, states: Tensor) -> Tensor:
+    """Return all states that the new ones see; these are stored once they have arrived."""
+    if step.moved:
+        return step.store(memory, states)
+    later(partial(step.store, memory, states))
+    return step.seen(memory)
 
 
 @dataclass(frozen=True)

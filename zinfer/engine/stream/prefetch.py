@@ -289,10 +289,25 @@ class PrefetchRing:
             self._join(self._trip)
             self._trip = None
 
+    def bring_layer(self, index: int) -> None:
+        """Bring layer `index` into the slot, unless it stays on the device: its calls in the trip under way follow, the
+        first one perhaps in the second compute queue."""
+        trip = self._under_way()
+        if trip.beside:
+            raise RuntimeError(f"decoder layer {index} is not in the slot: it must come in the first queue")
+        self._join(trip)
+        self._only = index if index in self.holds else None
+        self._unpack(index)
+        trip.held, trip.served = index, 0
+        if self._queues is not None:
+            trip.unpacked = self._queues.event()
+            trip.unpacked.record()
+
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Run what is called within the ``with`` block, parts of a trip, in the second compute queue. Each layer must
-        have been called outside of it first. The trip ends once the second queue has done its work, too."""
+        have been brought, or called, outside of it first. The trip ends once the second queue has done its work,
+        too."""
         trip = self._under_way()
         if self._queues is None:
             yield
@@ -504,21 +519,12 @@ class PrefetchRing:
             self._fill()
 
     def _acquire(self, index: int) -> None:
-        """Bring layer `index` into the slot, unless it is there already or stays on the device."""
+        """Begin a call of layer `index`, which comes into the slot first unless it is there already."""
         trip = self._under_way()
         trip.turn(index)
-        if trip.held == index and trip.served < trip.calls:
-            trip.served += 1
-        else:
-            if trip.beside:
-                raise RuntimeError(f"decoder layer {index} is not in the slot: it must be called in the first queue")
-            self._join(trip)
-            self._only = index if index in self.holds else None
-            self._unpack(index)
-            trip.held, trip.served = index, 1
-            if self._queues is not None:
-                trip.unpacked = self._queues.event()
-                trip.unpacked.record()
+        if trip.held != index or trip.served == trip.calls:
+            self.bring_layer(index)
+        trip.served += 1
         if trip.used_beside and trip.unpacked is not None:
             trip.unpacked.wait()
         if self._trace is not None:

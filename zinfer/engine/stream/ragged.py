@@ -29,8 +29,8 @@ from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import Part, rope_switch
 from zinfer.engine.stream.cpu_attention import hosted_rows
 from zinfer.engine.stream.kv import PartLayer, SplitLayer
+from zinfer.engine.stream.meanwhile import arriving
 from zinfer.engine.stream.stacked import stack
-from zinfer.engine.transfer import fetched
 
 NAME = "zinfer_ragged"  # name of the attention function
 MASKED = {"full_attention", "sliding_attention"}  # kinds of layers whose mask is that of the cache's positions
@@ -123,8 +123,8 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         device, dtype = key_states.device, key_states.dtype
-        if self._on_cpu:  # wait for the device once for all parts
-            key_states, value_states = fetched(key_states, value_states)
+        if self._on_cpu:  # one transfer for all parts
+            key_states, value_states = arriving(key_states, value_states)
         found: list[list[Tensor]] = [[], []]
         first = 0
         for part in self._parts:

@@ -60,14 +60,14 @@ class Trace:
         else:
             self._zero.synchronize()
             self.begun = (before + clock()) / 2
-        self._open: dict[tuple[Lane, int | None], Mark] = {}
+        self._open: dict[tuple[Lane, int | None], list[Mark]] = {}  # begun and not ended, the last one last
         self._spans = list(earlier)
 
     def begin(self, lane: Lane, layer: int | None) -> None:
-        self._open[lane, layer] = mark(self._cuda)
+        self._open.setdefault((lane, layer), []).append(mark(self._cuda))
 
     def end(self, lane: Lane, layer: int | None) -> None:
-        self.add(lane, layer, self._open.pop((lane, layer)), mark(self._cuda))
+        self.add(lane, layer, self._open[lane, layer].pop(), mark(self._cuda))
 
     def add(self, lane: Lane, layer: int | None, begin: Mark, end: Mark, carries: Carried | None = None) -> None:
         self._spans.append((lane, layer, begin, end, carries))
@@ -89,7 +89,8 @@ class Trace:
             last = merged[lane][-1] if merged[lane] else None
             alike = last is not None and (last.layer, last.carries) == (layer, carries)
             if last is not None and alike and span.start_ms - last.end_ms < 0.05:
-                merged[lane][-1] = last.model_copy(update={"end_ms": max(last.end_ms, span.end_ms)})
+                ends = {"start_ms": min(last.start_ms, span.start_ms), "end_ms": max(last.end_ms, span.end_ms)}
+                merged[lane][-1] = last.model_copy(update=ends)
             else:
                 merged[lane].append(span)
         return tuple(span for spans in merged.values() for span in spans)

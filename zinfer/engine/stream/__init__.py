@@ -31,6 +31,7 @@ from zinfer.engine.state import ModelState
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.cpu_experts import CpuExperts
 from zinfer.engine.stream.cpu_kernel import library
+from zinfer.engine.stream.device_room import DeviceRoom
 from zinfer.engine.stream.disk import DiskRing
 from zinfer.engine.stream.expert_images import Experts, LayerImages, find_experts
 from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
@@ -101,7 +102,7 @@ class Stream(Decoder):
     def _load(self) -> None:
         plan = self.plan
         self._threads = torch.get_num_threads()
-        self._sender = Sender(self.device)
+        self._sender, self._room = Sender(self.device), DeviceRoom(self.device)
         self._weights = state = ModelState(plan.model, plan.case.load_format, allow_nan=plan.case.allow_nan)
         self.model, self._layers = state.model, state.layers
         self._inspect()
@@ -288,7 +289,13 @@ class Stream(Decoder):
         for batch, places in moved:
             assert isinstance(batch, StreamBatch)
             used -= int((places < batch.here).sum()) * batch.capacity
-        return rows - min(rows, max(0, room - used) // capacity)
+        here: int = min(rows, max(0, room + self._room.positions - used) // capacity)
+        if here < rows and self._group is None:
+            each = self.plan.model.kv_bytes(1, capacity) * placement.kv_ratio / capacity
+            promised = sum(batch.here * batch.capacity for batch in self.batches if not batch.length) + here * capacity
+            here += self._room.rows(rows - here, round(each * capacity), round(each * promised))
+            self._room.positions = max(self._room.positions, used + here * capacity - room)
+        return rows - here
 
     def _placement(self, load: Workload) -> Placement:
         """Return the plan's placement of `load`, or the one given for all ranks; that of the last one is kept, since
@@ -378,6 +385,7 @@ class Stream(Decoder):
 
     def expect(self, load: Workload | None) -> None:
         super().expect(load)
+        self._room.begin()
         if load is None or self._own_cache:
             return
         placement = self._placement(load)
@@ -584,8 +592,13 @@ class Stream(Decoder):
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         while True:
-            found = self.attempt(works)
+            try:
+                found = self.attempt(works)
+            except torch.OutOfMemoryError:
+                self._room.saw_shortage()
+                raise
             if found is not None:
+                self._room.saw_pass()
                 return found
 
     def attempt(self, works: Sequence[Work]) -> list[Tensor] | None:

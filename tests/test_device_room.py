@@ -1,0 +1,88 @@
+"""Rows that the device has room for beyond a plan's, once passes have shown what they need."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_parity import load
+from tests.test_passes import keep_here
+from zinfer.engine.base import Work
+from zinfer.engine.stream import device_room
+from zinfer.engine.stream.device_room import DeviceRoom
+from zinfer.generation import passes
+from zinfer.spec.case import Workload
+
+Patch = pytest.MonkeyPatch
+CAPACITY = 8  # positions of each row
+LOAD = Workload(batch_size=6, input_len=4, output_len=4)
+
+
+@pytest.fixture
+def seasoned(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(device_room, "SEASONED", 2)
+
+
+def admitted(engine: Any, rows: int) -> Any:
+    ids = torch.arange(4, 4 + 4 * rows).reshape(rows, 4)
+    return passes.prefill(engine, ids, torch.ones_like(ids), CAPACITY - 4)[0]
+
+
+@pytest.mark.usefixtures("seasoned")
+def test_rows_go_to_the_device_once_passes_have_shown_that_there_is_room(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    keep_here(monkeypatch, 2)
+    engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
+    row = engine.plan.model.kv_bytes(1, CAPACITY)
+    monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 2 * row + row // 2)
+    engine.expect(LOAD)
+    first, second = admitted(engine, 1), admitted(engine, 2)
+    assert (first.hosted, second.hosted) == (0, 1)  # as planned: nothing is known yet
+    third = engine.admit(torch.ones(1, 4, dtype=torch.int64), CAPACITY)
+    assert third.hosted == 0
+    waiting = engine.admit(torch.ones(2, 4, dtype=torch.int64), CAPACITY)
+    assert waiting.hosted == 1  # what the third row will take is promised
+    asked = torch.arange(4, 8)[None]
+    logits = [engine.forward([Work(batch, asked.expand(batch.batch_size, -1))])[0] for batch in (third, waiting)]
+    assert torch.allclose(logits[0].expand(2, -1, -1), logits[1], atol=1e-5)
+    for batch in (third, waiting):
+        engine.retire(batch)
+    monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 0)
+    again = admitted(engine, 3)
+    assert again.hosted == 1  # what was given is kept
+    engine.expect(None)
+    engine.clear()
+    engine.expect(LOAD)
+    assert admitted(engine, 3).hosted == 1
+    engine.close()
+
+
+@pytest.mark.usefixtures("seasoned")
+def test_no_room_is_given_after_memory_fell_short(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    keep_here(monkeypatch, 1)
+    engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
+    monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 1 << 30)
+    engine.expect(LOAD)
+    batch = admitted(engine, 1)
+    for token in (5, 6):
+        engine.forward([Work(batch, torch.tensor([[token]]))])
+    assert admitted(engine, 2).hosted == 0
+
+    def short(*_args: Any, **_options: Any) -> Any:
+        raise torch.OutOfMemoryError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine), "_run", short)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.forward([Work(batch, torch.tensor([[7]]))])
+    assert admitted(engine, 2).hosted == 2
+    engine.close()
+
+
+def test_without_a_gpu_no_memory_is_unused() -> None:
+    assert DeviceRoom(torch.device("cpu")).unused_bytes() == 0

@@ -14,7 +14,7 @@ from tests import test_cache_kinds as kinds
 from tests.test_parity import load
 from tests.test_passes import close, keep_here
 from zinfer.engine.base import Engine, MicroBatch, Work
-from zinfer.engine.stream import ragged
+from zinfer.engine.stream import cpu_kernel, ragged
 from zinfer.engine.stream.stacked import NotStackedError, stack
 from zinfer.generation import passes
 
@@ -84,18 +84,31 @@ def test_rows_of_all_micro_batches_share_a_pass(
     engine.close()
 
 
-@pytest.mark.parametrize(("name", "passes_of"), [("bloom", {3, 5}), ("llama", {3, 1})])
+@pytest.mark.parametrize("shares", [0, 1 << 30])
+@pytest.mark.parametrize("name", ["bloom", "llama"])
 def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_rest(
-    name: str, passes_of: set[int], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    name: str, shares: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """One row of the second micro-batch is on the device and one in host memory. The CPU attends to the rows of each
-    micro-batch alone where heads share keys."""
+    """One row of the second micro-batch is on the device and one in host memory. The rows that the CPU attends to share
+    another pass, and so they do where there are too few of them for one call of compiled code."""
+    monkeypatch.setattr(cpu_kernel, "SHARES", shares)
+    calls: list[int] = []
+    attend = cpu_kernel.attend
+
+    def counted(queries: Tensor, blocks: Any, *others: Any) -> Tensor:
+        calls.append(len(blocks))
+        return attend(queries, blocks, *others)
+
+    monkeypatch.setattr("zinfer.engine.stream.cpu_attention.attend", counted)
     keep_here(monkeypatch, 3)
     engine = load("stream", checkpoint(name), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
     hosted = [batch.hosted for batch, *_ in batches(engine)]
     engine.clear()
     assert hosted == [0, 1, 1, 3]
-    check(engine, joins=True, passes_of=passes_of)
+    calls.clear()
+    check(engine, joins=True, passes_of={3, 5})
+    able = not shares and cpu_kernel.library() is not None
+    assert (3 in calls) is able  # all three micro-batches with rows in host memory at once
     engine.close()
 
 

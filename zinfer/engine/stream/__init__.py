@@ -442,8 +442,10 @@ class Stream(Decoder):
         ragged = _alike([part for part in parts if self._ragged.takes(part)])
         stacks = not ragged and self._stacks_on_device
         stacked = _alike([part for part in parts if stacks and self._stacks_part(part)])
-        hosted = _alike([part for part in parts if _on_cpu(part) and self._stacks_part(part, on_cpu=True)])
-        shared = [some for some in (ragged, stacked) if len(some) > 1] + ([hosted] if hosted else [])
+        attended = [part for part in parts if _on_cpu(part)]  # by the CPU
+        apart = _alike([part for part in attended if self._ragged.takes(part, on_cpu=True)])
+        hosted = _alike([part for part in attended if not apart and self._stacks_part(part, on_cpu=True)])
+        shared = [some for some in (ragged, stacked, apart) if len(some) > 1] + ([hosted] if hosted else [])
         together = {id(part) for some in shared for part in some}
         passes = [*shared, *([part] for part in parts if id(part) not in together)]
         passes.sort(key=lambda some: _on_cpu(some[0]))  # the GPU computes the others while the CPU attends
@@ -554,8 +556,8 @@ class Stream(Decoder):
     def _together_or_alone(self, parts: Sequence[Part]) -> Tensor:
         """Run one forward pass of parts that share it, or of one; return its logits ``[B, keep, V]``."""
         self._ragged.switch(self._is_ragged(parts))
-        on_cpu = _on_cpu(parts[0]) and self._stacks_part(parts[0], on_cpu=True)
-        if len(parts) == 1 and not on_cpu:
+        on_cpu = _on_cpu(parts[0])
+        if len(parts) == 1 and not (on_cpu and self._stacks_part(parts[0], on_cpu) and not self._ragged.able):
             return self._alone(parts[0])
         for part in parts:
             part.batch.show(part.rows)
@@ -563,12 +565,12 @@ class Stream(Decoder):
             return self._joined(parts, *stacked_inputs(parts, on_cpu))
         caches, rows = [layers_of(part) for part in parts], [len(part.token_ids) for part in parts]
         masks = [bias_of(part, self.model.dtype) for part in parts]
-        with self._ragged.cache(caches, rows, masks) as cache:
+        with self._ragged.cache(caches, rows, masks, on_cpu=on_cpu) as cache:
             return self._joined(parts, cache, None)
 
     def _is_ragged(self, parts: Sequence[Part]) -> bool:
         """Tell whether parts that share a forward pass do so by the attention of ragged passes."""
-        return len(parts) > 1 and self._ragged.takes(parts[0])
+        return len(parts) > 1 and self._ragged.takes(parts[0], _on_cpu(parts[0]))
 
     def _joined(self, parts: Sequence[Part], cache: Cache, mask: Tensor | None) -> Tensor:
         """Run one forward pass, a decode step of as many tokens in all `parts`; return its logits ``[B, n, V]``."""

@@ -247,6 +247,30 @@ class HostedScores(Hosted):
             return host(found.to(self.dtype).view(self.shape), self.home)
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """Return the tensor of a subclass as torch's own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
+def attend_all(
+    queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor], scale: float | None
+) -> Tensor:
+    """Return the attention of `queries` to all `blocks`, in float32, as `zinfer.engine.stream.cpu_kernel.attend` has
+    them, while other passes go on; by torch where the compiled code cannot."""
+    factor = queries.shape[-1] ** -0.5 if scale is None else scale
+    if attends(queries, blocks):
+        return meanwhile(_attend(queries, blocks, biases, factor))
+    settle()
+    found, first, most = list[Tensor](), 0, max(keys.shape[2] for keys, _ in blocks)
+    for keys, values in blocks:
+        own = slice(first, first + len(keys))
+        first = own.stop
+        seen = biases[0][own, ..., most - keys.shape[2] :] if biases else None
+        found.append(_attention(queries[own], keys, values, seen, scale=factor).float())
+    return torch.cat(found)
+
+
 def _attend(
     queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor], scale: float
 ) -> Callable[[], Tensor]:

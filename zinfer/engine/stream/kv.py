@@ -521,9 +521,12 @@ class SplitLayer(FixedLayer):
         if rows.stop <= self.batch_size:
             self.here.window(rows, length)
 
-    def joins(self, rows: slice) -> bool:
+    def joins(self, rows: slice, on_cpu: bool = False) -> bool:
         """Tell whether a part of it, `rows`, can share a forward pass with others: on the device, or in host memory,
-        from which they come over the link one after the other."""
+        from which they come over the link one after the other; or with others that the CPU attends to, if these are
+        `on_cpu`."""
+        if on_cpu:
+            return isinstance(self._host, CpuCache) and rows == self._host.rows
         if type(self.here) is not FixedLayer:
             return False
         if isinstance(self._host, LinkCache):

@@ -9,8 +9,10 @@ Models that take their attention function by name (`_supports_attention_backend`
 it, without code for architectures. The function must be called once in each layer, with the very tensors that the cache
 returned and without a mask or bias of the model's own: `NotRaggedError` says that a model does something else.
 
-Other models, and rows that the CPU attends to, share a forward pass in another way: to the model they are one
-rectangle, left-padded to the longest, whose keys and values are `zinfer.engine.stream.stacked.Stacked`.
+Rows that the CPU attends to have a pass of their own, in which it attends to those of all micro-batches at once.
+
+Other models share a forward pass in another way: to the model all rows are one rectangle, left-padded to the longest,
+whose keys and values are `zinfer.engine.stream.stacked.Stacked`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +29,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import Part, rope_switch
-from zinfer.engine.stream.cpu_attention import hosted_rows
+from zinfer.engine.stream.cpu_attention import attend_all, hosted_rows, plain
 from zinfer.engine.stream.kv import PartLayer, SplitLayer
 from zinfer.engine.stream.meanwhile import arriving
 from zinfer.engine.stream.stacked import stack
+from zinfer.engine.transfer import fetched, landed
 
 NAME = "zinfer_ragged"  # name of the attention function
 MASKED = {"full_attention", "sliding_attention"}  # kinds of layers whose mask is that of the cache's positions
@@ -96,6 +99,37 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         return torch.cat(found)
 
 
+class HostedLayer(RaggedLayer):
+    """The same of rows whose keys and values are in host memory, to which the CPU attends."""
+
+    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+        key, value, self.key, self.value = self.key, self.value, torch.empty(0), torch.empty(0)
+        del key.zinfer_layer  # type: ignore[attr-defined]
+        self.attended = True
+        home, dtype = query.device, query.dtype
+        key, value, query = arriving(key, value, query)
+        rows, blocks, first = len(query), list[tuple[Tensor, Tensor]](), 0
+        for store, count in zip(self._stores, self._rows, strict=True):
+            own = slice(first, first + count)
+            first = own.stop
+            keys, values = (plain(one) for one in store.update(key[own], value[own]))
+            blocks.append((keys, values))
+        shared, tokens = query.shape[1] // key.shape[1], query.shape[2]
+        asked = query.reshape(rows, key.shape[1], shared * tokens, query.shape[-1])
+        mixed = attend_all(asked, blocks, self._biases(blocks, shared if tokens > 1 else 1), scaling)
+        apart = mixed.to(dtype).view(rows, key.shape[1], shared, tokens, -1)
+        return landed(apart.permute(0, 3, 1, 2, 4).reshape(rows, tokens, query.shape[1], -1), home)
+
+    def _biases(self, blocks: Sequence[tuple[Tensor, Tensor]], heads: int) -> list[Tensor]:
+        """Return the bias of all rows, ``[B, 1, 1 or heads * n, m]``, m the most positions that one sees; none if
+        nothing is hidden. The layers that see as many share it."""
+        held = next((mask for mask in self._masks if mask is not None), None)
+        if held is None:
+            return []
+        lengths = tuple(keys.shape[2] for keys, _ in blocks)
+        return [held.joined(self._masks, self._rows, lengths, heads)]
+
+
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -134,8 +168,7 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
             assert isinstance(cache, RowCache)
             seen = cache.layers[self.index].update(key_states[rows], value_states[rows])
             for blocks, states in zip(found, seen, strict=True):
-                with torch._C.DisableTorchFunctionSubclass():
-                    blocks.append(states.as_subclass(Tensor))
+                blocks.append(plain(states))
         keys, values = (hosted_rows(one, device, dtype) if self._on_cpu else stack(one, dtype) for one in found)
         return keys, values
 
@@ -185,14 +218,16 @@ class Ragged:
             and "dynamic" not in turned  # angles depend on the longest row
         )
 
-    def takes(self, part: Part) -> bool:
+    def takes(self, part: Part, on_cpu: bool = False) -> bool:
         """Tell whether a part can be joined with others of as many tokens: a decode step of a micro-batch's rows, which
-        have nothing but keys and values, on the device or coming there. Rows with a sliding window have one token."""
+        have nothing but keys and values, on the device or coming there, or, `on_cpu`, of those that the CPU attends to.
+        Rows with a sliding window have one token."""
         batch, cache, count = part.batch, part.batch.cache, part.token_ids.shape[1]
         if not (self.able and is_decode(part) and isinstance(cache, RowCache)):
             return False
         whole = all(type(layer) is FixedLayer for layer in cache.layers) and part.rows == slice(0, batch.batch_size)
-        split = all(isinstance(layer, SplitLayer) and layer.joins(part.rows) for layer in cache.layers)
+        split = all(isinstance(layer, SplitLayer) and layer.joins(part.rows, on_cpu) for layer in cache.layers)
+        whole = whole and not on_cpu
         return (whole or split) and (count == 1 or all(layer.slots.window is None for layer in cache.layers))
 
     def switch(self, on: bool) -> None:
@@ -209,15 +244,17 @@ class Ragged:
         rows: Sequence[int],
         masks: Sequence[Tensor | None],
         by: Attend = scaled_dot_product_attention,
+        on_cpu: bool = False,
     ) -> Iterator[Cache]:
         """Make the model use the attention of ragged passes, with one cache for the layers of all `caches`, whose
         number of rows is in `rows`. `masks` are what `bias` returns of each; None hides nothing. `by` computes the
-        attention of a micro-batch.
+        attention of a micro-batch, unless the CPU attends to all of them.
 
         Raises NotRaggedError after a pass in which a layer did not attend.
         """
         biases = [None if mask is None else Bias(mask) for mask in masks]
-        layers = [RaggedLayer(stores, rows, biases, by) for stores in zip(*caches, strict=True)]
+        kind = HostedLayer if on_cpu else RaggedLayer
+        layers = [kind(stores, rows, biases, by) for stores in zip(*caches, strict=True)]
         self.switch(True)
         try:
             yield Cache(layers=layers)
@@ -257,6 +294,7 @@ class Bias:
     def __init__(self, whole: Tensor) -> None:
         self._forms = {(whole.shape[-1], 1): whole}
         self._whole = whole
+        self._joined: dict[tuple[tuple[int, ...], int], Tensor] = {}
 
     def of(self, length: int, heads: int) -> Tensor:
         """Return the bias of the last `length` positions (those of a window), ``[B, 1, heads * count, length]``: as
@@ -268,6 +306,24 @@ class Bias:
                 made[:, :, head * count : (head + 1) * count].copy_(self._whole[..., end - length :])
             self._forms[length, heads] = made
         return self._forms[length, heads]
+
+    def joined(
+        self, masks: "Sequence[Bias | None]", rows: Sequence[int], lengths: tuple[int, ...], heads: int
+    ) -> Tensor:
+        """Return the biases of several micro-batches, with `rows` each, as one in host memory, in float32: the last
+        positions of the longest ones, of which each micro-batch has the last `lengths`."""
+        if (lengths, heads) not in self._joined:
+            seen = [None if one is None else one.of(length, heads) for one, length in zip(masks, lengths, strict=True)]
+            tokens = max(one.shape[2] for one in seen if one is not None)
+            made = torch.zeros((sum(rows), 1, tokens, max(lengths)))
+            there = fetched(*(one for one in seen if one is not None))
+            first = 0
+            for one, count, length in zip(seen, rows, lengths, strict=True):
+                if one is not None:
+                    made[first : first + count, ..., max(lengths) - length :] = there.pop(0)
+                first += count
+            self._joined[lengths, heads] = made
+        return self._joined[lengths, heads]
 
 
 def _aligned(rows: int, tokens: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

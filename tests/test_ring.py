@@ -294,6 +294,36 @@ def test_the_clocks_see_a_missing_wait_between_the_compute_queues(monkeypatch: p
         bench.trip(1, (), 1)
 
 
+@pytest.mark.parametrize("filling", ["compute", "beside"])
+def test_weights_that_one_queue_fills_in_are_there_for_the_other(filling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call in the second queue pauses; calls in the first one come before it goes on."""
+    queues = FakeQueues()
+    bench = Bench([512, 512], 3, queues, monkeypatch)
+    ring = bench.ring
+
+    def fill_in() -> None:
+        assert ring._trip is not None
+        ring._trip.left = {"weight": ()}
+        ring._fill_in(0, "weight")
+        assert not ring._trip.left
+
+    monkeypatch.setattr(PrefetchRing, "_unpack_kept", lambda *_: queues.write(ring._slot))
+    with ring.trip(2):
+        ring.bring_layer(0)
+        with ring.beside():
+            ring._acquire(0)
+            if filling == "beside":
+                fill_in()
+        ring._acquire(0)
+        if filling == "compute":
+            fill_in()
+        queues.read(ring._slot)
+        with ring.beside():
+            queues.read(ring._slot)
+        bench.layers[1]()
+    bench.close()
+
+
 def test_a_layer_comes_into_the_slot_in_the_first_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench([512, 512], 3, FakeQueues(), monkeypatch)
     bench.brings = False

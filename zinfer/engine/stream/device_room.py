@@ -8,7 +8,7 @@ needed: after some passes it is given to rows whose keys and values would be in 
 import torch
 
 SEASONED = 12  # passes after which the memory that they need has been seen: some of them had prompts
-LEFT_SHARE = 0.03  # share of the device's memory that stays free: prompts of a pass may still grow
+LEFT_SHARE = 0.04  # share of the device's memory that stays free: gaps between tensors grow for a while
 
 
 class DeviceRoom:

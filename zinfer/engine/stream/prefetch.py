@@ -319,6 +319,8 @@ class PrefetchRing:
         with self._queues.beside():
             if begun is not None:
                 begun.wait()
+            if trip.unpacked is not None:  # the first queue may have filled in weights of the layer since
+                trip.unpacked.wait()
             trip.beside = True
             try:
                 yield

@@ -322,6 +322,19 @@ def test_attention_step_by_step_is_computed_at_once(
     assert torch.allclose(found.float(), expected, atol=0.02)
 
 
+@pytest.mark.usefixtures("compiler")
+def test_a_mask_that_a_model_changes_is_read_anew(
+    stacked: dict[str, tuple[Any, Tensor]], inputs: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    (keys, _), (values, _), (query, bias, mask) = stacked["keys"], stacked["values"], inputs
+    before = step_by_step(query, keys, values, bias, mask).as_subclass(Tensor)
+    mask[..., 20:] = torch.finfo(torch.bfloat16).min
+    bias.zero_()
+    after = step_by_step(query, keys, values, bias, mask).as_subclass(Tensor)
+    assert not torch.allclose(before, after, atol=0.05)
+    assert torch.equal(after, step_by_step(query, keys, values, bias.clone(), mask.clone()).as_subclass(Tensor))
+
+
 def test_attention_step_by_step_without_a_compiler_is_the_same(
     no_compiler: None, stacked: dict[str, tuple[Any, Tensor]], inputs: tuple[Tensor, Tensor, Tensor]
 ) -> None:

@@ -310,15 +310,18 @@ def _bias(added: Tensor, shape: Sequence[int], leading: Sequence[int]) -> Tensor
 
 
 def _widened_once(added: Tensor) -> Tensor:
-    """Return a mask or bias in float32, -inf where a mask of bool is False. One that all layers share is converted
-    once."""
+    """Return a mask or bias in float32, -inf where a mask of bool is False. Copies that `_fetched` made, which nobody
+    changes, are converted once."""
     if added.dtype == torch.float32:
         return added
-    if not hasattr(added, "_wide"):
-        hidden = added.new_zeros(added.shape, dtype=torch.float32)
-        wide = hidden.masked_fill_(~added, float("-inf")) if added.dtype == torch.bool else added.float()
+    known: Tensor | None = getattr(added, "_wide", None)
+    if known is not None:
+        return known
+    hidden = added.new_zeros(added.shape, dtype=torch.float32)
+    wide = hidden.masked_fill_(~added, float("-inf")) if added.dtype == torch.bool else added.float()
+    if getattr(added, "_is_copy", False):
         added._wide = wide  # type: ignore[attr-defined]
-    return added._wide  # type: ignore[attr-defined,no-any-return]
+    return wide
 
 
 def hosted_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype) -> HostedRows:
@@ -410,6 +413,7 @@ def _fetched(operand: Tensor) -> Tensor:
         return operand
     if not hasattr(operand, "_on_host"):
         (operand._on_host,) = fetched(operand)  # type: ignore[attr-defined]
+        operand._on_host._is_copy = True  # type: ignore[attr-defined]
     return operand._on_host  # type: ignore[attr-defined,no-any-return]
 
 

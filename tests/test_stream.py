@@ -239,6 +239,7 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
             told.clear()
         later(partial(order.append, (3, "settled")))
         settle()
+        later(partial(order.append, (3, "at the end")))
         return torch.tensor(1)
 
     def launched() -> Tensor:
@@ -255,7 +256,8 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
             found = interleave(ring, [launched, attending], lambda *_: None, beside=1)
             assert [int(one) for one in found] == [0, 1]
             each = ("asks", "launched", "has")
-            assert order == [(number, one) for number in range(3) for one in each] + [(3, "settled")]
+            last = [(3, "settled"), (3, "at the end")]
+            assert order == [(number, one) for number in range(3) for one in each] + last
     assert meanwhile(lambda: torch.tensor(threading.get_ident())) == threading.get_ident()  # no pass: at once
     ring.close()
     arena.close()

@@ -293,8 +293,10 @@ class Stream(Decoder):
         if here < rows and self._group is None:
             each = self.plan.model.kv_bytes(1, capacity) * placement.kv_ratio / capacity
             promised = sum(batch.here * batch.capacity for batch in self.batches if not batch.length) + here * capacity
-            here += self._room.rows(rows - here, round(each * capacity), round(each * promised))
-            self._room.positions = max(self._room.positions, used + here * capacity - room)
+            more = self._room.rows(rows - here, round(each * capacity), round(each * promised))
+            here += more
+            if more:
+                self._room.positions = max(self._room.positions, used + here * capacity - room)
         return rows - here
 
     def _placement(self, load: Workload) -> Placement:
@@ -444,7 +446,7 @@ class Stream(Decoder):
         stacked = _alike([part for part in parts if stacks and self._stacks_part(part)])
         attended = [part for part in parts if _on_cpu(part)]  # by the CPU
         apart = _alike([part for part in attended if self._ragged.takes(part, on_cpu=True)])
-        hosted = _alike([part for part in attended if not apart and self._stacks_part(part, on_cpu=True)])
+        hosted = [] if apart else _alike([part for part in attended if self._stacks_part(part, on_cpu=True)])
         shared = [some for some in (ragged, stacked, apart) if len(some) > 1] + ([hosted] if hosted else [])
         together = {id(part) for some in shared for part in some}
         passes = [*shared, *([part] for part in parts if id(part) not in together)]

@@ -66,6 +66,7 @@ def interleave(
                     while stops[number] is PAUSED:
                         stops[number] = go_on(number)
                 layer = stops[order[-1]]
+            meanwhile.settle()  # what was stored, and not attended to
         finally:
             meanwhile.forget()
             for worker in workers:

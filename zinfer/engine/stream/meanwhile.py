@@ -38,7 +38,7 @@ def may_pause() -> bool:
 
 
 def arriving(*tensors: Tensor) -> list[Tensor]:
-    """Return copies of `tensors` in host memory, contiguous. In a pass that may pause, those from a GPU are complete
+    """Return copies of `tensors` in host memory. Those from a GPU are contiguous in a pass that may pause, and complete
     once the work that was put off is done."""
     if not (may_pause() and tensors[0].is_cuda):
         return fetched(*tensors)

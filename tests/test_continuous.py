@@ -222,6 +222,17 @@ def test_memory_that_one_row_lacks_is_an_error(checkpoint: Checkpoints, tmp_path
     engine.close()
 
 
+def test_a_step_with_nothing_to_do_runs_no_pass(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
+    monkeypatch.setattr(engine, "forward", None)
+    assert running.step() == []
+    assert running.schedule.tally.passes == 0
+    assert Stream.forward(engine, []) == []  # type: ignore[arg-type]
+    running.end()
+    engine.close()
+
+
 def test_stops_and_dropped_sequences_free_their_rows(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:

@@ -28,7 +28,7 @@ def landed(tensor: Tensor, home: torch.device) -> Tensor:
 
 def landed_together(tensors: Sequence[Tensor], home: torch.device) -> list[Tensor]:
     """Return `tensors`, of one type, on the device `home`: by one transfer, if all come from host memory."""
-    if home.type != "cuda" or any(one.device.type != "cpu" for one in tensors):
+    if home.type != "cuda" or not tensors or any(one.device.type != "cpu" for one in tensors):
         return [landed(one, home) for one in tensors]
     flat = landed(torch.cat([one.flatten() for one in tensors]), home)
     parts = flat.split([one.numel() for one in tensors])

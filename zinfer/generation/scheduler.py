@@ -434,7 +434,11 @@ class ContinuousScheduler:
         gained: dict[int, int] = {}
         self.gained = gained
         try:
-            if self._carry_out(planned.moves):
+            if not self._carry_out(planned.moves):
+                planned = PassPlan([], [])
+            elif not planned.works:  # the weights need no trip
+                return []
+            else:
                 drafting = time.monotonic()
                 planned, drafts = self._drafted(planned)
                 computing = time.monotonic()
@@ -446,8 +450,6 @@ class ContinuousScheduler:
                 except (torch.OutOfMemoryError, MemoryError):
                     if len(self.schedule.running) <= 1:
                         raise
-            else:
-                planned = PassPlan([], [])
         except BaseException:
             self.end()
             raise

@@ -517,6 +517,19 @@ def _requests() -> list[str]:
     ]
 
 
+def _slice_requests() -> list[str]:
+    found = read(RESULTS / "nvidia-h100-80gb-hbm3" / "bloom-176b-requests.jsonl").requests
+    figures = []
+    for share in ("0%", "58%"):
+        own = [one for one in found if one.case.gpu_weights == share and one.status == "ok"]
+        assert len(own) == 3
+        rates = [one.output_tok_s or 0.0 for one in own]
+        lengths = own[0].samples[0]
+        (rows,) = {one.kv_positions // (lengths.input_len + lengths.output_len) for one in own}
+        figures += [f"{rows} ran", f"{min(rates):.1f}", f"{max(rates):.1f} tok/s"]
+    return figures
+
+
 def _whole() -> list[str]:
     small, *_, large, theirs = points("bloom-176b-whole")
     folder = RESULTS / "nvidia-h200"
@@ -721,6 +734,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "Small batches without offload": _small,
     "Small batches of a mixture": _small_mixture,
     "Requests of different lengths": _requests,
+    "Requests on a fifth of BLOOM-176B": _slice_requests,
     "Drafts": _drafts,
     "Drafts that are never right": _never_right,
 }

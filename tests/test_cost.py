@@ -26,7 +26,7 @@ from zinfer.plan.cost import (
     wire_bytes,
     with_cores,
 )
-from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, make_plan, placement_of, split_free_memory
+from zinfer.plan.plan import CAUTIOUS, LOSSLESS_RATIO, Plan, largest_batch, make_plan, placement_of, split_free_memory
 from zinfer.plan.search import advice, best_batch
 from zinfer.spec import machine, resolve
 from zinfer.spec.case import Case, Workload
@@ -132,6 +132,34 @@ def test_what_accelerate_keeps_leaves_host_memory_and_is_read_after_the_copies()
     copies, read = (half.resident_bytes / rate for rate in (H100.h2d_bandwidth or 1, H100.hbm_bandwidth or 1))
     assert half.step_s == pytest.approx(copies + read, rel=0.005)
     assert not make_plan(asked("opt-66b", engine="accelerate", gpu_weights="90%"), opt, H100).fits
+
+
+def test_layers_that_stay_with_every_batch_leave_room_in_host_memory() -> None:
+    place = H100.model_copy(update={"host_bytes": 270_000_000_000, "attention_bandwidth": 100e9})
+    options = (*CODED, ("kv_offload", "auto"))
+    shares = "0%", "20%", "auto"
+    streamed, kept, either = (best_batch(asked(gpu_weights=one, options=options), BLOOM, place) for one in shares)
+    assert len(kept.placement.resident_layers) == 14
+    assert streamed.host.weights - kept.host.weights == round(14 * BLOOM.layer_bytes * LOSSLESS_RATIO)
+    assert either.host.weights == streamed.host.weights, "the next batch may stream them"
+    on_host, on_host_kept = (plan.placement.host_rows(plan.case.workload.batch_size) for plan in (streamed, kept))
+    assert on_host_kept > on_host + 10
+    assert abs(kept.case.workload.batch_size - streamed.case.workload.batch_size) < 3, "the same bytes hold it"
+    assert (kept.output_tok_s or 0) > 1.15 * (streamed.output_tok_s or 0)
+    two = make_plan(asked(gpu_weights="20%", options=(*CODED, ("gpus", 2))), BLOOM, place)
+    assert two.host.weights == streamed.host.weights
+
+
+def test_a_model_larger_than_host_memory_fits_if_the_gpu_keeps_a_share() -> None:
+    place = H100.model_copy(update={"gpu_bytes": 150_000_000_000, "host_bytes": 134_000_000_000})
+    refused = make_plan(asked(options=CODED), BLOOM, place)
+    assert "host memory" in (refused.why_not or "")
+    share = (refused.why_not or "").split("--gpu-weights ")[1].split(";")[0]
+    assert make_plan(asked(options=CODED, gpu_weights=share), BLOOM, place).fits
+    small = H100.model_copy(update={"host_bytes": 134_000_000_000})
+    less = f"{int(share.removesuffix('%')) - 5}%"
+    assert not make_plan(asked(options=CODED, gpu_weights=less), BLOOM, place).fits
+    assert "--gpu-weights" not in (make_plan(asked(options=CODED), BLOOM, small).why_not or "--gpu-weights")
 
 
 def test_with_the_batch_free_the_cache_is_worth_more_than_resident_weights() -> None:

@@ -153,13 +153,17 @@ def test_layers_that_stay_give_the_same_logits(share: str, codec: str, checkpoin
     plain = load("stream", directory, "none", tmp_path, dtype="bfloat16", cuda_graphs="off")
     expected = follow(plain, given, lengths)
     plain.close()
-    engine = load("stream", directory, "cpu", tmp_path, dtype="bfloat16", weight_codec=codec, cuda_graphs="off")
-    plan = engine.plan
-    engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": share}), plan.model, plan.machine)
-    for _ in range(TURNS):
-        for found, told in zip(follow(engine, given, lengths), expected, strict=True):
-            assert torch.equal(found, told)
-    engine.close()
+    options: dict[str, Any] = {"dtype": "bfloat16", "weight_codec": codec, "cuda_graphs": "off"}
+    either = load("stream", directory, "cpu", tmp_path, **options)
+    plan, everything = either.plan, either.effective().host_weight_bytes
+    either.plan = make_plan(plan.case.model_copy(update={"gpu_weights": share}), plan.model, plan.machine)
+    alone = load("stream", directory, "cpu", tmp_path, gpu_weights=share, **options)
+    assert (alone.effective().host_weight_bytes < everything) == (share != "0%")
+    for engine in (either, alone):
+        for _ in range(TURNS):
+            for found, told in zip(follow(engine, given, lengths), expected, strict=True):
+                assert torch.equal(found, told)
+        engine.close()
 
 
 def test_a_batch_that_ran_out_of_memory_leaves_the_engine_usable(

@@ -51,6 +51,9 @@ def tokens(directory: str, **options: Any) -> list[torch.Tensor]:
     loaded = load("stream", Path(directory), "cpu", Path(), "bfloat16", **options)
     if "packed" in options:
         assert loaded.loaded_bytes < 0.9 * loaded.plan.model.weight_bytes
+    if "gpu_weights" in options:
+        assert loaded.effective().settings["resident_layers"] == 1
+        assert loaded.effective().host_weight_bytes < 0.8 * 2 / 3 * loaded.plan.model.streamed_bytes
     try:
         return [greedy(loaded, lengths) for lengths in BATCHES]
     finally:
@@ -68,9 +71,8 @@ def test_a_load_from_packed_layers_gives_the_same_tokens_and_codes_nothing(
     assert (folder / packed.DATA).stat().st_size < 0.8 * spec.streamed_bytes
     expected = tokens(str(spec.directory))
     monkeypatch.setattr(codec, "encode", None)
-    for own in (tokens(str(spec.directory), weight_codec="lossless"), tokens(
-        str(spec.directory), weight_codec="lossless", packed=str(folder)
-    )):  # fmt: skip
+    for options in ({}, {"packed": str(folder)}, {"packed": str(folder), "gpu_weights": "34%"}):
+        own = tokens(str(spec.directory), weight_codec="lossless", **options)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(own, expected, strict=True))
 
 

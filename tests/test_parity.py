@@ -67,6 +67,7 @@ def load(
     *,
     here: int | None = None,
     tokens: int | None = None,
+    gpu_weights: str | None = None,
     **options: Option,
 ) -> Engine:
     """Load the checkpoint in `directory` into the engine `name`; `here` and `tokens` as in `steered`."""
@@ -77,6 +78,7 @@ def load(
         workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN),
         dtype=dtype,
         load_format="safetensors",
+        gpu_weights=gpu_weights,
         options=tuple(sorted(options.items())),
     )
     spec = resolve.from_directory(directory).with_dtype(dtype)

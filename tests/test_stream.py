@@ -23,6 +23,7 @@ from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.meanwhile import later, meanwhile, settle
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
 from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.plan.plan import make_plan
 from zinfer.spec.case import Workload
 from zinfer.spec.engine import OptionError
 from zinfer.worker.session import not_as_asked
@@ -358,16 +359,24 @@ def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
     directory = checkpoint("llama", hidden_size=256)
     plain = load("stream", directory, "cpu", tmp_path, "bfloat16", weight_codec=weight_codec)
     case = plain.plan.case.model_copy(update={"gpu_weights": share})
-    loaded = type(plain)(plain.plan.model_copy(update={"case": case}))
+    loaded = type(plain)(make_plan(case, plain.plan.model, plain.plan.machine))
+    assert isinstance(loaded, Stream)
     for ours, theirs in zip(tokens(loaded), tokens(plain), strict=True):
         assert torch.equal(ours, theirs)
     told, full = loaded.effective(), plain.effective()
+    away = 3 if share == "auto" else 3 - resident  # with auto each batch may have other layers
+    assert told.host_weight_bytes == pytest.approx(full.host_weight_bytes * away / 3, rel=0.01)
+    assert told.pinned_bytes == 0
     assert told.settings["resident_layers"] == resident
     assert told.streamed_bytes_per_step == full.streamed_bytes_per_step * (3 - resident) // 3
     assert told.wire_bytes_per_step == pytest.approx((full.wire_bytes_per_step or 0) * (3 - resident) / 3, rel=0.01)
     kept = told.gpu_weight_bytes - full.gpu_weight_bytes
     assert kept == pytest.approx(full.host_weight_bytes * resident / 3, rel=0.01)
-    assert not_as_asked(case, told) is None
+    assert not_as_asked(case, told, loaded.plan.model.streamed_bytes) is None
+    if share == "67%":
+        assert loaded._ring is not None
+        loaded._ring.keep([])  # they are nowhere else
+        assert loaded.effective().settings["resident_layers"] == resident
     loaded.close()
     plain.close()
 

@@ -91,10 +91,11 @@ def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_pat
     single, team = loaded(folder, **options), loaded(folder, **options, gpus=2)
     check_alike(team, single)
     one, two = single.effective(), team.effective()
-    same = ("streamed_bytes_per_step", "wire_bytes_per_step", "host_weight_bytes")
+    same = ("streamed_bytes_per_step", "wire_bytes_per_step")
     assert [getattr(one, name) for name in same] == [getattr(two, name) for name in same]
     assert one.settings["weight_codec"] == two.settings["weight_codec"] == options.get("weight_codec", "none")
     kept = 2 if "gpu_weights" in options else 0
+    assert one.host_weight_bytes == two.host_weight_bytes * (3 - kept) // 3, "of two GPUs the host keeps all layers"
     assert one.settings["resident_layers"] == two.settings["resident_layers"] == kept
     assert two.settings["kv_attention"] == options.get("kv_attention", "gpu")
     assert two.settings["kv_host_rows"] == (3 - options.get("here", 0) if "kv_attention" in options else 0)

@@ -84,7 +84,7 @@ class Placement(Frozen):
     gpus: int = Field(default=1, ge=1)  # GPUs, each with its own link, and with its part of resident layers and of rows
     resident_bytes: int = 0  # bytes of layers that stay, on all GPUs together, besides the weights outside the layers
     resident_layers: tuple[int, ...] = ()  # numbers of whole layers that stay; spread so that the link never idles
-    moved: bool = False  # layers that stay are the first ones, and lie nowhere else: not in host memory, nor on disk
+    moved: bool = False  # layers that stay lie nowhere else: not in host memory, nor on disk
     held_bytes: int = 0  # bytes of layers that host memory keeps, if the weights are on disk
     host_layers: tuple[int, ...] = ()  # numbers of these layers, spread among those that are read from disk
     disk_ring_bytes: int = 0  # host memory that layers from disk arrive in, as they lie there; 0: two layers decoded

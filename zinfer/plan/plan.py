@@ -370,7 +370,9 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         slots = max(whole, model.other_bytes / model.layer_bytes)
         update |= {"resident_others": False, "also_streamed": trips * model.other_bytes, "slots": slots}
     found = common.model_copy(update=update)
-    if transport.placed_once:
+    if transport.leaves_host and case.offload == "cpu" and found.experts == "all":
+        found = found.model_copy(update={"moved": case.gpu_weights not in {None, "auto"}})
+    if found.moved:
         first, sizes = _resident_layers(found, case, model), _streamed_sizes(found, model)
         stay = {"resident_layers": first, "resident_bytes": sum(sizes[index] for index in first)}
         found = found.model_copy(update=stay)
@@ -499,14 +501,14 @@ def _hold(setup: Placement, case: Case, model: ModelSpec, machine: Machine, fact
 
 def _resident_layers(setup: Placement, case: Case, model: ModelSpec) -> tuple[int, ...]:
     """Return the numbers of the layers that stay: as many whole ones as `resident_bytes` has room for, a share rounded
-    to the nearest, evenly spread over the depth; the first ones if they are `moved`."""
+    to the nearest, evenly spread over the depth, or the first ones, as the engine has it."""
     if setup.tier == "gpu" or not setup.resident_bytes:
         return ()
     sizes = _streamed_sizes(setup, model)
     layers, total = len(sizes), sum(sizes)
 
     def chosen(count: int) -> tuple[int, ...]:
-        return tuple(range(count)) if setup.moved else spread(count, layers)
+        return tuple(range(count)) if transport_of(case).placed_once else spread(count, layers)
 
     if setup.experts == "all" and case.gpu_weights is not None and case.gpu_weights.endswith("%"):
         return chosen(round(setup.resident_bytes / total * layers))
@@ -627,6 +629,8 @@ def _why_not(case: Case, model: ModelSpec, machine: Machine, shortages: list[str
     choices: list[Offload] = ["none", "cpu"]
     others = {offload: case.model_copy(update={"offload": offload}) for offload in choices}
     ways = [f"--offload {offload}" for offload, other in others.items() if not _shortages(other, model, machine)]
+    if not ways and (share := _share_that_fits(others["cpu"], model, machine)) is not None:
+        ways.append(f"--offload cpu --gpu-weights {share}%")
     if not ways:
         for offload in sorted(choices, key=lambda choice: choice != case.offload):
             layers = _layers_that_fit(others[offload], model, machine)
@@ -643,6 +647,16 @@ def _why_not(case: Case, model: ModelSpec, machine: Machine, shortages: list[str
         f"{case.model}{sliced} with {case.engine}, offload {case.offload}, needs {' and '.join(shortages)}. "
         f"What would work: {'; '.join(ways)}."
     )
+
+
+def _share_that_fits(case: Case, model: ModelSpec, machine: Machine) -> int | None:
+    """Return the smallest share of the layers, in steps of 5%, that the GPU must keep for the rest to fit into host
+    memory at batch 1; None if no share does, or layers that stay do not leave host memory."""
+    if not transport_of(case).leaves_host:
+        return None
+    shares = range(5, 100, 5)
+    kept = (case.model_copy(update={"gpu_weights": f"{share}%"}) for share in shares)
+    return next((share for share, one in zip(shares, kept, strict=True) if not _shortages(one, model, machine)), None)
 
 
 def _layers_that_fit(case: Case, model: ModelSpec, machine: Machine) -> int:

@@ -1,8 +1,9 @@
 """Source of a pass: the weights of the layers off the device, packed as they cross the link.
 
 They lie in an arena of host memory, of this process or of all ranks together, or in files of which host memory keeps a
-part. They come from the checkpoint, stored layer by layer there or not, or from the folder of `zinfer pack`. Of a layer
-whose experts come on demand, each expert is packed apart.
+part. Layers that stay on the device with every batch lie there alone. Layers come from the checkpoint, stored layer by
+layer there or not, or from the folder of `zinfer pack`. Of a layer whose experts come on demand, each expert is packed
+apart.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +30,7 @@ from zinfer.engine.stream.expert_images import (
     plain_experts,
 )
 from zinfer.engine.stream.gather import GatherRing
-from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
+from zinfer.engine.stream.packed_layer import LayerMemory, PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.plan.plan import Plan
 from zinfer.spec.engine import StreamOptions
@@ -70,6 +71,9 @@ class LayerSource:
         self._plan, self._options, self._device, self._progress, self._group = plan, options, device, progress, group
         self._state, self._experts = state, experts
         self.expert_images = {}
+        self._staying = frozenset(plan.placement.resident_layers if plan.placement.moved else ())
+        self._kept: dict[int, Tensor] = {}  # their bytes, on the device, until the ring has them
+        self._kept_bytes = 0
 
     @property
     def lossless(self) -> bool:
@@ -96,6 +100,9 @@ class LayerSource:
                 ring = PrefetchRing(source, images, DEPTH, self._device)
             else:
                 ring = GatherRing(source, images, DEPTH, self._device, group)
+        self._kept_bytes = sum(content.nbytes for content in self._kept.values())
+        for index in sorted(self._kept):
+            ring.keep_alone(index, self._kept.pop(index))
         del self._state, self._experts  # the engine alone keeps the model
         return ring
 
@@ -105,7 +112,7 @@ class LayerSource:
         layers; else None."""
         if not self.from_folder:
             return None
-        return self.host_bytes + self._plan.model.other_bytes
+        return self.host_bytes + self._kept_bytes + self._plan.model.other_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -175,12 +182,16 @@ class LayerSource:
         images: list[PackedLayer] = []
         end = 0
         for number in range(len(self._state.layers)):
+            if number in self._staying:
+                images.append(plain(self._layout(number), 0))
+                self._kept[number] = torch.empty(images[-1].end, dtype=torch.uint8, device=self._device)
+                continue
             images.append(plain(self._layout(number), end))
             end = images[-1].end
             if number in self._experts:
                 self.expert_images[number], end = plain_experts(self._experts[number], end)
         self.arena = self._new_arena(end)
-        views = [self.arena.views(image.blocks, image.start) for image in images]
+        views = [self._views(number, image) for number, image in enumerate(images)]
         for index, group in by_layer(self._state, self._state.load(self._device, self._progress)):
             target = resident if index is None else views[index]
             for name, tensor in group:
@@ -193,7 +204,7 @@ class LayerSource:
     def _coded(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
         """Do as `_in_memory`, with packed layers, from their folder if there is one."""
         state, count = self._state, len(self._state.layers)
-        raw = sum(lay_out(self._layout(index))[1] for index in range(count))
+        raw = sum(lay_out(self._layout(index))[1] for index in range(count) if index not in self._staying)
         for experts in self._experts.values():
             raw += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
         self.arena = self._new_arena(raw, grow=True)
@@ -205,7 +216,8 @@ class LayerSource:
             check_free(round(raw * self._plan.placement.wire_ratio))
             loaded = state.load_stored(self._device, self._progress)
         else:
-            images = dict(enumerate(packed.load(folder, state, self.arena, self._progress)))
+            stay = packed.Stay(self._device, self._staying, self._kept)
+            images = dict(enumerate(packed.load(folder, state, self.arena, self._progress, stay)))
             loaded = state.load(self._device, self._progress, layers=False)
         for index, group in by_layer(state, loaded):
             if index is None:
@@ -216,11 +228,16 @@ class LayerSource:
             if index in images or tensors.keys() | coded.keys() != entries.keys():
                 raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
             apart = self._apart(index)
+            memory: LayerMemory | PinnedArena = LayerMemory(self._device) if index in self._staying else self.arena
             images[index] = pack(
                 {name: tensor for name, tensor in tensors.items() if name not in apart},
-                self.arena,
+                memory,
                 {name: one for name, one in coded.items() if name not in apart},
             )
+            if isinstance(memory, LayerMemory):
+                del tensors, coded  # its bytes are there twice while they are put together
+                self._kept[index] = memory.whole()
+                continue
             if apart:
                 codes = {name: matrices for name, (_, matrices) in coded.items() if name in apart}
                 self.expert_images[index] = pack_experts(self._experts[index], tensors, codes, self.arena)
@@ -286,6 +303,11 @@ class LayerSource:
         for name, place in image.blocks.items():
             place.view(arena.memory).copy_(tensors[name])
         return image
+
+    def _views(self, index: int, image: PackedLayer) -> dict[str, Tensor]:
+        """Return the tensors of an uncoded layer, as views of the memory that it lies in."""
+        memory = self.arena.memory if self.arena is not None and index not in self._kept else self._kept[index]
+        return {name: place.view(memory, image.start) for name, place in image.blocks.items()}
 
     def _layout(self, index: int) -> list[tuple[str, Tensor]]:
         """Return the entries of a layer's image: names within it, and tensors that give shape and type."""

@@ -16,12 +16,12 @@ import os
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
@@ -374,17 +374,29 @@ def places(folder: Path, state: ModelState) -> tuple[Path, list[PackedLayer], li
     return path, [_image(entry, entry.start) for entry in content.images], [entry.crc32 for entry in content.images]
 
 
-def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress = silent) -> list[PackedLayer]:
-    """Read the packed layers of `folder`, which belong to `state`, into `arena`, with many threads, and check them.
+class Stay(NamedTuple):
+    """Layers that go to `device` instead of an arena, by number, and where `load` puts the bytes of each."""
+
+    device: torch.device
+    layers: Collection[int]
+    content: dict[int, Tensor]
+
+
+def load(
+    folder: Path, state: ModelState, arena: PinnedArena, progress: Progress = silent, stay: Stay | None = None
+) -> list[PackedLayer]:
+    """Read the packed layers of `folder`, which belong to `state`, into `arena`, with many threads, and check them;
+    those of `stay` go to its device.
 
     Raises EngineError unless they hold every entry of the layers with its shape and type, CheckpointError for data
     that are cut off or damaged, with the number of the layer, and MemoryError, before anything is read, where memory is
     too small for them.
     """
     content, path = _belonging(folder, state)
-    check_free(content.bytes)
+    staying = () if stay is None else stay.layers
+    check_free(sum(entry.end - entry.start for index, entry in enumerate(content.images) if index not in staying))
     images: list[PackedLayer] = []
-    under_way: deque[Future[int]] = deque()
+    under_way: deque[tuple[int, Tensor, Future[int]]] = deque()
     with (
         reading() as readers,
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores,
@@ -400,12 +412,16 @@ def load(folder: Path, state: ModelState, arena: PinnedArena, progress: Progress
             return entry.end
 
         for index, entry in enumerate(content.images):
-            images.append(_image(entry, arena.used))
-            memory = arena.take(entry.end - entry.start)
+            size = entry.end - entry.start
+            images.append(_image(entry, 0 if index in staying else arena.used))
+            memory = torch.empty(size, dtype=torch.uint8) if index in staying else arena.take(size)
             reads = fill(readers, memory, path, entry.start)
-            under_way.append(layers.submit(check, index, as_bytes(memory), reads))
+            under_way.append((index, memory, layers.submit(check, index, as_bytes(memory), reads)))
             while len(under_way) > (LAYERS_AHEAD if index + 1 < len(content.images) else 0):
-                progress("loading packed layers", under_way.popleft().result() / content.bytes)
+                number, memory, checked = under_way.popleft()
+                progress("loading packed layers", checked.result() / content.bytes)
+                if stay is not None and number in staying:
+                    stay.content[number] = memory.to(stay.device)
     return images
 
 

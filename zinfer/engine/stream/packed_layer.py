@@ -7,17 +7,46 @@ that the GPU memory between link and slot is a few chunks, not a few layers.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, lay_out
+from zinfer.engine.pinned import ALIGNMENT, TensorPlace, lay_out
 from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.stream import codec, quantized
 from zinfer.spec.engine import PIECE_BYTES, piece_factor
 
 # Bytes of a chunk: enough for the link's full rate, and for its launches to be cheap.
 PIECE = PIECE_BYTES
+
+
+class Memory(Protocol):
+    """Memory that layers are packed into, as `zinfer.engine.pinned.PinnedArena`."""
+
+    @property
+    def used(self) -> int: ...  # bytes that were handed out
+    def take(self, size: int, /) -> Tensor: ...  # the next `size` bytes, uint8
+
+
+class LayerMemory:
+    """Memory of `device` for one layer, which grows with what is taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._taken: list[Tensor] = []
+        self.used = 0
+
+    def take(self, size: int, /) -> Tensor:
+        """Hand out the next `size` bytes, as uint8 ``[size]``. Raises torch.OutOfMemoryError."""
+        self._taken.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+        self.used += size
+        return self._taken[-1]
+
+    def whole(self) -> Tensor:
+        """Return all that was taken, in one piece, and forget it."""
+        taken, self._taken = self._taken, []
+        return torch.cat(taken)
 
 
 @dataclass(frozen=True)
@@ -65,9 +94,9 @@ def plain(tensors: Iterable[tuple[str, Tensor]], start: int) -> PackedLayer:
 
 
 def pack(
-    tensors: Mapping[str, Tensor], arena: PinnedArena, coded: Mapping[str, tuple[Tensor, Sequence[Codes]]] | None = None
+    tensors: Mapping[str, Tensor], memory: Memory, coded: Mapping[str, tuple[Tensor, Sequence[Codes]]] | None = None
 ) -> PackedLayer:
-    """Append a layer's parameters, on any device, to `arena`, encoded where that makes them smaller.
+    """Append a layer's parameters, on any device, to `memory`, encoded where that makes them smaller.
 
     `coded` are quantised parameters: a tensor of their shape and type (on the meta device, perhaps), and the matrices
     whose rows, one after the other, they consist of; of these only FP8 codes are encoded. Encoded tensors come first in
@@ -86,7 +115,7 @@ def pack(
         most = PIECE * piece_factor(matrices[0].bits)
         for matrix in quantized.joined(matrices, tensor.dtype.itemsize, most):
             for layout, data in quantized.pieces(matrix, tensor.dtype, most, place):
-                pieces.append(_put(arena, data, place, layout))
+                pieces.append(_put(memory, data, place, layout))
                 place += layout.nbytes
     whole = [(blocks[name].offset, tensor.detach().contiguous().view(-1)) for name, tensor in large.items()]
     if joined:
@@ -96,14 +125,14 @@ def pack(
         for part in values.split(PIECE // values.itemsize):
             found = codec.encode(part)
             data = part.view(torch.uint8) if found is None else found.data
-            pieces.append(_put(arena, data, place, None if found is None else found.layout))
+            pieces.append(_put(memory, data, place, None if found is None else found.layout))
             place += part.nbytes
     if small:
         place = min(blocks[name].offset for name in small)
-        start = arena.used
-        memory = arena.take(slot_bytes - place)
+        start = memory.used
+        own = memory.take(slot_bytes - place)
         for name, tensor in small.items():
-            blocks[name].view(memory, -place).copy_(tensor)
+            blocks[name].view(own, -place).copy_(tensor)
         pieces += _cut(start, place, slot_bytes - place)
     return PackedLayer(tuple(pieces), blocks, slot_bytes)
 
@@ -119,9 +148,9 @@ def _join(tensors: Mapping[str, Tensor], blocks: Mapping[str, TensorPlace]) -> t
     return place, memory.view(torch.bfloat16)
 
 
-def _put(arena: PinnedArena, data: Tensor, place: int, layout: codec.Layout | quantized.CodesLayout | None) -> Chunk:
-    start = arena.used
-    arena.take(-(-data.numel() // ALIGNMENT) * ALIGNMENT)[: data.numel()].copy_(data)
+def _put(memory: Memory, data: Tensor, place: int, layout: codec.Layout | quantized.CodesLayout | None) -> Chunk:
+    start = memory.used
+    memory.take(-(-data.numel() // ALIGNMENT) * ALIGNMENT)[: data.numel()].copy_(data)
     return Chunk(start, start + data.numel(), place, layout)
 
 

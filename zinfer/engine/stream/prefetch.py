@@ -140,6 +140,7 @@ class PrefetchRing:
             list[tuple[Tensor, TensorPlace]]
         ] = []  # by layer: its weights, and their places in the slot
         self._kept: dict[int, Tensor] = {}  # layer -> its bytes as in the source, on the device
+        self._alone: set[int] = set()  # layers that lie nowhere else
         self.products: PackedProducts | None = None  # with weights of layers that stay, if a kernel serves some
         self._lazy: dict[int, dict[str, tuple[Chunk, ...]]] = {}  # layer -> pieces of its lazy weights, by their names
         self._coming: Iterator[Transfer] = iter(())  # transfers still to be issued
@@ -158,11 +159,12 @@ class PrefetchRing:
     def attach(self, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
         """Make `layer`, number `index`, find its weights and buffers in the slot whenever it is called; `entries` are
         those that its image holds, by the same names."""
-        views = {name: block.view(self._slot) for name, block in self.images[index].blocks.items()}
+        image = self.images[index]
+        memory = self._kept[index] if index in self._kept and not image.coded else self._slot
+        views = {name: block.view(memory) for name, block in image.blocks.items()}
         if self.products is not None and self.products.status == "on":
             views |= self._lazy_weights(index, self.products, entries)
-        blocks = self.images[index].blocks
-        self._held_by.append([(entries[name].put(views[name]), block) for name, block in blocks.items()])
+        self._held_by.append([(entries[name].put(views[name]), block) for name, block in image.blocks.items()])
 
         def before(_module: nn.Module, _args: Any) -> None:
             self._acquire(index)
@@ -245,9 +247,9 @@ class PrefetchRing:
         self._depth, self._buffer_bytes = depth, size
 
     def keep(self, layers: Iterable[int]) -> None:
-        """Keep `layers` on the device from now on, and stream the others; wait for the device if that changes
-        anything."""
-        wanted = set(layers)
+        """Keep `layers` on the device from now on, and stream the others, but for those that lie nowhere else; wait for
+        the device if that changes anything."""
+        wanted = self._alone.union(layers)
         if wanted == self._kept.keys():
             return
         self._settle()
@@ -258,6 +260,12 @@ class PrefetchRing:
             self._kept[index] = self._layer_bytes(index)
             if not self.images[index].coded:
                 self._show(index, self._kept[index])
+
+    def keep_alone(self, index: int, content: Tensor) -> None:
+        """Keep layer `index`, which is not attached yet and whose bytes `content`, on the device, lie nowhere else: the
+        source has none of them."""
+        self._kept[index] = content
+        self._alone.add(index)
 
     def start(self) -> None:
         """Begin to fill the buffers for a trip of weights alone; the source must be complete by now."""

@@ -147,7 +147,7 @@ def test_layers_that_stay_with_every_batch_leave_room_in_host_memory() -> None:
     assert abs(kept.case.workload.batch_size - streamed.case.workload.batch_size) < 3, "the same bytes hold it"
     assert (kept.output_tok_s or 0) > 1.15 * (streamed.output_tok_s or 0)
     two = make_plan(asked(gpu_weights="20%", options=(*CODED, ("gpus", 2))), BLOOM, place)
-    assert two.host.weights == streamed.host.weights
+    assert two.host.weights == kept.host.weights
 
 
 def test_a_model_larger_than_host_memory_fits_if_the_gpu_keeps_a_share() -> None:

@@ -126,8 +126,8 @@ def test_links_are_measured_with_parts_of_some_layers(rank: int, monkeypatch: py
     one, ranks = bench([5000, 700, 900, 800, 1300, 600], 3, monkeypatch, rank=rank)
     ring, before = one.ring, ranks.count
     assert isinstance(ring, GatherRing)
-    pieces = [piece for index in (0, 4) for piece in ring.images[index].pieces]
-    assert ring.bring() == sum(ring._part(piece).numel() for piece in pieces)
+    pieces = [(index, number) for index in (0, 4) for number in range(len(ring.images[index].pieces))]
+    assert ring.bring() == sum(ring._part(*piece).numel() for piece in pieces)
     assert ranks.count == before, "nothing is gathered"
     one.close()
 

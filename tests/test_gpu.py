@@ -675,7 +675,7 @@ def test_two_gpus_give_the_logits_of_one(way: str, checkpoint: Checkpoints, tmp_
     folder = quantized.fp8(save_checkpoint("llama", tmp_path, 512)) if name == "fp8" else checkpoint(name, 512)
     single, team = test_team_ways.loaded(folder, **options), test_team_ways.loaded(folder, **options, gpus=2)
     for _ in range(TURNS):
-        test_team_ways.check_alike(team, single)
+        test_team_ways.check_alike(team, single, test_team_ways.rounding(options))
     team.close()
     single.close()
 

@@ -76,6 +76,17 @@ def test_a_load_from_packed_layers_gives_the_same_tokens_and_codes_nothing(
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(own, expected, strict=True))
 
 
+@pytest.mark.slow
+def test_layers_that_stay_on_several_devices_come_from_packed_layers_too(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # of the other rank's process
+    folder = str(write(spec))
+    expected = tokens(str(spec.directory))
+    own = tokens(str(spec.directory), weight_codec="lossless", packed=folder, gpu_weights="34%", gpus=2)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(own, expected, strict=True))
+
+
 @pytest.fixture
 def fp8(tmp_path: Path) -> ModelSpec:
     """Return a model that is released in FP8, as `zinfer pack` takes it."""

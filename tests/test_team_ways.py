@@ -25,6 +25,7 @@ from zinfer.plan.plan import make_plan
 from zinfer.spec import resolve
 from zinfer.spec.case import Case, Option, Workload
 from zinfer.spec.engine import OptionError, parse_options, settle
+from zinfer.spec.model import Dtype
 from zinfer.worker.process import Worker, WorkerDied
 
 Checkpoints = Callable[..., Path]
@@ -45,35 +46,48 @@ def one_by_one(engine: Engine, token_ids: Tensor, mask: Tensor, ways: Sequence[i
     return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
-def check_alike(team: Engine, single: Engine) -> None:
-    """Check that a team of two has the very logits of one rank that computes the same rows together."""
+def check_alike(team: Engine, single: Engine, rounding: float = 0.0) -> None:
+    """Check that a team of two has the logits of one rank that computes the same rows together, the very same or up to
+    a share `rounding` of the largest."""
     token_ids, mask = prompts(BATCHES[0])
     both = one_by_one(team, token_ids, mask, [3])
     for mine, theirs in zip(both, one_by_one(single, token_ids, mask, [2, 1]), strict=True):
-        assert torch.equal(mine, theirs)
+        assert torch.allclose(mine, theirs, rtol=0, atol=rounding * float(theirs.abs().max()))
 
 
-def loaded(directory: Path, here: int | None = None, gpu_weights: str | None = None, **options: Option) -> Engine:
+def loaded(
+    directory: Path,
+    here: int | None = None,
+    gpu_weights: str | None = None,
+    dtype: Dtype = "bfloat16",
+    **options: Option,
+) -> Engine:
     case = Case(
         model=str(directory),
         engine="stream",
         offload="cpu",
         workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN),
-        dtype="bfloat16",
+        dtype=dtype,
         load_format="safetensors",
         gpu_weights=gpu_weights,
         options=tuple(sorted(options.items())),
     )
-    plan = make_plan(case, resolve.from_directory(directory).with_dtype("bfloat16"), MACHINE)
+    plan = make_plan(case, resolve.from_directory(directory).with_dtype(dtype), MACHINE)
     return Stream.start(steered(plan, here))
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "coded, part stays": ("llama", {"weight_codec": "lossless", "gpu_weights": "50%"}),
     "fp8, kv over the link": ("fp8", {"weight_codec": "lossless", "kv_offload": "cpu", "kv_attention": "gpu"}),
-    "plain, kv by the cpu": ("bloom", {"here": 1, "kv_offload": "cpu", "kv_attention": "cpu"}),
+    "plain, kv by the cpu": ("bloom", {"dtype": "float32", "here": 1, "kv_offload": "cpu", "kv_attention": "cpu"}),
     "int8 kv, part stays": ("llama", {"kv_cache_dtype": "int8", "gpu_weights": "70%"}),
 }
+
+
+def rounding(options: dict[str, Any]) -> float:
+    """Return the rounding that a way may have: the CPU adds up in another order than torch, and which rows it attends
+    to depends on the rank."""
+    return 1e-4 if options.get("kv_attention") == "cpu" else 0.0
 
 
 @pytest.mark.parametrize(
@@ -89,13 +103,12 @@ def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_pat
     name, options = WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path)) if name == "fp8" else checkpoint(name, 128)
     single, team = loaded(folder, **options), loaded(folder, **options, gpus=2)
-    check_alike(team, single)
+    check_alike(team, single, rounding(options))
     one, two = single.effective(), team.effective()
-    same = ("streamed_bytes_per_step", "wire_bytes_per_step")
+    same = ("streamed_bytes_per_step", "wire_bytes_per_step", "host_weight_bytes")
     assert [getattr(one, name) for name in same] == [getattr(two, name) for name in same]
     assert one.settings["weight_codec"] == two.settings["weight_codec"] == options.get("weight_codec", "none")
     kept = 2 if "gpu_weights" in options else 0
-    assert one.host_weight_bytes == two.host_weight_bytes * (3 - kept) // 3, "of two GPUs the host keeps all layers"
     assert one.settings["resident_layers"] == two.settings["resident_layers"] == kept
     assert two.settings["kv_attention"] == options.get("kv_attention", "gpu")
     assert two.settings["kv_host_rows"] == (3 - options.get("here", 0) if "kv_attention" in options else 0)

@@ -88,7 +88,7 @@ class Transport(Frozen):
     graphs: bool = False  # decode steps in which no weight crosses the link are launched as CUDA graphs
     shares_memory: bool = False  # gives free GPU memory away, to rows, buffers and layers, and so leaves a margin
     placed_once: bool = False  # a load chooses the layers that stay, the first ones; host memory has the others alone
-    leaves_host: bool = False  # layers that stay with every batch leave host memory, on one GPU
+    leaves_host: bool = False  # layers that stay with every batch leave host memory
 
 
 def _several(gpus: int, offload: Offload) -> str | None:
@@ -177,7 +177,7 @@ class StreamOptions(EngineOptions):
         graphs = self.cuda_graphs == "auto"
         return Transport(
             fetched="pieces", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs,
-            from_codes=self.packed_kernel == "auto", leaves_host=self.gpus == 1,
+            from_codes=self.packed_kernel == "auto", leaves_host=True,
         )  # fmt: skip
 
     @property

@@ -12,7 +12,7 @@ The gathers of all ranks must be the same ones, in the same order. Hence what a 
 2. The pieces that are copied ahead for the next trip are always the same ones, the first of the first layer. What else
    the next trip fetches, rank by rank, never changes them.
 3. Layers that stay are shared out, too: each rank keeps its part of them, and they pass through the buffers without
-   crossing a link.
+   crossing a link. `own_parts` cuts them.
 4. Ranks call `resize`, `keep` and `start` alike.
 """
 
@@ -50,6 +50,19 @@ def share(size: int, ranks: int) -> int:
     return -(-size // (ranks * ALIGNMENT)) * ALIGNMENT
 
 
+def own_parts(image: PackedLayer, content: Tensor, rank: int, ranks: int) -> list[Tensor]:
+    """Return a rank's parts of the pieces of a layer whose bytes, from its first piece on, are `content`."""
+    places = (_own_bytes(piece, rank, ranks) for piece in image.pieces)
+    return [content[begin - image.start : end - image.start] for begin, end in places]
+
+
+def _own_bytes(piece: Chunk, rank: int, ranks: int) -> tuple[int, int]:
+    """Return where a rank's part of a piece begins and ends."""
+    size = share(piece.size, ranks)
+    start = min(piece.start + rank * size, piece.end)
+    return start, min(start + size, piece.end)
+
+
 class GatherRing(PrefetchRing):
     """Ring whose pieces come in parts, one over the link of each of `ranks`; for the rest see `PrefetchRing`."""
 
@@ -64,7 +77,7 @@ class GatherRing(PrefetchRing):
     ) -> None:
         self.trips = 0  # trips that are done, whatever their end
         self._ranks = ranks
-        self._own: dict[int, Tensor] = {}  # start of a piece that stays -> this rank's part of it, on the device
+        self._own: dict[int, list[Tensor]] = {}  # layer that stays -> this rank's parts of its pieces, on the device
         self._left = 0  # pieces of the trip under way that are not taken yet
         super().__init__(source, images, depth, device, queues)
 
@@ -75,21 +88,31 @@ class GatherRing(PrefetchRing):
         super().resize(depth, max(least_bytes, whole, wide))
 
     def keep(self, layers: Iterable[int]) -> None:
-        """Keep `layers` on the devices from now on, each its part; wait for the device if that changes anything."""
-        wanted = set(layers)
+        """Keep `layers` on the devices from now on, each its part, and stream the others, but for those that lie
+        nowhere else; wait for the device if that changes anything."""
+        wanted = self._alone.union(layers)
         if wanted == self._kept.keys():
             return
         self._settle()
         for index in set(self._kept) - wanted:
-            del self._kept[index]
-            for piece in self.images[index].pieces:
-                del self._own[piece.start]
+            del self._kept[index], self._own[index]
         for index in sorted(wanted - self._kept.keys()):
-            parts = {piece.start: self._part(piece) for piece in self.images[index].pieces}
-            sizes = [part.numel() for part in parts.values()]
-            self._kept[index] = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-            for (start, part), own in zip(parts.items(), self._kept[index].split(sizes), strict=True):
-                self._own[start] = own.copy_(part)
+            parts = [self._part(index, number) for number in range(len(self.images[index].pieces))]
+            self._divide(index, torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=self._device))
+            for part, own in zip(parts, self._own[index], strict=True):
+                own.copy_(part)
+
+    def keep_alone(self, index: int, content: Tensor) -> None:
+        """Keep layer `index` as `PrefetchRing` does; `content` are this rank's parts of its pieces, in their order."""
+        super().keep_alone(index, content)
+        self._divide(index, content)
+
+    def _divide(self, index: int, content: Tensor) -> None:
+        """Have `content` be this rank's parts of the pieces of a layer that stays."""
+        ranks = self._ranks
+        places = (_own_bytes(piece, ranks.rank, ranks.size) for piece in self.images[index].pieces)
+        sizes = [end - begin for begin, end in places]
+        self._kept[index], self._own[index] = content, list(content.split(sizes))
 
     def start(self) -> None:
         """Begin to fill the buffers for the next trip; the source must be complete by now, on all ranks."""
@@ -130,7 +153,8 @@ class GatherRing(PrefetchRing):
         return its bytes. All ranks begin anew then."""
         self._settle()
         brought, queues = 0, self._queues
-        parts = (self._part(piece) for index in self.streamed[::SAMPLED] for piece in self.images[index].pieces)
+        sampled = self.streamed[::SAMPLED]
+        parts = (self._part(index, number) for index in sampled for number in range(len(self.images[index].pieces)))
         with nullcontext() if queues is None else queues.copying():
             for number, part in enumerate(parts):
                 if self._buffers:
@@ -164,15 +188,13 @@ class GatherRing(PrefetchRing):
     def _whole_bytes(self, piece: Chunk) -> int:
         return self._ranks.size * share(piece.size, self._ranks.size)
 
-    def _part(self, piece: Chunk) -> Tensor:
-        """Return this rank's part of a piece, in the source."""
-        size = share(piece.size, self._ranks.size)
-        start = min(piece.start + self._ranks.rank * size, piece.end)
-        return self._source[start : min(start + size, piece.end)]
-
-    def _bytes(self, piece: Chunk) -> Tensor:
-        stays = self._own.get(piece.start)
-        return self._part(piece) if stays is None else stays
+    def _part(self, index: int, number: int) -> Tensor:
+        """Return this rank's part of piece `number` of a layer: on the device where it stays, else in the source."""
+        stays = self._own.get(index)
+        if stays is not None:
+            return stays[number]
+        begin, end = _own_bytes(self.images[index].pieces[number], self._ranks.rank, self._ranks.size)
+        return self._source[begin:end]
 
     def _whole(self, index: int) -> Tensor | None:
         return None
@@ -183,8 +205,8 @@ class GatherRing(PrefetchRing):
             yield from self._of_layer(index, image)
 
     def _of_layer(self, index: int, image: PackedLayer) -> Iterator[Transfer]:
-        for piece in image.pieces:
-            yield Transfer(index, partial(self._bytes, piece), piece)
+        for number, piece in enumerate(image.pieces):
+            yield Transfer(index, partial(self._part, index, number), piece)
 
     def _transfers(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
         """Yield the transfers of a trip that are not copied ahead."""

@@ -8,7 +8,7 @@ apart.
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from zinfer.engine.stream.expert_images import (
     padding,
     plain_experts,
 )
-from zinfer.engine.stream.gather import GatherRing
+from zinfer.engine.stream.gather import GatherRing, own_parts
 from zinfer.engine.stream.packed_layer import LayerMemory, PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.plan.plan import Plan
@@ -43,6 +43,14 @@ if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
 DEPTH = 2  # buffers of a new ring; prefill makes it deeper
+
+
+class _Staying(NamedTuple):
+    """Word of the leader of a group that it gives all ranks the bytes of a layer that stays."""
+
+    layer: int  # its number
+    image: PackedLayer
+    size: int  # bytes
 
 
 class LayerSource:
@@ -156,17 +164,21 @@ class LayerSource:
     def _shared(self, group: "Group", resident: Mapping[str, Tensor]) -> list[PackedLayer]:
         """Do as `_in_memory`, the leader of a group by loading, the others by what they get from it."""
         images: list[PackedLayer]
+        group.agree()
+        group.join()
         if group.rank == 0:
             images = self._in_memory(resident)
             assert self.arena is not None
             group.share((images, self.arena.size))
         else:
-            images, size = group.share(None)
+            while isinstance(told := group.share(None), _Staying):
+                content = torch.empty(told.size, dtype=torch.uint8, device=self._device)
+                self._put(told.layer, told.image, content)
+            images, size = told
             self.arena = PinnedArena.attach(size, group.weights)
         if self._device.type == "cuda":
             self.arena.lock()  # all ranks at once
         group.agree()
-        group.join()
         for name in sorted(resident):
             group.broadcast(resident[name])
         return images
@@ -184,22 +196,43 @@ class LayerSource:
         for number in range(len(self._state.layers)):
             if number in self._staying:
                 images.append(plain(self._layout(number), 0))
-                self._kept[number] = torch.empty(images[-1].end, dtype=torch.uint8, device=self._device)
                 continue
             images.append(plain(self._layout(number), end))
             end = images[-1].end
             if number in self._experts:
                 self.expert_images[number], end = plain_experts(self._experts[number], end)
         self.arena = self._new_arena(end)
-        views = [self._views(number, image) for number, image in enumerate(images)]
+        staying: dict[int, Tensor] = {}  # bytes of layers that are not whole yet: a buffer may come first
+        missing = {number: set(images[number].blocks) for number in self._staying}
         for index, group in by_layer(self._state, self._state.load(self._device, self._progress)):
-            target = resident if index is None else views[index]
+            if index is None:
+                copy_into(resident, group)
+                continue
+            image = images[index]
+            if index in self._staying and index not in staying:
+                staying[index] = torch.empty(image.end, dtype=torch.uint8, device=self._device)
+            memory = staying.get(index, self.arena.memory)
             for name, tensor in group:
-                if index is not None and name in self._apart(index):
-                    fill_plain(self.expert_images[index], name, tensor, self.arena.memory)
+                if name in self._apart(index):
+                    fill_plain(self.expert_images[index], name, tensor, memory)
                 else:
-                    target[name].copy_(tensor)
+                    image.blocks[name].view(memory, image.start).copy_(tensor)
+                    missing.get(index, set()).discard(name)
+            if index in staying and not missing[index]:
+                self._put(index, image, staying.pop(index))
         return images
+
+    def _put(self, index: int, image: PackedLayer, content: Tensor) -> None:
+        """Keep a layer that stays on the device, its bytes `content` whole, or this rank's part of them: of a group the
+        leader gives all ranks its `content`."""
+        group = self._group
+        if group is not None:
+            if group.rank == 0:
+                group.share(_Staying(index, image, content.numel()))
+            with group.undivided():
+                group.broadcast(content)
+                content = torch.cat(own_parts(image, content, group.rank, group.size))
+        self._kept[index] = content
 
     def _coded(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
         """Do as `_in_memory`, with packed layers, from their folder if there is one."""
@@ -216,7 +249,11 @@ class LayerSource:
             check_free(round(raw * self._plan.placement.wire_ratio))
             loaded = state.load_stored(self._device, self._progress)
         else:
-            stay = packed.Stay(self._device, self._staying, self._kept)
+
+            def put(index: int, image: PackedLayer, content: Tensor) -> None:
+                self._put(index, image, content.to(self._device))
+
+            stay = packed.Stay(self._staying, put)
             images = dict(enumerate(packed.load(folder, state, self.arena, self._progress, stay)))
             loaded = state.load(self._device, self._progress, layers=False)
         for index, group in by_layer(state, loaded):
@@ -236,7 +273,7 @@ class LayerSource:
             )
             if isinstance(memory, LayerMemory):
                 del tensors, coded  # its bytes are there twice while they are put together
-                self._kept[index] = memory.whole()
+                self._put(index, images[index], memory.whole())
                 continue
             if apart:
                 codes = {name: matrices for name, (_, matrices) in coded.items() if name in apart}
@@ -303,11 +340,6 @@ class LayerSource:
         for name, place in image.blocks.items():
             place.view(arena.memory).copy_(tensors[name])
         return image
-
-    def _views(self, index: int, image: PackedLayer) -> dict[str, Tensor]:
-        """Return the tensors of an uncoded layer, as views of the memory that it lies in."""
-        memory = self.arena.memory if self.arena is not None and index not in self._kept else self._kept[index]
-        return {name: place.view(memory, image.start) for name, place in image.blocks.items()}
 
     def _layout(self, index: int) -> list[tuple[str, Tensor]]:
         """Return the entries of a layer's image: names within it, and tensors that give shape and type."""

@@ -16,7 +16,7 @@ import os
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -375,18 +375,17 @@ def places(folder: Path, state: ModelState) -> tuple[Path, list[PackedLayer], li
 
 
 class Stay(NamedTuple):
-    """Layers that go to `device` instead of an arena, by number, and where `load` puts the bytes of each."""
+    """Layers that do not go into an arena, by number, and the function that takes the bytes of each."""
 
-    device: torch.device
     layers: Collection[int]
-    content: dict[int, Tensor]
+    put: Callable[[int, PackedLayer, Tensor], None]
 
 
 def load(
     folder: Path, state: ModelState, arena: PinnedArena, progress: Progress = silent, stay: Stay | None = None
 ) -> list[PackedLayer]:
     """Read the packed layers of `folder`, which belong to `state`, into `arena`, with many threads, and check them;
-    those of `stay` go to its device.
+    those of `stay` go to its function.
 
     Raises EngineError unless they hold every entry of the layers with its shape and type, CheckpointError for data
     that are cut off or damaged, with the number of the layer, and MemoryError, before anything is read, where memory is
@@ -421,7 +420,7 @@ def load(
                 number, memory, checked = under_way.popleft()
                 progress("loading packed layers", checked.result() / content.bytes)
                 if stay is not None and number in staying:
-                    stay.content[number] = memory.to(stay.device)
+                    stay.put(number, images[number], memory)
     return images
 
 

@@ -159,8 +159,8 @@ class PrefetchRing:
     def attach(self, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
         """Make `layer`, number `index`, find its weights and buffers in the slot whenever it is called; `entries` are
         those that its image holds, by the same names."""
-        image = self.images[index]
-        memory = self._kept[index] if index in self._kept and not image.coded else self._slot
+        image, whole = self.images[index], self._whole(index)
+        memory = self._slot if whole is None or image.coded else whole
         views = {name: block.view(memory) for name, block in image.blocks.items()}
         if self.products is not None and self.products.status == "on":
             views |= self._lazy_weights(index, self.products, entries)

@@ -280,13 +280,15 @@ def _key(point: Measurement | RequestPoint) -> Key:
 
 
 def _recorded(known: Known, key: Key, number: int, timed: bool = True) -> Measurement | RequestPoint | None:
-    """Return the last record of a point, unless it is to be measured again in round `number`; a failure, and a batch
-    that is only tried, are recorded for all rounds."""
+    """Return the record of a point in round `number`, None if it is still to be measured; a failure, and a batch that
+    is only tried, are recorded for all rounds."""
     records = known.get(key)
     if not records:
         return None
-    enough = sum(record.usable for record in records) > number
-    return records[-1] if enough or records[-1].status != "ok" or not timed else None
+    measured = [record for record in records if record.usable]
+    if timed and number < len(measured):
+        return measured[number]
+    return records[-1] if records[-1].status != "ok" or not timed else None
 
 
 class _Runner:

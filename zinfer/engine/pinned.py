@@ -32,7 +32,7 @@ COLLAPSE = 25  # advice MADV_COLLAPSE, which Python does not name
 CHUNK = 64 << 20  # bytes that a thread touches at a time; few enough pages that torch keeps them on one thread
 AHEAD = 8 << 30  # bytes that are touched before they are taken
 LOCK_LIMIT = 1 << 39  # bytes; drivers from 580 on cannot hold the page table of a larger range (vLLM #51080)
-LESS = "Stop other programs, or load less: --layers, -O weight_codec=lossless, --offload nvme."
+LESS = "Stop other programs, or load less: --layers, --gpu-weights, -O weight_codec=lossless, --offload nvme."
 
 # Settings of torch's own pinned allocator for an engine that cannot use an arena: several threads touch the memory,
 # which is then registered without rounding. Best settings first; a torch that does not know a key refuses the line.

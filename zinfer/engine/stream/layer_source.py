@@ -81,7 +81,7 @@ class LayerSource:
         self.expert_images = {}
         self._staying = frozenset(plan.placement.resident_layers if plan.placement.moved else ())
         self._kept: dict[int, Tensor] = {}  # their bytes, on the device, until the ring has them
-        self._kept_bytes = 0
+        self._alone_bytes = 0  # of all ranks together
 
     @property
     def lossless(self) -> bool:
@@ -108,7 +108,6 @@ class LayerSource:
                 ring = PrefetchRing(source, images, DEPTH, self._device)
             else:
                 ring = GatherRing(source, images, DEPTH, self._device, group)
-        self._kept_bytes = sum(content.nbytes for content in self._kept.values())
         for index in sorted(self._kept):
             ring.keep_alone(index, self._kept.pop(index))
         del self._state, self._experts  # the engine alone keeps the model
@@ -120,7 +119,7 @@ class LayerSource:
         layers; else None."""
         if not self.from_folder:
             return None
-        return self.host_bytes + self._kept_bytes + self._plan.model.other_bytes
+        return self.host_bytes + self._alone_bytes + self._plan.model.other_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -226,6 +225,7 @@ class LayerSource:
         """Keep a layer that stays on the device, its bytes `content` whole, or this rank's part of them: of a group the
         leader gives all ranks its `content`."""
         group = self._group
+        self._alone_bytes += content.numel()
         if group is not None:
             if group.rank == 0:
                 group.share(_Staying(index, image, content.numel()))

@@ -255,7 +255,7 @@ import zinfer.__main__
 zinfer.__main__.main = hanging
 one = subject.Subject([], Path(sys.argv[1]), {}, Path(sys.argv[1]) / "papers")
 ended = one.end(1)
-print(ended.code, ended.stdout, ended.stacks)
+print(ended.code, ended.stdout, ended.stacks, flush=True)
 os._exit(0)
 """
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.quick import Quick
+from zinfer.record import store
 
 gc.disable()  # until `pytest_collection_finish`
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in zinfer.worker.process, and before torch is imported
@@ -37,6 +38,14 @@ STATE = TemporaryDirectory(prefix="zinfer-state-")  # leases of the tests, apart
 os.environ["XDG_STATE_HOME"] = STATE.name
 settings.register_profile("zinfer", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # whatever the load
 settings.load_profile("zinfer")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _records_decoded_once() -> Iterator[None]:
+    """Decode each line of the committed records once in a process: dozens of tests read all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "decode", lru_cache(maxsize=1024)(store.decode))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -31,8 +31,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def swift(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    """Use blocks so small that the probe takes no time."""
+    """Let the CPU's rates be given: the probe takes no time."""
     monkeypatch.setattr(probe, "_host_copy", lambda size, repeats: [4e9, 5e9, 6e9])
+    monkeypatch.setattr(probe, "_attention", lambda size, repeats, sharing: [7e9, 8e9, 9e9])
     monkeypatch.setattr(probe, "_matmul", lambda device, dtype, size, repeats: [3e9 if dtype == "bfloat16" else 2e9])
 
 
@@ -48,6 +49,8 @@ def test_quick_probe_of_this_machine(no_gpu: None) -> None:
     assert machine.host_bandwidth == 2 * machine.h2d_bandwidth
     assert machine.matmul_flops is not None
     assert machine.matmul_flops > 0
+    assert machine.attention_bandwidth is not None
+    assert machine.attention_bandwidth > 0
     assert {"bfloat16", "float32"} == set(machine.details["matmul"])
 
 
@@ -57,6 +60,7 @@ def test_figures_are_medians_and_keep_their_spread(swift: None) -> None:
     assert (machine.h2d_bandwidth, machine.host_bandwidth, machine.hbm_bandwidth) == (5e9, 1e10, 1e10)
     assert machine.matmul_flops == 3e9  # the faster of the two types
     assert machine.details["host_copy"] == {"median": 5e9, "spread": 0.4, "samples": 3, "of": "bytes"}
+    assert (machine.attention_bandwidth, machine.grouped_attention_bandwidth) == (8e9, 8e9)
     assert machine.nvme_bandwidth is None
     assert "no GPU" in machine.note
 

@@ -78,6 +78,7 @@ def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest
         "none": "right",
         "cpu": "differs",
         "rows": "crash",
+        "kept": "differs",
         "packed": "refused",
         "kv-cpu": "differs",
         "kv-link": "differs",

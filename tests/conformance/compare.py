@@ -53,12 +53,14 @@ class Way(NamedTuple):
     rows: bool = False
     drafts: bool = False  # some of them wrong
     here: int | None = None  # rows with their KV cache on the device
+    gpu_weights: str | None = None  # share of the layers that lie on the device alone
 
 
 WAYS: dict[str, Way] = {
     "none": Way("weights on the device", offload="none"),
     "cpu": Way("weights streamed from host memory"),
     "rows": Way("streamed, prompts prefilled row by row", prefill_tokens=1),
+    "kept": Way("streamed, but for half of the layers, which lie on the device alone", gpu_weights="50%"),
     "packed": Way("streamed from packed layers", options={"weight_codec": "lossless"}, packed=True),
     "kv-cpu": Way(
         "streamed, KV cache in host memory, the CPU attends", options={"kv_offload": "cpu", "kv_attention": "cpu"}
@@ -288,6 +290,7 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
         workload=Workload(batch_size=rows, input_len=max(LENGTHS), output_len=OUTPUT_LEN),
         dtype="float32",
         load_format="safetensors",
+        gpu_weights=way.gpu_weights,
         options=tuple(sorted(options.items())),
     )
     plan = make_plan(case, source.spec, MACHINE, None)

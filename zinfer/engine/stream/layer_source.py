@@ -219,6 +219,7 @@ class LayerSource:
                     missing.get(index, set()).discard(name)
             if index in staying and not missing[index]:
                 self._put(index, image, staying.pop(index))
+        assert not staying, "state.load yields every entry, or raises"
         return images
 
     def _put(self, index: int, image: PackedLayer, content: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Rows that the device has room for beyond a plan's, once passes have shown what they need."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.test_parity import load
 from tests.test_passes import keep_here
 from zinfer.engine.base import Work
 from zinfer.engine.stream import device_room
-from zinfer.engine.stream.device_room import DeviceRoom
+from zinfer.engine.stream.device_room import DeviceRoom, layers_ahead
 from zinfer.generation import passes
 from zinfer.spec.case import Workload
 
@@ -84,6 +84,61 @@ def test_no_room_is_given_after_memory_fell_short(
         assert admitted(engine, rows).hosted == rows
         assert engine._room.positions == 0
     engine.close()
+
+
+@pytest.mark.usefixtures("seasoned")
+def test_the_ring_gets_what_no_pass_has_needed_where_layers_stay(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    options: dict[str, Any] = {"gpu_weights": "34%", "kv_offload": "cpu", "kv_attention": "cpu"}
+    engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, **options)
+    ring, tokens = engine.ring, torch.tensor([[5], [6], [7]])
+    assert len(ring.streamed) == 2
+    monkeypatch.setattr("zinfer.engine.stream.layers_ahead", lambda _streamed, _count: 12.0)  # each is a piece
+    monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 3 * ring.buffer_bytes)
+
+    def steps(count: int) -> list[torch.Tensor]:
+        batch = admitted(engine, 3)
+        found = [engine.forward([Work(batch, tokens)])[0] for _ in range(count)]
+        engine.retire(batch)
+        return found
+
+    alone = steps(3)  # equal rows: what their passes need is not the most that a later batch needs
+    planned = ring.depth
+    engine.expect(LOAD)
+    first = steps(2)
+    assert ring.depth == planned + 3
+    monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 1 << 30)
+    assert torch.allclose(torch.cat(first + steps(1)), torch.cat([alone[0], alone[1], alone[0]]), atol=1e-4)
+    assert ring.depth == planned + 3  # once, and a batch that begins does not take it back
+    engine._room.saw_shortage()
+    steps(3)
+    assert ring.depth == planned
+    engine.expect(None)
+    engine.expect(LOAD)
+    steps(2)
+    assert ring.depth == 12
+    engine.expect(LOAD)
+    assert ring.depth == planned
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("streamed", "count", "layers"),
+    [
+        (range(4), 4, 1.0),
+        ((), 4, 1.0),
+        ((0, 1, 2), 4, 1.5),  # one of four stays: its time and that of the one before
+        (range(1, 10), 10, 1.8),
+        ((0, 2), 4, 1.0),
+        ((0, 3), 5, 1.2),  # two stay behind one
+        ((1, 2, 3, 4), 8, 2.0),  # half of them in a row
+    ],
+)
+def test_the_ring_holds_what_comes_while_layers_that_stay_compute(
+    streamed: Sequence[int], count: int, layers: float
+) -> None:
+    assert layers_ahead(streamed, count) == pytest.approx(layers)
 
 
 def test_without_a_gpu_no_memory_is_unused() -> None:

@@ -408,6 +408,17 @@ def test_the_load_is_what_the_machine_has_room_for() -> None:
     assert PLAN.at(load).placement.ring_depth >= PLAN.placement.layer_pieces  # the link goes on while a layer computes
 
 
+@pytest.mark.parametrize(("share", "rows"), [("25%", 41), ("27%", 43)])
+def test_a_share_of_weights_that_leaves_no_margin_leaves_rows(share: str, rows: int) -> None:
+    load = Workload(batch_size=1, input_len=512, output_len=16)
+    case = Case(model="bloom-176b", engine="stream", offload="cpu", gpu_weights=share, workload=load,
+                options=(("kv_offload", "auto"),))  # fmt: skip
+    here = machine.load(RESULTS / "nvidia-h100-80gb-hbm3-x2" / "machine.json")
+    plan = make_plan(case, from_catalogue("bloom-176b"), here)
+    assert load_of(plan, [(512, 16)] * 100).batch_size == rows
+    assert plan.at(load_of(plan, [(512, 16)] * 100)).fits
+
+
 class Imperfect(PassTimes):
     """A machine on which a fifth of the shorter of link and work does not hide behind the longer."""
 

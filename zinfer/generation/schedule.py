@@ -30,6 +30,7 @@ from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
 
 MOST_ROWS = 4096  # rows that run at a time at most
+FEW_SHARE = 0.5  # share of the rows that fit without a margin: memory is not kept free for one that leaves fewer
 STEP = 64  # positions by which the room of a group grows
 AT_FIRST = Efficiency(link_share=0.98, mfu=0.7, expert_mfu=0.45)  # until passes are measured: a bit less than recorded
 LEAST_TOKENS = 256  # prompt tokens that a pass takes at least, if any wait: fewer make poor matrix products
@@ -848,8 +849,9 @@ def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = 
 
     most = min(len(needs), MOST_ROWS, at_most or MOST_ROWS)
     if plan_options(case.engine, case.options).kv_offload != "none":
-        best = best_batch(at(1), model, machine, CAUTIOUS)
-        able = best.case.workload.batch_size if best.output_tok_s and best.fits else best.max_batch_size
+        able, without_margin = (_most_rows(best_batch(at(1), model, machine, way)) for way in (CAUTIOUS, None))
+        if able < FEW_SHARE * without_margin:  # a pass that falls short of memory is tried again with fewer rows
+            able = without_margin
         return at(max(1, min(most, able))).workload
 
     def room(rows: int) -> tuple[bool, bool]:
@@ -871,6 +873,11 @@ def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = 
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return at(low).workload
+
+
+def _most_rows(best: Plan) -> int:
+    """Return the rows of the best batch, as planned, or of the largest one where no rate is known."""
+    return best.case.workload.batch_size if best.output_tok_s and best.fits else best.max_batch_size
 
 
 def positions_of(load: Workload) -> int:

@@ -8,6 +8,7 @@ layers and across steps: while the head turns the last layer's output into a tok
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -31,7 +32,7 @@ from zinfer.engine.state import ModelState
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.cpu_experts import CpuExperts
 from zinfer.engine.stream.cpu_kernel import library
-from zinfer.engine.stream.device_room import DeviceRoom
+from zinfer.engine.stream.device_room import DeviceRoom, layers_ahead
 from zinfer.engine.stream.disk import DiskRing
 from zinfer.engine.stream.expert_images import Experts, LayerImages, find_experts
 from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
@@ -325,7 +326,7 @@ class Stream(Decoder):
 
     def _share_out(self, ring: PrefetchRing, placement: Placement) -> None:
         """Give the ring its buffers, and the GPU its layers, as `placement` says."""
-        buffers = placement.ring_depth
+        buffers = max(placement.ring_depth, self._room.ring_depth)
         if buffers >= placement.layer_pieces:  # room for a whole layer, whose tensors are cut one by one
             # With experts on demand the next layer is there when its turn comes.
             layers = 2 if self._pool is not None or self._holds_two_layers(ring) else 1
@@ -603,7 +604,26 @@ class Stream(Decoder):
                 raise
             if found is not None:
                 self._room.saw_pass()
+                self._deepen_ring()
                 return found
+
+    def _deepen_ring(self) -> None:
+        """Give the ring more buffers, in memory that no pass has needed, where the CPU attends and some layers stay."""
+        ring, room = self._ring, self._room
+        if self.expected is None or room.ring_depth or not room.seen:
+            return
+        if ring is None or isinstance(ring, DiskRing) or self._group is not None or self._pool is not None:
+            return
+        if not any(isinstance(batch.host, CpuCache) for batch in self.batches):
+            return
+        layers = layers_ahead(ring.streamed, len(ring.images))
+        wanted = ceil(layers * max(len(image.pieces) for image in ring.images))
+        before = ring.depth
+        try:
+            ring.resize(room.deepen(before, wanted, ring.buffer_bytes))  # the next trip begins anew
+        except torch.OutOfMemoryError:
+            room.saw_shortage()
+            ring.resize(before)
 
     def attempt(self, works: Sequence[Work]) -> list[Tensor] | None:
         """Compute a pass as `forward` does; return None where it has to be computed once more, in another way."""

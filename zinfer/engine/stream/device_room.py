@@ -1,9 +1,13 @@
-"""Room on the device for keys and values of more rows than a plan puts there: in memory that no pass has needed.
+"""Room on the device beyond a plan's, in memory that no pass has needed: for more ring buffers, and for keys and values
+of more rows.
 
 A plan leaves a margin for what it does not see, moments of a pass and gaps between tensors. Where requests come and go,
 passes show how much that is. PyTorch keeps all memory that it ever needed, so what the device still has free was never
-needed: after some passes it is given to rows whose keys and values would be in host memory.
+needed: after some passes it is given away. The ring comes first: where layers stay and the CPU attends, the link
+otherwise stops in each pass (`layers_ahead`). Then come rows whose keys and values would be in host memory.
 """
+
+from collections.abc import Collection
 
 import torch
 
@@ -12,30 +16,42 @@ LEFT_SHARE = 0.04  # share of the device's memory that stays free: gaps between 
 
 
 class DeviceRoom:
-    """Room beyond a plan's: `positions` of it have been given to rows of the load that runs."""
+    """Room beyond a plan's: `positions` of it have been given to rows of the load that runs, and the ring has at least
+    `ring_depth` buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.positions = 0
-        self._passes = 0
-        self._short = False
+        self.begin()
 
     def begin(self) -> None:
         """Begin with another load: no room has been seen."""
-        self.positions, self._passes, self._short = 0, 0, False
+        self.positions = self.ring_depth = self._passes = 0
+        self._short = False
 
     def saw_pass(self) -> None:
         """Count a pass that had enough memory."""
         self._passes += 1
 
     def saw_shortage(self) -> None:
-        """Give no more room to this load, and take back what new rows would get: memory fell short."""
-        self.positions, self._short = 0, True
+        """Give no more room to this load, and take back what the ring and new rows would get: memory fell short."""
+        self.positions = self.ring_depth = 0
+        self._short = True
+
+    @property
+    def seen(self) -> bool:
+        """True once passes have shown what they need, and while that has been there."""
+        return not self._short and self._passes >= SEASONED
+
+    def deepen(self, depth: int, wanted: int, buffer_bytes: int) -> int:
+        """Return how many buffers a ring of `depth` has from now on: up to `wanted`, as far as room has been seen."""
+        room = max(0, self.unused_bytes()) // max(1, buffer_bytes) if self.seen else 0
+        self.ring_depth = max(depth, min(wanted, depth + room))
+        return self.ring_depth
 
     def rows(self, most: int, row_bytes: int, promised: int) -> int:
         """Return how many rows, `most` at most, of `row_bytes` each have room; `promised` bytes are still to be taken
         by others."""
-        if self._short or self._passes < SEASONED or not row_bytes:
+        if not self.seen or not row_bytes:
             return 0
         return max(0, min(most, (self.unused_bytes() - promised) // row_bytes))
 
@@ -45,3 +61,18 @@ class DeviceRoom:
             return 0
         free, total = torch.cuda.mem_get_info(self._device)
         return free - int(LEFT_SHARE * total)
+
+
+def layers_ahead(streamed: Collection[int], count: int) -> float:
+    """Return how many layers the ring must hold so that the link never stops while `count` layers compute, of which
+    those `streamed` come over it: 1 to 2.
+
+    A pass takes the link's time if a layer's computation takes no more than its share of it: `len(streamed) / count` of
+    the time in which the link brings a layer. The link fills the ring while one streamed layer computes and those that
+    stay behind it.
+    """
+    if not 0 < len(streamed) < count:
+        return 1.0
+    places = sorted(streamed)
+    gaps = [after - before for before, after in zip(places, [*places[1:], places[0] + count], strict=True)]
+    return min(2.0, max(1.0, max(gaps) * len(places) / count))

@@ -325,7 +325,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         gpus=options.gpus,
         codec="lossless" if coded and case.offload != "none" else "none",
         wire_ratio=own or (wire if coded else 1.0),
-        layer_pieces=-(-model.layer_bytes // cost.largest_piece(model)),
+        layer_pieces=-(-model.layer_bytes // cost.largest_piece(model, model.layer_bytes)),
         kv_threads=None if options.kv_threads == "auto" else options.kv_threads,
         kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
         overlapped=transport.overlapped,
@@ -384,9 +384,10 @@ def _expert_buffers(common: Placement, model: ModelSpec, machine: Machine, count
     and `count` buffers for experts, or as many as hold what the ring of whole layers holds at least."""
     common = common.model_copy(update={"experts": "on-demand"})
     piece, expert = cost.piece_bytes(common, model), max(1, round(model.expert_bytes * common.wire_ratio))
-    least = -(-RING_DEPTH * round(cost.largest_piece(model) * common.wire_ratio) // expert)
+    largest = cost.largest_piece(model, model.dense_layer_bytes)
+    least = -(-RING_DEPTH * round(largest * common.wire_ratio) // expert)
     count = max(2, min(model.num_experts, max(count, least)))
-    pieces = max(1, -(-model.dense_layer_bytes // cost.largest_piece(model)))
+    pieces = max(1, -(-model.dense_layer_bytes // largest))
     depth = max(DENSE_DEPTH, 2 * pieces)  # a layer computes, and the next one comes while the router chooses
     buffers = depth * piece + count * expert if machine.gpu_count else 0
     layer = model.dense_layer_bytes + model.expert_bytes * model.num_experts

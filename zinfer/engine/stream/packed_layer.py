@@ -1,8 +1,8 @@
 """Packed layer: a layer's bytes in host memory, encoded where that makes them smaller, and their places in the slot.
 
 The slot is the GPU memory that a layer computes from. A packed layer is cut into chunks of at most `PIECE` bytes in the
-slot, or four times as many of weights in 4 bits. A chunk crosses the link in one copy and is unpacked in one step, so
-that the GPU memory between link and slot is a few chunks, not a few layers.
+slot, or some times as many (`zinfer.spec.engine.piece_factor`). A chunk crosses the link in one copy and is unpacked in
+one step, so that the GPU memory between link and slot is a few chunks, not a few layers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -90,7 +90,7 @@ def plain(tensors: Iterable[tuple[str, Tensor]], start: int) -> PackedLayer:
     """Return the packed layer of uncoded tensors (they may be on the meta device), from `start` on, laid out like the
     slot."""
     blocks, size = lay_out(tensors)
-    return PackedLayer(tuple(_cut(start, 0, size)), blocks, size)
+    return PackedLayer(tuple(_cut(start, 0, size, _largest_chunk(size))), blocks, size)
 
 
 def pack(
@@ -112,7 +112,7 @@ def pack(
     pieces: list[Chunk] = []
     for name, (tensor, matrices) in coded.items():
         place = blocks[name].offset
-        most = PIECE * piece_factor(matrices[0].bits)
+        most = _largest_chunk(slot_bytes, matrices[0].bits)
         for matrix in quantized.joined(matrices, tensor.dtype.itemsize, most):
             for layout, data in quantized.pieces(matrix, tensor.dtype, most, place):
                 pieces.append(_put(memory, data, place, layout))
@@ -122,7 +122,7 @@ def pack(
         whole.append(_join(joined, blocks))
     for begin, values in whole:
         place = begin
-        for part in values.split(PIECE // values.itemsize):
+        for part in values.split(_even_part(values, _largest_chunk(slot_bytes))):
             found = codec.encode(part)
             data = part.view(torch.uint8) if found is None else found.data
             pieces.append(_put(memory, data, place, None if found is None else found.layout))
@@ -133,7 +133,7 @@ def pack(
         own = memory.take(slot_bytes - place)
         for name, tensor in small.items():
             blocks[name].view(own, -place).copy_(tensor)
-        pieces += _cut(start, place, slot_bytes - place)
+        pieces += _cut(start, place, slot_bytes - place, _largest_chunk(slot_bytes))
     return PackedLayer(tuple(pieces), blocks, slot_bytes)
 
 
@@ -154,9 +154,22 @@ def _put(memory: Memory, data: Tensor, place: int, layout: codec.Layout | quanti
     return Chunk(start, start + data.numel(), place, layout)
 
 
-def _cut(start: int, place: int, size: int) -> Iterator[Chunk]:
-    for done in range(0, size, PIECE):
-        yield Chunk(start + done, start + min(done + PIECE, size), place + done)
+def _largest_chunk(layer_bytes: int, bits: float = 16) -> int:
+    """Return the most bytes of a chunk in the slot, for a layer of `layer_bytes` with weights of `bits` bits."""
+    return PIECE * piece_factor(bits, layer_bytes, PIECE)
+
+
+def _even_part(values: Tensor, most: int) -> int:
+    """Return how many of `values` make a chunk of at most `most` bytes: as many in each, since the ring's buffers are
+    as large as the largest one."""
+    count, most = values.numel(), most // values.itemsize
+    even = -(-count // -(-count // most))
+    return min(most, -(-even // codec.BLOCK) * codec.BLOCK)
+
+
+def _cut(start: int, place: int, size: int, most: int) -> Iterator[Chunk]:
+    for done in range(0, size, most):
+        yield Chunk(start + done, start + min(done + most, size), place + done)
 
 
 def unpack(piece: Chunk, wire: Tensor, slot: Tensor) -> None:

@@ -445,3 +445,28 @@ def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -
     assert engine._ring is not None
     assert engine._ring._trace is None
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "chunks"),
+    [
+        ((9, 5), ([2, 2, 2, 2, 1], [2, 2, 1])),
+        ((60, 5), ([4] * 15, [3, 2])),  # more than 24 pieces of two blocks
+    ],
+)
+def test_chunks_are_of_one_size_and_those_of_a_large_layer_twice_as_large(
+    blocks: tuple[int, int], chunks: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_layer, "PIECE", 2 * codec.BLOCK * 2)
+    weights = {
+        name: torch.randn(count * codec.BLOCK).mul_(0.02).bfloat16() for name, count in zip("ab", blocks, strict=True)
+    }
+    memory = packed_layer.LayerMemory(torch.device("cpu"))
+    image = pack(weights, memory)
+    sizes = [piece.layout.numel // codec.BLOCK for piece in image.pieces if isinstance(piece.layout, codec.Layout)]
+    assert sizes == [*chunks[0], *chunks[1]]
+    content, slot = memory.whole(), torch.zeros(image.slot_bytes, dtype=torch.uint8)
+    for piece in image.pieces:
+        unpack(piece, content[piece.start :], slot)
+    for name, tensor in weights.items():
+        assert torch.equal(image.blocks[name].view(slot), tensor)

@@ -59,7 +59,7 @@ class OptionError(ZinferError):
 
 
 PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
-LARGE_LAYER = 24  # pieces of that size of which a layer consists at most
+LARGE_LAYER = 24  # pieces of that size beyond which a layer is large: its pieces are twice as large
 
 
 def piece_factor(bits: float, layer_bytes: int = 0, piece: int = PIECE_BYTES) -> int:

@@ -451,13 +451,15 @@ def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -
     ("blocks", "chunks"),
     [
         ((9, 5), ([2, 2, 2, 2, 1], [2, 2, 1])),
-        ((60, 5), ([4] * 15, [3, 2])),  # more than 24 pieces of two blocks
+        ((60, 5), ([4] * 15, [3, 2])),
     ],
 )
 def test_chunks_are_of_one_size_and_those_of_a_large_layer_twice_as_large(
     blocks: tuple[int, int], chunks: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_layer, "PIECE", 2 * codec.BLOCK * 2)
+    block = codec.BLOCK * 2  # bytes
+    monkeypatch.setattr(packed_layer, "PIECE", 2 * block)
+    monkeypatch.setattr("zinfer.spec.engine.LARGE_LAYER", 50 * block)
     weights = {
         name: torch.randn(count * codec.BLOCK).mul_(0.02).bfloat16() for name, count in zip("ab", blocks, strict=True)
     }

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from zinfer.plan import cost
 from zinfer.plan.cost import Efficiency, Placement
-from zinfer.plan.plan import CAUTIOUS, Plan, place, placement_of
+from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, place, placement_of
 from zinfer.plan.search import best_batch
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.engine import plan_options
@@ -849,9 +849,10 @@ def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = 
 
     most = min(len(needs), MOST_ROWS, at_most or MOST_ROWS)
     if plan_options(case.engine, case.options).kv_offload != "none":
-        able, without_margin = (_most_rows(best_batch(at(1), model, machine, way)) for way in (CAUTIOUS, None))
-        if able < FEW_SHARE * without_margin:  # a pass that falls short of memory is tried again with fewer rows
-            able = without_margin
+        able = _most_rows(best_batch(at(1), model, machine, CAUTIOUS))
+        if able < FEW_SHARE * min(most, largest_batch(at(1), model, machine)):
+            # A pass that falls short of memory is tried again with fewer rows.
+            able = max(able, _most_rows(best_batch(at(1), model, machine)))
         return at(max(1, min(most, able))).workload
 
     def room(rows: int) -> tuple[bool, bool]:

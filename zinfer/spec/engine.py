@@ -59,16 +59,16 @@ class OptionError(ZinferError):
 
 
 PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
-LARGE_LAYER = 24  # pieces of that size beyond which a layer is large: its pieces are twice as large
+LARGE_LAYER = 3 << 30  # bytes of a layer, unpacked, beyond which it is cut into fewer pieces
 
 
-def piece_factor(bits: float, layer_bytes: int = 0, piece: int = PIECE_BYTES) -> int:
-    """Return how many times `piece` bytes cross the link in one copy, since each copy, and each unpacking, costs
+def piece_factor(bits: float, layer_bytes: int = 0) -> int:
+    """Return how many times `PIECE_BYTES` cross the link in one copy, since each copy, and each unpacking, costs
     launches: four times as many where a weight takes 4 bits there, twice as many of a large layer (`layer_bytes`,
     unpacked)."""
     if bits <= 5:
         return 4
-    return 2 if layer_bytes > LARGE_LAYER * piece else 1
+    return 2 if layer_bytes > LARGE_LAYER else 1
 
 
 # Tokens of a pass, at most, in which a kernel multiplies quantised layers that stay on the GPU from their codes; and

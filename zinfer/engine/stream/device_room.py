@@ -43,8 +43,8 @@ class DeviceRoom:
         return not self._short and self._passes >= SEASONED
 
     def deepen(self, depth: int, wanted: int, buffer_bytes: int) -> int:
-        """Return how many buffers a ring of `depth` has from now on: up to `wanted`, as far as room has been seen."""
-        room = max(0, self.unused_bytes()) // max(1, buffer_bytes) if self.seen else 0
+        """Return how many buffers a ring of `depth` has from now on: up to `wanted`, as far as there is room."""
+        room = max(0, self.unused_bytes()) // buffer_bytes
         self.ring_depth = max(depth, min(wanted, depth + room))
         return self.ring_depth
 

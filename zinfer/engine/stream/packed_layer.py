@@ -156,7 +156,7 @@ def _put(memory: Memory, data: Tensor, place: int, layout: codec.Layout | quanti
 
 def _largest_chunk(layer_bytes: int, bits: float = 16) -> int:
     """Return the most bytes of a chunk in the slot, for a layer of `layer_bytes` with weights of `bits` bits."""
-    return PIECE * piece_factor(bits, layer_bytes, PIECE)
+    return PIECE * piece_factor(bits, layer_bytes)
 
 
 def _even_part(values: Tensor, most: int) -> int:

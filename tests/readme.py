@@ -530,6 +530,29 @@ def _slice_requests() -> list[str]:
     return figures
 
 
+def _whole_requests() -> list[str]:
+    folder = RESULTS / "nvidia-h100-80gb-hbm3-x2"
+    equal = [one for one in read(folder / "bloom-176b-whole-80gb.jsonl").points if one.usable]
+    found = [one for one in read(folder / "bloom-176b-whole-requests-80gb.jsonl").requests if one.status == "ok"]
+    starts = [one.started_at for pair in zip(found, equal, strict=True) for one in pair]
+    assert len(equal) == 3
+    assert starts == sorted(starts)
+    own, theirs = ([one.output_tok_s or 0.0 for one in kind] for kind in (found, equal))
+    (older,) = read(RESULTS / "nvidia-h200-x2" / "bloom-176b-whole-requests.jsonl").requests
+    (rows,) = points("bloom-176b-whole-requests")
+    return [
+        f"{found[0].requests.requests} of them",
+        f"{found[0].requests.in_flight} at a time",
+        f"{found[0].case.gpu_weights} of the weights",
+        f"{min(own):.1f} to {max(own):.1f} tok/s",
+        f"batch {equal[0].case.workload.batch_size}",
+        f"{min(theirs):.1f} to {max(theirs):.1f} tok/s",
+        *(f"{one / other:.2f}x" for one, other in zip(own, theirs, strict=True)),
+        f"{(older.output_tok_s or 0) / (rows.output_tok_s or 1):.2f}x",
+        f"batch {rows.case.workload.batch_size}",
+    ]
+
+
 def _whole() -> list[str]:
     small, *_, large, theirs = points("bloom-176b-whole")
     folder = RESULTS / "nvidia-h200"
@@ -735,6 +758,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "Small batches of a mixture": _small_mixture,
     "Requests of different lengths": _requests,
     "Requests on a fifth of BLOOM-176B": _slice_requests,
+    "Requests on all of BLOOM-176B": _whole_requests,
     "Drafts": _drafts,
     "Drafts that are never right": _never_right,
 }

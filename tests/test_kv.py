@@ -101,6 +101,31 @@ def test_a_record_tells_where_the_cache_was(checkpoint: Checkpoints, tmp_path: P
         engine.close()
 
 
+def test_a_record_of_requests_tells_how_many_had_their_cache_in_host_memory(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
+
+    def come_and_go(most: int) -> None:
+        for _ in range(most):  # one by one, as requests do
+            passes.prefill(engine, *prompts((5,)), 4)
+        for batch in list(engine.batches):
+            engine.retire(batch)
+
+    for rows in (3, 2):
+        engine.expect(Workload(batch_size=3, input_len=5, output_len=4))
+        come_and_go(1)
+        come_and_go(rows)
+        come_and_go(1)  # after a moment without any
+        engine.expect(None)
+        told = engine.effective().settings
+        assert (told["kv_host_rows"], told["kv_attention"]) == (rows, "cpu")
+        assert told["kv_threads"]
+    come_and_go(1)
+    assert engine.effective().settings["kv_host_rows"] == 1
+    engine.close()
+
+
 def test_a_model_that_stays_can_have_its_cache_in_host_memory(checkpoint: Checkpoints, tmp_path: Path) -> None:
     directory = checkpoint("llama")
     engine = load("stream", directory, "none", tmp_path, kv_offload="cpu")

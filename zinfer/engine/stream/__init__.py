@@ -90,7 +90,7 @@ class Stream(Decoder):
     _pool: ExpertPool | None = None  # of experts that come on demand
     _no_cpu_experts: str | None = None  # reason why the CPU computes none of them
     _kv_pool: HostPool | None = None  # for keys and values of all micro-batches
-    # Last micro-batch: sequences with their KV cache in host memory, device that attends to it, number of CPU threads
+    # Most sequences at a time with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
     _streamed_per_step = _fetched_per_step = _read_per_step = 0
     _placed: tuple[Plan, Workload, Plan] | None = None  # plan of the engine, a load, and the plan of that
@@ -242,6 +242,8 @@ class Stream(Decoder):
         rows, length = mask.shape
         if not self.batches:
             self._expert_steps.clear()
+            if self.expected is None:
+                self._forget_kv_rows()
         load = self.expected or together(self.batches, rows, length, capacity)
         placement = self._placement(load)
         self._graphs.make_room(rows, capacity)
@@ -249,7 +251,6 @@ class Stream(Decoder):
             self._share_out(self._ring, placement)
         hosted = self._hosted(rows, capacity, load, placement, moved)
         here, storage = rows - hosted, self.options.kv_cache_dtype
-        self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
         cache = None if self._own_cache else make_cache(self.model.config, rows, capacity, storage, here)
         batch = StreamBatch(mask, capacity, cache, self._state_of(cache))
         if not isinstance(cache, RowCache) and hosted:
@@ -258,7 +259,7 @@ class Stream(Decoder):
         if hosted and isinstance(cache, RowCache) and cache.attention:
             self._to_host_memory(batch, cache, slice(here, rows), placement, load)
             assert batch.host is not None
-            self._kv_rows, self._kv_place = hosted, batch.host.place
+            self._kv_place = batch.host.place
             if isinstance(batch.host, CpuCache):
                 automatic = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
                 asked = placement.kv_threads and max(1, placement.kv_threads // placement.gpus)
@@ -391,6 +392,7 @@ class Stream(Decoder):
         self._room.begin()
         if load is None or self._own_cache:
             return
+        self._forget_kv_rows()
         placement = self._placement(load)
         with suppress(MemoryError, torch.OutOfMemoryError):  # micro-batches will tell
             if self._ring is not None:
@@ -399,6 +401,10 @@ class Stream(Decoder):
                 self._host_pool(placement, load)
                 if placement.kv_on_cpu or self._ring is None:
                     library()
+
+    def _forget_kv_rows(self) -> None:
+        """Begin anew to tell what was in host memory: with the first micro-batch, or with a load of requests."""
+        self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
 
     def _cannot_have(self, option: str) -> str | None:
         """Return the reason why the model's cache cannot be as `option` says; None if it can."""
@@ -641,6 +647,7 @@ class Stream(Decoder):
         return self._ring
 
     def _forward(self, works: Sequence[Work]) -> list[Tensor]:
+        self._kv_rows = max(self._kv_rows, sum(batch.hosted for batch in self.batches))
         ring = self._ring
         if ring is None:
             return super().forward(works)

@@ -263,6 +263,8 @@ def test_heads_that_share_a_key_keep_the_cpu_longer_at_it() -> None:
     assert [place.attention_rate(sharing) for sharing in (1, 8)] == [100e9, 100e9]
     told = place.model_copy(update={"grouped_attention_bandwidth": 40e9, "host_bytes": 800 << 30})
     assert [told.attention_rate(sharing) for sharing in (1, 2, 4, 8, 16)] == [100e9, 100e9, 80e9, 40e9, 20e9]
+    early = told.model_copy(update={"attention_bandwidth": 30e9, "shared_attention_bandwidth": 60e9})
+    assert [early.attention_rate(sharing) for sharing in (1, 8)] == [60e9, 40e9], "it was faster beside the link"
     llama, options = resolve.resolve("llama-3.1-70b"), (("kv_attention", "cpu"), ("kv_offload", "cpu"))
     case = asked(batch_size=2048, options=options).model_copy(update={"model": "llama-3.1-70b"})
     slow, quick = (make_plan(case, llama, one) for one in (told, place.model_copy(update={"host_bytes": 800 << 30})))

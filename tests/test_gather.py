@@ -47,6 +47,12 @@ class FakeRanks:
         self.count += 1
 
 
+class GatherBench(Bench):
+    def buffers(self) -> list[Tensor]:
+        assert isinstance(self.ring, GatherRing)
+        return [*self.ring._buffers, *self.ring._aside.buffers]
+
+
 def bench(
     sizes: list[int], depth: int, patch: pytest.MonkeyPatch, rank: int = 0, size: int = 2, forget: str = ""
 ) -> tuple[Bench, FakeRanks]:
@@ -60,7 +66,7 @@ def bench(
         ranks.knows(source, images)
         return GatherRing(source, images, depth, device, ranks, queues)
 
-    return Bench(sizes, depth, queues, patch, make), ranks
+    return GatherBench(sizes, depth, queues, patch, make), ranks
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,13 +93,15 @@ def test_every_trip_has_the_same_gathers(
         one, ranks = bench(sizes, depth, patch, *place)
         ring = one.ring
         assert isinstance(ring, GatherRing)
-        pieces, first = sum(len(image.pieces) for image in ring.images), min(depth, len(ring.images[0].pieces))
+        pieces = sum(len(image.pieces) for image in ring.images)
         layers = kept & set(range(len(sizes)))
         if layers:
             ring.keep(layers)
             ranks.again()
             ranks.count = 0
             ring.start()
+        assert ring.depth == depth or depth == 2, "buffers for layers that stay are some of the ring's"
+        first = 0 if 0 in layers else min(len(ring._buffers), len(ring.images[0].pieces))
         whole = sum(image.slot_bytes for index, image in enumerate(ring.images) if index not in layers)
         for number, trip in enumerate(trips):
             before = ring.bytes_copied
@@ -114,11 +122,32 @@ def test_every_trip_has_the_same_gathers(
         one.close()
 
 
+@pytest.mark.parametrize("kept", [[], [1]])
 @pytest.mark.parametrize("forget", ["gather", "compute", "copy"])
-def test_a_wait_that_is_missing_is_seen(forget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_is_missing_is_seen(forget: str, kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Race):  # noqa: PT012
-        one, _ = bench([2600, 2600, 2600], 3, monkeypatch, forget=forget)
+        one, ranks = bench([2600, 2600, 2600], 3, monkeypatch, forget=forget)
+        one.ring.keep(kept)
+        ranks.again()
         one.trip()
+
+
+def test_copies_go_on_while_a_layer_that_stays_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a layer that stays take none of the buffers that the link fills."""
+    one, ranks = bench([4096, 1 << 14, 4096], 6, monkeypatch)
+    one.ring.keep([1])
+    ranks.again()
+    issued = dict[int, int]()
+
+    def turn(layer: int) -> None:
+        issued[layer] = one.ring._issued
+
+    with one.ring.trip(turn=turn):
+        for layer, weight in zip(one.layers, one.weights, strict=True):
+            assert torch.equal(layer(), weight)
+    assert (len(one.ring._buffers), one.ring.depth) == (4, 6)
+    assert issued == {0: 4, 1: 8, 2: 8}, "all of the last layer is on its way when the one that stays has its turn"
+    one.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -32,6 +32,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def swift(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     """Let the CPU's rates be given: the probe takes no time."""
+    monkeypatch.setattr(probe, "WARM_UP_S", 0.0)
     monkeypatch.setattr(probe, "_host_copy", lambda size, repeats: [4e9, 5e9, 6e9])
     monkeypatch.setattr(probe, "_attention", lambda size, repeats, sharing: [7e9, 8e9, 9e9])
     monkeypatch.setattr(probe, "_matmul", lambda device, dtype, size, repeats: [3e9 if dtype == "bfloat16" else 2e9])
@@ -152,6 +153,20 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 def test_link_of_the_cpu_is_a_copy_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_host_copy", lambda size, repeats: [1.0] * repeats if size == 256 << 20 else [])
     assert probe.measure_link("cpu") == 1.0
+
+
+def test_the_cpu_works_before_it_is_measured(swift: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, copies = iter([0.0, 0.1, 0.4, 0.6]), list[int]()
+    monkeypatch.setattr(probe, "WARM_UP_S", 0.5)
+    monkeypatch.setattr(probe, "perf_counter", lambda: next(seconds))
+
+    def copy(size: int, repeats: int) -> list[float]:
+        copies.append(repeats)
+        return [4e9] * repeats
+
+    monkeypatch.setattr(probe, "_host_copy", copy)
+    probe.probe(quick=True)
+    assert copies == [1, 1, 3]
 
 
 def test_sampling_stops_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,7 @@ class Bench:
         real_copy, real_unpack = PrefetchRing._copy, packed_layer.unpack
 
         def copy(ring: PrefetchRing, transfer: Transfer) -> None:
-            buffer = ring._buffers[ring._issued % ring.depth]
+            buffer = ring._buffers[ring._issued % len(ring._buffers)]
 
             def before() -> None:
                 transfer.before()
@@ -189,7 +189,7 @@ class Bench:
             real_copy(ring, Transfer(transfer.layer, transfer.source, transfer.piece, transfer.ready, before))
 
         def unpack(piece: packed_layer.Chunk, content: Tensor, slot: Tensor) -> None:
-            if any(content.data_ptr() == buffer.data_ptr() for buffer in self.ring._buffers):
+            if any(content.data_ptr() == buffer.data_ptr() for buffer in self.buffers()):
                 queues.read(content)
             queues.write(slot)
             real_unpack(piece, content, slot)
@@ -203,6 +203,9 @@ class Bench:
             layer.use = self.use
             self.ring.attach(index, layer, {"weight": Entry(("weight",), ((layer, "weight"),), weights[index], index)})
         self.ring.start()
+
+    def buffers(self) -> list[Tensor]:
+        return self.ring._buffers
 
     def use(self, layer: int) -> None:
         content = self.ring.borrow(layer)

@@ -88,10 +88,14 @@ class Machine(Frozen):
 
     def attention_rate(self, sharing: int) -> float | None:
         """Return `attention_bandwidth` for `sharing` query heads a key head, in bytes per second: the products for each
-        byte grow with `sharing`, and limit it."""
-        if self.attention_bandwidth is None or self.grouped_attention_bandwidth is None:
-            return self.attention_bandwidth
-        return min(self.attention_bandwidth, self.grouped_attention_bandwidth * SHARING / sharing)
+        byte grow with `sharing`, and limit it. The CPU alone is no slower than beside the link: where it was measured
+        so, its first samples were too early."""
+        if self.attention_bandwidth is None:
+            return None
+        alone = max(self.attention_bandwidth, self.shared_attention_bandwidth or 0.0)
+        if self.grouped_attention_bandwidth is None:
+            return alone
+        return min(alone, self.grouped_attention_bandwidth * SHARING / sharing)
 
     @property
     def device_bytes(self) -> int:

@@ -555,15 +555,18 @@ class PrefetchRing:
         trip.left = {}
         if kept is None:
             for piece in image.pieces:
-                content = self._take(index, piece)
-                with self._unpacking(index):
-                    unpack(piece, content, self._slot)
+                self._put(index, piece, self._take(index, piece))
                 self._give_back()
         elif image.coded:
             trip.left = dict(self._lazy.get(index, {}))
             left = {piece.start for pieces in trip.left.values() for piece in pieces}
             with self._unpacking(index):
                 self._unpack_kept(index, [piece for piece in image.pieces if piece.start not in left])
+
+    def _put(self, index: int, piece: Chunk, content: Tensor) -> None:
+        """Unpack a piece of layer `index`, whose bytes are `content`, into the slot."""
+        with self._unpacking(index):
+            unpack(piece, content, self._slot)
 
     def _unpack_kept(self, index: int, pieces: Iterable[Chunk]) -> None:
         start, kept = self.images[index].start, self._kept[index]

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from statistics import mean, median
 from unittest.mock import patch
@@ -120,11 +121,11 @@ def loads(name: str) -> dict[tuple[str, int], list[Measurement]]:
     return dict(sorted(found.items(), key=lambda one: (list(ENGINES).index(one[1][0].case.engine), one[0])))
 
 
-def table_of_loads(name: str) -> str:
-    """Return a table of a sweep whose model is loaded several times: means over the loads, and the range of the decode
+def table_of_loads(*names: str) -> str:
+    """Return a table of sweeps whose model is loaded several times: means over the loads, and the range of the decode
     steps."""
     rows = []
-    for (label, batch), found in loads(name).items():
+    for (label, batch), found in chain.from_iterable(loads(name).items() for name in names):
         steps = [step_ms(point) for point in found]
         shares = [point.link_share for point in found if point.link_share]
         rows.append((
@@ -597,21 +598,33 @@ def _two_gpus() -> list[str]:
 
 
 def _two_small_gpus() -> list[str]:
-    batches = 48, 40
-    large, small = (loads("bloom-176b-two-gpus-80gb")["stream cpu gpu-weights=auto gpus=2", batch] for batch in batches)
-    slow = [sum(4900 < ms < 5300 for repeat in one.step_ms for ms in repeat) for one in large]
-    assert slow == [4, 0, 0]
-    times = [[step_ms(one) / 1e3 for one in found] for found in (large, small)]
-    rates = [[(one.all_links_bandwidth or 0) / 1e9 for one in found] for found in (large, small)]
-    host = machine.load(RESULTS / large[0].machine)
+    ((_, alone),) = loads("bloom-176b-whole-80gb-kept").items()
+    on_gpus, hosted = loads("bloom-176b-two-gpus-80gb-kept").values()
+    starts = [one.started_at for turn in zip(alone, on_gpus, hosted, strict=True) for one in turn]
+    assert starts == sorted(starts)
+    (rows,) = {host_rows(one) for one in hosted}
+    assert {host_rows(one) for one in on_gpus} == {0}
+    one_gpu, two_gpus, at_most = ([step_ms(one) / 1e3 for one in found] for found in (alone, on_gpus, hosted))
+    wire = [(one.effective.wire_bytes if one.effective else 0) / step_ms(one) / 1e6 for one in on_gpus]
+    shares = [one.link_share or 0.0 for one in on_gpus]
+    gains = [(one.decode_tok_s or 0) / (other.decode_tok_s or 1) for one, other in zip(hosted, alone, strict=True)]
     return [
-        f"batch {batches[0]}",
-        *(f"{one(times[0]):.2f} s" for one in (min, max)),
-        f"batch {batches[1]}",
-        *(f"{one(times[1]):.2f} s" for one in (min, max)),
-        *(f"{one(rates[1]):.0f} GB/s" for one in (min, max)),
-        f"{mean(rates[0]):.0f} GB/s",
-        f"{(host.links_bandwidth or 0) / 1e9:.0f} GB/s",
+        f"{alone[0].case.gpu_weights} of the weights",
+        f"{min(one_gpu):.2f} s to {max(one_gpu):.2f} s",
+        f"batch {alone[0].case.workload.batch_size}",
+        f"{on_gpus[0].case.gpu_weights} of the weights",
+        f"{min(two_gpus):.2f} s to {max(two_gpus):.2f} s",
+        f"batch {on_gpus[0].case.workload.batch_size}",
+        f"{min(wire):.0f} GB/s",
+        f"{max(wire):.0f} GB/s",
+        f"{min(shares):.0%} to {max(shares):.0%}",
+        f"batch {hosted[0].case.workload.batch_size}",
+        f"{rows} of the sequences",
+        f"{median(gains):.2f}x",
+        f"{min(gains):.2f}x",
+        f"{max(gains):.2f}x",
+        f"{min(at_most):.2f} s to {max(at_most):.2f} s",
+        f"{max(ms for repeat in hosted[-1].step_ms for ms in repeat) / 1e3:.1f} s",
     ]
 
 

@@ -1,6 +1,6 @@
 """Limits are limits: no committed record beats the plan's, and no plan says `fits` where memory ran out."""
 
-import math
+from itertools import chain
 from statistics import mean
 from typing import Any
 
@@ -44,14 +44,14 @@ def test_no_measured_point_beats_its_limit(usable: list[Any]) -> None:
 
 def test_a_limit_is_near_what_the_best_engine_reaches(usable: list[Any]) -> None:
     """A limit that nothing comes near is worthless: decode steps that stream come within a quarter. Where most layers
-    stay, coded, the GPU is busy unpacking them, at a rate that no limit knows; and a host that was slow while it was
-    measured says nothing."""
+    stay, coded, the GPU is busy unpacking them, at a rate that no limit knows; and a host that was slow in some of the
+    steps says nothing."""
     shares = [
         (make_plan(seen.point.case, seen.model, seen.machine).step_s or 0) * 1e3 / (seen.point.tpot_ms or 1)
         for seen in usable
         if seen.point.case.engine == "stream" and seen.point.case.offload == "cpu" and seen.setup.pinned
         if 2 * seen.setup.resident_bytes < seen.model.streamed_bytes
-        if (seen.point.all_links_bandwidth or math.inf) > 0.8 * (seen.machine.links_bandwidth or 0)
+        if max(chain.from_iterable(seen.point.step_ms)) < 1.6 * min(chain.from_iterable(seen.point.step_ms))
     ]
     assert len(shares) > 40
     assert min(shares) > 0.75

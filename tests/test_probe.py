@@ -33,6 +33,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def swift(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     """Let the CPU's rates be given: the probe takes no time."""
     monkeypatch.setattr(probe, "WARM_UP_S", 0.0)
+    monkeypatch.setattr(probe, "_pool", lambda size: None)
     monkeypatch.setattr(probe, "_host_copy", lambda size, repeats, pool: [4e9, 5e9, 6e9])
     monkeypatch.setattr(probe, "_attention", lambda size, repeats, sharing, pool: [7e9, 8e9, 9e9])
     monkeypatch.setattr(probe, "_matmul", lambda device, dtype, size, repeats: [3e9 if dtype == "bfloat16" else 2e9])

@@ -50,6 +50,7 @@ ENGINE_LINES = {
     "tensorrt": "a TensorRT plan made by `zinfer build`, with TensorRT's own weight streaming",
 }
 OFFLOADS = ("none", "cpu", "nvme")
+FOUR_GPUS = "stream cpu gpu-weights=0% gpus=4 kv_offload=auto"
 UNTRIED = "experimental: no plan has run on a GPU"
 LOADS = ("batch", "loads", "output tok/s", "decode tok/s", "TTFT", "decode step", "range", "link share")
 COLUMNS = ("batch", "output tok/s", "prefill tok/s", "decode tok/s", "TTFT", "decode step", "link share")
@@ -216,7 +217,8 @@ def machines() -> str:
 
 def headlines() -> str:
     """Return six results of the records, a row each, with their conditions."""
-    large, theirs = points("bloom-176b-whole")[-2:]
+    whole, whole_theirs = loads("bloom-176b-whole-80gb-kv").values()
+    (large, their_large), (large_output, their_large_output) = whole_both = _rates_of(whole, whole_theirs)
     ours, deepspeed = _slice_loads()
     tried = deepspeed[0].case.workload.batch_size
     (decode, their_decode), (output, their_output) = both = _slice_rates()
@@ -230,9 +232,10 @@ def headlines() -> str:
     stream_llama = step_ms(llama["stream cpu"])
     rows = [
         _headline(
-            large, f"decode {large.decode_tok_s:.1f} tok/s, {large.output_tok_s:.1f} with the prefill",
-            f"DeepSpeed, batch {theirs.case.workload.batch_size}: {theirs.decode_tok_s:.1f} tok/s",
-            (large.decode_tok_s or 0) / (theirs.decode_tok_s or 1),
+            whole[0], f"decode {large:.1f} tok/s, {large_output:.1f} with the prefill",
+            f"DeepSpeed, batch {whole_theirs[0].case.workload.batch_size}: {their_large:.1f} and "
+            f"{their_large_output:.1f} tok/s",
+            *(one / other for one, other in whole_both), runs=len(whole),
         ),
         _headline(
             ours[0], f"decode {decode:.0f} tok/s, {output:.0f} with the prefill",
@@ -628,6 +631,36 @@ def _two_small_gpus() -> list[str]:
     ]
 
 
+def _one_of_four_gpus() -> list[str]:
+    own, theirs = loads("bloom-176b-whole-80gb-kv").values()
+    both = _rates_of(own, theirs)
+    (rows,) = {host_rows(one) for one in own}
+    assert rows == own[0].case.workload.batch_size
+    return [
+        f"{own[0].case.gpu_weights} of the weights",
+        f"batch {rows}",
+        f"{median(step_ms(one) for one in own) / 1e3:.2f} s",
+        *(f"{one:.1f} tok/s" for one in both[0]),
+        f"batch {theirs[0].case.workload.batch_size}",
+        *(f"{one / other:.2f}x" for one, other in both),
+    ]
+
+
+def _four_gpus() -> list[str]:
+    found = loads("bloom-176b-four-gpus-80gb")
+    own, theirs = (found[label, 96] for label in (FOUR_GPUS, "deepspeed cpu gpus=4"))
+    both = _rates_of(own, theirs)
+    wire = [(one.effective.wire_bytes if one.effective else 0) / step_ms(one) / 1e6 for one in own]
+    return [
+        f"batch {own[0].case.workload.batch_size}",
+        f"{median(step_ms(one) for one in own) / 1e3:.2f} s",
+        f"{median(wire):.0f} GB/s",
+        f"{median(one.link_share or 0.0 for one in own):.0%}",
+        f"{median(step_ms(one) for one in theirs) / 1e3:.2f} s",
+        *(f"{one / other:.2f}x" for one, other in both),
+    ]
+
+
 def _disks() -> list[str]:
     found = {point.case.label(): point for point in points("nvme")}
     kept, read_all = found["stream nvme"], found["stream nvme host_weights=0%"]
@@ -672,7 +705,11 @@ def _slice_loads() -> tuple[list[Measurement], list[Measurement]]:
 
 def _slice_rates() -> list[tuple[float, float]]:
     """Return the means over the loads of `stream` and of DeepSpeed, tok/s: in decode, and with the prefill included."""
-    own, theirs = _slice_loads()
+    return _rates_of(*_slice_loads())
+
+
+def _rates_of(own: Sequence[Measurement], theirs: Sequence[Measurement]) -> list[tuple[float, float]]:
+    """Return the means over two kinds of loads, tok/s: in decode, and with the prefill included."""
     return [
         (mean(p.decode_tok_s or 0 for p in own), mean(p.decode_tok_s or 0 for p in theirs)),
         (mean(p.output_tok_s or 0 for p in own), mean(p.output_tok_s or 0 for p in theirs)),
@@ -748,6 +785,8 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "All of BLOOM-176B on one GPU": _whole,
     "All of BLOOM-176B on two GPUs": _two_gpus,
     "All of BLOOM-176B on two GPUs of 80 GB": _two_small_gpus,
+    "All of BLOOM-176B on one of four GPUs": _one_of_four_gpus,
+    "All of BLOOM-176B on four GPUs": _four_gpus,
     "DeepSpeed on two GPUs": _two_gpus_peers,
     "Weights on disk": _disks,
     "All of BLOOM-176B in int4": _int4,

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,70 +225,3 @@ def test_a_shared_arena_is_one_copy_for_all_processes() -> None:
         PinnedArena.attach(4 * PAGE, file)
     arena.close()
     os.close(file)
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_scattered_memory_is_touched_once_in_random_order(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    touched: list[tuple[int, int]] = []
-
-    def touch(arena: PinnedArena, start: int, size: int, real: Any = PinnedArena._touch_block) -> None:
-        touched.append((start, size))
-        real(arena, start, size)
-
-    monkeypatch.setattr(PinnedArena, "_touch_block", touch)
-    monkeypatch.setattr(pinned, "AHEAD", 0)
-    monkeypatch.setattr(pinned, "MOST_CPUS", 0)
-    file = pinned.shared_memory() if shared else None
-    shares: list[float] = []
-    pages = 2 * CHUNK // HUGE
-    size, some = 4 * CHUNK, 2 * CHUNK + 1
-    arena = PinnedArena(size, False, lambda _, done: shares.append(done), True, True, file, some)
-    places = [start // HUGE for start, _ in touched]
-    assert sorted(places) == list(range(pages))
-    assert {size for _, size in touched} == {HUGE}
-    follows = sum(abs(one - other) == 1 for one, other in pairwise(places))
-    assert follows < pages // 4, "neighbours lie apart"
-    assert shares == [0.5, 1.0]
-    assert arena.present == 2 * CHUNK
-    arena.take(2 * CHUNK).fill_(3)
-    assert len(touched) == pages, "all of it was there"
-    arena.take(PAGE).fill_(4)
-    assert touched[pages:] == [(2 * CHUNK, CHUNK)]
-    arena.seal()
-    assert (int(arena.memory[2 * CHUNK - 1]), int(arena.memory[2 * CHUNK])) == (3, 4)
-    arena.close()
-    if file is not None:
-        assert os.fstat(file).st_size == 2 * CHUNK + PAGE
-        os.close(file)
-
-
-def test_scattered_memory_that_is_not_needed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "MOST_CPUS", 0)
-    file = pinned.shared_memory()
-    arena = PinnedArena(4 * CHUNK, False, grow=True, shared=file, expected=CHUNK)
-    arena.take(3 * PAGE).fill_(2)
-    arena.seal()
-    assert os.fstat(file).st_size == 3 * PAGE
-    assert os.fstat(file).st_blocks * 512 <= HUGE
-    assert int(arena.memory[3 * PAGE - 1]) == 2
-    arena.close()
-    os.close(file)
-
-
-def test_without_room_nothing_is_scattered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "available_bytes", lambda: 3_000_000)
-    monkeypatch.setattr(PinnedArena, "_touch_block", lambda *_: pytest.fail("touched"))
-    monkeypatch.setattr(pinned, "MOST_CPUS", 0)
-    with pytest.raises(MemoryError, match=r"5\.0 MB of host memory are needed, 3\.0 MB are free"):
-        PinnedArena(8_000_000, pin=False, grow=True, spread=True, expected=5_000_000)
-
-
-@pytest.mark.parametrize(("cpus", "spread", "orderly"), [(32, True, True), (33, True, False), (33, False, True)])
-def test_memory_is_scattered_where_there_may_be_several_processors(
-    cpus: int, spread: bool, orderly: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scattered: list[int] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
-    monkeypatch.setattr(PinnedArena, "_scatter", lambda _, size, progress: scattered.append(size))
-    PinnedArena(3 * PAGE, pin=False, spread=spread).close()
-    assert scattered == ([] if orderly else [3 * PAGE])

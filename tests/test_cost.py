@@ -624,6 +624,29 @@ def test_deepspeed_on_several_gpus_divides_what_it_gathers(tuned: bool) -> None:
     assert (slow.step_s or 0) == pytest.approx(BLOOM.weight_bytes * 3 / 4 / 10e9, rel=0.001)
 
 
+def test_deepspeed_copies_a_part_after_the_gather_of_the_layer_before() -> None:
+    setup, full = Placement(tier="host", gpus=2, divided=True), Efficiency(link_share=1.0)
+
+    def timed(placed: Placement, factors: Efficiency, gathers: float = 100e9) -> tuple[Any, Any]:
+        place = linked(50e9).model_copy(update={"gather_bandwidth": gathers})
+        found = step(placed, BLOOM, place, 8, 512, factors)
+        return found.seconds, found.bound_by
+
+    link, gather = BLOOM.streamed_bytes / 100e9, BLOOM.weight_bytes / 2 / 100e9
+    assert timed(setup, full) == (pytest.approx(link + gather), "link")
+    assert timed(setup, full, 25e9) == (pytest.approx(link + 4 * gather), "gather")
+    assert timed(setup.model_copy(update={"divided": False}), full) == (pytest.approx(link), "link")
+    assert timed(setup, LIMITS) == (pytest.approx(link), "link")
+
+
+@pytest.mark.parametrize(("batch_size", "passes"), [(64, 1), (65, 2), (128, 2)])
+def test_each_gpu_prefills_its_own_rows(batch_size: int, passes: int) -> None:
+    place = linked(1e9)  # so slow that weights take longer than all else
+    setup = Placement(tier="host", gpus=4, pass_tokens=16 * 512)
+    found = prefill(setup, BLOOM, place, batch_size, 512, Efficiency(link_share=1.0))
+    assert found.seconds == pytest.approx(passes * BLOOM.streamed_bytes / 4e9)
+
+
 def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
     mixtral = resolve.resolve("mixtral-8x22b", None, None)
     one, many = (step(Placement(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))

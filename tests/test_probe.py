@@ -33,9 +33,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def swift(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     """Let the CPU's rates be given: the probe takes no time."""
     monkeypatch.setattr(probe, "WARM_UP_S", 0.0)
-    monkeypatch.setattr(probe, "_pool", lambda size: None)
-    monkeypatch.setattr(probe, "_host_copy", lambda size, repeats, pool: [4e9, 5e9, 6e9])
-    monkeypatch.setattr(probe, "_attention", lambda size, repeats, sharing, pool: [7e9, 8e9, 9e9])
+    monkeypatch.setattr(probe, "_host_copy", lambda size, repeats: [4e9, 5e9, 6e9])
+    monkeypatch.setattr(probe, "_attention", lambda size, repeats, sharing: [7e9, 8e9, 9e9])
     monkeypatch.setattr(probe, "_matmul", lambda device, dtype, size, repeats: [3e9 if dtype == "bfloat16" else 2e9])
 
 
@@ -71,7 +70,7 @@ def test_figures_are_medians_and_keep_their_spread(swift: None) -> None:
 def test_the_cpu_attends_to_more_than_its_caches_hold(swift: None, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def attention(size: int, repeats: int, sharing: Any, pool: Any) -> list[float]:
+    def attention(size: int, repeats: int, sharing: Any) -> list[float]:
         sizes.append(size)
         return [1e9]
 
@@ -161,7 +160,7 @@ def test_the_cpu_works_before_it_is_measured(swift: None, monkeypatch: pytest.Mo
     monkeypatch.setattr(probe, "WARM_UP_S", 0.5)
     monkeypatch.setattr(probe, "perf_counter", lambda: next(seconds))
 
-    def copy(size: int, repeats: int, pool: Any) -> list[float]:
+    def copy(size: int, repeats: int) -> list[float]:
         copies.append(repeats)
         return [4e9] * repeats
 
@@ -385,13 +384,13 @@ def test_the_probe_takes_a_share_of_the_memory_that_is_left(
 ) -> None:
     sizes: list[int] = []
 
-    def attention(size: int, repeats: int, sharing: Any, pool: Any) -> list[float]:
+    def attention(size: int, repeats: int, sharing: Any) -> list[float]:
         sizes.append(2 * size)  # keys and values, and a copy in the CPU's layout
         return [1e9]
 
     monkeypatch.setattr(probe, "_attention", attention)
 
-    def copy(size: int, repeats: int, pool: Any = None) -> list[float]:
+    def copy(size: int, repeats: int) -> list[float]:
         sizes.append(2 * size)
         return [5e9]
 
@@ -402,42 +401,6 @@ def test_the_probe_takes_a_share_of_the_memory_that_is_left(
     sizes.clear()
     probe.measure_link("cpu")
     assert 0 < max(sizes) <= 100 << 20
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("quick", [False, True])
-def test_many_cpus_are_measured_with_memory_of_all_processors(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pools: list[int] = []
-
-    def attending(size: int, sharing: int, pool: Any, real: Any = probe._attending) -> Any:
-        pools.append(0 if pool is None else len(pool))
-        return real(size, sharing, pool)
-
-    monkeypatch.setattr(probe, "_attending", attending)
-    monkeypatch.setattr(probe, "BUDGET_S", 0.05)
-    monkeypatch.setattr("zinfer.engine.pinned.MOST_CPUS", 0)
-    machine = probe.probe(quick=quick, memory=64 << 20)
-    assert pools == ([0, 0] if quick else [64 << 20] * 2)
-    assert machine.attention_bandwidth is not None
-    assert machine.attention_bandwidth > 0
-    assert machine.host_bandwidth is not None
-    assert machine.host_bandwidth > 0
-
-
-@pytest.mark.torch
-def test_attention_in_a_pool_reads_what_it_does_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr("zinfer.engine.pinned.MOST_CPUS", 0)
-    pool = probe._pool(32 << 20)
-    assert pool is not None
-    for sharing in (1, 8):
-        (plain, size), (work, amount) = (probe._attending(8 << 20, sharing, one) for one in (None, pool))
-        assert amount == size
-        assert torch.equal(torch.as_tensor(plain()), torch.as_tensor(work()))
-    with probe._host_buffer(3 << 20, pool=pool) as buffer:
-        assert buffer.data_ptr() == pool.data_ptr()
-        assert len(buffer) == 3 << 20
 
 
 def killed(times: int) -> tuple[str, ...]:

@@ -15,9 +15,8 @@ from tests import PATIENCE_S, quantized
 from tests.checkpoints import save_checkpoint
 from tests.steered import steered
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
-from zinfer.engine import EngineError, pinned
+from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
-from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.ranks import Leader
 from zinfer.engine.stream import Stream, codec, packed_layer
 from zinfer.engine.stream.team import StreamMember
@@ -27,7 +26,6 @@ from zinfer.spec import resolve
 from zinfer.spec.case import Case, Option, Workload
 from zinfer.spec.engine import OptionError, parse_options, settle
 from zinfer.spec.model import Dtype
-from zinfer.spec.progress import Progress
 from zinfer.worker.process import Worker, WorkerDied
 
 Checkpoints = Callable[..., Path]
@@ -102,23 +100,11 @@ def rounding(options: dict[str, Any]) -> float:
 def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
     monkeypatch.setattr(packed_layer, "PIECE", 3 * codec.BLOCK * 2)
-    monkeypatch.setattr(pinned, "MOST_CPUS", 0)
-    scattered: list[int] = []
-
-    def scatter(arena: PinnedArena, size: int, progress: Progress, real: Any = PinnedArena._scatter) -> None:
-        if arena._shared is not None:
-            scattered.append(size)
-        real(arena, size, progress)
-
-    monkeypatch.setattr(PinnedArena, "_scatter", scatter)
     name, options = WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path)) if name == "fp8" else checkpoint(name, 128)
     single, team = loaded(folder, **options), loaded(folder, **options, gpus=2)
     check_alike(team, single, rounding(options))
     one, two = single.effective(), team.effective()
-    assert len(scattered) == 1
-    if two.settings["weight_codec"] == "none":
-        assert scattered == [two.host_weight_bytes]
     same = ("streamed_bytes_per_step", "wire_bytes_per_step", "host_weight_bytes")
     assert [getattr(one, name) for name in same] == [getattr(two, name) for name in same]
     assert one.settings["weight_codec"] == two.settings["weight_codec"] == options.get("weight_codec", "none")

@@ -31,7 +31,6 @@ HUGE = 2 << 20  # bytes of a huge page
 COLLAPSE = 25  # advice MADV_COLLAPSE, which Python does not name
 CHUNK = 64 << 20  # bytes that a thread touches at a time; few enough pages that torch keeps them on one thread
 AHEAD = 8 << 30  # bytes that are touched before they are taken
-MOST_CPUS = 32  # of a host whose memory is taken as it comes; the memory of one processor keeps two links busy
 LOCK_LIMIT = 1 << 39  # bytes; drivers from 580 on cannot hold the page table of a larger range (vLLM #51080)
 LESS = "Stop other programs, or load less: --layers, --gpu-weights, -O weight_codec=lossless, --offload nvme."
 
@@ -86,12 +85,6 @@ class PinnedArena:
     ends, and is neither inherited by children nor part of a core dump. It is private unless `shared` is given, an empty
     file of `shared_memory`: then it is that file's, lies on all nodes, and goes with the last process that has it.
     Other processes map it with `PinnedArena.attach`. An arena that is dropped without `close` unlocks its memory, too.
-
-    A system hands memory out from one end to the other. Where it does not show that the memory belongs to several
-    processors, as in many virtual machines, neighbours lie behind one of them, which has less bandwidth than all links
-    and CPUs together. So `spread` and shared memory is made present huge page by huge page in random order where there
-    may be several processors (`several_processors`): then every part of it lies everywhere. Of an arena that grows the
-    first `expected` bytes are made present so, at once.
     """
 
     def __init__(
@@ -102,7 +95,6 @@ class PinnedArena:
         grow: bool = False,
         spread: bool = False,
         shared: int | None = None,
-        expected: int = 0,
     ) -> None:
         self.size = size
         self.used = 0
@@ -118,8 +110,6 @@ class PinnedArena:
         self._threads: ThreadPoolExecutor | None = None
         self._touching: deque[tuple[int, Future[None]]] = deque()  # chunks under way: (begin, job)
         self._asked = 0  # end of the last chunk that a thread was asked to touch
-        if (spread or shared is not None) and several_processors():
-            self._scatter(min(expected, size) if grow else size, progress)
         if not grow:
             self.take(size, progress)
             self.seal()
@@ -142,11 +132,6 @@ class PinnedArena:
     def numa_node(self) -> int | None:
         """Number of the NUMA node whose CPUs touch the memory; None where CPUs of all nodes do."""
         return self._node.number if self._node is not None else None
-
-    @property
-    def present(self) -> int:
-        """Bytes of memory that are taken from the system, handed out or not."""
-        return self._asked
 
     def take(self, size: int, progress: Progress = silent) -> Tensor:
         """Hand out the next `size` bytes, all pages present, as uint8 ``[size]``."""
@@ -176,38 +161,21 @@ class PinnedArena:
         if self._pin:
             self.lock()
 
-    def _scatter(self, size: int, progress: Progress) -> None:
-        """Make the first `size` bytes present, whole huge pages of them, in random order."""
-        check_free(size)
-        pages = torch.randperm(size // HUGE, generator=torch.Generator().manual_seed(0)).split(CHUNK // HUGE)
-
-        def touch(some: Tensor) -> None:
-            for page in some.tolist():
-                self._touch_block(page * HUGE, HUGE)
-
-        for done, _ in enumerate(self._workers.map(touch, pages), 1):
-            progress("taking host memory", done / len(pages))
-        self._asked = size // HUGE * HUGE
-
-    @property
-    def _workers(self) -> ThreadPoolExecutor:
-        """Threads that touch memory, on the CPUs of the node that it shall be on."""
+    def _touch(self, end: int) -> None:
+        """Make every page up to `end` present, in parallel: some hosts hand memory out slowly at its first use."""
         if self._threads is None:
             cpus = self._node.cpus if self._node is not None else frozenset(os.sched_getaffinity(0))
             self._threads = ThreadPoolExecutor(len(cpus), initializer=_stay_on, initargs=(cpus,))
-        return self._threads
+        memory, shared = self.memory, self._shared is not None
 
-    def _touch(self, end: int) -> None:
-        """Make every page up to `end` present, in parallel: some hosts hand memory out slowly at its first use."""
+        def touch(start: int) -> None:
+            if shared:
+                _make_huge(memory[start : start + CHUNK])
+            memory[start : start + CHUNK : PAGE].zero_()
+
         while self._asked < end:
-            self._touching.append((self._asked, self._workers.submit(self._touch_block, self._asked, CHUNK)))
+            self._touching.append((self._asked, self._threads.submit(touch, self._asked)))
             self._asked = min(self._asked + CHUNK, self.memory.numel() + -self.memory.numel() % PAGE)
-
-    def _touch_block(self, start: int, size: int) -> None:
-        block = self.memory[start : start + size]
-        if self._shared is not None:
-            _make_huge(block)
-        block[::PAGE].zero_()
 
     def _stop(self) -> None:
         if self._threads is not None:
@@ -248,11 +216,6 @@ class PinnedArena:
 def _unlock(address: int) -> None:
     """Unlock the memory that was page-locked from `address` on."""
     torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def several_processors() -> bool:
-    """Tell whether the CPUs may be those of several processors with memory of their own, whatever the system shows."""
-    return len(os.sched_getaffinity(0)) > MOST_CPUS
 
 
 def check_free(size: int) -> None:

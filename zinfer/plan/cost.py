@@ -108,7 +108,9 @@ class Placement(Frozen):
     expert_guess: bool = False  # experts that the next layer is guessed to choose come while the link would idle
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
-    divided: bool = False  # each of several GPUs keeps its part of them only, and gathers them when it needs them
+    # Each of several GPUs keeps its part of them only, and gathers them when it needs them; a part of a layer is copied
+    # when the layer before is complete.
+    divided: bool = False
     also_streamed: int = 0  # bytes that a pass fetches besides the layers
     overlapped: bool = True  # copies run beside compute
     blocks: bool = False  # prefill passes go through the layers side by side, and the weights cross once for all
@@ -118,8 +120,12 @@ class Placement(Frozen):
     graphs: bool = False  # decode steps are launched as CUDA graphs: a layer's launch costs nothing
     pinned: bool = True  # weights in host memory are page-locked
 
+    def rows(self, batch_size: int) -> int:
+        """Return how many sequences of a batch are one GPU's, that with most."""
+        return -(-batch_size // self.gpus)
+
     def prefill_rows(self, batch_size: int, input_len: int) -> int:
-        """Return how many sequences of a batch are prefilled in one forward pass."""
+        """Return how many of the `batch_size` sequences of one GPU are prefilled in one forward pass."""
         return min(batch_size, max(1, self.pass_tokens // input_len))
 
     @property
@@ -282,8 +288,8 @@ def step(
     kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
     active = model.parameters_read(tokens) * model.dtype_bytes
     flops = model.decode_flops(tokens, context)
-    together = setup.prefill_rows(batch_size, max(1, context))
-    parts = 0 if setup.kv_on_cpu else ceil(setup.host_rows(batch_size) / together)
+    own = setup.rows(batch_size)
+    parts = 0 if setup.kv_on_cpu else ceil(setup.host_rows(own) / setup.prefill_rows(own, max(1, context)))
     return _pass(setup, model, machine, factors, kv, active, flops, ready=ready, tokens=tokens, parts=parts)
 
 
@@ -299,8 +305,8 @@ def prefill(
     """Time the whole prefill of `batch_size` prompts of `input_len` tokens, in as many passes as it takes; `ready` as
     for `step`."""
     factors = factors or Efficiency()
-    rows = setup.prefill_rows(batch_size, input_len)
-    passes = 1 if setup.blocks else ceil(batch_size / rows)
+    own = setup.rows(batch_size)
+    passes = 1 if setup.blocks else ceil(own / setup.prefill_rows(own, input_len))
     flops = model.prefill_flops(batch_size, input_len) // passes
     written = round(model.kv_bytes(batch_size, input_len) * setup.kv_ratio * setup.kv_host_share) // passes
     passed = _passed_bytes(model, batch_size, input_len) // passes
@@ -401,6 +407,10 @@ def _pass(
         there = setup.disk_ring_bytes * ready / max(1, setup.ring_depth * piece_bytes(setup, model))
         limits["nvme"] = max(0.0, from_disk - there) / machine.nvme_bandwidth
     found = _slowest(limits)
+    if setup.divided and not factors.perfect and found.seconds is not None and "gather" in limits:
+        fetched: dict[Bound, float] = {bound: limits.get(bound, 0.0) for bound in ("link", "gather")}
+        if (seconds := sum(fetched.values())) > found.seconds:
+            found = _slowest(fetched).model_copy(update={"seconds": seconds, "limits": limits})
     # One queue of the GPU unpacks a layer into the only slot and computes it: these never overlap.
     in_queue = unpacking + max(limits["hbm"], limits["compute"])
     if unpacking and found.seconds is not None and in_queue > found.seconds:
@@ -530,7 +540,7 @@ def tiers(
     comes = offloaded > resident or (offloaded and setup.ring_depth)  # slot and ring are there even if all layers stay
     slots = round(setup.slots * model.layer_bytes) if comes else 0
     hosted = round(kv * setup.kv_host_share)
-    rows = -(-batch_size // setup.gpus)
+    rows = setup.rows(batch_size)
     own = round(model.kv_bytes(rows, input_len + output_len) * setup.kv_ratio)
     if hosted and not setup.kv_on_cpu:
         slots += _kv_buffers(setup, model, rows, input_len, input_len + output_len)

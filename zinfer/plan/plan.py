@@ -427,7 +427,7 @@ def split_free_memory(
     if setup.experts == "on-demand":
         return _split_for_experts(setup, model, machine, free)
     depth = max(RING_DEPTH, setup.buffers)
-    own = -(-load.batch_size // setup.gpus)
+    own = setup.rows(load.batch_size)
     buffer = cost.buffer_bytes(setup, model, own, load.input_len, load.total_len)
     buffer *= setup.gpus  # each GPU has whole ones
     more = max(0, min(setup.layer_pieces - depth, free // buffer)) if machine.gpu_count else 0

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from math import prod
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -68,9 +67,9 @@ def probe(
     """Measure this machine, and the disk of the folder `nvme_path` if that is given, or several (`drives`) together.
 
     `quick` takes fewer samples of smaller blocks; `progress` gets the name of each measurement; `memory` is the host
-    memory to measure with, in bytes, by default half of what can still be had (`available_bytes`): on a host of many
-    CPUs all of it is touched, unless `quick`. Page-locks 1 GiB at most, and leaves no file behind. Raises MachineError
-    when torch is missing or `nvme_path` is not a folder, Full for one on a full disk.
+    memory to measure with, in bytes, by default half of what can still be had (`available_bytes`). Page-locks
+    1 GiB at most, and leaves no file behind. Raises MachineError when torch is missing or `nvme_path` is not a folder,
+    Full for one on a full disk.
     """
     folders = [] if nvme_path is None else drives(str(nvme_path))
     for folder in folders:
@@ -89,26 +88,23 @@ def probe(
     repeats, largest = (3, 256 * MIB) if quick else (7, 1024 * MIB)
     largest = max(MIB, min(largest, memory // 4))
     progress("host memory")
-    pool = None if quick else _pool(memory)
     size = min(largest, 256 * MIB) if not cuda else largest
     began = perf_counter()
     while perf_counter() - began < WARM_UP_S:
-        _host_copy(size, 1, pool)
-    details["host_copy"] = host = _entry(_host_copy(size, repeats, pool), "bytes")
+        _host_copy(size, 1)
+    details["host_copy"] = host = _entry(_host_copy(size, repeats), "bytes")
     progress("attention on the CPU")
     cache = min(max(size, BEYOND_CACHES * details["host"]["cache_bytes"]), memory // 4)
     ways = {"attention": 1, "grouped_attention": SHARING}
-    details |= {
-        way: _entry(_attention(cache, repeats, many, pool), "bytes of keys and values") for way, many in ways.items()
-    }
+    details |= {way: _entry(_attention(cache, repeats, many), "bytes of keys and values") for way, many in ways.items()}
     fields: dict[str, Any] = {f"{way}_bandwidth": details[way]["median"] for way in ways}
     fields["host_bandwidth"] = 2 * host["median"]
     if cuda:
-        fields |= _probe_gpu(largest, cache, pool, repeats, details, progress)
+        fields |= _probe_gpu(largest, cache, repeats, details, progress)
         at_once = fields["shared_attention_bandwidth"] + fields["shared_h2d_bandwidth"]
         fields["host_bandwidth"] = max(fields["host_bandwidth"], at_once)  # few cores cannot copy as much
         if torch.cuda.device_count() > 1:
-            fields |= _probe_gpus(largest, pool, repeats, details, progress)
+            fields |= _probe_gpus(largest, repeats, details, progress)
             fields["host_bandwidth"] = max(fields["host_bandwidth"], fields["links_bandwidth"])
         fields |= {"gpu_count": torch.cuda.device_count(), "gpu_name": torch.cuda.get_device_name()}
         details["gpu"] = devices[0] if devices else {}
@@ -200,21 +196,13 @@ def _entry(rates: list[float], what: str) -> dict[str, Any]:
     return {"median": middle, "spread": round((max(rates) - min(rates)) / middle, 4), "samples": len(rates), "of": what}
 
 
-def _pool(size: int) -> "torch.Tensor | None":
-    """Return `size` bytes of host memory, of which every part lies behind all processors, as the weights of several
-    GPUs and a KV cache do; None where there is one processor."""
-    from zinfer.engine.pinned import PinnedArena, several_processors
-
-    return PinnedArena(size, pin=False, spread=True).memory if several_processors() else None
-
-
 @contextlib.contextmanager
-def _host_buffer(size: int, pinned: bool = False, pool: "torch.Tensor | None" = None) -> Iterator["torch.Tensor"]:
-    """Provide `size` bytes of touched, page-aligned host memory, of `pool` if there is one; `pinned` memory is
-    page-locked by registration, so that torch's pinned allocator keeps none of it afterwards."""
+def _host_buffer(size: int, pinned: bool = False) -> Iterator["torch.Tensor"]:
+    """Provide `size` bytes of touched, page-aligned host memory; `pinned` memory is page-locked by registration, so
+    that torch's pinned allocator keeps none of it afterwards."""
     import torch
 
-    buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) if pool is None else pool[:size]
+    buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     buffer.fill_(1)
     if not pinned:
         yield buffer
@@ -228,21 +216,18 @@ def _host_buffer(size: int, pinned: bool = False, pool: "torch.Tensor | None" = 
         torch.cuda.check_error(runtime.cudaHostUnregister(buffer.data_ptr()))
 
 
-def _host_copy(size: int, repeats: int, pool: "torch.Tensor | None" = None) -> list[float]:
-    """Return the bytes per second copied within host memory by torch's threads (read and written: twice as many), in
-    `pool` if there is one."""
+def _host_copy(size: int, repeats: int) -> list[float]:
+    """Return the bytes per second copied within host memory by torch's threads (read and written: twice as many)."""
     import torch
 
-    count = size // 4
-    both = torch.empty(2 * count) if pool is None else pool[: 8 * count].view(torch.float32)
-    source, target = both.fill_(1).chunk(2)
+    source, target = torch.ones(size // 4), torch.empty(size // 4)
     return _rates(lambda: target.copy_(source), size, _cpu_seconds, repeats)
 
 
-def _attention(size: int, repeats: int, sharing: int, pool: "torch.Tensor | None") -> list[float]:
+def _attention(size: int, repeats: int, sharing: int) -> list[float]:
     """Return the bytes per second of a bf16 KV cache in host memory that attention on the CPU reads; `sharing` query
-    heads share each head of the cache. It lies in `pool`, if there is one."""
-    work, amount = _attending(size, sharing, pool)
+    heads share each head of the cache."""
+    work, amount = _attending(size, sharing)
     with _attending_threads():
         return _rates(work, amount, _cpu_seconds, repeats)
 
@@ -260,9 +245,9 @@ def _attending_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _attending(size: int, sharing: int, pool: "torch.Tensor | None") -> tuple[Callable[[], object], int]:
+def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
     """Return a function that computes attention of one new token of each sequence to 512 tokens, with 32 heads of 128,
-    and the bytes that it reads, about `size`, of `pool` if there is one."""
+    and the bytes that it reads, about `size`."""
     import torch
 
     from zinfer.engine.stream.cpu_attention import host
@@ -270,9 +255,7 @@ def _attending(size: int, sharing: int, pool: "torch.Tensor | None") -> tuple[Ca
     heads = 32 // sharing
     shape = (max(1, size // (2 * 2 * heads * 512 * 128)), heads, 512, 128)
     query = torch.ones((shape[0], 32, 1, shape[3]), dtype=torch.bfloat16)
-    count = 2 * prod(shape)
-    both = torch.empty(count, dtype=torch.bfloat16) if pool is None else pool[: 2 * count].view(torch.bfloat16)
-    keys, values = both.fill_(1).view(2, *shape)
+    keys, values = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
     attend: Callable[..., object] = torch.nn.functional.scaled_dot_product_attention
     work = partial(attend, query, *(host(one, one.device) for one in (keys, values)), enable_gqa=sharing > 1)
     return work, 2 * keys.nbytes
@@ -289,12 +272,7 @@ def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
 
 
 def _probe_gpu(
-    largest: int,
-    cache: int,
-    pool: "torch.Tensor | None",
-    repeats: int,
-    details: dict[str, Any],
-    progress: Callable[[str], object],
+    largest: int, cache: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
 ) -> dict[str, Any]:
     """Measure every link of the current GPU, its memory and its matrix products; return them as fields of a Machine."""
     import torch
@@ -312,7 +290,7 @@ def _probe_gpu(
         duplex = _entry(_duplex(host, device, repeats), "bytes each way")
         progress("link and CPU at once")
         with _attending_threads():
-            details["together"] = _together(host, device, cache, pool, repeats)
+            details["together"] = _together(host, device, cache, repeats)
     progress("device memory")
     hbm = _entry(_device_copy(device, repeats), "bytes read and written")
     del device
@@ -334,14 +312,10 @@ def _probe_gpu(
 
 
 def _probe_gpus(
-    largest: int,
-    pool: "torch.Tensor | None",
-    repeats: int,
-    details: dict[str, Any],
-    progress: Callable[[str], object],
+    largest: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Measure the links of all GPUs at once, out of `pool` if there is one, and what each gets from the others while
-    all exchange; return them as fields of a Machine."""
+    """Measure the links of all GPUs at once, and what each gets from the others while all exchange; return them as
+    fields of a Machine."""
     import torch
 
     count = torch.cuda.device_count()
@@ -349,7 +323,7 @@ def _probe_gpus(
     targets = [torch.empty(part * count, dtype=torch.uint8, device=f"cuda:{number}") for number in range(count)]
     streams = [[torch.cuda.Stream(number) for _ in range(count)] for number in range(count)]
     progress("all links at once")
-    with _host_buffer(part * count, True, pool) as host:
+    with _host_buffer(part * count, pinned=True) as host:
         copies = [(target[:part], host[n * part :][:part], [streams[n][0]]) for n, target in enumerate(targets)]
         links = _entry(_rates(partial(_at_once, copies), TIMES * part * count, _settled, repeats), "bytes, all links")
     progress("exchange between GPUs")
@@ -434,13 +408,11 @@ def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[
     return _rates(both, half, _cuda_seconds, repeats)
 
 
-def _together(
-    host: "torch.Tensor", device: "torch.Tensor", cache: int, pool: "torch.Tensor | None", repeats: int
-) -> dict[str, dict[str, Any]]:
+def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats: int) -> dict[str, dict[str, Any]]:
     """Return the rates of copies to the device and of attention on the CPU while both run and share host memory."""
     import torch
 
-    attend, amount = _attending(cache, 1, pool)
+    attend, amount = _attending(cache)
     attend()
     rates: dict[str, list[float]] = {"link": [], "attention": []}
     stream = torch.cuda.Stream()

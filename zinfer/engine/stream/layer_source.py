@@ -182,11 +182,10 @@ class LayerSource:
             group.broadcast(resident[name])
         return images
 
-    def _new_arena(self, size: int, grow: bool = False, expected: int = 0) -> PinnedArena:
-        """Return an arena for the layers: that of this process, or one that all ranks share and lock later. Of one
-        that grows, `expected` bytes are probably taken."""
+    def _new_arena(self, size: int, grow: bool = False) -> PinnedArena:
+        """Return an arena for the layers: that of this process, or one that all ranks share and lock later."""
         if self._group is not None:
-            return PinnedArena(size, False, self._progress, grow, shared=self._group.weights, expected=expected)
+            return PinnedArena(size, False, self._progress, grow, shared=self._group.weights)
         return PinnedArena(size, self._device.type == "cuda", self._progress, grow)
 
     def _plain(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
@@ -242,14 +241,13 @@ class LayerSource:
         raw = sum(lay_out(self._layout(index))[1] for index in range(count) if index not in self._staying)
         for experts in self._experts.values():
             raw += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
-        expected = round(raw * self._plan.placement.wire_ratio)
-        self.arena = self._new_arena(raw, grow=True, expected=expected)
+        self.arena = self._new_arena(raw, grow=True)
         folder = None if self._experts else self._folder()  # packed layers hold their experts in one piece
         self.from_folder = folder is not None
         images: dict[int, PackedLayer] = {}
         loaded: Iterator[tuple[str, Loaded]]
         if folder is None:
-            check_free(expected - self.arena.present)
+            check_free(round(raw * self._plan.placement.wire_ratio))
             loaded = state.load_stored(self._device, self._progress)
         else:
 

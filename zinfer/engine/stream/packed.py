@@ -393,8 +393,7 @@ def load(
     """
     content, path = _belonging(folder, state)
     staying = () if stay is None else stay.layers
-    needed = sum(entry.end - entry.start for index, entry in enumerate(content.images) if index not in staying)
-    check_free(needed - arena.present)
+    check_free(sum(entry.end - entry.start for index, entry in enumerate(content.images) if index not in staying))
     images: list[PackedLayer] = []
     under_way: deque[tuple[int, Tensor, Future[int]]] = deque()
     with (

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +168,21 @@ def test_the_cpu_works_before_it_is_measured(swift: None, monkeypatch: pytest.Mo
     monkeypatch.setattr(probe, "_host_copy", copy)
     probe.probe(quick=True)
     assert copies == [1, 1, 3]
+
+
+@pytest.mark.torch
+def test_the_cpu_attends_before_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def warm_up(work: Callable[[], object]) -> None:
+        work()
+        calls.append("warm")
+
+    monkeypatch.setattr(probe, "_attending", lambda size, sharing: (lambda: calls.append("work"), 7))
+    monkeypatch.setattr(probe, "_warm_up", warm_up)
+    monkeypatch.setattr(probe, "BUDGET_S", 60.0)
+    assert len(probe._attention(1 << 20, 3, 1)) == 3
+    assert calls == ["work", "warm", *["work"] * 4], "the samples, and a call before the first"
 
 
 def test_sampling_stops_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ BLOCKS = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
 BEYOND_CACHES = 4  # size of the KV cache in units of the processors' caches, so that no read comes from those
 TIMES = 8  # copies of several GPUs in a sample, so that their launches do not count
 TOGETHER = 12  # copies of the largest block in a sample, while the CPU computes attention
-WARM_UP_S = 0.5  # seconds of work before the first sample: processors, and the memory of a new machine, start slowly
+# Seconds of work before the first sample of what many threads do: they, and a new machine's memory, start slowly.
+WARM_UP_S = 0.5
 BUDGET_S = 2.0  # seconds for the repeats of one figure: a slow machine gets fewer samples, not a longer probe
 
 Seconds = Callable[[Callable[[], object]], float]
@@ -89,9 +90,7 @@ def probe(
     largest = max(MIB, min(largest, memory // 4))
     progress("host memory")
     size = min(largest, 256 * MIB) if not cuda else largest
-    began = perf_counter()
-    while perf_counter() - began < WARM_UP_S:
-        _host_copy(size, 1)
+    _warm_up(partial(_host_copy, size, 1))
     details["host_copy"] = host = _entry(_host_copy(size, repeats), "bytes")
     progress("attention on the CPU")
     cache = min(max(size, BEYOND_CACHES * details["host"]["cache_bytes"]), memory // 4)
@@ -162,6 +161,12 @@ def rate(work: Callable[[], object], amount: float, device: "torch.device", repe
     return _entry(_rates(work, amount, _cuda_seconds if device.type == "cuda" else _cpu_seconds, repeats), "bytes")
 
 
+def _warm_up(work: Callable[[], object]) -> None:
+    began = perf_counter()
+    while perf_counter() - began < WARM_UP_S:
+        work()
+
+
 def _cpu_seconds(work: Callable[[], object]) -> float:
     start = perf_counter()
     work()
@@ -229,6 +234,7 @@ def _attention(size: int, repeats: int, sharing: int) -> list[float]:
     heads share each head of the cache."""
     work, amount = _attending(size, sharing)
     with _attending_threads():
+        _warm_up(work)
         return _rates(work, amount, _cpu_seconds, repeats)
 
 

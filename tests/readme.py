@@ -50,7 +50,6 @@ ENGINE_LINES = {
     "tensorrt": "a TensorRT plan made by `zinfer build`, with TensorRT's own weight streaming",
 }
 OFFLOADS = ("none", "cpu", "nvme")
-FOUR_GPUS = "stream cpu gpu-weights=0% gpus=4 kv_offload=auto"
 UNTRIED = "experimental: no plan has run on a GPU"
 LOADS = ("batch", "loads", "output tok/s", "decode tok/s", "TTFT", "decode step", "range", "link share")
 COLUMNS = ("batch", "output tok/s", "prefill tok/s", "decode tok/s", "TTFT", "decode step", "link share")
@@ -217,8 +216,7 @@ def machines() -> str:
 
 def headlines() -> str:
     """Return six results of the records, a row each, with their conditions."""
-    whole, whole_theirs = loads("bloom-176b-whole-80gb-kv").values()
-    (large, their_large), (large_output, their_large_output) = whole_both = _rates_of(whole, whole_theirs)
+    large, theirs = points("bloom-176b-whole")[-2:]
     ours, deepspeed = _slice_loads()
     tried = deepspeed[0].case.workload.batch_size
     (decode, their_decode), (output, their_output) = both = _slice_rates()
@@ -232,10 +230,9 @@ def headlines() -> str:
     stream_llama = step_ms(llama["stream cpu"])
     rows = [
         _headline(
-            whole[0], f"decode {large:.1f} tok/s, {large_output:.1f} with the prefill",
-            f"DeepSpeed, batch {whole_theirs[0].case.workload.batch_size}: {their_large:.1f} and "
-            f"{their_large_output:.1f} tok/s",
-            *(one / other for one, other in whole_both), runs=len(whole),
+            large, f"decode {large.decode_tok_s:.1f} tok/s, {large.output_tok_s:.1f} with the prefill",
+            f"DeepSpeed, batch {theirs.case.workload.batch_size}: {theirs.decode_tok_s:.1f} tok/s",
+            (large.decode_tok_s or 0) / (theirs.decode_tok_s or 1),
         ),
         _headline(
             ours[0], f"decode {decode:.0f} tok/s, {output:.0f} with the prefill",
@@ -647,8 +644,7 @@ def _one_of_four_gpus() -> list[str]:
 
 
 def _four_gpus() -> list[str]:
-    found = loads("bloom-176b-four-gpus-80gb")
-    own, theirs = (found[label, 96] for label in (FOUR_GPUS, "deepspeed cpu gpus=4"))
+    own, theirs = loads("bloom-176b-four-gpus-80gb").values()
     both = _rates_of(own, theirs)
     wire = [(one.effective.wire_bytes if one.effective else 0) / step_ms(one) / 1e6 for one in own]
     return [

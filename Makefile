@@ -117,7 +117,7 @@ drafts: .venv/installed .scratch/padded/requests.jsonl .scratch/draft/requests.j
 	$(BIN)/python -m tests.published .scratch/published
 
 # Figures and the report that are in git show the records in git alone: those of these machines.
-SHIPPED := nvidia-h100-80gb-hbm3,nvidia-h100-80gb-hbm3-x2,nvidia-h100-80gb-hbm3-x2-32-cores-10-gib,nvidia-h100-80gb-hbm3-x4,nvidia-h200,nvidia-h200-16-cores-125-gib,nvidia-h200-x2
+SHIPPED := nvidia-h100-80gb-hbm3,nvidia-h100-80gb-hbm3-x2,nvidia-h100-80gb-hbm3-x2-32-cores-10-gib,nvidia-h100-80gb-hbm3-x4,nvidia-h200,nvidia-h200-16-cores-125-gib,nvidia-h200-x2,nvidia-h200-x4
 
 plots: .venv/installed
 	$(BIN)/zinfer plot --machine $(SHIPPED) --format svg

@@ -216,7 +216,8 @@ def machines() -> str:
 
 def headlines() -> str:
     """Return six results of the records, a row each, with their conditions."""
-    large, theirs = points("bloom-176b-whole")[-2:]
+    whole, beside = loads("bloom-176b-whole-kv").values()
+    rates = _rates_of(whole, beside)
     ours, deepspeed = _slice_loads()
     tried = deepspeed[0].case.workload.batch_size
     (decode, their_decode), (output, their_output) = both = _slice_rates()
@@ -230,9 +231,9 @@ def headlines() -> str:
     stream_llama = step_ms(llama["stream cpu"])
     rows = [
         _headline(
-            large, f"decode {large.decode_tok_s:.1f} tok/s, {large.output_tok_s:.1f} with the prefill",
-            f"DeepSpeed, batch {theirs.case.workload.batch_size}: {theirs.decode_tok_s:.1f} tok/s",
-            (large.decode_tok_s or 0) / (theirs.decode_tok_s or 1),
+            whole[0], f"decode {rates[0][0]:.1f} tok/s, {rates[1][0]:.1f} with the prefill",
+            f"DeepSpeed, batch {beside[0].case.workload.batch_size}: {rates[0][1]:.1f} and {rates[1][1]:.1f} tok/s",
+            *(one / other for one, other in rates), runs=len(whole),
         ),
         _headline(
             ours[0], f"decode {decode:.0f} tok/s, {output:.0f} with the prefill",
@@ -556,9 +557,6 @@ def _whole_requests() -> list[str]:
 
 def _whole() -> list[str]:
     small, *_, large, theirs = points("bloom-176b-whole")
-    folder = RESULTS / "nvidia-h200"
-    factors = fit(load_points(RESULTS), load_machines(RESULTS), [])["deepspeed"]
-    plan = make_plan(theirs.case, resolve.resolve(theirs.case.model), machine.load(folder), factors=factors)
     assert small.effective is not None
     batches = [point.case.workload.batch_size for point in (small, large, theirs)]
     streamed_to_32 = 32 * (small.link_bandwidth or 0) / (small.effective.streamed_bytes_per_step or 1)
@@ -571,7 +569,7 @@ def _whole() -> list[str]:
         f"{large.decode_tok_s:.1f}",
         f"{theirs.decode_tok_s:.1f} tok/s",
         f"batch {batches[2]}",
-        f"{plan.max_batch_size}",
+        f"{_most_rows(theirs)}",
         f"{(large.decode_tok_s or 0) / (theirs.decode_tok_s or 1):.2f}x",
         f"{(large.output_tok_s or 0) / (theirs.output_tok_s or 1):.2f}x",
         f"{streamed_to_32:.1f} tok/s",
@@ -628,22 +626,53 @@ def _two_small_gpus() -> list[str]:
     ]
 
 
-def _one_of_four_gpus() -> list[str]:
-    own, theirs = loads("bloom-176b-whole-80gb-kv").values()
+def _one_of_four(name: str) -> list[str]:
+    own, theirs = loads(name).values()
     both = _rates_of(own, theirs)
+    steps = [step_ms(one) / 1e3 for one in own]
     (rows,) = {host_rows(one) for one in own}
-    assert rows == own[0].case.workload.batch_size
     return [
         f"{own[0].case.gpu_weights} of the weights",
-        f"batch {rows}",
-        f"{median(step_ms(one) for one in own) / 1e3:.2f} s",
+        f"batch {own[0].case.workload.batch_size}",
+        *([f"{rows} sequences"] if rows < own[0].case.workload.batch_size else []),
+        f"{median(steps):.2f} s",
+        *([f"{min(steps):.2f} s to {max(steps):.2f} s"] if len(steps) > 1 else []),
         *(f"{one:.1f} tok/s" for one in both[0]),
         f"batch {theirs[0].case.workload.batch_size}",
+        f"room for {_most_rows(theirs[0])}",
         *(f"{one / other:.2f}x" for one, other in both),
     ]
 
 
-def _four_gpus() -> list[str]:
+def _one_of_four_h200() -> list[str]:
+    name = "bloom-176b-whole-kv"
+    own, _ = loads(name).values()
+    host = machine.load(RESULTS / own[0].machine)
+    read_bytes = (host.shared_attention_bandwidth or 0.0) + (host.shared_h2d_bandwidth or 0.0)
+    return [*_one_of_four(name), f"{mean(one.link_share or 0.0 for one in own):.0%}", f"{read_bytes / 1e9:.0f} GB/s"]
+
+
+def _most_rows(point: Measurement) -> int:
+    """Return the largest batch of a point's configuration by the plan for its machine."""
+    factors = fit(load_points(RESULTS), load_machines(RESULTS), [])[point.case.engine]
+    host = machine.load(RESULTS / point.machine)
+    return make_plan(point.case, resolve.resolve(point.case.model), host, factors=factors).max_batch_size
+
+
+def _four_h200() -> list[str]:
+    (own,) = loads("bloom-176b-four-gpus").values()
+    return [
+        f"{own[0].case.gpu_weights} of the weights",
+        f"batch {own[0].case.workload.batch_size}",
+        f"{median(step_ms(one) for one in own) / 1e3:.2f} s",
+        f"{mean(one.decode_tok_s or 0.0 for one in own):.0f} tok/s",
+        f"{mean(one.output_tok_s or 0.0 for one in own):.1f} with the prefill",
+        f"{median((one.effective.wire_bytes if one.effective else 0) / step_ms(one) / 1e6 for one in own):.0f} GB/s",
+        f"{median(one.link_share or 0.0 for one in own):.0%}",
+    ]
+
+
+def _four_h100() -> list[str]:
     own, theirs = loads("bloom-176b-four-gpus-80gb").values()
     both = _rates_of(own, theirs)
     wire = [(one.effective.wire_bytes if one.effective else 0) / step_ms(one) / 1e6 for one in own]
@@ -781,8 +810,10 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "All of BLOOM-176B on one GPU": _whole,
     "All of BLOOM-176B on two GPUs": _two_gpus,
     "All of BLOOM-176B on two GPUs of 80 GB": _two_small_gpus,
-    "All of BLOOM-176B on one of four GPUs": _one_of_four_gpus,
-    "All of BLOOM-176B on four GPUs": _four_gpus,
+    "All of BLOOM-176B on one of four H200": _one_of_four_h200,
+    "All of BLOOM-176B on four H200": _four_h200,
+    "All of BLOOM-176B on one of four H100": lambda: _one_of_four("bloom-176b-whole-80gb-kv"),
+    "All of BLOOM-176B on four H100": _four_h100,
     "DeepSpeed on two GPUs": _two_gpus_peers,
     "Weights on disk": _disks,
     "All of BLOOM-176B in int4": _int4,

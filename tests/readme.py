@@ -22,6 +22,7 @@ from tests.conformance import record as conformance
 from zinfer.analysis.calibrate import fit, load_machines, load_points
 from zinfer.cli import cli
 from zinfer.commands.demo import explanation
+from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import make_plan
 from zinfer.record import accuracy, codec, prefix_reuse, routing, store, study
 from zinfer.record.measurement import Measurement, latest
@@ -654,9 +655,14 @@ def _one_of_four_h200() -> list[str]:
 
 def _most_rows(point: Measurement) -> int:
     """Return the largest batch of a point's configuration by the plan for its machine."""
-    factors = fit(load_points(RESULTS), load_machines(RESULTS), [])[point.case.engine]
-    host = machine.load(RESULTS / point.machine)
+    host, factors = machine.load(RESULTS / point.machine), _calibrated()[point.case.engine]
     return make_plan(point.case, resolve.resolve(point.case.model), host, factors=factors).max_batch_size
+
+
+@cache
+def _calibrated() -> dict[str, Efficiency]:
+    """Return what each engine reaches, from all records."""
+    return fit(load_points(RESULTS), load_machines(RESULTS), [])
 
 
 def _four_h200() -> list[str]:

@@ -164,9 +164,12 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def accuracies(machine: str) -> str:
-    """Return the table of the last record of `zinfer accuracy` on a machine."""
-    return markdown(accuracy.COLUMNS, study.last(RESULTS / machine, accuracy.AccuracyRecord).cells())
+def accuracies(machine: str, *settings: str) -> str:
+    """Return the table of the last record of `zinfer accuracy` on a machine: of all settings, or of those named."""
+    rows = study.last(RESULTS / machine, accuracy.AccuracyRecord).cells()
+    found = [row for row in rows if not settings or row[0] in settings]
+    assert {row[0] for row in found} >= set(settings)
+    return markdown(accuracy.COLUMNS, found)
 
 
 def codecs() -> str:
@@ -692,6 +695,54 @@ def _four_h100() -> list[str]:
     ]
 
 
+def _of_one_kind(own: Sequence[Measurement]) -> list[str]:
+    """Return the batch of loads of one kind, the sequences with their KV cache in host memory, and the decode step."""
+    (rows,) = {host_rows(one) for one in own}
+    return [
+        f"batch {own[0].case.workload.batch_size}",
+        f"{rows} sequences",
+        f"{median(step_ms(one) for one in own) / 1e3:.2f} s",
+    ]
+
+
+def _kv8_h100() -> list[str]:
+    (own,) = loads("bloom-176b-whole-80gb-kv8").values()
+    return [
+        f"{own[0].case.gpu_weights} of the weights",
+        *_of_one_kind(own),
+        f"{mean(one.decode_tok_s or 0.0 for one in own):.1f} tok/s",
+        f"{mean(one.output_tok_s or 0.0 for one in own):.1f} tok/s",
+    ]
+
+
+def _int4_h100() -> list[str]:
+    own, theirs = loads("bloom-176b-whole-80gb-kv-int4").values()
+    both = _rates_of(own, theirs)
+    return [
+        *_of_one_kind(own),
+        f"{both[0][0]:.1f} tok/s",
+        f"batch {theirs[0].case.workload.batch_size}",
+        f"{median(step_ms(one) for one in theirs) / 1e3:.2f} s",
+        f"{both[0][1]:.1f} tok/s",
+        *(f"{one / other:.2f}x" for one, other in both),
+    ]
+
+
+def _requests_h100() -> list[str]:
+    (own,) = read(RESULTS / "nvidia-h100-80gb-hbm3-x4" / "bloom-176b-whole-80gb-kv-requests.jsonl").requests
+    lengths, busy_ms = own.samples[0], own.busy_ms or 0.0
+    return [
+        f"{lengths.input_len} tokens in",
+        f"{lengths.output_len} out",
+        f"{own.requests.requests} of them",
+        f"{own.requests.in_flight} at a time",
+        f"{own.case.gpu_weights} of the weights",
+        f"room for {own.kv_positions // (lengths.input_len + lengths.output_len)}",
+        f"{own.output_tok_s:.1f} tok/s",
+        f"{1 - (own.waiting_ms or 0.0) / busy_ms:.0%}",
+    ]
+
+
 def _disks() -> list[str]:
     found = {point.case.label(): point for point in points("nvme")}
     kept, read_all = found["stream nvme"], found["stream nvme host_weights=0%"]
@@ -820,6 +871,8 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "All of BLOOM-176B on four H200": _four_h200,
     "All of BLOOM-176B on one of four H100": lambda: _one_of_four("bloom-176b-whole-80gb-kv"),
     "All of BLOOM-176B on four H100": _four_h100,
+    "With a KV cache in 8 bits on one of four H100": _kv8_h100,
+    "In int4 on one of four H100": _int4_h100,
     "DeepSpeed on two GPUs": _two_gpus_peers,
     "Weights on disk": _disks,
     "All of BLOOM-176B in int4": _int4,
@@ -844,6 +897,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "Requests of different lengths": _requests,
     "Requests on a fifth of BLOOM-176B": _slice_requests,
     "Requests on all of BLOOM-176B": _whole_requests,
+    "Requests on one of four H100": _requests_h100,
     "Drafts": _drafts,
     "Drafts that are never right": _never_right,
 }

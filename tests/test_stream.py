@@ -448,23 +448,28 @@ def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("blocks", "chunks"),
+    ("blocks", "gpus", "chunks"),
     [
-        ((9, 5), ([2, 2, 2, 2, 1], [2, 2, 1])),
-        ((60, 5), ([4] * 15, [3, 2])),
+        ((9, 5), 1, ([2, 2, 2, 2, 1], [2, 2, 1])),
+        ((60, 5), 1, ([4] * 15, [3, 2])),
+        ((60, 5), 2, ([4] * 15, [3, 2])),
+        ((60, 5), 4, ([8] * 7 + [4], [5])),
+        ((27, 5), 4, ([4] * 6 + [3], [3, 2])),
+        ((9, 5), 4, ([2, 2, 2, 2, 1], [2, 2, 1])),
     ],
 )
-def test_chunks_are_of_one_size_and_those_of_a_large_layer_twice_as_large(
-    blocks: tuple[int, int], chunks: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+def test_chunks_are_of_one_size_and_those_of_large_layers_and_of_several_gpus_are_larger(
+    blocks: tuple[int, int], gpus: int, chunks: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = codec.BLOCK * 2  # bytes
     monkeypatch.setattr(packed_layer, "PIECE", 2 * block)
+    monkeypatch.setattr("zinfer.spec.engine.PIECE_BYTES", 2 * block)
     monkeypatch.setattr("zinfer.spec.engine.LARGE_LAYER", 50 * block)
     weights = {
         name: torch.randn(count * codec.BLOCK).mul_(0.02).bfloat16() for name, count in zip("ab", blocks, strict=True)
     }
     memory = packed_layer.LayerMemory(torch.device("cpu"))
-    image = pack(weights, memory)
+    image = pack(weights, memory, gpus=gpus)
     sizes = [piece.layout.numel // codec.BLOCK for piece in image.pieces if isinstance(piece.layout, codec.Layout)]
     assert sizes == [*chunks[0], *chunks[1]]
     content, slot = memory.whole(), torch.zeros(image.slot_bytes, dtype=torch.uint8)

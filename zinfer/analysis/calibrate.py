@@ -71,11 +71,12 @@ class _Seen(Frozen):
     @property
     def place(self) -> Machine:
         """Machine with the link bandwidths that were measured just before and after the load, since links differ from
-        host to host."""
+        host to host, and so does the memory that all of them read."""
         one = self.point.link_bandwidth if self.setup.pinned else None
         every = self.point.all_links_bandwidth
         found: dict[str, float] = {"h2d_bandwidth": one} if one else {}
-        found |= {"links_bandwidth": every} if every else {}
+        if every:
+            found |= {"links_bandwidth": every, "host_bandwidth": max(every, self.machine.host_bandwidth or 0.0)}
         return self.machine.model_copy(update=found)
 
     @cached_property

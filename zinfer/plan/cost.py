@@ -586,12 +586,13 @@ def _kv_buffers(setup: Placement, model: ModelSpec, batch_size: int, input_len: 
 def piece_bytes(setup: Placement, model: ModelSpec) -> int:
     """Return the bytes of a layer that cross the link at a time and wait in one ring buffer."""
     size = model.dense_layer_bytes if setup.experts == "on-demand" else model.layer_bytes
-    return round(min(largest_piece(model, size), size) * setup.wire_ratio)
+    return round(min(largest_piece(model, size, setup.gpus), size) * setup.wire_ratio)
 
 
-def largest_piece(model: ModelSpec, layer_bytes: int) -> int:
-    """Return the most bytes that cross the link in one copy, unpacked, of a layer that has `layer_bytes`."""
-    return PIECE_BYTES * piece_factor(8 * model.dtype_bytes * model.stored_ratio, layer_bytes)
+def largest_piece(model: ModelSpec, layer_bytes: int, gpus: int) -> int:
+    """Return the most bytes that `gpus` together copy over their links at a time, unpacked, of a layer that has
+    `layer_bytes`."""
+    return PIECE_BYTES * piece_factor(8 * model.dtype_bytes * model.stored_ratio, layer_bytes, gpus)
 
 
 def buffer_bytes(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:

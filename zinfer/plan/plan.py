@@ -13,7 +13,17 @@ from typing import Literal
 from zinfer.plan import cost
 from zinfer.plan.cost import LIMITS, Bytes, Efficiency, Placement
 from zinfer.spec.case import Case, Workload, resident_bytes, spread
-from zinfer.spec.engine import ENGINES, MOST_DRAFTS, Offload, Option, Transport, conflict, plan_options, read_options
+from zinfer.spec.engine import (
+    ENGINES,
+    KEPT_BUFFERS,
+    MOST_DRAFTS,
+    Offload,
+    Option,
+    Transport,
+    conflict,
+    plan_options,
+    read_options,
+)
 from zinfer.spec.host import attending_cpus
 from zinfer.spec.machine import Machine
 from zinfer.spec.model import ModelSpec
@@ -325,7 +335,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         gpus=options.gpus,
         codec="lossless" if coded and case.offload != "none" else "none",
         wire_ratio=own or (wire if coded else 1.0),
-        layer_pieces=-(-model.layer_bytes // cost.largest_piece(model, model.layer_bytes)),
+        layer_pieces=-(-model.layer_bytes // cost.largest_piece(model, model.layer_bytes, options.gpus)),
         kv_threads=None if options.kv_threads == "auto" else options.kv_threads,
         kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
         overlapped=transport.overlapped,
@@ -384,7 +394,7 @@ def _expert_buffers(common: Placement, model: ModelSpec, machine: Machine, count
     and `count` buffers for experts, or as many as hold what the ring of whole layers holds at least."""
     common = common.model_copy(update={"experts": "on-demand"})
     piece, expert = cost.piece_bytes(common, model), max(1, round(model.expert_bytes * common.wire_ratio))
-    largest = cost.largest_piece(model, model.dense_layer_bytes)
+    largest = cost.largest_piece(model, model.dense_layer_bytes, common.gpus)
     least = -(-RING_DEPTH * round(largest * common.wire_ratio) // expert)
     count = max(2, min(model.num_experts, max(count, least)))
     pieces = max(1, -(-model.dense_layer_bytes // largest))
@@ -418,8 +428,8 @@ def split_free_memory(
     that ``--gpu-weights auto`` keeps.
 
     With the KV cache on the GPU and the batch free, a byte holds more as cache than as a resident weight, so the batch
-    comes first. A ring that holds a layer hides its copy behind a long prefill. With the batch given, residency W/(W-R)
-    is all gain.
+    comes first. A ring that holds a layer hides its copy behind a long prefill; several GPUs get buffers besides, for
+    layers that stay. With the batch given, residency W/(W-R) is all gain.
     """
     setup, load = placement_of(case, model, machine, factors=factors), case.workload
     gpu, host, _ = _tiers(setup, case, model, machine, factors)
@@ -430,7 +440,8 @@ def split_free_memory(
     own = setup.rows(load.batch_size)
     buffer = cost.buffer_bytes(setup, model, own, load.input_len, load.total_len)
     buffer *= setup.gpus  # each GPU has whole ones
-    more = max(0, min(setup.layer_pieces - depth, free // buffer)) if machine.gpu_count else 0
+    wanted = setup.layer_pieces + (KEPT_BUFFERS if setup.gpus > 1 else 0)
+    more = max(0, min(wanted - depth, free // buffer)) if machine.gpu_count else 0
     if setup.ring_depth:
         free -= more * buffer
     kept = 0

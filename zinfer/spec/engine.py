@@ -62,13 +62,17 @@ PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unp
 LARGE_LAYER = 3 << 30  # bytes of a layer, unpacked, beyond which it is cut into fewer pieces
 
 
-def piece_factor(bits: float, layer_bytes: int = 0) -> int:
+LEAST_PIECES = 8  # pieces that a layer is cut into, at least, where several GPUs would have it in larger ones
+KEPT_BUFFERS = 3  # ring buffers of several GPUs for layers that stay: one unpacked, one gathered, one to spare
+
+
+def piece_factor(bits: float, layer_bytes: int = 0, gpus: int = 1) -> int:
     """Return how many times `PIECE_BYTES` cross the link in one copy, since each copy, and each unpacking, costs
     launches: four times as many where a weight takes 4 bits there, twice as many of a large layer (`layer_bytes`,
-    unpacked)."""
-    if bits <= 5:
-        return 4
-    return 2 if layer_bytes > LARGE_LAYER else 1
+    unpacked); and of a layer that stays in `LEAST_PIECES` pieces, as many as there are `gpus`, each of which copies its
+    part of a piece and launches the gather of all parts besides."""
+    alone = 4 if bits <= 5 else 2 if layer_bytes > LARGE_LAYER else 1
+    return max(alone, min(gpus, layer_bytes // (LEAST_PIECES * PIECE_BYTES)))
 
 
 # Tokens of a pass, at most, in which a kernel multiplies quantised layers that stay on the GPU from their codes; and

@@ -31,8 +31,8 @@ from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
 from zinfer.engine.stream.prefetch import Event, Fetch, PrefetchRing, Queues, Transfer
 from zinfer.engine.stream.trace import mark
+from zinfer.spec.engine import KEPT_BUFFERS
 
-ASIDE = 3  # buffers, of a ring that has enough, for layers that stay: one unpacked, one gathered, one to spare
 SAMPLED = 4  # of so many layers one is brought to measure the links: they lie in all of the memory
 
 
@@ -115,7 +115,7 @@ class GatherRing(PrefetchRing):
         """Change the ring as `PrefetchRing` does; buffers that a fetch of this rank needed wider stay so. Where layers
         stay, some of the buffers are for them, and at least two for the others."""
         whole = max(self._whole_bytes(piece) for image in self.images for piece in image.pieces)
-        aside = max(1, min(ASIDE, depth // 3)) if self._kept and self._queues is not None else 0
+        aside = max(1, min(KEPT_BUFFERS, depth // 3)) if self._kept and self._queues is not None else 0
         if aside != len(self._aside.buffers) and self._queues is not None:
             self._settle()
             self._aside.resize(0, 0, self._device, self._queues)

@@ -191,12 +191,12 @@ class LayerSource:
     def _plain(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
         """Do as `_in_memory`, uncoded."""
         images: list[PackedLayer] = []
-        end = 0
+        end, gpus = 0, self._plan.placement.gpus
         for number in range(len(self._state.layers)):
             if number in self._staying:
-                images.append(plain(self._layout(number), 0))
+                images.append(plain(self._layout(number), 0, gpus))
                 continue
-            images.append(plain(self._layout(number), end))
+            images.append(plain(self._layout(number), end, gpus))
             end = images[-1].end
             if number in self._experts:
                 self.expert_images[number], end = plain_experts(self._experts[number], end)
@@ -271,6 +271,7 @@ class LayerSource:
                 {name: tensor for name, tensor in tensors.items() if name not in apart},
                 memory,
                 {name: one for name, one in coded.items() if name not in apart},
+                self._plan.placement.gpus,
             )
             if isinstance(memory, LayerMemory):
                 del tensors, coded  # its bytes are there twice while they are put together

@@ -86,17 +86,21 @@ class PackedLayer:
         return any(piece.layout is not None for piece in self.pieces)
 
 
-def plain(tensors: Iterable[tuple[str, Tensor]], start: int) -> PackedLayer:
+def plain(tensors: Iterable[tuple[str, Tensor]], start: int, gpus: int = 1) -> PackedLayer:
     """Return the packed layer of uncoded tensors (they may be on the meta device), from `start` on, laid out like the
-    slot."""
+    slot; `gpus` copy it together."""
     blocks, size = lay_out(tensors)
-    return PackedLayer(tuple(_cut(start, 0, size, _largest_chunk(size))), blocks, size)
+    return PackedLayer(tuple(_cut(start, 0, size, _largest_chunk(size, gpus))), blocks, size)
 
 
 def pack(
-    tensors: Mapping[str, Tensor], memory: Memory, coded: Mapping[str, tuple[Tensor, Sequence[Codes]]] | None = None
+    tensors: Mapping[str, Tensor],
+    memory: Memory,
+    coded: Mapping[str, tuple[Tensor, Sequence[Codes]]] | None = None,
+    gpus: int = 1,
 ) -> PackedLayer:
-    """Append a layer's parameters, on any device, to `memory`, encoded where that makes them smaller.
+    """Append a layer's parameters, on any device, to `memory`, encoded where that makes them smaller; `gpus` copy it
+    together.
 
     `coded` are quantised parameters: a tensor of their shape and type (on the meta device, perhaps), and the matrices
     whose rows, one after the other, they consist of; of these only FP8 codes are encoded. Encoded tensors come first in
@@ -112,7 +116,7 @@ def pack(
     pieces: list[Chunk] = []
     for name, (tensor, matrices) in coded.items():
         place = blocks[name].offset
-        most = _largest_chunk(slot_bytes, matrices[0].bits)
+        most = _largest_chunk(slot_bytes, gpus, matrices[0].bits)
         for matrix in quantized.joined(matrices, tensor.dtype.itemsize, most):
             for layout, data in quantized.pieces(matrix, tensor.dtype, most, place):
                 pieces.append(_put(memory, data, place, layout))
@@ -122,7 +126,7 @@ def pack(
         whole.append(_join(joined, blocks))
     for begin, values in whole:
         place = begin
-        for part in values.split(_even_part(values, _largest_chunk(slot_bytes))):
+        for part in values.split(_even_part(values, _largest_chunk(slot_bytes, gpus))):
             found = codec.encode(part)
             data = part.view(torch.uint8) if found is None else found.data
             pieces.append(_put(memory, data, place, None if found is None else found.layout))
@@ -133,7 +137,7 @@ def pack(
         own = memory.take(slot_bytes - place)
         for name, tensor in small.items():
             blocks[name].view(own, -place).copy_(tensor)
-        pieces += _cut(start, place, slot_bytes - place, _largest_chunk(slot_bytes))
+        pieces += _cut(start, place, slot_bytes - place, _largest_chunk(slot_bytes, gpus))
     return PackedLayer(tuple(pieces), blocks, slot_bytes)
 
 
@@ -154,9 +158,10 @@ def _put(memory: Memory, data: Tensor, place: int, layout: codec.Layout | quanti
     return Chunk(start, start + data.numel(), place, layout)
 
 
-def _largest_chunk(layer_bytes: int, bits: float = 16) -> int:
-    """Return the most bytes of a chunk in the slot, for a layer of `layer_bytes` with weights of `bits` bits."""
-    return PIECE * piece_factor(bits, layer_bytes)
+def _largest_chunk(layer_bytes: int, gpus: int, bits: float = 16) -> int:
+    """Return the most bytes of a chunk in the slot, for a layer of `layer_bytes` with weights of `bits` bits, which
+    `gpus` copy together."""
+    return PIECE * piece_factor(bits, layer_bytes, gpus)
 
 
 def _even_part(values: Tensor, most: int) -> int:

@@ -331,7 +331,7 @@ class Stream(Decoder):
         if buffers >= placement.layer_pieces:  # room for a whole layer, whose tensors are cut one by one
             # With experts on demand the next layer is there when its turn comes.
             layers = 2 if self._pool is not None or self._holds_two_layers(ring) else 1
-            aside = placement.ring_depth - placement.layer_pieces if self._group is not None else 0
+            aside = 0 if self._group is None else max(0, placement.ring_depth - placement.layer_pieces)
             buffers = max(buffers, *(layers * len(image.pieces) + aside for image in ring.images))
         pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows

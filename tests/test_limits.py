@@ -54,7 +54,7 @@ def test_a_limit_is_near_what_the_best_engine_reaches(usable: list[Any]) -> None
         return in_8_bits and settings.get("kv_attention") == "cpu" and settings["kv_host_rows"] > 0
 
     shares = [
-        (make_plan(seen.point.case, seen.model, seen.machine).step_s or 0) * 1e3 / (seen.point.tpot_ms or 1)
+        (make_plan(seen.point.case, seen.model, seen.place).step_s or 0) * 1e3 / (seen.point.tpot_ms or 1)
         for seen in usable
         if seen.point.case.engine == "stream" and seen.point.case.offload == "cpu" and seen.setup.pinned
         if 2 * seen.setup.resident_bytes < seen.model.streamed_bytes and not busy(seen)

@@ -69,8 +69,8 @@ KEPT_BUFFERS = 3  # ring buffers of several GPUs for layers that stay: one unpac
 def piece_factor(bits: float, layer_bytes: int = 0, gpus: int = 1) -> int:
     """Return how many times `PIECE_BYTES` cross the link in one copy, since each copy, and each unpacking, costs
     launches: four times as many where a weight takes 4 bits there, twice as many of a large layer (`layer_bytes`,
-    unpacked); and of a layer that stays in `LEAST_PIECES` pieces, as many as there are `gpus`, each of which copies its
-    part of a piece and launches the gather of all parts besides."""
+    unpacked). With several `gpus`, each of which copies its part of a piece and launches the gather of all parts
+    besides, as many times as there are GPUs, or fewer, so that a layer has `LEAST_PIECES` pieces."""
     alone = 4 if bits <= 5 else 2 if layer_bytes > LARGE_LAYER else 1
     return max(alone, min(gpus, layer_bytes // (LEAST_PIECES * PIECE_BYTES)))
 

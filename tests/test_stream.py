@@ -20,7 +20,7 @@ from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import Stream, codec, packed_layer
 from zinfer.engine.stream.interleave import interleave
-from zinfer.engine.stream.meanwhile import later, meanwhile, settle
+from zinfer.engine.stream.meanwhile import later, meanwhile, settle, store_later, stored_together
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.plan.plan import make_plan
@@ -217,9 +217,10 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
     """It begins each layer; what it puts off, and its attention, are done by another thread before it goes on."""
     ring, layers, tensors, arena = ring_of(packed, 3)
     order: list[tuple[int, str]] = []
-    told = threading.Event()
+    told, memory = threading.Event(), torch.zeros(2, 1, 1, 4)
 
     def attention(done: list[str]) -> Tensor:
+        assert bool((memory == 1).all())
         assert told.wait(60)  # others went on meanwhile
         assert threading.current_thread() is not threading.main_thread()
         assert torch.is_inference_mode_enabled()
@@ -232,7 +233,11 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
             order.append((number, "asks"))
             done: list[str] = []
             later(partial(done.append, "stored"))
-            assert done == []
+            memory.zero_()
+            with stored_together():
+                for row in range(2):
+                    store_later(memory[row : row + 1], torch.ones(1, 1, 1, 4))
+            assert (done, float(memory.sum())) == ([], 0)
             with torch._C.DisableTorchFunctionSubclass():  # as in a function of a subclass
                 assert int(meanwhile(partial(attention, done))) == 7
                 assert not torch._C._is_torch_function_enabled()
@@ -260,6 +265,12 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
             last = [(3, "settled"), (3, "at the end")]
             assert order == [(number, one) for number in range(3) for one in each] + last
     assert meanwhile(lambda: torch.tensor(threading.get_ident())) == threading.get_ident()  # no pass: at once
+    with stored_together():
+        store_later(memory, torch.full((2, 1, 1, 4), 2.0))
+        assert bool((memory == 1).all())
+    assert bool((memory == 2).all())
+    store_later(memory, torch.full((2, 1, 1, 4), 3.0))
+    assert bool((memory == 3).all())
     ring.close()
     arena.close()
 

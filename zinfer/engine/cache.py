@@ -10,7 +10,7 @@ state of fixed size (recurrent, convolutional) keeps `transformers`' own tensors
 kind (an index beside the keys) gets the cache that `transformers` makes, which goes through the model whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -315,17 +315,33 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return seen
 
 
+Widen = Callable[[Tensor, Tensor, torch.dtype], Tensor]
+
+
+def widened(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return int8 `numbers` ``[rows, heads, n, D]`` times float32 `scales` ``[rows, heads, n, 1]``, in `dtype`."""
+    return torch.mul(numbers, scales, out=torch.empty(numbers.shape, dtype=dtype, device=numbers.device))  # one pass
+
+
 class QuantizedLayer(FixedLayer):
     """Keys and values in 8 bits (`storage` is int8 or float8_e4m3fn), each head of each token with a scale of its own.
+    `widen` computes what `widened` does.
 
     The prompt's attention sees exact keys and values. A later pass sees the stored ones, converted to the model's type
     in memory of their own, so a pass should have few rows. This saves memory, not time: attention over a cache in 16
     bits reads 2 bytes a value; here a step reads 1, writes 2 and reads these 2.
     """
 
-    def __init__(self, batch_size: int, capacity: int, storage: torch.dtype, window: int | None = None) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        capacity: int,
+        storage: torch.dtype,
+        window: int | None = None,
+        widen: Widen = widened,
+    ) -> None:
         super().__init__(batch_size, capacity, window)
-        self._storage = storage
+        self._storage, self._widen = storage, widen
         self._largest = 127.0 if storage == torch.int8 else torch.finfo(storage).max
         # Smallest maximum of a row whose scale is a normal number; a row of zeros must not divide by zero.
         self._least = self._largest * torch.finfo(torch.float32).tiny
@@ -382,7 +398,7 @@ class QuantizedLayer(FixedLayer):
         """Return 8-bit numbers times their scales, in the model's type."""
         if self._storage != torch.int8:
             return bits.to(self.dtype).mul_(scale)
-        return torch.mul(bits, scale, out=torch.empty(bits.shape, dtype=self.dtype, device=bits.device))  # one pass
+        return self._widen(bits, scale, self.dtype)
 
 
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -556,10 +572,15 @@ class RowCache(Cache):  # type: ignore[misc]
 
 
 def make_cache(
-    config: PreTrainedConfig, batch_size: int, capacity: int, storage: str = "auto", here: int | None = None
+    config: PreTrainedConfig,
+    batch_size: int,
+    capacity: int,
+    storage: str = "auto",
+    here: int | None = None,
+    widen: Widen = widened,
 ) -> Cache:
     """Return a cache for `batch_size` sequences of up to `capacity` tokens, in the model's type or in `STORAGE`'s, with
-    the keys and values of the first `here` sequences only, if given.
+    the keys and values of the first `here` sequences only, if given. `widen` is that of `QuantizedLayer`.
 
     It is a `RowCache`, except for a model whose layers keep something that is neither keys and values nor a state of
     fixed size: then it is `transformers`' own.
@@ -572,7 +593,7 @@ def make_cache(
     def keys_and_values(layer: Any) -> FixedLayer:
         window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
         if storage in STORAGE:
-            return QuantizedLayer(rows, capacity, STORAGE[storage], window)
+            return QuantizedLayer(rows, capacity, STORAGE[storage], window, widen)
         return FixedLayer(rows, capacity, window)
 
     def made(layer: Any) -> Any:

@@ -329,16 +329,27 @@ class PassTimes:
     @property
     def groups(self) -> int:
         """Number of groups whose launches and reading of the weights leave the pass time for other work."""
-        each = self._joined_s if self.joins else max(self._launch_s, self._read_s)
-        if not each:
-            return FEW_GROUPS
-        return min(MOST_GROUPS, max(2, int(GROUPS_SHARE * self.link_s / each)))
+        each = self._group_s
+        return min(MOST_GROUPS, max(2, int(GROUPS_SHARE * self.link_s / each))) if each else FEW_GROUPS
+
+    @property
+    def hosted_groups(self) -> int:
+        """The same of groups in host memory, which share a forward pass. More of them than on the device: their merge,
+        which takes keys and values over the link and back, costs as much as many passes with one group more."""
+        each = self._joined_s
+        return max(self.groups, int(GROUPS_SHARE * self.link_s / each)) if each else MOST_GROUPS
+
+    @property
+    def _group_s(self) -> float:
+        """Seconds that one group more on the device adds to launching a pass, or to its reading of the weights; 0 if
+        the plan does not know."""
+        return self._joined_s if self.joins else max(self._launch_s, self._read_s)
 
     def gained_by_merging(self, positions: int, added: int, left: int, other: int) -> float:
         """Return the seconds that a merge of two groups saves, whose rows get up to `left` and `other` more tokens:
         those of launching one of them for as long as both run, less those of reading the `added` positions of padding,
         and of copying all `positions` now, and again when the rows that end first leave a gap."""
-        each = self._joined_s if self.joins else max(self._launch_s, self._read_s)
+        each = self._group_s
         if not each:  # not known: fewer groups are better
             return 1.0
         copies = 1 if left == other else 2
@@ -568,30 +579,30 @@ class Schedule:
     def _merge(self, moves: list[Move]) -> None:
         """Merge neighbours in length while that adds little padding and saves more time than it takes, or there are too
         many groups."""
-        most = self.times.groups if self.able.one_trip else 1
+        most, most_hosted = (self.times.groups, self.times.hosted_groups) if self.able.one_trip else (1, 1)
         few = min(FEW_GROUPS, most)
         limit = MERGES if self.able.one_trip else 1 << 20
         for _ in range(limit):
             running = [group for group in self.groups if group.running]
             hosted = sum(group.hosted for group in running)
-            if len(running) - hosted <= few and hosted <= most:
+            if len(running) - hosted <= few and hosted <= most_hosted:
                 return
             found = sorted(((group, *group.compact) for group in running), key=lambda one: (one[0].hosted, one[2]))
             read = sum(rows * length for _, rows, length in found)
             padded = read - sum(group.needed for group in running)
             best: tuple[int, tuple[Group, Group]] | None = None
             for (one, rows, length), (other, more, longer) in pairwise(found):
-                count = hosted if one.hosted else len(running) - hosted
-                if one.hosted != other.hosted or count <= (most if one.hosted else few):
+                count, bound = (hosted, most_hosted) if one.hosted else (len(running) - hosted, most)
+                if one.hosted != other.hosted or count <= (most_hosted if one.hosted else few):
                     continue
                 added = rows * (longer - length)
                 gain = self.times.gained_by_merging((rows + more) * longer, added, one.most_left, other.most_left)
                 fits = (rows + more) * self._capacity(longer, 1) <= self.limits.group
-                if fits and (gain > 0 or count > most) and (best is None or added < best[0]):
+                if fits and (gain > 0 or count > bound) and (best is None or added < best[0]):
                     best = added, (one, other)
             if best is None:
                 return
-            many = (hosted if best[1][0].hosted else len(running) - hosted) > most
+            many = best[1][0].hosted or len(running) - hosted > most
             if not many and padded + best[0] > MERGED_SHARE * (read + best[0]):
                 return
             self.tally.merged += 1

@@ -83,15 +83,16 @@ class RequestSample(Frozen):
 
 class PassCounts(Frozen):
     """Counts over all passes of a load: positions of KV cache that were read, those of them that were padding,
-    positions computed, those of them that had been computed before; rows moved to host memory, retries for want of
-    memory; drafts that were verified, those of them that were right, and those up to the first wrong one of a row and
-    pass, which alone tell how often a draft is right; the time of drafting."""
+    positions computed, those of them that had been computed before; rows moved to host memory, merges of two
+    micro-batches, retries for want of memory; drafts that were verified, those of them that were right, and those up to
+    the first wrong one of a row and pass, which alone tell how often a draft is right; the time of drafting."""
 
     read: Count = 0
     padded: Count = 0
     computed: Count = 0
     again: Count = 0
     suspended: Count = 0
+    merged: Count = 0
     retries: Count = 0
     drafted: Count = 0
     accepted: Count = 0

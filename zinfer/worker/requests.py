@@ -212,7 +212,7 @@ class _Load:
             tally, drafts = running.schedule.tally, running.drafts or Drafts(NgramDrafter())
             samples.counts = PassCounts(
                 read=tally.read, padded=tally.padded, computed=tally.computed, again=tally.again,
-                suspended=tally.suspended, retries=tally.retries,
+                suspended=tally.suspended, merged=tally.merged, retries=tally.retries,
                 drafted=drafts.drafted, accepted=drafts.accepted, checked=drafts.checked,
                 drafting_ms=drafts.seconds * 1e3,
             )  # fmt: skip

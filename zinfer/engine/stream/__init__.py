@@ -22,9 +22,11 @@ from zinfer.engine.cache import (
     FixedLayer,
     QuantizedLayer,
     RowCache,
+    Widen,
     make_cache,
     other_layers,
     shares_keys,
+    widened,
 )
 from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
 from zinfer.engine.pinned import ALIGNMENT
@@ -45,7 +47,7 @@ from zinfer.engine.stream.packed_product import PackedProducts
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias_of, is_decode, layers_of, split, stacked_inputs
 from zinfer.engine.stream.stacked import NotStackedError
-from zinfer.engine.triton_check import trouble
+from zinfer.engine.triton_check import cannot_run, trouble
 from zinfer.plan.cost import Placement
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
@@ -114,6 +116,7 @@ class Stream(Decoder):
         recorder = graphs.recorder_of(self.device) if recorded else None
         self._graphs = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._trip)
         self._few_experts = FewExperts(self.model, self.device) if self.options.experts_kernel == "auto" else None
+        self._widen = _widen_on(self.device) if self.options.kv_cache_dtype in STORAGE else widened
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
             if getattr(self.options, option) not in any_model and (why_not := self._cannot_have(option)) is not None:
                 raise EngineError(why_not)
@@ -251,7 +254,7 @@ class Stream(Decoder):
             self._share_out(self._ring, placement)
         hosted = self._hosted(rows, capacity, load, placement, moved)
         here, storage = rows - hosted, self.options.kv_cache_dtype
-        cache = None if self._own_cache else make_cache(self.model.config, rows, capacity, storage, here)
+        cache = None if self._own_cache else make_cache(self.model.config, rows, capacity, storage, here, self._widen)
         batch = StreamBatch(mask, capacity, cache, self._state_of(cache))
         if not isinstance(cache, RowCache) and hosted:
             raise EngineError(f"{hosted} of {rows} rows need host memory: {self._cannot_have('kv_offload')}")
@@ -863,6 +866,15 @@ def _on_cpu(part: Part) -> bool:
     """Tell whether a part is a decode step of rows that the CPU attends to."""
     host = part.batch.host if isinstance(part.batch, StreamBatch) else None
     return isinstance(host, CpuCache) and is_decode(part) and part.rows == host.rows
+
+
+def _widen_on(device: torch.device) -> Widen:
+    """Return what widens a KV cache of 8-bit numbers on a device: zinfer's kernel, or PyTorch where none runs."""
+    if cannot_run(device) is not None:
+        return widened
+    from zinfer.engine.stream.widen_kernel import widen
+
+    return widen
 
 
 def _fetch(part: Part) -> PartFetch | None:

@@ -6,7 +6,8 @@ torch computes the same at a fraction of the rate.
     rows, keys: [.., n, D] and [.., m, D]         dots(rows, keys): [.., n, m]
     rows, values: [.., n, m] and [.., m, D]       mix(rows, values): [.., n, D]
 
-`attend` computes both, and the softmax between them, for the rows of several micro-batches at once.
+`attend` computes both, and the softmax between them, for the rows of several micro-batches at once. `store` copies new
+keys and values of all of them to where they are read.
 
 Matrices may be int8 if `coded` made them: each row has a scale of its own, in the four bytes behind it.
 """
@@ -99,23 +100,70 @@ def attend(
     return out
 
 
+class _Copy(ctypes.Structure):
+    """New tokens of one micro-batch: `copy` in attend.c."""
+
+    _fields_: ClassVar = [
+        ("to", ctypes.c_void_p), ("from_", ctypes.c_void_p), ("rows", ctypes.c_int64), ("heads", ctypes.c_int64),
+        ("size", ctypes.c_int64), ("of_to", ctypes.c_int64 * 2), ("of_from", ctypes.c_int64 * 2),
+    ]  # fmt: skip
+
+
+def store(copies: Sequence[tuple[Tensor, Tensor]], threads: int | None = None) -> None:
+    """Copy the second tensor of each pair to the first, both ``[b, heads, n, D]`` in host memory, with b and n of its
+    own: all of them at once, by as many threads as torch uses unless `threads` says how many."""
+    plain = [(target, states) for target, states in copies if _copies(target, states)]
+    plain = plain if len(plain) > 1 and library() is not None else []
+    done = {id(target) for target, _ in plain}
+    for target, states in copies:
+        if id(target) not in done:
+            target.copy_(states)
+    if not plain:
+        return
+    table, count = (_Copy * len(plain))(), 0
+    for made, (target, states) in zip(table, plain, strict=True):
+        rows, heads, tokens, width = target.shape
+        size = target.itemsize
+        made.to, made.from_, made.rows, made.heads = target.data_ptr(), states.data_ptr(), rows, heads
+        made.size = tokens * width * size
+        for strides, one in ((made.of_to, target), (made.of_from, states)):
+            strides[:] = one.stride(0) * size, one.stride(1) * size
+        count += rows * heads
+    library().store(table, ctypes.c_int64(count), ctypes.c_int(threads or torch.get_num_threads()))
+
+
+def _copies(target: Tensor, states: Tensor) -> bool:
+    """Tell whether the compiled code can copy `states` to `target`: the tokens of a head lie side by side in both."""
+    return (
+        target.dim() == 4
+        and target.shape == states.shape
+        and target.dtype == states.dtype
+        and all(one.stride(3) == 1 and (one.shape[2] == 1 or one.stride(2) == one.shape[3]) for one in (target, states))
+    )
+
+
 def attends(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Tell whether the compiled code can compute `attend`, and shares it out evenly among threads: else `dots` and
     `mix` can, whose work is split further."""
+    rows, heads, count, width = queries.shape if queries.dim() == 4 else (0, 0, 0, 0)
     dtypes = {one.dtype for keys, values in blocks for one in (keys, values)}
-    enough = queries.dim() == 4 and len(queries) * queries.shape[1] >= SHARES * torch.get_num_threads()
     return (
-        enough
+        rows * heads >= SHARES * torch.get_num_threads()
+        and _are_read(queries)
+        and count <= MOST_ROWS
         and len(dtypes) == 1
-        and sum(len(keys) for keys, _ in blocks) == len(queries)
+        and sum(len(keys) for keys, _ in blocks) == rows
         and all(
-            keys.shape[2] == values.shape[2] > 0
+            len(keys) == len(values)
+            and keys.shape[1] == heads == values.shape[1]
+            and keys.shape[2] == values.shape[2] > 0
             and values.shape[-1] == blocks[0][1].shape[-1] <= MOST_COLUMNS
-            and keys.shape[-1] == queries.shape[-1]
-            and suits(queries[: len(keys)], keys)
-            and suits(queries[: len(keys)], values)
+            and keys.shape[-1] == width
+            and _is_read(keys)
+            and _is_read(values)
             for keys, values in blocks
         )
+        and library() is not None
     )
 
 
@@ -152,16 +200,28 @@ def suits(rows: Tensor, matrix: Tensor) -> bool:
     """Tell whether the compiled code can compute the product: few rows, and up to two batch dimensions of a matrix
     whose rows are contiguous."""
     return (
-        matrix.dtype in NAMES
-        and rows.dtype in FLOATS
-        and 2 <= matrix.dim() == rows.dim() <= 4
+        2 <= matrix.dim() == rows.dim() <= 4
         and rows.shape[:-2] == matrix.shape[:-2]
         and rows.shape[-2] <= MOST_ROWS
+        and _are_read(rows)
+        and _is_read(matrix)
+        and library() is not None
+    )
+
+
+def _are_read(rows: Tensor) -> bool:
+    """Tell whether the compiled code takes rows of this type from where they are."""
+    return rows.dtype in FLOATS and rows.device.type == "cpu"
+
+
+def _is_read(matrix: Tensor) -> bool:
+    """Tell whether the compiled code can read a matrix: its type, its width, and how its rows lie in host memory."""
+    return (
+        matrix.dtype in NAMES
         and matrix.shape[-1] <= WIDEST
         and matrix.stride(-1) == 1
         and (matrix.dtype in FLOATS or matrix.stride(-2) >= matrix.shape[-1] + SCALE_BYTES)
-        and matrix.device.type == rows.device.type == "cpu"
-        and library() is not None
+        and matrix.device.type == "cpu"
     )
 
 

@@ -22,7 +22,7 @@ from zinfer.engine.cache import FixedLayer, Gaps, Slots, Step, taken
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 from zinfer.engine.stream.cpu_attention import code, host, keep_freed
 from zinfer.engine.stream.cpu_kernel import coded, library
-from zinfer.engine.stream.meanwhile import arriving, later, settle
+from zinfer.engine.stream.meanwhile import arriving, settle, store_later
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 from zinfer.spec.progress import Progress, silent
 
@@ -317,7 +317,7 @@ def _stored(step: Step, memory: Tensor, states: Tensor) -> Tensor:
     """Return all states that the new ones see; these are stored once they have arrived."""
     if step.moved:
         return step.store(memory, states)
-    later(partial(step.store, memory, states))
+    store_later(memory[..., step.new, :], states)
     return step.seen(memory)
 
 

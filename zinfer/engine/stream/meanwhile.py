@@ -6,21 +6,26 @@ pass hands its work over and pauses (`meanwhile`); `zinfer.engine.stream.interle
 comes back to it.
 
 What the device sends to host memory is not there yet when attention is called. It comes by `arriving`, and what reads
-it by then is put off (`later`); the thread does that first. Whoever reads host memory otherwise calls `settle` before.
+it by then is put off (`later`, `store_later`); the thread does that first. Whoever reads host memory otherwise calls
+`settle` before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
+from zinfer.engine.stream.cpu_kernel import store
 from zinfer.engine.transfer import fetched
 
 PAUSED = object()  # what a pass hands to its parent when it pauses
 _put_off: list[Callable[[], object]] = []  # of the pass that runs now, until it pauses or settles
+_stores: list[tuple[Tensor, Tensor]] = []  # of that pass, too: what is stored then, and where
+_gathering = False  # True while stores wait for others, in a pass that may not pause
 
 
 class PausingPass(greenlet):  # type: ignore[misc]
@@ -57,15 +62,41 @@ def later(work: Callable[[], object]) -> None:
         work()
 
 
+def store_later(target: Tensor, states: Tensor) -> None:
+    """Copy `states` to `target`, of its shape, in host memory, behind all that was put off: as `later` has it."""
+    if may_pause() or _gathering:
+        _stores.append((target, states))
+    else:
+        target.copy_(states)
+
+
+@contextmanager
+def stored_together() -> Iterator[None]:
+    """Have all that is stored within stored at once, at the end of it or later."""
+    global _gathering
+    _gathering = True
+    try:
+        yield
+    finally:
+        _gathering = False
+    if not may_pause():
+        settle()
+
+
 def settle() -> None:
     """Do now what was put off."""
     while _put_off:
         _put_off.pop(0)()
+    if _stores:
+        stores = list(_stores)
+        _stores.clear()
+        store(stores)
 
 
 def forget() -> None:
     """Forget what was put off by passes that have failed."""
     _put_off.clear()
+    _stores.clear()
 
 
 def meanwhile(work: Callable[[], Tensor]) -> Tensor:
@@ -74,13 +105,16 @@ def meanwhile(work: Callable[[], Tensor]) -> Tensor:
     if not may_pause():
         settle()
         return work()
-    before, inference = list(_put_off), torch.is_inference_mode_enabled()
-    _put_off.clear()
+    before, stores, threads = list(_put_off), list(_stores), torch.get_num_threads()
+    inference = torch.is_inference_mode_enabled()
+    forget()
 
     def run() -> Tensor:
         with torch.inference_mode(inference):
             for one in before:
                 one()
+            if stores:
+                store(stores, threads)
             return work()
 
     done = _thread().submit(run)

@@ -31,7 +31,7 @@ from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import Part, rope_switch
 from zinfer.engine.stream.cpu_attention import attend_all, hosted_rows, plain
 from zinfer.engine.stream.kv import PartLayer, SplitLayer
-from zinfer.engine.stream.meanwhile import arriving
+from zinfer.engine.stream.meanwhile import arriving, stored_together
 from zinfer.engine.stream.stacked import stack
 from zinfer.engine.transfer import fetched, landed
 
@@ -109,11 +109,12 @@ class HostedLayer(RaggedLayer):
         home, dtype = query.device, query.dtype
         key, value, query = arriving(key, value, query)
         rows, blocks, first = len(query), list[tuple[Tensor, Tensor]](), 0
-        for store, count in zip(self._stores, self._rows, strict=True):
-            own = slice(first, first + count)
-            first = own.stop
-            keys, values = (plain(one) for one in store.update(key[own], value[own]))
-            blocks.append((keys, values))
+        with stored_together():
+            for store, count in zip(self._stores, self._rows, strict=True):
+                own = slice(first, first + count)
+                first = own.stop
+                keys, values = (plain(one) for one in store.update(key[own], value[own]))
+                blocks.append((keys, values))
         shared, tokens = query.shape[1] // key.shape[1], query.shape[2]
         asked = query.reshape(rows, key.shape[1], shared * tokens, query.shape[-1])
         mixed = attend_all(asked, blocks, self._biases(blocks, shared if tokens > 1 else 1), scaling)
@@ -161,14 +162,15 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
             key_states, value_states = arriving(key_states, value_states)
         found: list[list[Tensor]] = [[], []]
         first = 0
-        for part in self._parts:
-            rows = slice(first, first + len(part.token_ids))
-            first = rows.stop
-            cache = part.batch.cache
-            assert isinstance(cache, RowCache)
-            seen = cache.layers[self.index].update(key_states[rows], value_states[rows])
-            for blocks, states in zip(found, seen, strict=True):
-                blocks.append(plain(states))
+        with stored_together():
+            for part in self._parts:
+                rows = slice(first, first + len(part.token_ids))
+                first = rows.stop
+                cache = part.batch.cache
+                assert isinstance(cache, RowCache)
+                seen = cache.layers[self.index].update(key_states[rows], value_states[rows])
+                for blocks, states in zip(found, seen, strict=True):
+                    blocks.append(plain(states))
         keys, values = (hosted_rows(one, device, dtype) if self._on_cpu else stack(one, dtype) for one in found)
         return keys, values
 

@@ -1,0 +1,105 @@
+"""A KV cache of 8-bit numbers is widened by a kernel as by PyTorch, to the bit.
+
+The kernel runs in a process of its own (`tests.interpreter`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoints import ARCHITECTURES, save_config
+from tests.interpreter import interpreted
+from tests.running import decode, prefill
+from tests.test_parity import load
+from zinfer.engine.cache import widened
+
+SHAPES = ((1, 1, 1, 64), (2, 3, 37, 128), (1, 2, 130, 80), (3, 2, 9, 1), (1, 1, 3, 5000), (0, 2, 4, 16), (2, 1, 0, 16))
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+def inputs(shape: tuple[int, ...], device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Return numbers and scales of a cache with room for other rows and positions: small and large scales, and NaN."""
+    rows, heads, positions, size = shape
+    dice = torch.Generator().manual_seed(size)
+    numbers = torch.randint(-127, 128, (rows + 1, heads, positions + 5, size), generator=dice).to(torch.int8)
+    scales = torch.rand((rows + 1, heads, positions + 5, 1), generator=dice) * 10.0 ** torch.randint(
+        -30, 3, (rows + 1, heads, positions + 5, 1), generator=dice
+    )
+    scales[1:, :, 3:4] = torch.nan
+    found = (one.to(device)[1:, :, 2 : 2 + positions] for one in (numbers, scales))
+    return next(found), next(found)
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Tell whether two tensors are of one type and shape and have the same values; NaN is one value."""
+    return found.dtype == expected.dtype and torch.equal(found.isnan(), expected.isnan()) and torch.equal(
+        found.nan_to_num(), expected.nan_to_num()
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what `main` saved."""
+    path = tmp_path_factory.mktemp("widen") / "results"
+    interpreted(__name__, path)
+    found: dict[str, Any] = torch.load(path)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_gives_what_pytorch_gives(dtype: torch.dtype, by_kernel: dict[str, Any]) -> None:
+    for shape in SHAPES:
+        found = by_kernel["kernel"][dtype, shape]
+        assert same(found, widened(*inputs(shape), dtype))
+        assert found.is_contiguous()
+
+
+def test_an_engine_with_the_kernel_gives_the_same_logits(by_kernel: dict[str, Any], tmp_path: Path) -> None:
+    ran, logits = by_kernel["engine"]
+    assert ran > 0
+    assert all(map(torch.equal, logits, run(tmp_path)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (40, 112, 528, 128)])
+def test_the_kernel_gives_what_pytorch_gives_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from zinfer.engine.stream.widen_kernel import widen
+
+    numbers, scales = inputs(shape, "cuda")
+    assert same(widen(numbers, scales, dtype), widened(numbers, scales, dtype))
+
+
+def run(folder: Path) -> list[Tensor]:
+    """Return the logits of a prompt and eight steps of a model whose KV cache is in int8."""
+    directory = save_config(folder, "bloom", **ARCHITECTURES["bloom"])
+    engine = load("stream", directory, "cpu", folder, kv_cache_dtype="int8")
+    ids = torch.arange(14).reshape(2, 7) % 11 + 3
+    first = prefill(engine, ids, torch.ones_like(ids), reserve=8)
+    found = [first, *(decode(engine, torch.tensor([3, 4])) for _ in range(8))]
+    engine.close()
+    return found
+
+
+def main(path: Path) -> None:
+    """Save what the kernel computes, and what an engine does that uses it."""
+    from zinfer.engine.stream import widen_kernel as kernel
+
+    results: dict[str, Any] = {"kernel": {}}
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            results["kernel"][dtype, shape] = kernel.widen(*inputs(shape), dtype)
+    widen, ran = kernel.widen, 0
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal ran
+        ran += 1
+        return widen(*args)
+
+    kernel.widen = counted  # type: ignore[assignment]
+    logits = run(path.parent)
+    results["engine"] = ran, logits
+    torch.save(results, path)

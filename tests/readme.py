@@ -669,15 +669,23 @@ def _calibrated() -> dict[str, Efficiency]:
 
 
 def _four_h200() -> list[str]:
-    (own,) = loads("bloom-176b-four-gpus").values()
+    own, theirs = loads("bloom-176b-four-gpus").values()
+    both = _rates_of(own, theirs)
+    (decode, their_decode), (output, their_output) = both
     return [
         f"{own[0].case.gpu_weights} of the weights",
         f"batch {own[0].case.workload.batch_size}",
         f"{median(step_ms(one) for one in own) / 1e3:.2f} s",
-        f"{mean(one.decode_tok_s or 0.0 for one in own):.0f} tok/s",
-        f"{mean(one.output_tok_s or 0.0 for one in own):.1f} with the prefill",
+        f"{decode:.0f} tok/s",
+        f"{output:.0f} with the prefill",
         f"{median((one.effective.wire_bytes if one.effective else 0) / step_ms(one) / 1e6 for one in own):.0f} GB/s",
         f"{median(one.link_share or 0.0 for one in own):.0%}",
+        f"batch {theirs[0].case.workload.batch_size}",
+        f"room for {_most_rows(theirs[0])}",
+        f"{median(step_ms(one) for one in theirs) / 1e3:.2f} s",
+        f"{their_decode:.1f} tok/s",
+        f"{their_output:.1f} with the prefill",
+        *(f"{one / other:.2f}x" for one, other in both),
     ]
 
 
@@ -705,14 +713,18 @@ def _of_one_kind(own: Sequence[Measurement]) -> list[str]:
     ]
 
 
-def _kv8_h100() -> list[str]:
-    (own,) = loads("bloom-176b-whole-80gb-kv8").values()
-    return [
-        f"{own[0].case.gpu_weights} of the weights",
-        *_of_one_kind(own),
-        f"{mean(one.decode_tok_s or 0.0 for one in own):.1f} tok/s",
-        f"{mean(one.output_tok_s or 0.0 for one in own):.1f} tok/s",
-    ]
+def _kv8_of_four() -> list[str]:
+    found = []
+    for name in ("bloom-176b-whole-kv8", "bloom-176b-whole-80gb-kv8"):
+        (own,) = loads(name).values()
+        kept = own[0].case.gpu_weights
+        found += [
+            *([f"{kept} of the weights"] if kept != "0%" else []),
+            *_of_one_kind(own),
+            f"{mean(one.decode_tok_s or 0.0 for one in own):.1f} tok/s",
+            f"{mean(one.output_tok_s or 0.0 for one in own):.1f} tok/s",
+        ]
+    return found
 
 
 def _int4_h100() -> list[str]:
@@ -871,7 +883,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "All of BLOOM-176B on four H200": _four_h200,
     "All of BLOOM-176B on one of four H100": lambda: _one_of_four("bloom-176b-whole-80gb-kv"),
     "All of BLOOM-176B on four H100": _four_h100,
-    "With a KV cache in 8 bits on one of four H100": _kv8_h100,
+    "With a KV cache in 8 bits on one of four GPUs": _kv8_of_four,
     "In int4 on one of four H100": _int4_h100,
     "DeepSpeed on two GPUs": _two_gpus_peers,
     "Weights on disk": _disks,

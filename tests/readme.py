@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean, median
 from unittest.mock import patch
@@ -741,18 +741,47 @@ def _int4_h100() -> list[str]:
 
 
 def _requests_h100() -> list[str]:
-    (own,) = read(RESULTS / "nvidia-h100-80gb-hbm3-x4" / "bloom-176b-whole-80gb-kv-requests.jsonl").requests
-    lengths, busy_ms = own.samples[0], own.busy_ms or 0.0
+    own = _one_load("nvidia-h100-80gb-hbm3-x4", "bloom-176b-whole-80gb-kv-requests")
+    lengths = own.samples[0]
+    return [
+        *_closed_loop(own),
+        f"{own.case.gpu_weights} of the weights",
+        f"room for {own.kv_positions // (lengths.input_len + lengths.output_len)}",
+        f"{own.output_tok_s:.1f} tok/s",
+        _after_the_last(own),
+    ]
+
+
+def _requests_kv8() -> list[str]:
+    own = _one_load("nvidia-h100-80gb-hbm3-x2", "bloom-176b-whole-requests-80gb-kv8")
+    passes = [0.0, *own.pass_ms]
+    return [
+        *_closed_loop(own),
+        f"{own.output_tok_s:.1f} tok/s",
+        f"{own.waiting_tok_s:.1f} while",
+        f"{median(after - before for before, after in pairwise(passes)) / 1e3:.2f} s a pass",
+        _after_the_last(own),
+    ]
+
+
+def _one_load(machine: str, name: str) -> RequestPoint:
+    (own,) = read(RESULTS / machine / f"{name}.jsonl").requests
+    return own
+
+
+def _closed_loop(own: RequestPoint) -> list[str]:
+    lengths = own.samples[0]
     return [
         f"{lengths.input_len} tokens in",
         f"{lengths.output_len} out",
         f"{own.requests.requests} of them",
         f"{own.requests.in_flight} at a time",
-        f"{own.case.gpu_weights} of the weights",
-        f"room for {own.kv_positions // (lengths.input_len + lengths.output_len)}",
-        f"{own.output_tok_s:.1f} tok/s",
-        f"{1 - (own.waiting_ms or 0.0) / busy_ms:.0%}",
     ]
+
+
+def _after_the_last(own: RequestPoint) -> str:
+    """Return the share of the time in which no request waited."""
+    return f"{1 - own.waiting_ms / (own.busy_ms or 0.0):.0%}"
 
 
 def _disks() -> list[str]:
@@ -909,6 +938,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "Requests of different lengths": _requests,
     "Requests on a fifth of BLOOM-176B": _slice_requests,
     "Requests on all of BLOOM-176B": _whole_requests,
+    "Requests with a KV cache in 8 bits": _requests_kv8,
     "Requests on one of four H100": _requests_h100,
     "Drafts": _drafts,
     "Drafts that are never right": _never_right,

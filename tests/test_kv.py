@@ -1,6 +1,7 @@
 """KV cache in host memory: the same tokens, and one read of the cache per step, beside the weights."""
 
 import random
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.test_continuous import Words
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from tests.test_passes import keep_here
 from zinfer.engine.base import Work
-from zinfer.engine.cache import QuantizedLayer
+from zinfer.engine.cache import QuantizedLayer, widened
 from zinfer.engine.stream import cpu_kernel
 from zinfer.engine.stream.cpu_attention import Hosted, host
 from zinfer.engine.stream.kv import CpuCache, HostPool
@@ -322,6 +323,57 @@ def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
         assert engine._ragged.able is together
         for logits, steps in zip(found, expected, strict=True):
             assert torch.allclose(logits[:, -1], steps[1 + step], atol=2e-4)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "storage", "here"), covering(["bloom", "llama", "mixtral"], ["int8", "fp8"], [9, 6])
+)
+def test_rows_in_8_bits_share_a_forward_pass(
+    architecture: str, storage: str, here: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Micro-batches of other lengths, padded and not, attended to a row at a time: a row's keys or values in the
+    model's type are freed before the next row's are made. Some rows may be in host memory."""
+    hosted = here < 9 and storage == "int8"
+    if hosted:
+        keep_here(monkeypatch, here)
+    options: dict[str, Any] = {"kv_cache_dtype": storage} | ({"kv_offload": "auto"} if hosted else {})
+    engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
+    live, most = list[Any](), list[int]()
+
+    def widen(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        live[:] = [one for one in live if one() is not None]
+        most.append(len(live))
+        found = widened(numbers, scales, dtype)
+        assert len(found) == 1
+        live.append(weakref.ref(found))
+        return found
+
+    calls = _calls(engine, monkeypatch)
+    loads = [prompts(lengths) for lengths in ((9, 5, 7, 4, 6), (7, 7, 7), (3,))]
+    tokens = torch.arange(4, 31).view(9, 3)
+    shares = tokens.split([5, 3, 1])
+    expected = []
+    for (token_ids, mask), rows in zip(loads, shares, strict=True):
+        steps = [prefill(engine, token_ids, mask, reserve=8)]
+        steps += [decode(engine, rows[:, step]) for step in range(3)]
+        engine.clear()
+        expected.append(steps)
+    monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
+    engine._widen = widen
+    batches = [passes.prefill(engine, token_ids, mask, 8)[0] for token_ids, mask in loads]
+    assert sum(batch.hosted for batch in batches) == (9 - here if hosted else 0)
+    assert engine.joins
+    for step in range(3):
+        calls.clear()
+        works = [Work(batch, rows[:, step : step + 1]) for batch, rows in zip(batches, shares, strict=True)]
+        found = engine.forward(works)
+        assert sorted(calls, reverse=True) == ([here, 9 - here] if hosted else [9])
+        for logits, steps in zip(found, expected, strict=True):
+            assert torch.allclose(logits[:, -1], steps[1 + step], atol=3e-2 if hosted else 2e-4)
+    if storage == "int8":
+        assert len(most) == 3 * here * 2 * len(engine.batches[0].cache.layers)
+        assert max(most) <= 1, "a row's keys may still be there while its values are widened"
     engine.close()
 
 

@@ -22,9 +22,12 @@ kind = kinds.kind  # the fixture
 EIGHT_BITS = {
     "int8": ("stream", "none", {"kv_cache_dtype": "int8"}),
     "fp8": ("stream", "none", {"kv_cache_dtype": "fp8"}),
+    "int8 by the cpu": ("stream", "cpu", {"kv_cache_dtype": "int8", "kv_offload": "cpu"}),
+    "int8 auto": ("stream", "cpu", {"kv_cache_dtype": "int8", "kv_offload": "auto"}),
 }
 MIXED = {"kv auto by the cpu": ("stream", "cpu", {"kv_offload": "auto", "kv_attention": "cpu"}),
-         "kv auto over the link": ("stream", "cpu", {"kv_offload": "auto", "kv_attention": "gpu"})}  # fmt: skip
+         "kv auto over the link": ("stream", "cpu", {"kv_offload": "auto", "kv_attention": "gpu"}),
+         "int8 auto": EIGHT_BITS["int8 auto"]}  # fmt: skip
 ALL: dict[str, Any] = WAYS | EIGHT_BITS | MIXED
 FIRST, SECOND = (9, 5, 7), (13, 4)
 

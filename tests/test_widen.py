@@ -65,7 +65,7 @@ def test_an_engine_with_the_kernel_gives_the_same_logits(by_kernel: dict[str, An
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, (40, 112, 528, 128)])
+@pytest.mark.parametrize("shape", [*SHAPES, (6, 112, 528, 128)])
 def test_the_kernel_gives_what_pytorch_gives_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     from zinfer.engine.stream.widen_kernel import widen
 

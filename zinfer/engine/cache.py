@@ -11,6 +11,7 @@ kind (an index beside the keys) gets the cache that `transformers` makes, which 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -314,6 +315,10 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self._show()
         return seen
 
+    def store(self, keys: Tensor, values: Tensor) -> "Sequence[Tensor | Narrow]":
+        """Store new keys and values as `update` does; return those that they see in the form that takes no memory."""
+        return self.update(keys, values)
+
 
 Widen = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
@@ -323,13 +328,41 @@ def widened(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(numbers, scales, out=torch.empty(numbers.shape, dtype=dtype, device=numbers.device))  # one pass
 
 
+@dataclass(frozen=True)
+class Narrow:
+    """Keys or values in 8 bits, `numbers` ``[rows, heads, n, D]``, with their `scales`, ``[rows, heads, n, 1]``;
+    `widen` computes what `widened` does."""
+
+    numbers: Tensor
+    scales: Tensor
+    dtype: torch.dtype  # the model's
+    widen: Widen
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def wide(self) -> Tensor:
+        """Return numbers times scales, in the model's type, in memory of their own."""
+        if self.numbers.dtype != torch.int8:
+            return self.numbers.to(self.dtype).mul_(self.scales)
+        return self.widen(self.numbers, self.scales, self.dtype)
+
+
 class QuantizedLayer(FixedLayer):
     """Keys and values in 8 bits (`storage` is int8 or float8_e4m3fn), each head of each token with a scale of its own.
     `widen` computes what `widened` does.
 
     The prompt's attention sees exact keys and values. A later pass sees the stored ones, converted to the model's type
-    in memory of their own, so a pass should have few rows. This saves memory, not time: attention over a cache in 16
-    bits reads 2 bytes a value; here a step reads 1, writes 2 and reads these 2.
+    in memory of their own, so attention should have few rows at a time. This saves memory, not time: attention over a
+    cache in 16 bits reads 2 bytes a value; here a step reads 1, writes 2 and reads these 2.
     """
 
     def __init__(
@@ -381,24 +414,23 @@ class QuantizedLayer(FixedLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        exact = not self.length
+        keys, values = self.store(key_states, value_states)
+        return (key_states, value_states) if exact else (keys.wide(), values.wide())
+
+    def store(self, keys: Tensor, values: Tensor) -> tuple[Narrow, Narrow]:
+        """Store new keys and values; return those that they see, as they are stored."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start, step = self.length, self.advance(key_states.shape[2])
+            self.lazy_initialization(keys, values)
+        step = self.advance(keys.shape[2])
         seen = []
-        for (content, scales), states in zip(self._stored, (key_states, value_states), strict=True):
+        for (content, scales), states in zip(self._stored, (keys, values), strict=True):
             scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=self._least) / self._largest
             new = states / scale
             new = (new.round_() if self._storage == torch.int8 else new).to(self._storage)
             bits = step.store(content[self.rows].view(torch.int8), new.view(torch.int8)).view(self._storage)
-            scale = step.store(scales[self.rows], scale)
-            seen.append(self._widened(bits, scale) if start else states)
+            seen.append(Narrow(bits, step.store(scales[self.rows], scale), self.dtype, self._widen))
         return seen[0], seen[1]
-
-    def _widened(self, bits: Tensor, scale: Tensor) -> Tensor:
-        """Return 8-bit numbers times their scales, in the model's type."""
-        if self._storage != torch.int8:
-            return bits.to(self.dtype).mul_(scale)
-        return self._widen(bits, scale, self.dtype)
 
 
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

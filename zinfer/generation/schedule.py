@@ -271,6 +271,7 @@ class PassTimes:
         self._row_s = step.limits["compute"]
         if machine.hbm_bandwidth is not None:  # a forward pass reads the weights, and attention keys and values
             size = model.kv_bytes(1, length) * setup.kv_ratio * (1 - setup.kv_host_share) / length
+            size = cost.attention_bytes(setup, size, AT_FIRST)
             self._read_s = model.weight_bytes / machine.hbm_bandwidth
             # Kernels for short rows reach half of the bandwidth; of several GPUs each has its own rows.
             self._position_s = 2 * size / machine.hbm_bandwidth / setup.gpus

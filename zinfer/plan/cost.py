@@ -363,8 +363,9 @@ def _pass(
     if tokens is not None and reads_codes(setup, model, tokens):
         rate = 1.0 if factors.perfect else CODES_RATE / ceil(tokens / CODES_AT_ONCE)
         read *= 1 - min(setup.resident_bytes, model.streamed_bytes) / model.weight_bytes * (1 - setup.wire_ratio / rate)
+    attended = attention_bytes(setup, kv - (hosted if setup.kv_on_cpu else 0), factors)
     limits: dict[Bound, float] = {
-        "hbm": (read + arrived + (kv - (hosted if setup.kv_on_cpu else 0)) / share) / hbm,
+        "hbm": (read + arrived + attended / share) / hbm,
         "compute": flops / share / (factors.mfu * machine.matmul_flops)
         + (0 if factors.perfect else passed / share / machine.hbm_bandwidth),
         "launch": factors.layer_s * model.num_layers,
@@ -396,8 +397,8 @@ def _pass(
         # These follow each other in every layer: weights are unpacked, the GPU computes, the CPU attends.
         on_gpu = unpacking + limits["hbm"] + limits["compute"] + limits["launch"]
         # A value in 8 bits takes a core as long as one in 16, for which the rate was measured.
-        attended = round(hosted / setup.kv_ratio)
-        attending, copying = contended_rates(setup, machine, cpu, attended, limits.get("link", 0.0))
+        values = round(hosted / setup.kv_ratio)
+        attending, copying = contended_rates(setup, machine, cpu, values, limits.get("link", 0.0))
         limits["cpu attention"] = attending + on_gpu
         if "link" in limits:
             limits["link"] = copying
@@ -426,6 +427,13 @@ def _pass(
     stay = read * min(setup.resident_bytes, model.streamed_bytes) / model.weight_bytes / hbm
     in_turn = moved + max(limits["compute"], limits["launch"], stay)
     return found.model_copy(update={"seconds": max(found.seconds, in_turn)})
+
+
+def attention_bytes(setup: Placement, kv: float, factors: Efficiency) -> float:
+    """Return the bytes of GPU memory that attention to `kv` bytes of the KV cache reads and writes: numbers of 8 bits
+    are widened to the model's type, which is written and read, before products multiply them."""
+    widened = setup.kv_ratio < 1 and not factors.perfect
+    return kv + 2 * kv / setup.kv_ratio if widened else kv
 
 
 def _awaiting_choice(

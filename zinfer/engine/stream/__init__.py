@@ -45,7 +45,16 @@ from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, L
 from zinfer.engine.stream.layer_source import LayerSource, copy_into
 from zinfer.engine.stream.packed_product import PackedProducts
 from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.engine.stream.ragged import NotRaggedError, Ragged, bias_of, is_decode, layers_of, split, stacked_inputs
+from zinfer.engine.stream.ragged import (
+    NotRaggedError,
+    Ragged,
+    bias_of,
+    is_decode,
+    layers_of,
+    split,
+    stacked_inputs,
+    takes_part,
+)
 from zinfer.engine.stream.stacked import NotStackedError
 from zinfer.engine.triton_check import cannot_run, trouble
 from zinfer.plan.cost import Placement
@@ -230,7 +239,7 @@ class Stream(Decoder):
 
     @property
     def joins(self) -> bool:
-        return (self._ragged.able or self._stacks_on_device) and self.options.kv_cache_dtype not in STORAGE
+        return self._ragged.able or self._stacks_on_device
 
     def cannot_snapshot(self) -> str | None:
         able = {"kv_offload": ("none",), "kv_cache_dtype": ("auto", "bf16")}
@@ -427,8 +436,8 @@ class Stream(Decoder):
         return f"the layers of {name} keep {kept}: {option}={getattr(self.options, option)} is not for them"
 
     def _rows_at_once(self, cache: RowCache, here: int) -> int:
-        """Return how many of the `here` rows on the GPU decode together: all, unless their keys are stored in 8
-        bits."""
+        """Return how many of the `here` rows on the GPU are attended to together: all, unless their keys are stored in
+        8 bits."""
         layers = [getattr(layer, "here", layer) for layer in cache.attention.values()]
         size = max((layer.dequantized_bytes for layer in layers if isinstance(layer, QuantizedLayer)), default=0)
         return max(1, DEQUANTIZED_BYTES // size) if size else here
@@ -476,20 +485,24 @@ class Stream(Decoder):
         """True if micro-batches on the device share a forward pass as one rectangle. Where no weight crosses the link
         each has a graph of its own."""
         recorded = self._graphs.wanted and (self._ring is None or not self._ring.streamed)
+        recorded = recorded and self.options.kv_cache_dtype not in STORAGE
         return self._stacks and not recorded
 
     def _stacks_part(self, part: Part, on_cpu: bool = False) -> bool:
         """Tell whether a part can share a forward pass with others as rows of one rectangle: a decode step of all rows
-        that a micro-batch has on the device, or of all that the CPU attends to, which have nothing but keys and values,
-        in layers of one kind."""
+        that a micro-batch has on the device (in 8 bits also of some), or of all that the CPU attends to, which have
+        nothing but keys and values, in layers of one kind."""
         batch, cache = part.batch, part.batch.cache
         assert isinstance(batch, StreamBatch)
-        rows = batch.host.rows if on_cpu and batch.host is not None else slice(0, batch.here)
-        if not (self._stacks and is_decode(part) and part.rows == rows and isinstance(cache, RowCache)):
+        if not (self._stacks and is_decode(part) and isinstance(cache, RowCache)):
             return False
-        layers = [layer if on_cpu else getattr(layer, "here", layer) for layer in cache.layers]
-        kind = SplitLayer if on_cpu else FixedLayer
-        return all(type(layer) is kind and layer.slots.window is None for layer in layers)
+        if any(layer.slots.window is not None for layer in cache.layers if isinstance(layer, FixedLayer)):
+            return False
+        if on_cpu:
+            whole = batch.host is not None and part.rows == batch.host.rows
+            return whole and all(isinstance(layer, SplitLayer) for layer in cache.layers)
+        whole, here = part.rows == slice(0, batch.here), part.rows.stop <= batch.here
+        return here and all(takes_part(getattr(layer, "here", layer), whole) for layer in cache.layers)
 
     def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
         """Run a forward pass for each list of parts, which share it; return their logits."""
@@ -681,11 +694,6 @@ class Stream(Decoder):
         elif host is not None:
             host.keep_rows(kept[here:], here)
         super()._keep_rows(batch, kept)
-
-    def cannot_regroup(self) -> str | None:
-        if self.options.kv_offload != "none" and self.options.kv_cache_dtype in STORAGE:
-            return f"a KV cache in host memory with kv_cache_dtype={self.options.kv_cache_dtype} is not moved"
-        return super().cannot_regroup()
 
     def _move(self, target: DecoderBatch, moved: Sequence[MovedRows], length: int) -> None:
         kept = [(batch, batch.others(rows).tolist(), batch.here) for batch, rows, _ in moved]  # type: ignore[attr-defined]

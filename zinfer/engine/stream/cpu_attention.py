@@ -116,6 +116,8 @@ class HostedRows(Stacked, Hosted):
     """Stacked rows in host memory, of a type of `FLOATS` or as `coded` made them. Products of attention read the blocks
     where they are."""
 
+    blocks: tuple[Tensor, ...]
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], cls) and (func in VIEWS or getattr(func, "__name__", "") in MEASURES):

@@ -181,8 +181,18 @@ def coded(states: Tensor) -> Tensor:
     and `mix`.
     """
     scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=TINIEST) / 127
-    content = (states.float() / scale).round_().to(torch.int8)
-    return torch.cat([content.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+    return with_scales((states.float() / scale).round_().to(torch.int8), scale)
+
+
+def with_scales(numbers: Tensor, scales: Tensor) -> Tensor:
+    """Return int8 `numbers` ``[.., D]`` and their float32 `scales` ``[.., 1]`` as `coded` does."""
+    return torch.cat([numbers.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
+
+
+def without_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the int8 numbers ``[.., D]`` and the float32 scales ``[.., 1]`` of what `coded` returned."""
+    width = rows.shape[-1] - SCALE_BYTES
+    return rows[..., :width].view(torch.int8), rows[..., width:].contiguous().view(torch.float32)
 
 
 def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
-from zinfer.engine.cache import FixedLayer, Gaps, Slots, Step, taken
+from zinfer.engine.cache import FixedLayer, Gaps, Narrow, QuantizedLayer, Slots, Step, taken
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 from zinfer.engine.stream.cpu_attention import code, host, keep_freed
-from zinfer.engine.stream.cpu_kernel import coded, library
+from zinfer.engine.stream.cpu_kernel import coded, library, with_scales, without_scales
 from zinfer.engine.stream.meanwhile import arriving, settle, store_later
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 from zinfer.spec.progress import Progress, silent
@@ -212,10 +212,16 @@ class HostCache(ABC):
         """Store keys and values, ``[rows, kv_heads, n, head_dim]`` each, of positions `start` on; return all keys and
         values that these positions see."""
 
+    def fill(self, layer: int, rows: slice, blocks: Sequence[Tensor]) -> None:
+        """Store the first positions of `rows`: keys and values, or what `FixedLayer.stored` returns of those in 8
+        bits."""
+        keys, values = blocks
+        self.extend(layer, rows, keys, values, 0)
+
     @abstractmethod
     def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of `rows` of the batch, ``[b, kv_heads, n, head_dim]`` each, on the host or the
-        device: the positions that the next token after `length` ones sees."""
+        device: the positions that the next token after `length` ones sees. In 8 bits they are as `coded` has them."""
 
     @abstractmethod
     def rollback(self, length: int) -> None:
@@ -253,18 +259,12 @@ class CpuCache(HostCache):
         if self._in_8_bits and not keys.is_cuda:  # what is coded must have arrived
             settle()
         stored = (coded(keys), coded(values)) if self._in_8_bits else (keys, values)
-        if layer not in self._places:
-            slots = self._slots(layer)
-            self._places[layer] = slots, *self._take(layer, slots, stored)
-        slots, *places = self._places[layer]
-        own = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
-        step = slots.add(start, keys.shape[2])
         if not start:
-            for place, states in zip(places, stored, strict=True):
-                # One copy of whole rows: positions beyond the prompt have no meaning yet.
-                wide = pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop))
-                self._sent.append(self._sender.send(wide, place[own]))
+            self._send(layer, rows, stored)
             return keys, values
+        slots, *places = self._places[layer]
+        own = self._own(rows)
+        step = slots.add(start, keys.shape[2])
         for event in self._sent:
             if event is not None:
                 event.synchronize()
@@ -279,6 +279,27 @@ class CpuCache(HostCache):
             ]
             return code(rows_of[0], self._device, keys.dtype), code(rows_of[1], self._device, keys.dtype)
         return host(seen[0], self._device), host(seen[1], self._device)
+
+    def fill(self, layer: int, rows: slice, blocks: Sequence[Tensor]) -> None:
+        if self._in_8_bits:
+            blocks = with_scales(*blocks[:2]), with_scales(*blocks[2:])
+        self._send(layer, rows, blocks)
+
+    def _own(self, rows: slice) -> slice:
+        """Return `rows` of the batch as rows of this cache."""
+        return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+
+    def _send(self, layer: int, rows: slice, stored: Sequence[Tensor]) -> None:
+        """Send the first positions of `rows`, in the form in which they are stored."""
+        if layer not in self._places:
+            slots = self._slots(layer)
+            self._places[layer] = slots, *self._take(layer, slots, stored)
+        slots, *places = self._places[layer]
+        step = slots.add(0, stored[0].shape[2])
+        for place, states in zip(places, stored, strict=True):
+            # One copy of whole rows: positions beyond the prompt have no meaning yet.
+            wide = pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop))
+            self._sent.append(self._sender.send(wide, place[self._own(rows)]))
 
     def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         self._sender.finish()
@@ -527,15 +548,13 @@ class SplitLayer(FixedLayer):
         `on_cpu`."""
         if on_cpu:
             return isinstance(self._host, CpuCache) and rows == self._host.rows
+        if isinstance(self.here, QuantizedLayer):
+            return bool(rows.stop <= self.batch_size)
         if type(self.here) is not FixedLayer:
             return False
         if isinstance(self._host, LinkCache):
             return not self._host.shared
         return rows == slice(0, self.batch_size)
-
-    def part(self, rows: slice, length: int) -> "PartLayer":
-        """Return the layer of a part of the rows, which are `length` tokens long."""
-        return PartLayer(self, rows, length)
 
     def hand_back(self) -> None:
         """Free the copy of keys and values that the last `update` returned."""
@@ -548,6 +567,8 @@ class SplitLayer(FixedLayer):
             return self.here.stored(rows, length, gaps)
         there = self._host.stored(self._index, rows[~here].tolist(), length)
         blocks = [half.to(rows.device) for half in there]
+        if isinstance(self.here, QuantizedLayer):
+            blocks = [part for half in blocks for part in without_scales(half)]
         if gaps is not None:
             every, of_there = torch.arange(len(blocks[0]), device=rows.device), gaps.of(~here)
             blocks = [taken(half, every, slice(0, half.shape[2]), of_there) for half in blocks]
@@ -562,11 +583,11 @@ class SplitLayer(FixedLayer):
         return found
 
     def fill(self, blocks: Sequence[Sequence[Tensor]], length: int, dtype: torch.dtype) -> None:
-        keys, values = (_padded([block[half] for block in blocks], length) for half in (0, 1))
+        whole = [_padded(parts, length) for parts in zip(*blocks, strict=True)]
         if self.batch_size:
-            self.here.fill([(keys[: self.batch_size], values[: self.batch_size])], length, dtype)
+            self.here.fill([[one[: self.batch_size] for one in whole]], length, dtype)
         for part in self._host.parts:
-            self._host.extend(self._index, part, keys[part], values[part], 0)
+            self._host.fill(self._index, part, [one[part] for one in whole])
         self.is_initialized, self.dtype = True, dtype
         self.window(slice(0, self.batch_size), length)
         self.length = length
@@ -591,13 +612,20 @@ class SplitLayer(FixedLayer):
             return self.here.update(key_states, value_states, *args, **kwargs)
         return self._host.extend(self._index, self.rows, key_states, value_states, start)
 
+    def store(self, keys: Tensor, values: Tensor) -> Sequence[Tensor | Narrow]:
+        if self.rows.stop > self.batch_size:
+            return self.update(keys, values)
+        self.length += keys.shape[2]
+        self.is_initialized, self.dtype = True, keys.dtype
+        return self.here.store(keys, values)
+
 
 class PartLayer(DynamicLayer):  # type: ignore[misc]
-    """Layer of one part of a batch, in a forward pass that several parts share."""
+    """Layer of `rows` of a batch, at position `length`, in a forward pass that several parts share."""
 
     is_sliding = False
 
-    def __init__(self, whole: SplitLayer, rows: slice, length: int) -> None:
+    def __init__(self, whole: FixedLayer, rows: slice, length: int) -> None:
         super().__init__()
         self._whole, self._rows, self._length = whole, rows, length
 
@@ -610,7 +638,8 @@ class PartLayer(DynamicLayer):  # type: ignore[misc]
 
     def attended(self) -> None:
         """Free what `update` returned."""
-        self._whole.hand_back()
+        if isinstance(self._whole, SplitLayer):
+            self._whole.hand_back()
 
 
 def _padded(blocks: Sequence[Tensor], length: int) -> Tensor:

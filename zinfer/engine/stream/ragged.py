@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zinfer.engine.cache import FixedLayer, RowCache
+from zinfer.engine.cache import FixedLayer, QuantizedLayer, RowCache
 from zinfer.engine.decoder import Part, rope_switch
 from zinfer.engine.stream.cpu_attention import attend_all, hosted_rows, plain
 from zinfer.engine.stream.kv import PartLayer, SplitLayer
@@ -90,12 +90,13 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
             shared, tokens = query.shape[1] // keys.shape[1], query.shape[2]
             seen = None if mask is None else mask.of(keys.shape[2], shared if tokens > 1 else 1)
             # Query heads that share keys stand where several tokens would: no key is copied for them.
-            asked = query[rows].reshape(len(keys), keys.shape[1], shared * tokens, query.shape[-1])
+            asked = query[rows].reshape(count, keys.shape[1], shared * tokens, query.shape[-1])
             mixed = self._by(asked, keys, values, attn_mask=seen, scale=scaling)
+            apart = mixed.view(*keys.shape[:2], shared, tokens, values.shape[-1])
+            found.append(apart.permute(0, 3, 1, 2, 4).reshape(count, tokens, -1, values.shape[-1]))
+            del keys, values  # widened, they take memory of their own, which the next ones need
             if isinstance(store, PartLayer):
                 store.attended()
-            apart = mixed.view(*keys.shape[:2], shared, tokens, values.shape[-1])
-            found.append(apart.permute(0, 3, 1, 2, 4).reshape(len(keys), tokens, -1, values.shape[-1]))
         return torch.cat(found)
 
 
@@ -160,7 +161,7 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
         device, dtype = key_states.device, key_states.dtype
         if self._on_cpu:  # one transfer for all parts
             key_states, value_states = arriving(key_states, value_states)
-        found: list[list[Tensor]] = [[], []]
+        found: list[list[Any]] = [[], []]
         first = 0
         with stored_together():
             for part in self._parts:
@@ -168,9 +169,11 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
                 first = rows.stop
                 cache = part.batch.cache
                 assert isinstance(cache, RowCache)
-                seen = cache.layers[self.index].update(key_states[rows], value_states[rows])
+                layer: FixedLayer = cache.layers[self.index]
+                layer.window(part.rows, part.batch.length)  # other parts may be rows of the same batch
+                seen = layer.store(key_states[rows], value_states[rows])
                 for blocks, states in zip(found, seen, strict=True):
-                    blocks.append(plain(states))
+                    blocks.append(plain(states) if isinstance(states, Tensor) else states)
         keys, values = (hosted_rows(one, device, dtype) if self._on_cpu else stack(one, dtype) for one in found)
         return keys, values
 
@@ -227,7 +230,8 @@ class Ragged:
         batch, cache, count = part.batch, part.batch.cache, part.token_ids.shape[1]
         if not (self.able and is_decode(part) and isinstance(cache, RowCache)):
             return False
-        whole = all(type(layer) is FixedLayer for layer in cache.layers) and part.rows == slice(0, batch.batch_size)
+        rows_of_all = part.rows == slice(0, batch.batch_size)
+        whole = all(takes_part(layer, rows_of_all) for layer in cache.layers)
         split = all(isinstance(layer, SplitLayer) and layer.joins(part.rows, on_cpu) for layer in cache.layers)
         whole = whole and not on_cpu
         return (whole or split) and (count == 1 or all(layer.slots.window is None for layer in cache.layers))
@@ -337,7 +341,14 @@ def _aligned(rows: int, tokens: int, count: int, dtype: torch.dtype, device: tor
 def layers_of(part: Part) -> Sequence[DynamicLayer]:
     """Return the layers of a part's cache, for its rows alone."""
     layers = part.batch.cache.layers if part.batch.cache is not None else ()
-    return [layer.part(part.rows, part.batch.length) if isinstance(layer, SplitLayer) else layer for layer in layers]
+    kinds = SplitLayer, QuantizedLayer
+    return [PartLayer(one, part.rows, part.batch.length) if isinstance(one, kinds) else one for one in layers]
+
+
+def takes_part(layer: DynamicLayer, whole: bool) -> bool:
+    """Tell whether rows of a layer on the device, all or not, can share a forward pass with rows of others: in 8 bits,
+    attended to a part at a time, also some of them."""
+    return isinstance(layer, QuantizedLayer) or (type(layer) is FixedLayer and whole)
 
 
 def is_decode(part: Part) -> bool:

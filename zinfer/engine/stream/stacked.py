@@ -2,8 +2,8 @@
 
 To the model the rows of all micro-batches are one rectangle, left-padded to the longest; its mask hides the padding.
 The memory of the rectangle does not exist: views of a `Stacked` tensor are followed, and the products that attention
-consists of are computed block by block, as they would be for each micro-batch alone. Anything else that a model does
-with its keys raises `NotStackedError`.
+consists of are computed block by block, as they would be for each micro-batch alone. Blocks in 8 bits are widened one
+by one, when their turn comes. Anything else that a model does with its keys raises `NotStackedError`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from zinfer.engine.cache import Narrow
 
 RESHAPES = {Tensor.reshape, Tensor.view, torch.reshape}
 TURNS = {Tensor.transpose, torch.transpose, Tensor.mT.__get__}  # type: ignore[attr-defined]
@@ -26,7 +28,7 @@ class Stacked(Tensor):
     """Keys or values ``[B, heads, n, D]`` of several micro-batches, n that of the longest: each of `blocks`, ``[b,
     heads, up to n, D]``, stands at the end of its rows. Made by `stack`."""
 
-    blocks: tuple[Tensor, ...]
+    blocks: tuple[Tensor | Narrow, ...]
     turned: bool  # True if the last two dimensions are exchanged
 
     @classmethod
@@ -72,12 +74,14 @@ class Stacked(Tensor):
         heads, first = self.blocks[0].shape[1], 0
         for block in self.blocks:
             last = first + len(block) * (heads if flat else 1)
-            shaped = block.flatten(0, 1) if flat else block
+            wide = block.wide() if isinstance(block, Narrow) else block
+            shaped = wide.flatten(0, 1) if flat else wide
             yield slice(first, last), shaped.transpose(-1, -2) if self.turned else shaped
+            del wide, shaped
             first = last
 
 
-def stack(blocks: Sequence[Tensor], dtype: torch.dtype) -> Stacked:
+def stack(blocks: Sequence[Tensor | Narrow], dtype: torch.dtype) -> Stacked:
     """Return `Stacked` of `blocks`, each ``[b, heads, n, D]`` on one device, n its own."""
     rows, longest = sum(len(block) for block in blocks), max(block.shape[2] for block in blocks)
     shape = (rows, blocks[0].shape[1], longest, blocks[0].shape[3])

@@ -307,12 +307,7 @@ def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
     loads = [prompts(lengths) for lengths in ((9, 5, 7, 4, 6), (7, 7, 7), (3,))]
     tokens = torch.arange(4, 31).view(9, 3)
     shares = tokens.split([5, 3, 1])
-    expected = []
-    for (token_ids, mask), rows in zip(loads, shares, strict=True):
-        steps = [prefill(engine, token_ids, mask, reserve=8)]
-        steps += [decode(engine, rows[:, step]) for step in range(3)]
-        engine.clear()
-        expected.append(steps)
+    expected = _each_alone(engine, loads, shares)
     batches = [passes.prefill(engine, token_ids, mask, 8)[0] for token_ids, mask in loads]
     assert [batch.hosted for batch in batches] == [2, 3, 1]
     for step in range(3):
@@ -353,12 +348,7 @@ def test_rows_in_8_bits_share_a_forward_pass(
     loads = [prompts(lengths) for lengths in ((9, 5, 7, 4, 6), (7, 7, 7), (3,))]
     tokens = torch.arange(4, 31).view(9, 3)
     shares = tokens.split([5, 3, 1])
-    expected = []
-    for (token_ids, mask), rows in zip(loads, shares, strict=True):
-        steps = [prefill(engine, token_ids, mask, reserve=8)]
-        steps += [decode(engine, rows[:, step]) for step in range(3)]
-        engine.clear()
-        expected.append(steps)
+    expected = _each_alone(engine, loads, shares)
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
     engine._widen = widen
     batches = [passes.prefill(engine, token_ids, mask, 8)[0] for token_ids, mask in loads]
@@ -375,6 +365,19 @@ def test_rows_in_8_bits_share_a_forward_pass(
         assert len(most) == 3 * here * 2 * len(engine.batches[0].cache.layers)
         assert max(most) <= 1, "a row's keys may still be there while its values are widened"
     engine.close()
+
+
+def _each_alone(
+    engine: Any, loads: list[tuple[torch.Tensor, torch.Tensor]], shares: tuple[torch.Tensor, ...]
+) -> list[list[torch.Tensor]]:
+    """Return the logits of each micro-batch alone: of its prompts, and of three steps with its share of the tokens."""
+    expected = []
+    for (token_ids, mask), rows in zip(loads, shares, strict=True):
+        steps = [prefill(engine, token_ids, mask, reserve=8)]
+        steps += [decode(engine, rows[:, step]) for step in range(3)]
+        engine.clear()
+        expected.append(steps)
+    return expected
 
 
 def _calls(engine: Any, monkeypatch: Patch) -> list[int]:
@@ -406,28 +409,31 @@ def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
     calls = _calls(engine, monkeypatch)
     loads = [prompts(lengths) for lengths in ((9, 5, 7, 4, 6), (11, 11), (3,))]
     tokens = torch.arange(4, 28).view(8, 3)
-    expected = []
-    for (token_ids, mask), rows in zip(loads, (tokens[:5], tokens[5:7], tokens[7:]), strict=True):
-        steps = [prefill(engine, token_ids, mask, reserve=8)]
-        steps += [decode(engine, rows[:, step]) for step in range(3)]
-        engine.clear()
-        expected.append(steps)
+    shares = tokens.split([5, 2, 1])
+    expected = _each_alone(engine, loads, shares)
     batches = []
     for (token_ids, mask), steps in zip(loads, expected, strict=True):
         batch, logits = passes.prefill(engine, token_ids, mask, 8)
         assert torch.allclose(logits, steps[0], atol=2e-4)
         batches.append(batch)
     assert [batch.hosted for batch in batches] == [1, 2, 1]
+    quantised: list[int] = []
+
+    def coded(states: torch.Tensor) -> torch.Tensor:
+        quantised.append(len(states))
+        return cpu_kernel.coded(states)
+
+    monkeypatch.setattr("zinfer.engine.stream.kv.coded", coded)
     for step in range(3):
         calls.clear()
-        works = [
-            Work(batch, rows[:, step : step + 1]) for batch, rows in zip(batches, tokens.split([5, 2, 1]), strict=True)
-        ]
+        works = [Work(batch, rows[:, step : step + 1]) for batch, rows in zip(batches, shares, strict=True)]
         found = engine.forward(works)
         assert sorted(calls) == [4, 4], "those on the device, and those in host memory"
         assert engine._stacks
         for logits, steps in zip(found, expected, strict=True):
             assert torch.allclose(logits[:, -1], steps[1 + step], atol=2e-4 if storage == "auto" else 3e-2)
+    layers = len(batches[0].cache.layers)  # type: ignore[attr-defined]
+    assert quantised == ([4] * 2 * layers * 3 if storage == "int8" else []), "keys of all micro-batches at once"
     engine.close()
 
 

@@ -316,7 +316,8 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return seen
 
     def store(self, keys: Tensor, values: Tensor) -> "Sequence[Tensor | Narrow]":
-        """Store new keys and values as `update` does; return those that they see in the form that takes no memory."""
+        """Store new keys and values as `update` does; return those that they see in the form in which they are
+        stored."""
         return self.update(keys, values)
 
 

@@ -249,12 +249,6 @@ class HostedScores(Hosted):
             return host(found.to(self.dtype).view(self.shape), self.home)
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor of a subclass as torch's own."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(Tensor)
-
-
 def attend_all(
     queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor], scale: float | None
 ) -> Tensor:

@@ -177,8 +177,7 @@ def _alike(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
 def coded(states: Tensor) -> Tensor:
     """Quantise the rows of `states` (``[.., D]``, any float type) to 8 bits: symmetric, rounded to nearest.
 
-    Returns uint8 ``[.., D + 4]``, each row with its scale; ``view(torch.int8)[.., :D]`` of it is a matrix for `dots`
-    and `mix`.
+    Returns uint8 ``[.., D + 4]``, each row with its scale; `numbers_of` it is a matrix for `dots` and `mix`.
     """
     scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=TINIEST) / 127
     return with_scales((states.float() / scale).round_().to(torch.int8), scale)
@@ -191,8 +190,13 @@ def with_scales(numbers: Tensor, scales: Tensor) -> Tensor:
 
 def without_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the int8 numbers ``[.., D]`` and the float32 scales ``[.., 1]`` of what `coded` returned."""
-    width = rows.shape[-1] - SCALE_BYTES
-    return rows[..., :width].view(torch.int8), rows[..., width:].contiguous().view(torch.float32)
+    return numbers_of(rows), rows[..., rows.shape[-1] - SCALE_BYTES :].contiguous().view(torch.float32)
+
+
+def numbers_of(rows: Tensor) -> Tensor:
+    """Return the int8 numbers ``[.., D]`` of what `coded` returned, a matrix for `dots` and `mix`, which find the
+    scales beside them."""
+    return rows[..., : rows.shape[-1] - SCALE_BYTES].view(torch.int8)
 
 
 def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:

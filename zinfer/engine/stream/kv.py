@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from zinfer.engine.cache import FixedLayer, Gaps, Narrow, QuantizedLayer, Slots, Step, taken
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 from zinfer.engine.stream.cpu_attention import code, host, keep_freed
-from zinfer.engine.stream.cpu_kernel import coded, library, with_scales, without_scales
+from zinfer.engine.stream.cpu_kernel import coded, library, numbers_of, with_scales, without_scales
 from zinfer.engine.stream.meanwhile import arriving, settle, store_later
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 from zinfer.spec.progress import Progress, silent
@@ -256,29 +256,33 @@ class CpuCache(HostCache):
         self._sent: list[Any] = []  # events behind copies of prompts' keys that may be under way
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        if self._in_8_bits and not keys.is_cuda:  # what is coded must have arrived
-            settle()
-        stored = (coded(keys), coded(values)) if self._in_8_bits else (keys, values)
+        stored = self.form(keys, values)
         if not start:
             self._send(layer, rows, stored)
             return keys, values
+        seen = self.add(layer, rows, arriving(*stored), start)
+        if self._in_8_bits:
+            return code(seen[0], self._device, keys.dtype), code(seen[1], self._device, keys.dtype)
+        return host(seen[0], self._device), host(seen[1], self._device)
+
+    def form(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values in the form in which they are stored, on their device."""
+        return (coded(keys), coded(values)) if self._in_8_bits else (keys, values)
+
+    def add(self, layer: int, rows: slice, arrived: Sequence[Tensor], start: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values of positions `start` on, behind earlier ones, as `form` has them, in host memory or on
+        their way there (`arriving`); return all keys and values that these positions see, in 8 bits without scales."""
         slots, *places = self._places[layer]
-        own = self._own(rows)
-        step = slots.add(start, keys.shape[2])
+        step = slots.add(start, arrived[0].shape[2])
         for event in self._sent:
             if event is not None:
                 event.synchronize()
         self._sent = []
-        arrived = arriving(*stored)
         if step.moved:  # the past moves, too
             settle()
-        seen = [_stored(step, place[own], states) for place, states in zip(places, arrived, strict=True)]
-        if self._in_8_bits:
-            rows_of = [
-                one.view(torch.int8)[..., : states.shape[3]] for one, states in zip(seen, (keys, values), strict=True)
-            ]
-            return code(rows_of[0], self._device, keys.dtype), code(rows_of[1], self._device, keys.dtype)
-        return host(seen[0], self._device), host(seen[1], self._device)
+        own = self._own(rows)
+        keys, values = (_stored(step, place[own], states) for place, states in zip(places, arrived, strict=True))
+        return (numbers_of(keys), numbers_of(values)) if self._in_8_bits else (keys, values)
 
     def fill(self, layer: int, rows: slice, blocks: Sequence[Tensor]) -> None:
         if self._in_8_bits:
@@ -612,6 +616,18 @@ class SplitLayer(FixedLayer):
             return self.here.update(key_states, value_states, *args, **kwargs)
         return self._host.extend(self._index, self.rows, key_states, value_states, start)
 
+    def form(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `CpuCache.form` of keys and values of rows that the CPU attends to."""
+        assert isinstance(self._host, CpuCache)
+        return self._host.form(keys, values)
+
+    def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values of such rows, behind a prompt, as `CpuCache.add` does."""
+        assert isinstance(self._host, CpuCache)
+        start = self.length
+        self.length += keys.shape[2]
+        return self._host.add(self._index, self.rows, (keys, values), start)
+
     def store(self, keys: Tensor, values: Tensor) -> Sequence[Tensor | Narrow]:
         if self.rows.stop > self.batch_size:
             return self.update(keys, values)
@@ -635,6 +651,17 @@ class PartLayer(DynamicLayer):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         self._whole.window(self._rows, self._length)
         return self._whole.update(key_states, value_states)
+
+    def form(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `CpuCache.form` of keys and values of rows that the CPU attends to."""
+        assert isinstance(self._whole, SplitLayer)
+        return self._whole.form(keys, values)
+
+    def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values of such rows, behind a prompt, as `CpuCache.add` does."""
+        assert isinstance(self._whole, SplitLayer)
+        self._whole.window(self._rows, self._length)
+        return self._whole.add(keys, values)
 
     def attended(self) -> None:
         """Free what `update` returned."""

@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zinfer.engine.cache import FixedLayer, QuantizedLayer, RowCache
 from zinfer.engine.decoder import Part, rope_switch
-from zinfer.engine.stream.cpu_attention import attend_all, hosted_rows, plain
+from zinfer.engine.stream.cpu_attention import attend_all, hosted_rows
 from zinfer.engine.stream.kv import PartLayer, SplitLayer
 from zinfer.engine.stream.meanwhile import arriving, stored_together
 from zinfer.engine.stream.stacked import stack
@@ -108,14 +108,13 @@ class HostedLayer(RaggedLayer):
         del key.zinfer_layer  # type: ignore[attr-defined]
         self.attended = True
         home, dtype = query.device, query.dtype
-        key, value, query = arriving(key, value, query)
+        key, value, query = arriving(*self._stores[0].form(key, value), query)
         rows, blocks, first = len(query), list[tuple[Tensor, Tensor]](), 0
         with stored_together():
             for store, count in zip(self._stores, self._rows, strict=True):
                 own = slice(first, first + count)
                 first = own.stop
-                keys, values = (plain(one) for one in store.update(key[own], value[own]))
-                blocks.append((keys, values))
+                blocks.append(store.add(key[own], value[own]))
         shared, tokens = query.shape[1] // key.shape[1], query.shape[2]
         asked = query.reshape(rows, key.shape[1], shared * tokens, query.shape[-1])
         mixed = attend_all(asked, blocks, self._biases(blocks, shared if tokens > 1 else 1), scaling)
@@ -159,23 +158,27 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         device, dtype = key_states.device, key_states.dtype
-        if self._on_cpu:  # one transfer for all parts
-            key_states, value_states = arriving(key_states, value_states)
+        if self._on_cpu:  # all parts are stored in one form: one transfer
+            form = self._layer(self._parts[0]).form(key_states, value_states)
+            key_states, value_states = arriving(*form)
         found: list[list[Any]] = [[], []]
         first = 0
         with stored_together():
             for part in self._parts:
                 rows = slice(first, first + len(part.token_ids))
                 first = rows.stop
-                cache = part.batch.cache
-                assert isinstance(cache, RowCache)
-                layer: FixedLayer = cache.layers[self.index]
+                layer = self._layer(part)
                 layer.window(part.rows, part.batch.length)  # other parts may be rows of the same batch
-                seen = layer.store(key_states[rows], value_states[rows])
-                for blocks, states in zip(found, seen, strict=True):
-                    blocks.append(plain(states) if isinstance(states, Tensor) else states)
+                store = layer.add if self._on_cpu else layer.store
+                for blocks, states in zip(found, store(key_states[rows], value_states[rows]), strict=True):
+                    blocks.append(states)
         keys, values = (hosted_rows(one, device, dtype) if self._on_cpu else stack(one, dtype) for one in found)
         return keys, values
+
+    def _layer(self, part: Part) -> Any:
+        cache = part.batch.cache
+        assert isinstance(cache, RowCache)
+        return cache.layers[self.index]
 
     def get_seq_length(self) -> int:
         return max(part.batch.length for part in self._parts)
@@ -230,8 +233,8 @@ class Ragged:
         batch, cache, count = part.batch, part.batch.cache, part.token_ids.shape[1]
         if not (self.able and is_decode(part) and isinstance(cache, RowCache)):
             return False
-        rows_of_all = part.rows == slice(0, batch.batch_size)
-        whole = all(takes_part(layer, rows_of_all) for layer in cache.layers)
+        every = part.rows == slice(0, batch.batch_size)
+        whole = all(takes_part(layer, every) for layer in cache.layers)
         split = all(isinstance(layer, SplitLayer) and layer.joins(part.rows, on_cpu) for layer in cache.layers)
         whole = whole and not on_cpu
         return (whole or split) and (count == 1 or all(layer.slots.window is None for layer in cache.layers))

@@ -18,7 +18,8 @@ from tests.grid import covering
 from tests.running import decode, prefill
 from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
 from zinfer.engine import EngineError
-from zinfer.engine.cache import LEAST_SPARE, CacheFullError, FixedLayer, QuantizedLayer
+from zinfer.engine import cache as kv_cache
+from zinfer.engine.cache import LEAST_SPARE, CacheFullError, FixedLayer, QuantizedLayer, RowCache, make_cache
 from zinfer.spec.model import ModelError
 
 LENGTHS = (13, 5, 9)  # of the prompts: longer than the windows, and shorter
@@ -292,3 +293,56 @@ def test_a_window_equals_that_of_transformers(window: int, counts: list[int], st
         layer.window(slice(0, 3), length + count)
     with pytest.raises(CacheFullError, match=f"holds {capacity} tokens"):
         layer.update(keys[:, :, :1], values[:, :, :1])
+
+
+def _chunks(made: RowCache) -> list[list[int]]:
+    """The bytes of each chunk of memory, and the layers that lie in it."""
+    found: dict[int, list[int]] = {}
+    for index, layer in made.attention.items():
+        (place,) = {memory.untyped_storage().data_ptr() for memory in layer._memories()}
+        found.setdefault(place, [layer._memories()[0].untyped_storage().nbytes()]).append(index)
+    return list(found.values())
+
+
+def _filled(config: Any, rows: int, storage: str = "auto", width: Callable[[int], int] = lambda _: 16) -> RowCache:
+    """A cache for 32 tokens, with 5 in each layer: of row r, r."""
+    made = make_cache(config, rows, 32, storage)
+    assert isinstance(made, RowCache)
+    for index, layer in made.attention.items():
+        states = torch.arange(rows)[:, None, None, None].expand(rows, 2, 5, width(index)).to(torch.bfloat16)
+        layer.update(states, states)
+    return made
+
+
+@pytest.mark.parametrize("storage", ["auto", "int8"])
+def test_memory_is_taken_for_several_layers_at_a_time(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk is filled by whole layers, and no byte is taken besides; rows that stay have chunks of their own."""
+    config = AutoConfig.for_model("llama", **{**_SHAPE, "num_hidden_layers": 7})
+    row = 2 * 2 * 32 * (16 * 2 if storage == "auto" else 16 + 4)
+    monkeypatch.setattr(kv_cache, "CHUNK_BYTES", 19 * row)
+    made = _filled(config, 6, storage)
+    assert _chunks(made) == [[18 * row, 0, 1, 2], [18 * row, 3, 4, 5], [6 * row, 6]]
+    kept = torch.tensor([0, 2, 3, 5])
+    made.keep_rows(kept, 5)
+    assert _chunks(made) == [[16 * row, 0, 1, 2, 3], [12 * row, 4, 5, 6]]
+    new = torch.zeros(4, 2, 1, 16, dtype=torch.bfloat16)
+    for layer in made.attention.values():
+        for found in layer.update(new, new):
+            assert torch.equal(found[:, 1, :5, 7].round(), kept[:, None].expand(4, 5).to(torch.bfloat16))
+    made.keep_rows(torch.tensor([], dtype=torch.long), 6)
+    assert sum(size for size, *_ in _chunks(made)) == 0
+
+
+def test_layers_with_a_window_take_less_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "LEAST_SPARE", 3)
+    config = AutoConfig.for_model("gemma2", **_SHAPE, sliding_window=6, layer_types=_ALTERNATE)
+    whole, window = (2 * 4 * 2 * room * 16 * 2 for room in (32, 8))
+    monkeypatch.setattr(kv_cache, "CHUNK_BYTES", 2 * (whole + window))
+    assert _chunks(_filled(config, 4)) == [[2 * (whole + window), 0, 1, 2, 3], [whole + window, 4, 5]]
+
+
+def test_layers_that_differ_in_their_heads_take_their_own_memory() -> None:
+    """The first chunk was taken for layers like the first; it holds as many as it can."""
+    each = 2 * 4 * 2 * 32 * 2
+    found = _chunks(_filled(AutoConfig.for_model("llama", **_SHAPE), 4, width=lambda index: 16 if index < 2 else 48))
+    assert found == [[6 * 16 * each, 0, 1, 2], [48 * each, 3], [48 * each, 4], [48 * each, 5]]

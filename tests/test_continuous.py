@@ -12,6 +12,7 @@ from tests import test_cache_kinds as kinds
 from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
 from zinfer.engine.base import Engine, Work
+from zinfer.engine.cache import Slots
 from zinfer.engine.stream import Stream, packed_layer
 from zinfer.generation import passes, schedule, scheduler
 from zinfer.generation.schedule import PassTimes
@@ -202,6 +203,96 @@ def test_a_shortage_of_memory_costs_no_sequence(
     assert running.schedule.limits.positions < before
     running.end()
     monkeypatch.undo()
+    check(engine, found, limits)
+    engine.close()
+
+
+def fall_short(
+    running: ContinuousScheduler, patch: Patch, prompts: bool, stored: int = 5
+) -> tuple[list[set[int]], list[set[int]]]:
+    """Let two passes of running rows, with `prompts` or without, fall short of memory when keys are `stored` that many
+    times. Returns the keys of the rows whose prompts were in these passes, and of those that lost what they had."""
+    asked: list[set[int]] = []
+    lost: list[set[int]] = []
+    left, add, compute, lose = 0, Slots.add, running._compute, running.schedule.lost
+
+    def keys(groups: list[schedule.Group]) -> set[int]:
+        return {row.key for group in groups for row in group.rows if row is not None}
+
+    def computed(works: list[schedule.GroupWork], *arguments: Any) -> Any:
+        nonlocal left
+        coming = [group for group, _ in works if not group.running]
+        if len(asked) < 2 and len(coming) + 2 <= len(works) and prompts == bool(coming):
+            asked.append(keys(coming))
+            left = stored
+        return compute(works, *arguments)
+
+    def added(self: Slots, start: int, count: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return add(self, start, count)
+
+    def lost_of(groups: list[schedule.Group]) -> Any:
+        lost.append(keys(groups))
+        return lose(groups)
+
+    patch.setattr(running, "_compute", computed)
+    patch.setattr(Slots, "add", added)
+    patch.setattr(running.schedule, "lost", lost_of)
+    return asked, lost
+
+
+@pytest.mark.parametrize("prompts", [True, False])
+@pytest.mark.parametrize("way", [way for way, (name, *_) in (WAYS | MORE).items() if name == "stream"])
+def test_running_rows_outlast_a_pass_without_memory(
+    way: str, prompts: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Prompts for which memory is taken are computed again, and nothing else; without any, the rows of one group."""
+    small_blocks(monkeypatch, 20)
+    small(monkeypatch)
+    name, offload, options = (WAYS | MORE)[way]
+    if options.get("kv_offload") == "auto":
+        keep_here(monkeypatch, 3)
+    engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
+    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
+    running.schedule.step = 8
+    rows = alike(10, 9, 12)
+    limits = [one.left for one in rows]
+    with monkeypatch.context() as patch:
+        asked, lost = fall_short(running, patch, prompts)
+        found = run(running, [rows[:6], rows[6:]])
+    assert running.schedule.tally.retries == len(asked) == 2
+    if prompts:
+        assert lost == asked
+    else:
+        assert all(0 < len(keys) < 6 for keys in lost)
+    running.end()
+    if way != "int8 by the cpu":
+        check(engine, found, limits)
+    assert [len(one.output_ids) for one in found] == limits
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "deepseek_v3"])
+def test_layers_of_every_kind_outlast_a_pass_without_memory(
+    name: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    small(monkeypatch)
+    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    engine = load("stream", kind(name), "cpu", tmp_path)
+    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
+    running.schedule.step = 8
+    rows = sequences(12, 5)
+    limits = [one.left for one in rows]
+    with monkeypatch.context() as patch:
+        states = name == "qwen3_next"
+        asked, lost = fall_short(running, patch, not states, stored=1 if states else 5)
+        found = run(running, [rows[:4], rows[4:]])
+    assert running.schedule.tally.retries == len(asked) == 2
+    assert states or all(keys in lost for keys in asked)  # others may have to make room
+    running.end()
     check(engine, found, limits)
     engine.close()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.running import prefill
-from tests.test_continuous import LOAD, Words, finish, keeping, run, sequences, small, suspended
+from tests.test_continuous import LOAD, Words, alike, fall_short, finish, keeping, run, sequences, small, suspended
 from tests.test_continuous import greedy as alone
 from tests.test_drafts import drafting
 from tests.test_kept import go_on
@@ -142,6 +142,25 @@ def test_a_rank_without_room_leaves_all_alike(team: Engine, checkpoint: Checkpoi
             tokens.append(passes.decode(team, batch, tokens[-1]).argmax(-1))
         assert torch.equal(torch.stack(tokens, dim=1), reference(checkpoint("llama"))[0])
         team.clear()
+
+
+def test_running_rows_outlast_a_pass_without_memory_on_one_rank(
+    team: Engine, single: Engine, monkeypatch: Patch
+) -> None:
+    """One rank fails within a layer, while the other one goes to the end."""
+    small(monkeypatch)
+    running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
+    running.schedule.step = 8
+    rows = alike(12, 9, 12)
+    limits = [one.left for one in rows]
+    with monkeypatch.context() as patch:
+        asked, lost = fall_short(running, patch, prompts=True)
+        found = run(running, [rows[:6], rows[6:]])
+    assert lost == asked
+    assert running.schedule.tally.retries == len(asked) == 2
+    running.end()
+    for one, limit in zip(found, limits, strict=True):
+        assert one.output_ids == alone(single, one.prompt_ids, limit), one.key
 
 
 def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:

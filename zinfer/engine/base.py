@@ -145,8 +145,9 @@ class Engine(ABC):
         """Forget positions (rejected drafts): keep the first `lengths`, ``[B]``, of each row's positions in the cache.
 
         The micro-batch's new length is the largest of them; shorter rows have padding in between, which nothing attends
-        to. Positions that the last `forward` has added can be forgotten; raises EngineError for others that cannot, and
-        for lengths that differ where `one_length` gives a reason.
+        to. Positions that the last `forward` has added can be forgotten, and those that it had begun to add if it
+        raised; raises EngineError for others that cannot, and for lengths that differ where `one_length` gives a
+        reason.
         """
         raise EngineError(f"engine {self.plan.case.engine} cannot forget positions")
 
@@ -203,10 +204,15 @@ class Engine(ABC):
     def effective(self) -> Effective:
         """Return the weight bytes on each tier and the bytes that a decode step streams, counted and not planned."""
 
-    def reset_peak(self) -> None:
-        """Free memory that nothing uses, and measure the peak of the device's memory from now on."""
+    def give_back(self) -> None:
+        """Give memory that PyTorch holds, and no tensor uses, back to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def reset_peak(self) -> None:
+        """Give unused memory back, and measure the peak of the device's memory from now on."""
+        self.give_back()
+        if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     def device_memory(self) -> tuple[int, int] | None:

@@ -12,6 +12,8 @@ kind (an index beside the keys) gets the cache that `transformers` makes, which 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,8 @@ class CacheFullError(IndexError):
     """More tokens were computed than the cache was made for."""
 
 
+CHUNK_BYTES = 256 << 20  # memory taken for several layers at a time
+ALIGNMENT = 512  # bytes; at multiples of it tensors begin, as those do that PyTorch takes memory for
 SPARE = 8  # a sliding window has 1/8 of its size as spare room; when that is full, the window moves to the front
 LEAST_SPARE = 24  # tokens; a pass that verifies drafts may have 17
 
@@ -185,18 +189,75 @@ class Source(NamedTuple):
     length: int
 
 
+Form = tuple[tuple[int, ...], torch.dtype]  # of a tensor
+Take = Callable[[Sequence[Form], torch.device], list[Tensor]]  # returns memory for tensors, its content undefined
+
+
+def apart(forms: Sequence[Form], device: torch.device) -> list[Tensor]:
+    """Take memory for each tensor by itself."""
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
+
+
+class Chunks:
+    """Memory for the keys and values of a micro-batch, taken for several layers at a time.
+
+    What is freed has to be of use for micro-batches of another size. PyTorch gives whole pages of 20 MiB back to the
+    device: of single layers of a few rows it would keep most, as holes that no larger layer fits into.
+
+    `rooms` has the slots of a row in each layer; 0 where a layer has none.
+    """
+
+    def __init__(self, rooms: Sequence[int]) -> None:
+        self._rooms = rooms
+        self._rest: Tensor | None = None  # what is left of a chunk
+        self._next: int | None = None  # layer that it is for
+        self._alike = True  # until layers differ in their heads: then each gets memory of its own
+
+    def take(self, layer: int, forms: Sequence[Form], device: torch.device) -> list[Tensor]:
+        """Take memory for the tensors of `layer`, which hold as many rows in all layers to come."""
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in forms]
+        need, rest = sum(map(_aligned, sizes)), self._rest
+        if rest is None or layer != self._next or len(rest) < need or rest.device != device:
+            self._alike = self._alike and (rest is None or layer != self._next)
+            self._rest = None  # a chunk whose last rows are gone is of use for the new one
+            rest = torch.empty(self._chunk(layer, sizes), dtype=torch.uint8, device=device)
+        found = []
+        for (shape, dtype), size in zip(forms, sizes, strict=True):
+            found.append(rest[:size].view(dtype).view(shape))
+            rest = rest[_aligned(size) :]
+        self._rest = rest if len(rest) else None
+        self._next = next((later for later in range(layer + 1, len(self._rooms)) if self._rooms[later]), None)
+        return found
+
+    def _chunk(self, layer: int, sizes: Sequence[int]) -> int:
+        """Return the bytes of a chunk for `layer`, whose tensors have `sizes`, and as many later ones as it holds."""
+        found = 0
+        for room in self._rooms[layer:] if self._alike else self._rooms[layer : layer + 1]:
+            more = sum(_aligned(size * room // self._rooms[layer]) for size in sizes)
+            if found and found + more > CHUNK_BYTES:
+                break
+            found += more
+        return found
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one decoder layer, ``[B, kv_heads, room, head_dim]`` each; their head_dim may differ.
 
     `window` limits what is written and seen to some of the rows, so that a batch can be prefilled a few rows at a time.
+    `take` takes its memory.
     """
 
-    def __init__(self, batch_size: int, capacity: int, window: int | None = None) -> None:
+    def __init__(self, batch_size: int, capacity: int, window: int | None = None, take: Take = apart) -> None:
         super().__init__()
+        self._take = take
         self.batch_size, self.capacity = batch_size, capacity
         self.slots, self.is_sliding = Slots(capacity, window), window is not None
         self._keys = self._values = torch.empty(0)
-        self.spare: tuple[Tensor, Tensor] | None = None  # memory to take instead of new one, if it is of the same shape
+        self.spare: Sequence[Tensor] | None = None  # memory to take instead of new one, if it is of the same shape
         self.rows, self.length = slice(0, batch_size), 0
 
     @property
@@ -223,7 +284,15 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self.window(slice(0, self.batch_size), self.length)
 
     def _take_rows(self, rows: Tensor) -> None:
-        self._keys, self._values = self._keys[rows], self._values[rows]
+        self._keys, self._values = self._copied(rows)
+
+    def _copied(self, rows: Tensor) -> list[Tensor]:
+        """Return copies of `rows` of `_memories`, in new memory."""
+        memories = self._memories()
+        found = self._take([((len(rows), *one.shape[1:]), one.dtype) for one in memories], memories[0].device)
+        for to, memory in zip(found, memories, strict=True):
+            torch.index_select(memory, 0, rows.to(memory.device), out=to)
+        return found
 
     def _memories(self) -> list[Tensor]:
         """Return the tensors that hold the rows' positions, ``[B, kv_heads, room, *]`` each, of bits if in 8 bits."""
@@ -288,7 +357,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         )
         if spare is None or not alike:
             del spare
-            spare = keys.new_empty(shapes[0]), values.new_empty(shapes[1])
+            spare = self._take(list(zip(shapes, (keys.dtype, values.dtype), strict=True)), keys.device)
         self._keys, self._values = spare
         self.is_initialized = True
 
@@ -373,8 +442,9 @@ class QuantizedLayer(FixedLayer):
         storage: torch.dtype,
         window: int | None = None,
         widen: Widen = widened,
+        take: Take = apart,
     ) -> None:
-        super().__init__(batch_size, capacity, window)
+        super().__init__(batch_size, capacity, window, take)
         self._storage, self._widen = storage, widen
         self._largest = 127.0 if storage == torch.int8 else torch.finfo(storage).max
         # Smallest maximum of a row whose scale is a normal number; a row of zeros must not divide by zero.
@@ -390,28 +460,23 @@ class QuantizedLayer(FixedLayer):
         """Show nothing: the model's type exists only during a pass."""
 
     def _take_rows(self, rows: Tensor) -> None:
-        self._stored = [
-            (content.view(torch.int8)[rows].view(self._storage), scales[rows]) for content, scales in self._stored
-        ]
+        keys, of_keys, values, of_values = self._copied(rows)
+        self._stored = [(keys.view(self._storage), of_keys), (values.view(self._storage), of_values)]
 
     def _memories(self) -> list[Tensor]:
         return [tensor for content, scales in self._stored for tensor in (content.view(torch.int8), scales)]
 
     def _like(self, block: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.dtype, self.device = dtype, block[0].device
-        for content, scales in (block[:2], block[2:]):
-            shape = (self.batch_size, content.shape[1], self.slots.room)
-            new = content.new_empty((*shape, content.shape[3])).view(self._storage)
-            self._stored.append((new, scales.new_empty((*shape, 1))))
-        self.is_initialized = True
+        self._take_memory(block[0], block[2], dtype)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        value_states = key_states if value_states is None else value_states
-        self.dtype, self.device = key_states.dtype, key_states.device
-        for states in (key_states, value_states):
+    def _take_memory(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        self.dtype, self.device = dtype, keys.device
+        forms = list[Form]()
+        for states in (keys, values):
             shape = (self.batch_size, states.shape[1], self.slots.room)
-            content = torch.empty((*shape, states.shape[3]), dtype=self._storage, device=self.device)
-            self._stored.append((content, torch.empty((*shape, 1), dtype=torch.float32, device=self.device)))
+            forms += [((*shape, states.shape[3]), self._storage), ((*shape, 1), torch.float32)]
+        content, scales, *of_values = self._take(forms, self.device)
+        self._stored = [(content, scales), (of_values[0], of_values[1])]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -622,20 +687,28 @@ def make_cache(
     if other_layers(default) or len(default.layers) != config.get_text_config(decoder=True).num_hidden_layers:
         return default
     rows = batch_size if here is None else here
+    windows = {index: _window(layer) for index, layer in enumerate(default.layers) if isinstance(layer, DynamicLayer)}
+    places = range(len(default.layers))
+    chunks = Chunks([Slots(capacity, windows[index]).room if index in windows else 0 for index in places])
 
-    def keys_and_values(layer: Any) -> FixedLayer:
-        window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
+    def keys_and_values(index: int) -> FixedLayer:
+        take = partial(chunks.take, index)
         if storage in STORAGE:
-            return QuantizedLayer(rows, capacity, STORAGE[storage], window, widen)
-        return FixedLayer(rows, capacity, window)
+            return QuantizedLayer(rows, capacity, STORAGE[storage], windows[index], widen, take)
+        return FixedLayer(rows, capacity, windows[index], take)
 
-    def made(layer: Any) -> Any:
+    def made(index: int, layer: Any) -> Any:
         if isinstance(layer, _DUMMY):
             return layer
-        attention = keys_and_values(layer) if isinstance(layer, DynamicLayer) else None
+        attention = keys_and_values(index) if index in windows else None
         return _of_rows(layer, batch_size, attention) if _has_states(layer) else attention
 
-    return RowCache(layers=[made(layer) for layer in default.layers])
+    return RowCache(layers=[made(index, layer) for index, layer in enumerate(default.layers)])
+
+
+def _window(layer: DynamicLayer) -> int | None:
+    """Return the sliding window of a layer of `transformers`, in tokens."""
+    return int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
 
 
 def other_layers(cache: Cache) -> set[str]:

@@ -126,6 +126,9 @@ class Member(Generic[E]):
         self.engine.clear()
         self._batches = {}
 
+    def give_back(self) -> None:
+        self.engine.give_back()
+
     def reset_peak(self) -> None:
         gc.collect()
         self.engine.reset_peak()
@@ -480,6 +483,9 @@ class Team(Engine, Generic[E]):
     def _settings(self, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the settings of all ranks together."""
         return dict(found[0])
+
+    def give_back(self) -> None:
+        self._all("give_back")
 
     def reset_peak(self) -> None:
         self._all("reset_peak")

@@ -385,7 +385,7 @@ class ContinuousScheduler:
             planned = max(planned, positions_of(most))
         if self.engine.device.type != "cuda":
             return planned
-        torch.cuda.empty_cache()
+        self.engine.give_back()
         plan = self.engine.plan
         free = torch.cuda.mem_get_info()[0] * plan.placement.gpus  # they are alike
         room = plan.machine.gpu_bytes * plan.placement.gpus
@@ -417,9 +417,9 @@ class ContinuousScheduler:
     def step(self) -> list[Sequence]:
         """Run a pass. Returns the sequences that got a token or ended with it.
 
-        Where memory falls short, the rows that it was for are computed again, with less of it; raises
-        torch.OutOfMemoryError or MemoryError where that does not help, and other errors of the engine, after which
-        nothing runs any more.
+        Where memory falls short, prompts that it was for are computed again, with less of it, and running rows take the
+        pass again, unless they can have no place any more; raises torch.OutOfMemoryError or MemoryError where that does
+        not help, and other errors of the engine, after which nothing runs any more.
         """
         self.schedule.times.joins = self.engine.joins  # a first pass may find out that it cannot
         try:
@@ -454,7 +454,7 @@ class ContinuousScheduler:
             self.end()
             raise
         if touched is None:
-            self._lose([work.group for work in planned.works])  # not within the handler, which holds what failed
+            self._lose(self._cost_of(planned.works))  # not within the handler, which holds what failed
             return []
         ended = [one.key for one in touched if one.ended]
         self._note_computed(planned.works)
@@ -681,6 +681,24 @@ class ContinuousScheduler:
         live = {id(group) for group in (*self.schedule.groups, *self.schedule.suspended)}
         self._lose([group for group in {id(group): group for group in made}.values() if id(group) in live])
 
+    def _cost_of(self, works: Several[GroupWork]) -> list[Group]:
+        """Return the groups whose rows a pass without enough memory costs their KV cache: prompts, for which it was
+        taken, and groups of which the engine cannot forget what the pass has stored. Without any it is the one with
+        most to come."""
+        for group, _ in works:
+            self._rest_drafts(group)
+        lost = [group for group, _ in works if not (group.running and self._set_back(group))]
+        return lost or sorted((group for group, _ in works), key=lambda group: group.most_left)[-1:]
+
+    def _set_back(self, group: Group) -> bool:
+        """Have the engine forget the positions of a running group that a failed pass has stored; return False if it
+        cannot."""
+        try:
+            self.engine.rollback(self._batches[id(group)], torch.full((len(group.rows),), group.length))
+        except (EngineError, ValueError):
+            return False
+        return True
+
     def _lose(self, groups: Several[Group]) -> None:
         """Let the rows of groups, whose KV cache is lost, wait again, with less memory to fill."""
         schedule = self.schedule
@@ -699,8 +717,7 @@ class ContinuousScheduler:
             positions=min(schedule.limits.positions, reserved) * 4 // 5,
             group=max(1, min(schedule.limits.group, max((group.reserved for group in groups), default=1)) * 4 // 5),
         )
-        if self.engine.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.engine.give_back()
 
     def _lengths(self, group: Group) -> list[int]:
         return [0 if row is None else row.length for row in group.rows]

@@ -202,7 +202,7 @@ class Chunks:
     """Memory for the keys and values of a micro-batch, taken for several layers at a time.
 
     What is freed has to be of use for micro-batches of another size. PyTorch gives whole pages of 20 MiB back to the
-    device: of single layers of a few rows it would keep most, as holes that no larger layer fits into.
+    device: single layers of a few rows would leave holes that hold none, and that layers of other sizes do not fill.
 
     `rooms` has the slots of a row in each layer; 0 where a layer has none.
     """

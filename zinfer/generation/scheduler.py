@@ -417,9 +417,9 @@ class ContinuousScheduler:
     def step(self) -> list[Sequence]:
         """Run a pass. Returns the sequences that got a token or ended with it.
 
-        Where memory falls short, prompts that it was for are computed again, with less of it, and running rows take the
-        pass again, unless they can have no place any more; raises torch.OutOfMemoryError or MemoryError where that does
-        not help, and other errors of the engine, after which nothing runs any more.
+        Where memory falls short, the prompts that it was for are computed again, with less of it (without prompts the
+        rows of one group), and the other rows take the pass again; raises torch.OutOfMemoryError or MemoryError where
+        that does not help, and other errors of the engine, after which nothing runs any more.
         """
         self.schedule.times.joins = self.engine.joins  # a first pass may find out that it cannot
         try:

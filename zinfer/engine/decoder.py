@@ -46,6 +46,7 @@ class DecoderBatch(MicroBatch):
         self.cache, self.state = cache, state
         self.mask: Tensor | None = None
         self._before: Tensor | None = None  # [B, 1]: real positions among the first `length`
+        self.torn = False  # True after a pass that failed: some layers may hold its positions
         if not bool(mask.all()):
             self._need_mask(mask.device, mask.dtype)[:, : self.prompt_len] = mask
 
@@ -391,6 +392,8 @@ class Decoder(Engine):
         check_works(works, self.batches)
         tokens = landed_together([work.token_ids for work in works], self.device)
         split = [self._parts(work._replace(token_ids=ids)) for work, ids in zip(works, tokens, strict=True)]
+        for work in works:
+            work.batch.torn = True  # type: ignore[attr-defined]
         try:
             logits = iter(self._run([part for parts in split for part in parts]))
             found = [torch.cat([next(logits) for _ in parts]) for parts in split]
@@ -401,6 +404,7 @@ class Decoder(Engine):
         for work in works:
             work.batch.advance(work.token_ids.shape[1])  # type: ignore[attr-defined]
             work.batch.show()  # type: ignore[attr-defined]
+            work.batch.torn = False  # type: ignore[attr-defined]
         return found
 
     def _check_length(self, work: Work) -> None:
@@ -475,6 +479,8 @@ class Decoder(Engine):
             raise ValueError(f"rows of {batch.length} positions cannot be rolled back to {least} to {length}")
         if least < length and (why_not := self.one_length()) is not None:
             raise EngineError(why_not)
+        if batch.torn and self._windows:
+            raise EngineError("a pass that failed may have moved the windows of some layers")
         cache.rollback(length)
         batch.rollback(landed(lengths, self.device))
 

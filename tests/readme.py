@@ -727,6 +727,21 @@ def _kv8_of_four() -> list[str]:
     return found
 
 
+def _kv8_four_h200() -> list[str]:
+    lossy, wide = loads("bloom-176b-four-gpus-kv8").values()
+    found = []
+    for own in (lossy, wide):
+        kept = [f"{own[0].case.gpu_weights} of the weights"] if own is lossy else []
+        found += [
+            *kept,
+            f"batch {own[0].case.workload.batch_size}",
+            f"{median(step_ms(one) for one in own) / 1e3:.2f} s",
+            f"{mean(one.decode_tok_s or 0.0 for one in own):.0f} tok/s",
+            f"{mean(one.output_tok_s or 0.0 for one in own):.0f} with the prefill",
+        ]
+    return [*found, *(f"{one / other:.2f}x" for one, other in _rates_of(lossy, wide))]
+
+
 def _int4_h100() -> list[str]:
     own, theirs = loads("bloom-176b-whole-80gb-kv-int4").values()
     both = _rates_of(own, theirs)
@@ -754,14 +769,37 @@ def _requests_h100() -> list[str]:
 
 def _requests_kv8() -> list[str]:
     own = _one_load("nvidia-h100-80gb-hbm3-x2", "bloom-176b-whole-requests-80gb-kv8")
-    passes = [0.0, *own.pass_ms]
     return [
         *_closed_loop(own),
         f"{own.output_tok_s:.1f} tok/s",
         f"{own.waiting_tok_s:.1f} while",
-        f"{median(after - before for before, after in pairwise(passes)) / 1e3:.2f} s a pass",
+        f"{_median_pass_s(own):.2f} s a pass",
         _after_the_last(own),
     ]
+
+
+def _requests_h200() -> list[str]:
+    own = _one_load("nvidia-h200-x4", "bloom-176b-whole-kv-requests")
+    assert own.effective is not None
+    equal = max(
+        (point for point in points("bloom-176b-whole") if point.case.engine == "stream"),
+        key=lambda point: point.output_tok_s or 0.0,
+    )
+    return [
+        *_closed_loop(own),
+        f"{own.case.gpu_weights} of the weights",
+        f"{own.output_tok_s:.1f} tok/s",
+        f"{own.waiting_tok_s:.1f} while",
+        f"{own.steady_tok_s:.1f} between",
+        f"{own.effective.settings['kv_host_rows']} rows",
+        f"{_median_pass_s(own):.2f} s in the median",
+        f"batch {equal.case.workload.batch_size}",
+        f"{equal.output_tok_s:.1f} tok/s",
+    ]
+
+
+def _median_pass_s(own: RequestPoint) -> float:
+    return median(after - before for before, after in pairwise([0.0, *own.pass_ms])) / 1e3
 
 
 def _one_load(machine: str, name: str) -> RequestPoint:
@@ -913,6 +951,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "All of BLOOM-176B on one of four H100": lambda: _one_of_four("bloom-176b-whole-80gb-kv"),
     "All of BLOOM-176B on four H100": _four_h100,
     "With a KV cache in 8 bits on one of four GPUs": _kv8_of_four,
+    "With a KV cache in 8 bits on four H200": _kv8_four_h200,
     "In int4 on one of four H100": _int4_h100,
     "DeepSpeed on two GPUs": _two_gpus_peers,
     "Weights on disk": _disks,
@@ -939,6 +978,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "Requests on a fifth of BLOOM-176B": _slice_requests,
     "Requests on all of BLOOM-176B": _whole_requests,
     "Requests with a KV cache in 8 bits": _requests_kv8,
+    "Requests on one of four H200": _requests_h200,
     "Requests on one of four H100": _requests_h100,
     "Drafts": _drafts,
     "Drafts that are never right": _never_right,

@@ -14,6 +14,7 @@ from tests import committed
 from zinfer.analysis.calibrate import fit
 from zinfer.generation.schedule import (
     AT_FIRST,
+    CALM,
     MOST_ROWS,
     Abilities,
     Group,
@@ -467,3 +468,37 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(hosted: fl
     assert reached >= 0.7 * rows / truth.link_s
     assert schedule.tally.again == 0
     assert (groups <= most_groups, merged) == (True, 0)
+
+
+def calm_until(schedule: Schedule, goal: Limits, most: int = 100 * CALM) -> int:
+    """Run passes that have enough memory until the limits are `goal`; return how many there were."""
+    for number in range(most):
+        if schedule.limits == goal:
+            return number
+        schedule.done([], 1.0, [])
+    raise AssertionError(schedule.limits)
+
+
+def test_limits_rise_again_after_memory_fell_short() -> None:
+    whole = Limits(10_000, 40, 3000)
+    schedule, engine = Schedule(times(), whole), Engine(Abilities())
+    schedule.add(Row(key, 256, 64) for key in range(30))
+    engine.run(schedule, times())
+    group, reserved = schedule.groups[0], sum(one.reserved for one in schedule.groups)
+    assert 0 < reserved < whole.positions
+    schedule.fell_short([group])
+    lowered = schedule.limits
+    assert lowered == Limits(reserved * 4 // 5, 40, min(whole.group, group.reserved) * 4 // 5)
+
+    assert calm_until(schedule, whole) > CALM
+    schedule.done([], 1.0, [])
+    assert schedule.limits == whole, "never above what they were at first"
+    schedule.fell_short([group])
+    assert schedule.limits == lowered
+    schedule.fell_short([group])  # twice in a row: once more than was too much
+    for _ in range(2 * CALM - 1):
+        schedule.done([], 1.0, [])
+    assert schedule.limits.positions == lowered.positions * 4 // 5
+    schedule.done([], 1.0, [])
+    assert lowered.positions * 4 // 5 < schedule.limits.positions < lowered.positions
+    assert calm_until(schedule, whole) > 2 * CALM

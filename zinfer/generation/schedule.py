@@ -58,6 +58,9 @@ COPIES = 12  # positions read by a decode step in the time in which one is moved
 MOVE_S = 1e-3  # seconds for a layer in which memory is taken and copies are launched
 EXPANDED_SHARE = 0.03  # share of the device's memory for keys and values that attention copies for its heads
 PADDING = 1.1  # positions taken over positions needed, for steps of growth and padding: what admission reckons with
+LOWER = 4, 5  # share of what memory was too little for that the limits allow from then on
+CALM = 256  # passes with enough memory after which lowered limits rise by a step
+HIGHER = 9, 8  # that step
 
 
 @dataclass(eq=False)
@@ -435,6 +438,10 @@ class Schedule:
     _tokens: int = 0
     _early: int = 0  # rows that ended before their limit
     _debt: float = 0.0  # cost of free places so far: in seconds, or in passes where prompts have a trip of their own
+    _whole: Limits | None = None  # limits before memory fell short
+    _calm: int = 0  # passes since then, or since the limits last rose
+    _patience: int = CALM  # passes after which they rise
+    _rose: bool = False  # True if they have risen since
 
     def add(self, rows: Iterable[Row]) -> None:
         """Let rows wait."""
@@ -518,6 +525,31 @@ class Schedule:
         tally.passes += 1
         tally.seconds += seconds
         self.times.saw(load, seconds)
+        self._raise_limits()
+
+    def _raise_limits(self) -> None:
+        """Let the limits rise by a step, if memory has not fallen short for long enough."""
+        whole, now = self._whole, self.limits
+        if whole is None or (now.positions >= whole.positions and now.group >= whole.group):
+            return
+        self._calm += 1
+        if self._calm >= self._patience:
+            positions, group = (each * HIGHER[0] // HIGHER[1] + 1 for each in (now.positions, now.group))
+            self.limits = now._replace(positions=min(whole.positions, positions), group=min(whole.group, group))
+            self._calm, self._rose = 0, True
+
+    def fell_short(self, lost: Iterable[Group]) -> None:
+        """Lower the limits: memory was too little for all groups, and `lost` are those that it was asked for. Later
+        passes raise the limits again, step by step; where memory falls short of that, they wait twice as long."""
+        if self._whole is None:
+            self._whole = self.limits
+        elif self._rose:
+            self._patience *= 2
+        self._calm, self._rose = 0, False
+        positions = min(self.limits.positions, sum(group.reserved for group in self.groups))
+        group = min(self.limits.group, max((one.reserved for one in lost), default=1))
+        lower, of = LOWER
+        self.limits = self.limits._replace(positions=positions * lower // of, group=max(1, group * lower // of))
 
     def lost(self, groups: Iterable[Group]) -> list[Row]:
         """Let the rows of `groups`, whose KV cache is lost, wait again; return them."""

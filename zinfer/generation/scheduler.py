@@ -703,7 +703,8 @@ class ContinuousScheduler:
         """Let the rows of groups, whose KV cache is lost, wait again, with less memory to fill."""
         schedule = self.schedule
         schedule.tally.retries += 1
-        reserved = sum(group.reserved for group in schedule.groups)
+        if groups:
+            schedule.fell_short(groups)
         for group in groups:
             self._rest_drafts(group)
             self._drop(group)
@@ -711,13 +712,8 @@ class ContinuousScheduler:
         for batch in [one for one in self.engine.batches if id(one) not in live]:
             self.engine.retire(batch)
         schedule.lost(groups)
-        if not groups:
-            return
-        schedule.limits = schedule.limits._replace(
-            positions=min(schedule.limits.positions, reserved) * 4 // 5,
-            group=max(1, min(schedule.limits.group, max((group.reserved for group in groups), default=1)) * 4 // 5),
-        )
-        self.engine.give_back()
+        if groups:
+            self.engine.give_back()
 
     def _lengths(self, group: Group) -> list[int]:
         return [0 if row is None else row.length for row in group.rows]

@@ -729,11 +729,9 @@ def _kv8_of_four() -> list[str]:
 
 def _kv8_four_h200() -> list[str]:
     lossy, wide = loads("bloom-176b-four-gpus-kv8").values()
-    found = []
+    found = [f"{lossy[0].case.gpu_weights} of the weights"]
     for own in (lossy, wide):
-        kept = [f"{own[0].case.gpu_weights} of the weights"] if own is lossy else []
         found += [
-            *kept,
             f"batch {own[0].case.workload.batch_size}",
             f"{median(step_ms(one) for one in own) / 1e3:.2f} s",
             f"{mean(one.decode_tok_s or 0.0 for one in own):.0f} tok/s",

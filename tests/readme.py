@@ -656,6 +656,16 @@ def _one_of_four_h200() -> list[str]:
     return [*_one_of_four(name), f"{mean(one.link_share or 0.0 for one in own):.0%}", f"{read_bytes / 1e9:.0f} GB/s"]
 
 
+def _largest_batch() -> list[str]:
+    streamed, kept = loads("bloom-176b-whole-186").values()
+    return [
+        f"batch {streamed[0].case.workload.batch_size}",
+        *_rows_and_rates(streamed),
+        f"{kept[0].case.gpu_weights} of the weights",
+        *_rows_and_rates(kept),
+    ]
+
+
 def _most_rows(point: Measurement) -> int:
     """Return the largest batch of a point's configuration by the plan for its machine."""
     host, factors = machine.load(RESULTS / point.machine), _calibrated()[point.case.engine]
@@ -713,6 +723,16 @@ def _of_one_kind(own: Sequence[Measurement]) -> list[str]:
     ]
 
 
+def _rows_and_rates(own: Sequence[Measurement]) -> list[str]:
+    """Return the sequences with their KV cache in host memory, the decode step, and the mean rates of loads of one
+    kind: in decode, and with the prefill included."""
+    return [
+        *_of_one_kind(own)[1:],
+        f"{mean(one.decode_tok_s or 0.0 for one in own):.1f} tok/s",
+        f"{mean(one.output_tok_s or 0.0 for one in own):.1f} tok/s",
+    ]
+
+
 def _kv8_of_four() -> list[str]:
     found = []
     for name in ("bloom-176b-whole-kv8", "bloom-176b-whole-80gb-kv8"):
@@ -720,9 +740,8 @@ def _kv8_of_four() -> list[str]:
         kept = own[0].case.gpu_weights
         found += [
             *([f"{kept} of the weights"] if kept != "0%" else []),
-            *_of_one_kind(own),
-            f"{mean(one.decode_tok_s or 0.0 for one in own):.1f} tok/s",
-            f"{mean(one.output_tok_s or 0.0 for one in own):.1f} tok/s",
+            f"batch {own[0].case.workload.batch_size}",
+            *_rows_and_rates(own),
         ]
     return found
 
@@ -779,10 +798,8 @@ def _requests_kv8() -> list[str]:
 def _requests_h200() -> list[str]:
     own = _one_load("nvidia-h200-x4", "bloom-176b-whole-kv-requests")
     assert own.effective is not None
-    equal = max(
-        (point for point in points("bloom-176b-whole") if point.case.engine == "stream"),
-        key=lambda point: point.output_tok_s or 0.0,
-    )
+    _, equal = points("bloom-176b-whole-186")
+    assert equal.case.gpu_weights == own.case.gpu_weights
     return [
         *_closed_loop(own),
         f"{own.case.gpu_weights} of the weights",
@@ -793,6 +810,26 @@ def _requests_h200() -> list[str]:
         f"{_median_pass_s(own):.2f} s in the median",
         f"batch {equal.case.workload.batch_size}",
         f"{equal.output_tok_s:.1f} tok/s",
+    ]
+
+
+def _requests_h200_kv8() -> list[str]:
+    own = _one_load("nvidia-h200-x4", "bloom-176b-whole-kv8-requests")
+    assert own.effective is not None
+    lengths, hosted = own.samples[0], own.effective.settings["kv_host_rows"]
+    assert isinstance(hosted, int)
+    rows = own.kv_positions // (lengths.input_len + lengths.output_len)
+    return [
+        f"{own.requests.requests} of them",
+        f"{own.requests.in_flight} at a",
+        f"{own.case.gpu_weights} of the weights",
+        f"{own.output_tok_s:.1f}",
+        f"{own.waiting_tok_s:.1f} while",
+        f"{own.steady_tok_s:.1f} between",
+        f"{rows} of them run",
+        f"all but {rows - hosted}",
+        f"{_median_pass_s(own):.2f} s in the median",
+        _after_the_last(own),
     ]
 
 
@@ -945,6 +982,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "All of BLOOM-176B on two GPUs": _two_gpus,
     "All of BLOOM-176B on two GPUs of 80 GB": _two_small_gpus,
     "All of BLOOM-176B on one of four H200": _one_of_four_h200,
+    "Nearly the largest batch on one of four H200": _largest_batch,
     "All of BLOOM-176B on four H200": _four_h200,
     "All of BLOOM-176B on one of four H100": lambda: _one_of_four("bloom-176b-whole-80gb-kv"),
     "All of BLOOM-176B on four H100": _four_h100,
@@ -977,6 +1015,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "Requests on all of BLOOM-176B": _whole_requests,
     "Requests with a KV cache in 8 bits": _requests_kv8,
     "Requests on one of four H200": _requests_h200,
+    "Requests in 8 bits on one of four H200": _requests_h200_kv8,
     "Requests on one of four H100": _requests_h100,
     "Drafts": _drafts,
     "Drafts that are never right": _never_right,

@@ -774,11 +774,10 @@ def _int4_h100() -> list[str]:
 
 def _requests_h100() -> list[str]:
     own = _one_load("nvidia-h100-80gb-hbm3-x4", "bloom-176b-whole-80gb-kv-requests")
-    lengths = own.samples[0]
     return [
         *_closed_loop(own),
         f"{own.case.gpu_weights} of the weights",
-        f"room for {own.kv_positions // (lengths.input_len + lengths.output_len)}",
+        f"room for {_room(own)}",
         f"{own.output_tok_s:.1f} tok/s",
         _after_the_last(own),
     ]
@@ -802,10 +801,7 @@ def _requests_h200() -> list[str]:
     assert equal.case.gpu_weights == own.case.gpu_weights
     return [
         *_closed_loop(own),
-        f"{own.case.gpu_weights} of the weights",
-        f"{own.output_tok_s:.1f} tok/s",
-        f"{own.waiting_tok_s:.1f} while",
-        f"{own.steady_tok_s:.1f} between",
+        *_closed_loop_rates(own),
         f"{own.effective.settings['kv_host_rows']} rows",
         f"{_median_pass_s(own):.2f} s in the median",
         f"batch {equal.case.workload.batch_size}",
@@ -816,21 +812,32 @@ def _requests_h200() -> list[str]:
 def _requests_h200_kv8() -> list[str]:
     own = _one_load("nvidia-h200-x4", "bloom-176b-whole-kv8-requests")
     assert own.effective is not None
-    lengths, hosted = own.samples[0], own.effective.settings["kv_host_rows"]
+    rows, hosted = _room(own), own.effective.settings["kv_host_rows"]
     assert isinstance(hosted, int)
-    rows = own.kv_positions // (lengths.input_len + lengths.output_len)
     return [
         f"{own.requests.requests} of them",
         f"{own.requests.in_flight} at a",
-        f"{own.case.gpu_weights} of the weights",
-        f"{own.output_tok_s:.1f}",
-        f"{own.waiting_tok_s:.1f} while",
-        f"{own.steady_tok_s:.1f} between",
+        *_closed_loop_rates(own),
         f"{rows} of them run",
         f"all but {rows - hosted}",
         f"{_median_pass_s(own):.2f} s in the median",
         _after_the_last(own),
     ]
+
+
+def _closed_loop_rates(own: RequestPoint) -> list[str]:
+    return [
+        f"{own.case.gpu_weights} of the weights",
+        f"{own.output_tok_s:.1f} tok/s",
+        f"{own.waiting_tok_s:.1f} while",
+        f"{own.steady_tok_s:.1f} between",
+    ]
+
+
+def _room(own: RequestPoint) -> int:
+    """Return how many requests of the first one's lengths the KV cache has room for."""
+    lengths = own.samples[0]
+    return own.kv_positions // (lengths.input_len + lengths.output_len)
 
 
 def _median_pass_s(own: RequestPoint) -> float:

@@ -659,10 +659,9 @@ def _one_of_four_h200() -> list[str]:
 def _largest_batch() -> list[str]:
     streamed, kept = loads("bloom-176b-whole-186").values()
     return [
-        f"batch {streamed[0].case.workload.batch_size}",
-        *_rows_and_rates(streamed),
+        *_kind_and_rates(streamed),
         f"{kept[0].case.gpu_weights} of the weights",
-        *_rows_and_rates(kept),
+        *_kind_and_rates(kept)[1:],  # at that batch, too
     ]
 
 
@@ -723,11 +722,10 @@ def _of_one_kind(own: Sequence[Measurement]) -> list[str]:
     ]
 
 
-def _rows_and_rates(own: Sequence[Measurement]) -> list[str]:
-    """Return the sequences with their KV cache in host memory, the decode step, and the mean rates of loads of one
-    kind: in decode, and with the prefill included."""
+def _kind_and_rates(own: Sequence[Measurement]) -> list[str]:
+    """Return what `_of_one_kind` returns, and the mean rates: in decode, and with the prefill included."""
     return [
-        *_of_one_kind(own)[1:],
+        *_of_one_kind(own),
         f"{mean(one.decode_tok_s or 0.0 for one in own):.1f} tok/s",
         f"{mean(one.output_tok_s or 0.0 for one in own):.1f} tok/s",
     ]
@@ -740,8 +738,7 @@ def _kv8_of_four() -> list[str]:
         kept = own[0].case.gpu_weights
         found += [
             *([f"{kept} of the weights"] if kept != "0%" else []),
-            f"batch {own[0].case.workload.batch_size}",
-            *_rows_and_rates(own),
+            *_kind_and_rates(own),
         ]
     return found
 

@@ -49,7 +49,7 @@ def test_an_engine_that_fails_to_import_is_reported(monkeypatch: pytest.MonkeyPa
 
 
 def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "metadata_version", lambda package: "")
+    monkeypatch.setattr(host, "package_version", lambda package: "")
     advice = {row.name: row.advice for row in doctor.package_rows()}
     assert advice["deepspeed"] == "pip install 'zinfer[engines]'"
     assert advice["click"] == "pip install zinfer"

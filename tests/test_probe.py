@@ -156,6 +156,7 @@ def test_link_of_the_cpu_is_a_copy_within_memory(monkeypatch: pytest.MonkeyPatch
     assert probe.measure_link("cpu") == 1.0
 
 
+@pytest.mark.torch
 def test_the_cpu_works_before_it_is_measured(swift: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, copies = iter([0.0, 0.1, 0.4, 0.6]), list[int]()
     monkeypatch.setattr(probe, "WARM_UP_S", 0.5)
@@ -185,6 +186,7 @@ def test_the_cpu_attends_before_that_is_measured(monkeypatch: pytest.MonkeyPatch
     assert calls == ["work", "warm", *["work"] * 4], "the samples, and a call before the first"
 
 
+@pytest.mark.torch
 def test_sampling_stops_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "BUDGET_S", 0.0)
     assert probe._rates(lambda: None, 10, lambda work: 2.0, repeats=9) == [5.0]

@@ -63,14 +63,14 @@ def package_rows() -> list[Finding]:
     """Return rows on the versions of Python, zinfer and every package that a verb or an engine uses."""
     import platform
 
-    from zinfer.spec.host import metadata_version
+    from zinfer.spec.host import package_version
 
     rows = [
         Finding("package", "python", platform.python_version()),
-        Finding("package", "zinfer", metadata_version("zinfer") or "not installed"),
+        Finding("package", "zinfer", package_version("zinfer") or "not installed"),
     ]
     for package, extra in PACKAGES.items():
-        version = metadata_version(package)
+        version = package_version(package)
         advice = "" if version else f"pip install 'zinfer[{extra}]'" if extra else "pip install zinfer"
         rows.append(Finding("package", package, version or "missing", advice))
     return rows

@@ -23,6 +23,7 @@ MAX_DEPTH = 64  # levels of nesting
 MAX_DIGITS = 19  # of an integer: 64 bits
 # A dotted key of more than MAX_DEPTH parts, which tomllib needs minutes for: its time grows with their square.
 _LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}""")
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]')  # a string, so that brackets in it do not count, or a bracket
 _MISUSED = (
     errno.EISDIR,
     errno.ENOTDIR,
@@ -125,7 +126,13 @@ def parse_json(content: bytes, name: object, infinite: bool = False, digits: int
         return number
 
     hooks: dict[str, Any] = {"parse_int": integer, "parse_float": real, "parse_constant": constant}
-    return _parsed(partial(json.loads, object_pairs_hook=once, **hooks), decode(content, name), name)
+    text = decode(content, name)
+    try:
+        return _parsed(partial(json.loads, object_pairs_hook=once, **hooks), text, name)
+    except DocumentError:
+        if _levels(text) > MAX_DEPTH:  # Python's own limit on recursion differs from version to version
+            _too_deep(name)
+        raise
 
 
 def parse_toml(content: bytes, name: object) -> dict[str, Any]:
@@ -195,6 +202,15 @@ def _check_depth(value: object, name: object) -> None:
             for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, dict | list)
         ]
+
+
+def _levels(text: str) -> int:
+    """Return the levels of nesting of a JSON text, which may be damaged."""
+    level = deepest = 0
+    for match in _BRACKET.finditer(text):
+        level += 1 if match[0] in "[{" else -1 if match[0] in "]}" else 0
+        deepest = max(deepest, level)
+    return deepest
 
 
 def _too_deep(name: object) -> NoReturn:

@@ -26,7 +26,7 @@ def slug() -> str:
 
 def gpus() -> list[dict[str, Any]]:
     """Return the GPUs that this process may use, as NVML describes them: name, memory, driver, PCIe, NVLink, power."""
-    if metadata_version("torch").endswith("+cpu"):  # torch without CUDA cannot use a driver
+    if package_version("torch").endswith("+cpu"):  # torch without CUDA cannot use a driver
         return []
     try:
         import pynvml as nvml
@@ -93,12 +93,21 @@ def _gpus_of_torch() -> list[dict[str, Any]]:
     return []
 
 
-def metadata_version(package: str) -> str:
-    """Return the installed version of a distribution, without importing it; empty if it is not installed."""
+def package_version(package: str) -> str:
+    """Return the installed version of a distribution, without importing it; empty if it is not installed.
+
+    PyPI's wheel of torch names its build (``+cu130``) in `torch/version.py` alone.
+    """
     try:
-        return metadata.version(package)
+        distribution = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         return ""
+    if package == "torch" and "+" not in distribution.version:
+        with contextlib.suppress(OSError):
+            source = Path(str(distribution.locate_file("torch/version.py"))).read_text()
+            if (build := re.search(r"^__version__ = '([\w.+]+)'$", source, re.MULTILINE)) is not None:
+                return build[1]
+    return distribution.version
 
 
 def name_of(devices: list[dict[str, Any]]) -> str:

@@ -118,7 +118,7 @@ def measure(
         values, told = read(one, size)
         rows.append(_measure(one.name, told, one.bytes, values.to(device), size))
     devices = host.gpus()
-    versions = {name: host.metadata_version(name) for name in ("torch", "triton")} | {"zinfer": __version__}
+    versions = {name: host.package_version(name) for name in ("torch", "triton")} | {"zinfer": __version__}
     if devices and "driver" in devices[0]:
         versions["driver"] = devices[0]["driver"]
     return CodecRecord(

@@ -240,16 +240,16 @@ def _oom_kills() -> int:
 def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, str]:
     """Return the versions of Python, zinfer, the driver, and the packages that the engine requires for `weights`."""
     import platform
-    from importlib import metadata
 
     from zinfer.spec.engine import ENGINES
+    from zinfer.spec.host import package_version
 
     found = {"python": platform.python_version(), "zinfer": __version__}
     kind = ENGINES.get(engine_name)
     own = (kind.own_package,) if kind is not None and kind.own_package and weights in kind.own_formats else ()
     for package in (*(kind.requires if kind is not None else ("torch",)), *own):
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
+        if version := package_version(package):
+            found[package] = version
     with suppress(Exception):
         import pynvml
 

@@ -155,7 +155,7 @@ def measure(
             needs = sum(len(experts) for step in own for _, experts in step)
             touched.append(Touched(batch_size=batch_size, share=needs / (len(own) * every)))
         progress(f"steps of {batch_size} tokens")
-    versions = {name: host.metadata_version(name) for name in ("torch", "transformers")} | {"zinfer": __version__}
+    versions = {name: host.package_version(name) for name in ("torch", "transformers")} | {"zinfer": __version__}
     return RoutingRecord(
         machine=local.name(),
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else host.cpu_model(),

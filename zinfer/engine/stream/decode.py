@@ -182,4 +182,4 @@ def _pair(codes, table, window, shift):
     second = (window >> shift).to(tl.uint32) & 0xFF
     shift += (escaped >> 16) * 8
     mask = escaped * 0xFFFF
-    return known & ~mask | (first | second << 16) & mask, shift
+    return known ^ (known ^ (first | second << 16)) & mask, shift

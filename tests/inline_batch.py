@@ -10,11 +10,12 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from tests.inline import MACHINE, SPEC, kill_after
+from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import Ledger, job_path
@@ -35,8 +36,6 @@ from zinfer.worker.tasks import (
     Load,
     Loaded,
     RowStep,
-    Tokenize,
-    Tokenized,
 )
 
 CASE = Case(model="fake", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=64, output_len=64))
@@ -75,6 +74,24 @@ def prompt_ids(prompt: str) -> list[int]:
     return [first] + [0] * (int(prompt.split("/")[0][1:]) - 1)
 
 
+class InlineTokenizer:
+    """A tokenizer of such prompts, in this process."""
+
+    most: int | None = None
+    closed = 0
+
+    def encode_quickly(self, prompts: Sequence[Any]) -> list[list[int] | Refusal] | None:
+        return [self.encode_alone(prompt) for prompt in prompts]
+
+    def encode_alone(self, prompt: Any) -> list[int] | Refusal:
+        if isinstance(prompt, str) and "/" in prompt:
+            return prompt_ids(prompt)
+        return Refusal("invalid_prompt", "no prompt")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
 class InlineRows(InlineWorker):
     """A worker without an engine. With more rows than `edge` in it, it fails with `status`, by death if it `dies`."""
 
@@ -87,9 +104,7 @@ class InlineRows(InlineWorker):
         refused: Status | None = None,
         steps: int = 4,
     ) -> None:
-        super().__init__(
-            instead={Load: self._load_point, BatchStart: self._start, BatchStep: self._step, Tokenize: self._tokenize}
-        )
+        super().__init__(instead={Load: self._load_point, BatchStart: self._start, BatchStep: self._step})
         self.edge, self.status, self.dies, self.pause_s = edge, status, dies, pause_s
         self.refused, self.steps = refused, steps
         self.loads, self.closed = 0, 0
@@ -112,10 +127,6 @@ class InlineRows(InlineWorker):
         if message["task"] != "load":
             self.before(message["task"])
         return super()._exchange(message)
-
-    def _tokenize(self, _session: Session, request: Tokenize) -> Tokenized:
-        texts = (prompt if isinstance(prompt, str) else "" for prompt in request.prompts)
-        return Tokenized(prompts=[prompt_ids(text) if "/" in text else "no prompt" for text in texts])
 
     def _start(self, _session: Session, request: BatchStart) -> BatchStarted:
         self.alive, self.queue, self.most = [], [], request.rows or 1 << 20

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.inline_batch import InlineRows
+from tests.inline_batch import InlineRows, InlineTokenizer
+from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.job.serve.reading import Tokenizes
 from zinfer.job.serve.server import HttpServer, Settings, listen
 from zinfer.plan.plan import Plan
 from zinfer.spec.case import Workload
@@ -81,15 +83,18 @@ def serving(
     ready: bool = True,
     buffer: int | None = None,
     say: Callable[[str], None] = lambda _text: None,
+    tokenizer: Tokenizes | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
     """Serve a plan's model until the end of the context; wait until it is `ready`. The kernel holds `buffer`
-    bytes of an answer; `say` gets the server's lines."""
+    bytes of an answer; `say` gets the server's lines. The `tokenizer` is the model's, or that of an `InlineRows`."""
+    if tokenizer is None:
+        tokenizer = InlineTokenizer() if plan.model.directory is None else TokenizerProcess(plan.model)
     made = Settings(NAME, drain_s=20.0)._replace(**settings)
     with listen("127.0.0.1", 0) as bound:
         if buffer is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        server = Server(HttpServer(plan, make_worker, load, made, bound, say=say))
+        server = Server(HttpServer(plan, make_worker, load, made, bound, tokenizer, say=say))
         server.start()
         try:
             if ready:

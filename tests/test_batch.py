@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import mentions
+from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch.intake import rows_of, split
 from zinfer.job.batch.openai import BatchRequest, Done, Fault, answer, decode, encode, failure, read_requests, refusal
 from zinfer.job.openai import chat_logprobs, text_logprobs
@@ -196,7 +197,8 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
     )]  # fmt: skip
     requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchRequest)]
     made = {requests[6].id: [1, 2, 3, 4, 5]}
-    prompts = [n if isinstance(n, str) else [7] * n for n in (10, 90, 95, 90, "no template", 100, 3)]
+    no_template = Refusal("invalid_prompt", "no template")
+    prompts = [n if isinstance(n, Refusal) else [7] * n for n in (10, 90, 95, 90, no_template, 100, 3)]
     rows, faults = rows_of(requests, prompts, 100, 20, made)
     assert [(row.length, row.limit) for row in rows] == [(10, 20), (90, 10), (95, 5), (3, 4)]
     assert [(fault.custom_id, fault.code) for fault in faults] == [

@@ -366,7 +366,7 @@ def test_stops_and_dropped_sequences_free_their_rows(
     engine = load("stream", directory, "cpu", tmp_path)
     tokenizer = Tokenizer(engine.plan.model)
     running = ContinuousScheduler(engine, tokenizer, LOAD, arrivals=True)
-    prompts = [tokenizer.encode(text) for text in ("Once upon a time", "ab", "etaoin", "x")]
+    prompts = [tokenizer.hf(text).input_ids for text in ("Once upon a time", "ab", "etaoin", "x")]
     free = [scheduler.Sequence(ids, 16, ignore_eos=True, key=key) for key, ids in enumerate(prompts)]
     run(running, [free])
     text = free[0].text

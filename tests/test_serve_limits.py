@@ -21,9 +21,8 @@ from tests.inline_batch import CASE, prompt_ids, text
 from tests.serving import NAME, ServedRows, Server, serving
 from zinfer.job.serve import app, dispatcher
 from zinfer.plan.plan import make_plan
-from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, Tokenize, Tokenized
+from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped
 
 PLAN = make_plan(CASE, SPEC, MACHINE)
 KEY = {"authorization": "Bearer secret"}
@@ -325,29 +324,6 @@ def test_a_row_that_kills_the_worker_ends_alone(dies: bool, monkeypatch: pytest.
             assert (found[one][0], found[one][1]["choices"][0]["text"]) == (200, text(one))
         assert (server.metric("zinfer_worker_restarts_total") > 0) == dies
         assert server.ask("/health")[0] == 200
-
-
-def test_a_prompt_that_kills_the_worker_ends_alone() -> None:
-    """A worker dies when it turns one of the prompts into token ids; a row that runs meanwhile goes on."""
-    workers: list[ServedRows] = []
-
-    class Deadly(ServedRows):
-        def _tokenize(self, session: Session, request: Tokenize) -> Tokenized:
-            if "a4/4" in request.prompts:
-                raise WorkerDied("crashed", "killed by SIGSEGV")
-            return super()._tokenize(session, request)
-
-    def make() -> ServedRows:
-        workers.append(Deadly(pause_s=0.01))
-        return workers[-1]
-
-    with serving(PLAN, make) as server:
-        running = parts(server, {"prompt": "a3/200", "max_tokens": 200})
-        server.wait(lambda: len(workers[0].alive) == 1)
-        status, answer, _ = server.ask(TEXTS, {"prompt": "a4/4"})
-        assert (status, answer["error"]["code"]) == (500, "crashed")
-        assert server.ask(TEXTS, {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
-        assert json.loads(read_all(running).partition(b"\r\n\r\n")[2])["choices"][0]["text"] == text("a3/200", 200)
 
 
 def test_a_reader_that_stops_is_left_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:

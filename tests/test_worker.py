@@ -66,10 +66,6 @@ from zinfer.worker.tasks import (
     RequestRow,
     RequestsMeasured,
     RowStep,
-    TextWindowed,
-    TextWindows,
-    Tokenize,
-    Tokenized,
 )  # fmt: skip
 
 
@@ -307,7 +303,7 @@ MESSAGES: dict[str, tuple[Request[Any], Message]] = {
         RequestsMeasured(point=RequestPoint(case=case(), requests=LOAD, status="timeout", machine="test")),
     ),
     "generate": (
-        Generate(prompts=["é"], batch_size=1, sampling=SAMPLING),
+        Generate(prompts=[[1, 2]], batch_size=1, sampling=SAMPLING),
         Generated(
             steps=[CompletionStep(number=0, tokens=[1], text="a", finish_reason="stop", output_text="a")],
             seconds=1.0, running=0,
@@ -315,10 +311,6 @@ MESSAGES: dict[str, tuple[Request[Any], Message]] = {
     ),
     "generate_step": (
         GenerateStep(), Generated(steps=[CompletionStep(number=0, tokens=[1], text="é")], seconds=1.0, running=1),
-    ),
-    "tokenize": (
-        Tokenize(prompts=["a", [{"role": "user", "content": "b"}]], model=SPEC),
-        Tokenized(prompts=[[1, 2], "no chat template"]),
     ),
     "batch_start": (
         BatchStart(load=Workload(batch_size=1, input_len=1, output_len=2), rows=3),
@@ -328,9 +320,9 @@ MESSAGES: dict[str, tuple[Request[Any], Message]] = {
         BatchStep(rows=[BatchRow(key=1, prompt_ids=[1], left=2, sampling=SAMPLING, stop=("x",))], ending=0.25),
         BatchStepped(passes=1, seconds=0.5, rows=[RowStep(key=1, tokens=[], finish_reason="stop", text="a")]),
     ),
-    "chat_open": (ChatOpen(output_len=3, cache_size=1, system="Be brief."), ChatOpened(notes=("a",))),
+    "chat_open": (ChatOpen(output_len=3, cache_size=1), ChatOpened(notes=("a",))),
     "chat_ask": (
-        ChatAsk(turn="Hi"), ChatAsked(text="a", finish_reason=None, seconds=0.1, reloaded=1, computed=2),
+        ChatAsk(prompt_ids=[1, 2]), ChatAsked(text="a", finish_reason=None, seconds=0.1, reloaded=1, computed=2),
     ),
     "chat_step": (ChatStep(), ChatToken(text="", finish_reason="length", seconds=0.1)),
     "chat_end": (ChatEnd(), ChatEnded(output_ids=[1], output_text="a")),
@@ -339,9 +331,6 @@ MESSAGES: dict[str, tuple[Request[Any], Message]] = {
         PrefixReused(
             recompute_ms=[1.0], memory_ms=[0.5], kept_bytes=7, same_token=True, max_difference=float("inf")
         ),
-    ),
-    "text_windows": (
-        TextWindows(model=SPEC, text="abc", count=1, length=2), TextWindowed(pieces=None, tokens=3, ends=[2]),
     ),
     "logits_record": (
         LogitsRecord(prompts=[[1]], tokens=[None], steps=1, file="f"),

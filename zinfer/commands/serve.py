@@ -1,7 +1,6 @@
 """`zinfer serve`: answer requests over HTTP, in the format of OpenAI's API."""
 
 from importlib import util
-from pathlib import Path
 from typing import Any
 
 import click
@@ -103,7 +102,6 @@ def command(
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.packing import typical_plan
     from zinfer.job.serve.server import HttpServer, Settings, listen
-    from zinfer.spec.tokenizer_files import require
     from zinfer.worker.process import Worker
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
@@ -112,14 +110,14 @@ def command(
     choice = {key: how[key] for key in names}
     loads = options.one_load("serve", model, layers=layers, **choice)
     source = options.weights_of(model, dtype, layers, load_format, how["weights"], loads)
-    if source.spec.directory is not None:
-        require(Path(source.spec.directory))
+    tokenizer = options.tokenizer_of(source.spec, how["chat_template"])
     machine = options.this_machine(how["nvme_path"])
     cases = [load.case(source.load_format, source.spec.dtype, 1, 1) for load in loads]
     plan, load = typical_plan(cases, source.spec, machine, how["nvme_path"], how["batch_size"], max_queue)
     if load is None:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     target = next(iter(loads.values()))
+    ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it here
     limits = how["batch_size"], max_queue, max_body, output_len, drain_s, kv_cache_size
     settings = Settings(plan.case.model, api_key, *limits)
     try:
@@ -136,13 +134,17 @@ def command(
                 target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
             )
 
+        if ends is not None:
+            watch.say(ends)
+
         def ready() -> None:
             watch.quiet()
             watch.say(f"serving {settings.model} at {address}/v1")
 
         server = HttpServer(
-            plan, make_worker, load, settings, bound, say=watch.say, loading=lambda: watch.loading(plan), ready=ready
-        )
+            plan, make_worker, load, settings, bound, tokenizer, say=watch.say, loading=lambda: watch.loading(plan),
+            ready=ready,
+        )  # fmt: skip
         watch.say(f"listening at {address}")
         fault = server.run()
         if server.signal is not None:

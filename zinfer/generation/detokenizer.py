@@ -1,71 +1,16 @@
-"""Tokens of a conversation, and text from generated tokens.
-
-Each turn continues the tokens of the turn before, so that their keys and values can be reused. If the text of all
-messages were tokenised anew, it might not begin with the tokens that the model saw and chose: templates trim answers,
-and a tokenizer may split the same text in another way. So only the added text is tokenised if its tokens decode to
-exactly that text; otherwise the whole text is, and the common beginning of both token sequences can be reused.
-"""
+"""Text from generated tokens."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from zinfer.generation.radix_tree import common
-from zinfer.generation.tokenizer import CONTEXT, UNFINISHED, chat_template, decode
-from zinfer.spec.model import ModelError
+from zinfer.generation.tokenizer import CONTEXT, UNFINISHED, decode
 
 if TYPE_CHECKING:
     from zinfer.generation.scheduler import Sequence
     from zinfer.generation.tokenizer import Tokenizer
 
 SETTLED = 64  # tokens after which the text before them is not decoded again
-
-
-class Dialogue:
-    """Turns of a user and their answers, formatted by the tokenizer's chat template, or joined if it has none."""
-
-    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
-        self._tokenizer, self._template = tokenizer, chat_template(tokenizer)
-        self._messages = [{"role": "system", "content": system}] if system else []
-        self._asked: list[dict[str, str]] = []
-        self._text, self._ids = "", list[int]()  # the conversation up to the last answer
-        self.template = self._template is not None
-
-    def ask(self, turn: str) -> list[int]:
-        """Return the tokens of the conversation and of `turn`, up to the beginning of its answer.
-
-        The turn becomes part of the conversation with `answered`. Raises ModelError for a conversation that the
-        template refuses, and for one without tokens.
-        """
-        self._asked = [*self._messages, {"role": "user", "content": turn}]
-        whole = self._render(self._asked)
-        ids = self._continued(whole) or self._tokenizer(whole, add_special_tokens=not self.template).input_ids
-        if not ids:
-            raise ModelError("the conversation has no tokens: it needs at least one")
-        self._open = whole, list(ids)
-        return list(ids)
-
-    def answered(self, answer: list[int]) -> str:
-        """Add `answer`, tokens without the end token, to the conversation after the last turn; return its text."""
-        text, ids = self._open
-        said = decode(self._tokenizer, answer)
-        self._messages = [*self._asked, {"role": "assistant", "content": said}]
-        self._text, self._ids = text + said, ids + answer
-        return said
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        if self._template is None:
-            return "".join(message["content"] for message in messages)
-        return self._template.render(messages)
-
-    def _continued(self, whole: str) -> list[int] | None:
-        """Return the tokens so far followed by those of the text that `whole` adds; None if they do not decode to
-        `whole`."""
-        if not self._ids or not whole.startswith(self._text):
-            return None
-        added, tail = whole[len(self._text) :], self._ids[-CONTEXT:]
-        new: list[int] = self._tokenizer(added, add_special_tokens=False).input_ids
-        before, after = (decode(self._tokenizer, ids, special=True) for ids in (tail, tail + new))
-        return self._ids + new if new and after == before + added else None
 
 
 class Detokenizer:

@@ -43,12 +43,12 @@ from zinfer.generation.schedule import (
     load_of_pass,
     positions_of,
 )
-from zinfer.generation.tokenizer import NO_TOKENS, Tokenizer
+from zinfer.generation.tokenizer import Tokenizer
 from zinfer.plan.cost import draft_kv_bytes
 from zinfer.record.measurement import Span
 from zinfer.spec.case import Workload
 from zinfer.spec.host import host_bytes
-from zinfer.spec.model import ModelError, ModelSpec, check_positions
+from zinfer.spec.model import ModelSpec, check_positions
 
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot
@@ -896,7 +896,7 @@ def continue_prompts(
     engine: Engine,
     spec: ModelSpec,
     tokenizer: Tokenizer,
-    prompts: Several[str],
+    prompts: Several[list[int]],
     *,
     output_len: int = 32,
     sampling: Sampling = GREEDY,
@@ -906,14 +906,12 @@ def continue_prompts(
     """Begin to continue every prompt, `batch_size` at a time, each with a seed of its own made of `sampling`'s; return
     the scheduler, for `advance`, and the sequences.
 
-    Raises ModelError for a prompt without tokens, or one that leaves no room for `output_len` in the model's positions.
+    Raises ModelError for a prompt that leaves no room for `output_len` in the model's positions.
     """
     sequences = []
     for number, prompt in enumerate(prompts):
         own = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
-        sequences.append(Sequence(tokenizer.encode(prompt), output_len, own, ignore_eos=ignore_eos, key=number))
-        if not sequences[-1].prompt_ids:
-            raise ModelError(f"prompt {prompt!r} {NO_TOKENS}")
+        sequences.append(Sequence(prompt, output_len, own, ignore_eos=ignore_eos, key=number))
     longest = max(len(sequence.prompt_ids) for sequence in sequences)
     check_positions(spec, longest, output_len, f"a prompt of {longest} tokens")
     load = load_of(engine.plan, [(len(one.prompt_ids), one.left) for one in sequences], batch_size)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zinfer.worker.tasks import EchoedPrompt, TokenScore
 
 STOPS, STOP = 100, 10_000  # most texts that end an answer, and most characters of one
+MESSAGES = 10_000  # most messages of a chat
 TOP = 20  # most alternatives whose log-probabilities are told
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 PART = "bytes:\\x"  # beginning of the text of a token that is part of a character (`Tokenizer.text_of`)
@@ -244,6 +245,10 @@ def _stop(stop: Any) -> tuple[str, ...]:
 def _messages(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         raise Refused("invalid_type", "messages must be a non-empty list", "messages")
+    if len(messages) > MESSAGES:
+        raise Refused(
+            "invalid_value", f"messages: {len(messages):,} of them, and at most {MESSAGES:,} are taken", "messages"
+        )
     return [_message(message) for message in messages]
 
 

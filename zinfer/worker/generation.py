@@ -29,8 +29,6 @@ from zinfer.worker.tasks import (
     Generated,
     GenerateStep,
     RowStep,
-    Tokenize,
-    Tokenized,
     TokenScore,
 )
 
@@ -76,12 +74,6 @@ def generate_step(session: Session, _request: GenerateStep) -> Generated:
         steps=steps, seconds=time.monotonic() - began, running=len(running.sequences), passes=tally.passes,
         drafted=tally.drafted, accepted=tally.accepted,
     )  # fmt: skip
-
-
-def tokenize(session: Session, request: Tokenize) -> Tokenized:
-    """Turn prompts into token ids."""
-    tokenizer = session.tokenizer(request.model)
-    return Tokenized(prompts=[tokenizer.try_encode(prompt) for prompt in request.prompts])
 
 
 def batch_start(session: Session, request: BatchStart) -> BatchStarted:
@@ -200,7 +192,7 @@ def chat_open(session: Session, request: ChatOpen) -> ChatOpened:
         session.chat.close()
     session.chat = Chat(
         session.engine, session.tokenizer(), sampling=request.sampling, output_len=request.output_len,
-        ignore_eos=request.ignore_eos, system=request.system, cache_size=request.cache_size, folder=request.folder,
+        ignore_eos=request.ignore_eos, cache_size=request.cache_size, folder=request.folder,
         folder_size=request.folder_size,
     )  # fmt: skip
     return ChatOpened(notes=session.chat.take_notes())
@@ -209,7 +201,7 @@ def chat_open(session: Session, request: ChatOpen) -> ChatOpened:
 def chat_ask(session: Session, request: ChatAsk) -> ChatAsked:
     """Compute a user's turn and the first token of its answer."""
     began, chat = time.monotonic(), _chat(session)
-    piece, reloaded, computed = chat.ask(request.turn)
+    piece, reloaded, computed = chat.ask(request.prompt_ids)
     seconds = time.monotonic() - began
     return ChatAsked(
         text=piece.text, finish_reason=piece.finish_reason, seconds=seconds, reloaded=reloaded, computed=computed,

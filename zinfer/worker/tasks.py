@@ -15,7 +15,6 @@ from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.spec.case import Case, Workload
-from zinfer.spec.model import ModelSpec
 from zinfer.spec.requests import RequestLoad
 from zinfer.spec.value import Frozen
 
@@ -142,9 +141,9 @@ class Generated(Message):
 
 
 class Generate(Request[Generated]):
-    """Begin to continue prompts by up to `output_len` tokens, at most `batch_size` at a time."""
+    """Begin to continue the token ids of prompts by up to `output_len` tokens, at most `batch_size` at a time."""
 
-    prompts: list[Text]
+    prompts: list[list[int]]
     batch_size: int
     output_len: int = 32
     sampling: Sampling = GREEDY
@@ -153,19 +152,6 @@ class Generate(Request[Generated]):
 
 class GenerateStep(Request[Generated]):
     """Go on with the prompts: a pass, or several short ones."""
-
-
-class Tokenized(Message):
-    """Ids of each prompt, or the reason why it has none."""
-
-    prompts: list[list[int] | str]
-
-
-class Tokenize(Request[Tokenized]):
-    """Turn prompts, texts or a chat's messages, into token ids; `model` where nothing is loaded yet."""
-
-    prompts: list[Text | list[dict[str, Text]]]
-    model: ModelSpec | None = None
 
 
 class BatchRow(Message):
@@ -283,7 +269,6 @@ class ChatOpen(Request[ChatOpened]):
     sampling: Sampling = GREEDY
     output_len: int
     ignore_eos: bool = False
-    system: Text | None = None
     cache_size: int
     folder: str | None = None
     folder_size: int = 0
@@ -307,9 +292,9 @@ class ChatAsked(ChatToken):
 
 
 class ChatAsk(Request[ChatAsked]):
-    """Compute a user's turn and the first token of its answer."""
+    """Compute the first token of the answer to a conversation, whose last turn is new."""
 
-    turn: Text
+    prompt_ids: list[int]
 
 
 class ChatStep(Request[ChatToken]):
@@ -350,23 +335,6 @@ class PrefixReuse(Request[PrefixReused]):
     new_tokens: int
     repeats: int
     folder: str | None = None
-
-
-class TextWindowed(Message):
-    """Pieces of a text, None if it is too short; the number of tokens in all of it; and the tokens that end a text."""
-
-    pieces: list[list[int]] | None
-    tokens: int
-    ends: list[int]
-
-
-class TextWindows(Request[TextWindowed]):
-    """Cut `count` pieces of `length` tokens out of a text."""
-
-    model: ModelSpec
-    text: Text
-    count: int
-    length: int
 
 
 class LogitsFile(Message):
@@ -432,7 +400,6 @@ TASKS: Mapping[str, Task] = {
     "measure_requests": Task(MeasureRequests, RequestsMeasured, "zinfer.worker.requests:measure_requests"),
     "generate": Task(Generate, Generated, "zinfer.worker.generation:generate"),
     "generate_step": Task(GenerateStep, Generated, "zinfer.worker.generation:generate_step"),
-    "tokenize": Task(Tokenize, Tokenized, "zinfer.worker.generation:tokenize"),
     "batch_start": Task(BatchStart, BatchStarted, "zinfer.worker.generation:batch_start"),
     "batch_step": Task(BatchStep, BatchStepped, "zinfer.worker.generation:batch_step"),
     "chat_open": Task(ChatOpen, ChatOpened, "zinfer.worker.generation:chat_open"),
@@ -440,7 +407,6 @@ TASKS: Mapping[str, Task] = {
     "chat_step": Task(ChatStep, ChatToken, "zinfer.worker.generation:chat_step"),
     "chat_end": Task(ChatEnd, ChatEnded, "zinfer.worker.generation:chat_end"),
     "prefix_reuse": Task(PrefixReuse, PrefixReused, "zinfer.worker.prefix_reuse:prefix_reuse"),
-    "text_windows": Task(TextWindows, TextWindowed, "zinfer.worker.teacher_forcing:text_windows"),
     "logits_record": Task(LogitsRecord, LogitsRecorded, "zinfer.worker.teacher_forcing:logits_record"),
     "logits_compare": Task(LogitsCompare, LogitsCompared, "zinfer.worker.teacher_forcing:logits_compare"),
 }

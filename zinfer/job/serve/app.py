@@ -103,14 +103,16 @@ class Choice:
 class Exchange:
     """One request and its answer."""
 
-    def __init__(self, asked: Asked, model: str, size: int) -> None:
+    def __init__(self, asked: Asked, model: str, size: int, client: str = "") -> None:
         self.model, self.size = model, size  # bytes of its body
         self.asked = asked._replace(prompts=())  # the rows have them, as long as they need them
         prefix = "chatcmpl" if asked.chat else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         seed = asked.seed or secrets.token_hex(8)
         self.rows = [
-            Row(prompt, self.asked, nth_seed(seed, number)) for prompt in asked.prompts for number in range(asked.n)
+            Row(prompt, self.asked, nth_seed(seed, number), client)
+            for prompt in asked.prompts
+            for number in range(asked.n)
         ]
         self.choices = {row: Choice() for row in self.rows}
         self.changed = asyncio.Event()
@@ -406,7 +408,7 @@ def make_app(
             )
             if asked.model is not None and asked.model != model:
                 raise _no_model(asked.model, model)
-            exchange = Exchange(asked, model, len(body))
+            exchange = Exchange(asked, model, len(body), request.client.host if request.client else "")
             desk.open(exchange)
         except BaseException as error:
             desk.held -= len(body)

@@ -1,19 +1,24 @@
 """Dispatcher: the thread that drives the server's worker, from the arrival of a request's rows to their last token.
 
 Rows are given to the worker's queue as they come; the worker begins them in this order, at every pass. The thread alone
-talks to the worker and sleeps while there is no row. A worker that dies is started again: rows of which no text was
-handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to blame ends alone.
+talks to the worker and sleeps while there is no row. Prompts that are texts are read beside it
+(`zinfer.job.serve.reading`): their rows come when they have token ids. A worker that dies is started again: rows of
+which no text was handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to
+blame ends alone.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from itertools import groupby
+from typing import Literal, NamedTuple, Protocol
 
 from zinfer.generation.sampling import Sampling
+from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch.run import FATAL, MANY
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
+from zinfer.job.serve.reading import FAILED, Ids, Reader, Tokenizes
 from zinfer.plan.plan import Plan
 from zinfer.spec.case import Workload
 from zinfer.worker.process import Client, WorkerDied, WorkerError
@@ -26,13 +31,10 @@ from zinfer.worker.tasks import (
     EchoedPrompt,
     Request,
     RowStep,
-    Tokenize,
     TokenScore,
 )
 
 TURN_S = 0.05  # seconds between two answers of the worker, or one pass, while no text is streamed
-PROMPTS_AT_ONCE = 32  # prompts of one request to the worker for token ids
-TOKENIZE_S = 0.2  # seconds after which prompts that are still texts wait for the next turn
 RELOADS, RELOAD_S = 3, 2.0  # attempts to load a worker again, and seconds after the first that failed
 PATIENCE_S = 1.0  # seconds that the end of a pass is waited for when the server stops at once
 
@@ -81,6 +83,7 @@ class Row:
     prompt: Prompt
     asked: Asked
     seed: str
+    client: str = ""  # who sent it; prompts of clients are read in turn
     key: int = -1
     prompt_ids: list[int] = field(default_factory=list)
     limit: int = 0
@@ -126,7 +129,7 @@ class Dispatcher:
 
     `load` is the largest load to reckon with; at most `at_most` rows run at a time, and `most_waiting` wait for their
     first token. KV caches of earlier rows may take `cache_size` bytes of host memory, and are reused. `post` receives
-    the news of rows, from the thread.
+    the news of rows, from the thread. `tokenizer`, which is closed at the end, reads prompts.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class Dispatcher:
         load: Workload,
         meter: Meter,
         post: Post,
+        tokenizer: Tokenizes,
         *,
         at_most: int | None = None,
         most_waiting: int = 1024,
@@ -154,7 +158,7 @@ class Dispatcher:
         self.cannot_reuse: str | None = None if cache_size else "KV caches have no memory of the host"
         self._say, self._loading, self._on_ready, self._on_end = say, loading, ready, ended
         self._changed = threading.Condition()  # guards the next six
-        self._inbox: list[Row] = []
+        self._inbox: list[tuple[Row, Ids]] = []  # rows whose prompts were read
         self._dropped: set[int] = set()
         self._unfinished: dict[int, Row] = {}  # by key
         self._unbegun: set[int] = set()  # keys of those of them without a token
@@ -166,8 +170,8 @@ class Dispatcher:
         self._since = 0  # rows that ended since the window was set
         self._tokens = self._stopped = 0  # tokens made; rows that ended before they had all tokens they might
         self._worker: Client | None = None
-        self._reading: list[Row] = []  # rows whose prompts the worker turns into token ids now
-        self._one_by_one = False  # True after it died while it did so
+        self._tokenizer = tokenizer
+        self._reader = Reader(tokenizer, self._read, self._wanted)
         self._positions = 0
         self.kept_bytes = 0  # host memory of kept KV caches
         self._cannot_score: str | None = None
@@ -205,7 +209,20 @@ class Dispatcher:
                 self._next_key += 1
                 self._unfinished[row.key] = row
                 self._unbegun.add(row.key)
-            self._inbox += rows
+            self._inbox += [(row, row.prompt) for row in rows if _is_ids(row.prompt)]  # type: ignore[misc]
+            self._changed.notify()
+        texts = [row for row in rows if not _is_ids(row.prompt)]
+        prompts = [list(own) for _, own in groupby(texts, lambda row: id(row.prompt))]  # each is read once
+        self._reader.add([(own[0].prompt, own) for own in prompts], rows[0].client)
+
+    def _wanted(self, rows: Sequence[Row]) -> bool:
+        """Tell whether somebody waits for any of `rows`, which have one prompt."""
+        return any(row.key in self._unfinished for row in rows)
+
+    def _read(self, found: list[tuple[Sequence[Row], Ids]]) -> None:
+        """Take the token ids of prompts; called by the reader's threads."""
+        with self._changed:
+            self._inbox += [(row, ids) for rows, ids in found for row in rows]
             self._changed.notify()
 
     def drop(self, rows: Iterable[Row]) -> None:
@@ -253,6 +270,7 @@ class Dispatcher:
                 rows = list(self._unfinished.values())
             failure = Failure(503, "server_shutting_down", self.fault or "the server has shut down")
             self._tell([(row, RowNews(failure=failure)) for row in rows])
+            self._reader.close()
             self._close()
             self._on_end()
 
@@ -264,14 +282,14 @@ class Dispatcher:
                 self._changed.wait()
             if self._stopping:
                 return False
-            self._waiting += self._inbox
+            read = [(row, ids) for row, ids in self._inbox if row.key in self._unfinished]
             dropped, self._inbox, self._dropped = self._dropped, [], set()
         self._waiting = [row for row in self._waiting if row.key not in dropped]
         drop = [key for key in dropped if self._sent.pop(key, None) is not None]
         try:
             if self._worker is None:
                 self._restart()
-            self._tokenize()
+            self._take_in(read)
             new = self._next()
             if new or drop or self._sent:
                 self._sent |= {row.key: row for row in new}
@@ -284,31 +302,21 @@ class Dispatcher:
             self._after(failed)
         return True
 
-    def _tokenize(self) -> None:
-        """Turn the prompts that are texts into token ids, the first ones first; rows that cannot be served fail."""
-        began = time.monotonic()
-        new = [row for row in self._waiting if not row.prompt_ids]
-        while new and time.monotonic() - began < TOKENIZE_S:
-            size = 1 if self._one_by_one else PROMPTS_AT_ONCE
-            part, new = new[:size], new[size:]
-            self._reading = [row for row in part if not _is_ids(row.prompt)]
-            texts: list[Any] = [row.prompt for row in self._reading]
-            found = iter(self._ask(Tokenize(prompts=texts)).prompts if texts else ())
-            self._reading = []
-            refused = []
-            for row in part:
-                ids: Any = row.prompt if _is_ids(row.prompt) else next(found)
-                if (failure := self._accept(row, ids)) is not None:
-                    refused.append((row, RowNews(failure=failure)))
-            if refused:
-                self._waiting = _without(self._waiting, [row for row, _ in refused])
-                self._tell(refused)
+    def _take_in(self, read: list[tuple[Row, Ids]]) -> None:
+        """Let rows whose prompts were read wait for the worker; those that cannot be served fail."""
+        refused = []
+        for row, ids in read:
+            if (failure := self._accept(row, ids)) is None:
+                self._waiting.append(row)
+            else:
+                refused.append((row, RowNews(failure=failure)))
+        self._tell(refused)
 
-    def _accept(self, row: Row, ids: list[int] | str) -> Failure | None:
+    def _accept(self, row: Row, ids: Ids) -> Failure | None:
         """Give a row its token ids and its limit; return the reason if it cannot be served."""
         asked, subject = row.asked, "messages" if row.asked.chat else "prompt"
-        if isinstance(ids, str):
-            return Failure(400, "invalid_prompt", ids, subject)
+        if isinstance(ids, Refusal):
+            return Failure(500 if ids.code == FAILED else 400, ids.code, ids.message, subject)
         if asked.echo and asked.logprobs is not None and self._cannot_score is not None:
             return Failure(400, "unsupported_parameter", f"echo with logprobs: {self._cannot_score}", "echo")
         try:
@@ -324,12 +332,9 @@ class Dispatcher:
         return None
 
     def _next(self) -> list[Row]:
-        """Take the rows that go to the worker now: all that can, unless it failed with as many."""
-        able = 0
+        """Take the rows that go to the worker now: all, unless it failed with as many."""
         most = len(self._waiting) if self._window is None else max(self._window - len(self._sent), 0)
-        while able < min(most, len(self._waiting)) and self._waiting[able].prompt_ids:
-            able += 1
-        new, self._waiting = self._waiting[:able], self._waiting[able:]
+        new, self._waiting = self._waiting[:most], self._waiting[most:]
         return new
 
     def _take(self, answer: BatchStepped) -> None:
@@ -398,18 +403,12 @@ class Dispatcher:
         if died:
             self._close(kill=True)
         rows, self._sent, self.running = list(self._sent.values()), {}, 0
-        reading, self._reading = self._reading, []
-        if reading:  # the rows that run are not to blame
-            suspects = reading
-            self._one_by_one = True
-        else:
-            suspects = rows
-            if rows:
-                self._window, self._since = max(1, len(rows) // (4 if len(rows) > MANY else 2)), 0
-        guilty = suspects if len(suspects) == 1 and (suspects[0].tries or not died) else []
-        for row in suspects:
+        if rows:
+            self._window, self._since = max(1, len(rows) // (4 if len(rows) > MANY else 2)), 0
+        guilty = rows if len(rows) == 1 and (rows[0].tries or not died) else []
+        for row in rows:
             row.tries += 1
-        lost = {row.key: row for row in (*guilty, *rows) if row in guilty or row.told}
+        lost = {row.key: row for row in rows if row in guilty or row.told}
         self._waiting = _without(sorted([*rows, *self._waiting], key=lambda row: row.key), lost.values())
         failure = Failure(500, failed.status, f"the worker failed: {failed}")
         self._tell([(row, RowNews(failure=failure)) for row in lost.values()])
@@ -437,8 +436,6 @@ class Dispatcher:
             self._loading()
             try:
                 worker = self._worker = self._make_worker()
-                if first:
-                    worker.ask(Tokenize(prompts=[], model=self.plan.model))  # before the weights, which take minutes
                 refused = worker.load(self.plan)
                 if refused is None:
                     self._begin()
@@ -459,6 +456,7 @@ class Dispatcher:
         size = self._cache_size
         started = self._ask(BatchStart(load=self._load, rows=self._at_most, arrivals=True, cache_size=size))
         self._positions, self._cannot_score, self.kept_bytes = started.positions, started.cannot_score, 0
+        self._tokenizer.most = min(started.positions, self.plan.model.max_position or started.positions)
         if size and started.cannot_reuse != self.cannot_reuse:
             self.cannot_reuse = started.cannot_reuse
             self._say(f"every prompt is computed whole: {self.cannot_reuse}")

@@ -15,6 +15,7 @@ from zinfer.job.openai import ServerLimits
 from zinfer.job.serve.app import Desk, make_app
 from zinfer.job.serve.dispatcher import Dispatcher
 from zinfer.job.serve.metrics import Metrics
+from zinfer.job.serve.reading import Tokenizes
 from zinfer.plan.plan import Plan
 from zinfer.spec import ending
 from zinfer.spec.case import Workload
@@ -71,6 +72,7 @@ class HttpServer:
         load: Workload,
         settings: Settings,
         bound: socket.socket,
+        tokenizer: Tokenizes,
         *,
         say: Callable[[str], None] = lambda _text: None,
         loading: Callable[[], None] = lambda: None,
@@ -79,7 +81,7 @@ class HttpServer:
         self._settings, self._socket, self._say = settings, bound, say
         self.metrics, self.desk = Metrics(), Desk()
         self.dispatcher = self.desk.dispatcher = Dispatcher(
-            plan, make_worker, load, self.metrics, self._post, at_most=settings.rows,
+            plan, make_worker, load, self.metrics, self._post, tokenizer, at_most=settings.rows,
             most_waiting=settings.most_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
             say=say, loading=loading, ready=ready,
             ended=lambda: self._from_outside(self._end),

@@ -38,7 +38,7 @@ _PLAIN_DECODERS = frozenset({"ByteFallback", "ByteLevel", "Fuse", "Metaspace", "
 
 
 class Checkpoint(NamedTuple):
-    """What is loaded: the tokenizer `hf`, the text of its chat template, and the size of the model's vocabulary."""
+    """Tokenizer `hf` of a checkpoint, the text of its chat template, and the name and vocabulary of its model."""
 
     hf: Any
     template: str | None

@@ -5,17 +5,16 @@ a second of CPU time, and one those that are long, or took longer. So a prompt t
 alone, and no pass of the worker. In both, clients take turns: who sends many, or bad ones, waits for himself.
 """
 
-import heapq
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters, parts
 from zinfer.spec.errors import one_line
 
 FAILED = "tokenizer_failed"  # code of prompts that nobody could read
-SLOW_COST = 1_000_000  # characters that a prompt counts as that took longer than a short one may
+SLOW = 1_000_000  # characters that a prompt counts as that took longer than a short one may
 MOST_CLIENTS = 4096  # clients whose turns are remembered
 
 Ids = list[int] | Refusal
@@ -33,35 +32,41 @@ class Tokenizes(Protocol):
 
 
 class _Part(NamedTuple):
-    """Prompts of one client that are read together, when `turn` has come."""
+    """Prompts of one client that are read together, and their characters."""
 
-    turn: float
-    number: int
     client: Hashable
     asked: list[Asked]
+    size: int
 
 
 class _Queue:
-    """Parts that wait, clients in turn: a client's next part begins where its last one ends, in characters."""
+    """Parts that wait. The next one is of the client for whom the least was read; who was away gains nothing by it."""
 
     def __init__(self) -> None:
-        self._parts: list[_Part] = []
-        self._ends: dict[Hashable, float] = {}
-        self._now, self._number = 0.0, count()
+        self._waiting: dict[Hashable, deque[_Part]] = {}
+        self._read: dict[Hashable, int] = {}  # characters by client
+        self._now = 0  # characters of the client whose turn came last, before it
 
-    def put(self, client: Hashable, asked: list[Asked], cost: int) -> None:
-        begin = max(self._now, self._ends.get(client, 0.0))
-        self._ends[client] = begin + cost
-        heapq.heappush(self._parts, _Part(begin, next(self._number), client, asked))
+    def put(self, part: _Part) -> None:
+        if part.client not in self._waiting:
+            self._read[part.client] = max(self._read.get(part.client, 0), self._now)
+        self._waiting.setdefault(part.client, deque()).append(part)
 
     def take(self) -> _Part | None:
-        if not self._parts:
+        if not self._waiting:
             return None
-        part = heapq.heappop(self._parts)
-        self._now = max(self._now, part.turn)
-        if len(self._ends) > MOST_CLIENTS:
-            self._ends = {client: end for client, end in self._ends.items() if end > self._now}
+        client = min(self._waiting, key=self._read.__getitem__)
+        self._now = max(self._now, self._read[client])
+        part = self._waiting[client].popleft()
+        if not self._waiting[client]:
+            del self._waiting[client]
+        self.charge(client, 1 + part.size)
+        if len(self._read) > MOST_CLIENTS:
+            self._read = {one: size for one, size in self._read.items() if one in self._waiting or size > self._now}
         return part
+
+    def charge(self, client: Hashable, size: int) -> None:
+        self._read[client] = max(self._read.get(client, 0), self._now) + size
 
 
 class Reader:
@@ -90,7 +95,7 @@ class Reader:
             for part in parts([prompt for prompt, _ in owners]):
                 own, place = owners[place : place + len(part)], place + len(part)
                 size = sum(map(characters, part))
-                (self._long if size > QUICK_CHARACTERS else self._short).put(client, own, 1 + size)
+                (self._long if size > QUICK_CHARACTERS else self._short).put(_Part(client, own, size))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -122,9 +127,10 @@ class Reader:
             self._tell(part.asked, ids)
             return
         with self._changed:
+            self._short.charge(part.client, SLOW)
+            queue = self._short if len(part.asked) > 1 else self._long
             for one in part.asked:  # one of several is to blame, which shows when each is read alone
-                queue = self._short if len(part.asked) > 1 else self._long
-                queue.put(part.client, [one], SLOW_COST // len(part.asked))
+                queue.put(_Part(part.client, [one], SLOW // len(part.asked)))
             self._changed.notify_all()
 
     def _read_long(self, part: _Part) -> None:

@@ -64,6 +64,15 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
     assert again.returncode == 3
     assert mentions(again.stderr, "7 answers", "5 errors", "out.jsonl")
     assert "tok/s" not in again.stderr
+    (folder / "other.jinja").write_text("{{ messages[0].content }}")
+    formatted = zinfer(folder, *words, "--chat-template", "other.jinja")
+    assert formatted.returncode == 6
+    assert "chat_template: None -> " in formatted.stderr
+    absent = zinfer(folder, *words, "--chat-template", "absent")
+    assert (absent.returncode, absent.stderr) == (
+        2,
+        "Error: --chat-template absent: no such file or chat template; the model's are default\n",
+    )
     lossy = zinfer(folder, *words, "--offload", "cpu", "--kv-cache-dtype", "int8")
     assert lossy.returncode == 6
     assert "kv_cache_dtype: None -> int8" in lossy.stderr

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,8 +31,9 @@ from zinfer.commands import chat as terminal
 from zinfer.engine.base import Engine
 from zinfer.generation.dialogue import Dialogue
 from zinfer.generation.tokenizer_process import TokenizerProcess
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.tokenizer_files import ChatTemplate
+from zinfer.spec.model import ModelError, ModelSpec
+from zinfer.spec.resolve import from_directory
+from zinfer.spec.tokenizer_files import ChatTemplate, chat_template
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import Answer, ChatOpen, ChatStep, Request
 
@@ -124,6 +126,20 @@ def test_answers_are_those_of_transformers(
     assert len(said) == (4 if template is None else 3)
     assert re.search(r"\b0 tokens reloaded, \d+ computed: TTFT .*s, .*[\d,.]+ tok/s", said[-3])
     assert ("no chat template" in said[0]) == (template is None)
+
+
+def test_one_of_several_templates_must_be_chosen(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "rag.jinja").write_text("{{ messages[0].content }}")
+    spec = from_directory(model)
+    with (
+        TokenizerProcess(spec) as tokenizer,
+        pytest.raises(ModelError, match=r"are rag, none the default: .*--chat-te"),
+    ):
+        Dialogue(tokenizer)
+    with TokenizerProcess(spec, chat_template(model, "rag")) as tokenizer:
+        assert Dialogue(tokenizer).ask("ab") == [69, 70]
 
 
 def test_an_answer_ends_at_the_end_token(
@@ -243,6 +259,7 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F81
     [
         (["--system", "x"], "--system"),
         (["--kv-cache-dir", "kv"], "--kv-cache-dir"),
+        (["--chat-template", "rag"], "--chat-template is for a conversation"),
         (["--kv-cache-size", "1GiB"], "--kv-cache-size is for a conversation"),
         (["--chat", "--batch-size", "2"], "--batch-size"),
         (["--top-p", "0.9"], "--top-p has no effect on greedy text: add --temperature"),

@@ -324,6 +324,40 @@ def test_a_process_that_was_killed_is_started_again(checkpoint: Checkpoints) -> 
         assert process.encode(["abc"]) == before
 
 
+def test_a_process_that_cannot_be_started_again_is_tried_at_the_next_prompt(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may be short for a while: the facts stay known, and what was loaded once is loaded again."""
+    with TokenizerProcess(spec_of(folder)) as process:
+        facts = process.facts
+        file = folder / "tokenizer.json"
+        content = file.read_bytes()
+        file.write_bytes(b"")
+        os.killpg(process._process.pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(ModelError, match="has no tokenizer that transformers can load"):
+                process.encode(["abc"])
+            assert process.facts == facts
+        file.write_bytes(content)
+        assert process.encode(["abc"]) == [[69, 70, 71]]
+
+
+def test_a_panic_of_the_library_while_tokens_are_decoded_is_an_error_of_these() -> None:
+    from zinfer.generation import tokenizer
+
+    class PanicException(BaseException):
+        """Stands for that of compiled code."""
+
+    class Panics:
+        def decode(self, ids: list[int], **_: bool) -> str:
+            raise PanicException("index\nout of bounds") if ids else SystemExit
+
+    with pytest.raises(ModelError, match="cannot decode tokens: index out of bounds"):
+        tokenizer.decode(Panics(), [1])
+    with pytest.raises(SystemExit):
+        tokenizer.decode(Panics(), [])
+
+
 def test_parts_keep_the_order_and_a_long_prompt_is_alone() -> None:
     long = "x" * (tokenizer_process.QUICK_CHARACTERS + 1)
     assert parts([]) == []

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 
 from zinfer.generation import tokenizer_server
 from zinfer.generation.tokenizer import NO_TOKENS
-from zinfer.spec import tokenizer_files
+from zinfer.spec import lease, tokenizer_files
 from zinfer.spec.ending import at_end
 from zinfer.spec.model import ModelError, ModelSpec
 from zinfer.spec.tokenizer_files import ChatTemplate
@@ -87,18 +87,18 @@ class TokenizerProcess:
         self._wanted = what_to_load(spec, self.template)
         self._starting, self._idling = threading.Lock(), threading.Lock()
         self._idle: list[socket.socket] = []  # connections that wait for a request
-        self._facts: Facts | ModelError | None = None
-        self._closed = False
+        self._facts: Facts | None = None
+        self._fault: ModelError | None = None  # reason why the process could not load
+        self._loading = self._closed = False
         self._start()
 
     @property
     def facts(self) -> Facts:
         """Facts about the tokenizer, once it is loaded. Raises ModelError if it cannot be loaded within the limits."""
-        with self._starting:
-            if self._facts is None:
-                self._facts = self._loaded()
-        if isinstance(self._facts, ModelError):
-            raise self._facts
+        if self._facts is None:
+            with self._starting:
+                self._await()
+        assert self._facts is not None
         return self._facts
 
     @property
@@ -127,9 +127,7 @@ class TokenizerProcess:
         found = self._encode([prompt], special, seconds)
         if found is not None:
             return found[0]
-        kind = "prompt" if isinstance(prompt, str) else "conversation"
-        why = f"to read the {kind} takes more than {seconds:.0f} s of CPU time, or all memory that it may have"
-        return Refusal("invalid_prompt", why)
+        return Refusal("invalid_prompt", _exceeds("prompt" if isinstance(prompt, str) else "conversation", seconds))
 
     def continuation(self, before: list[int], added: str) -> list[int] | None:
         """Return the ids of a text that follows the tokens `before`; None unless both decode to both texts."""
@@ -206,8 +204,7 @@ class TokenizerProcess:
         """Return the answer to a request. Raises ModelError if there is none."""
         found = self._ask(request, seconds)
         if "answer" not in found:
-            limit = f"it takes more than {seconds:.0f} s of CPU time, or ends the tokenizer"
-            raise ModelError(found.get("why", f"{self._name}: {limit}"))
+            raise ModelError(found.get("why", _exceeds("text", seconds)))
         return found["answer"]
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -234,8 +231,10 @@ class TokenizerProcess:
         """Return a connection to a new child of the process, which is started again if something has ended it. Raises
         ModelError if that cannot be."""
         for _ in range(2):
-            _ = self.facts
             with self._starting:
+                if self._fault is not None and self._facts is not None:  # it was loaded before: not the files' fault
+                    self._restart()
+                self._await()
                 ours, theirs = socket.socketpair()
                 with theirs, suppress(OSError):
                     socket.send_fds(self._control, [b"+"], [theirs.fileno()])
@@ -246,12 +245,27 @@ class TokenizerProcess:
                 ours.close()
                 if self._closed:
                     break
-                self._end()
-                self._facts = None
-                self._start()
+                self._restart()
         raise ModelError(f"the process that reads prompts of {self._name} cannot be started")
 
+    def _await(self) -> None:
+        """Wait until the process has loaded the tokenizer. Raises ModelError if it cannot."""
+        if self._loading:
+            self._loading = False
+            found = self._loaded()
+            if isinstance(found, ModelError):
+                self._fault = found
+            else:
+                self._facts = found
+        if self._fault is not None:
+            raise self._fault
+
+    def _restart(self) -> None:
+        self._end()
+        self._start()
+
     def _start(self) -> None:
+        self._loading, self._fault = True, None
         self._control, theirs = socket.socketpair()
         env = {name: os.environ[name] for name in _PASSED if name in os.environ} | _SET
         env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -271,6 +285,8 @@ class TokenizerProcess:
         with suppress(OSError):
             line = _line(self._control)
         if not line.endswith(b"\n"):
+            self._end()
+            lease.sweep()  # what it owned
             return ModelError(
                 f"{self._wanted['directory']}: its tokenizer takes more than {LOAD_S:.0f} s of CPU time or "
                 f"{LOAD_BYTES >> 30} GiB to load, or crashes the library"
@@ -300,6 +316,10 @@ def _line(connection: socket.socket) -> bytes:
             break
         found += more
     return bytes(found)
+
+
+def _exceeds(kind: str, seconds: float) -> str:
+    return f"reading the {kind} takes more than {seconds:.0f} s of CPU time, or more memory than it may have"
 
 
 def what_to_load(spec: ModelSpec, template: ChatTemplate) -> dict[str, Any]:

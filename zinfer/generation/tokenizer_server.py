@@ -237,7 +237,9 @@ def _limit(memory: int) -> int:
 
 
 def _limit_memory(size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+    """Bound the address space, to less where it is bounded already."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size if most == resource.RLIM_INFINITY else min(size, most), most))
 
 
 def wall_s(seconds: float) -> float:

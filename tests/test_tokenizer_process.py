@@ -156,7 +156,7 @@ def test_a_conversation_that_fails_harms_no_other(
     monkeypatch.setattr(tokenizer_process, "QUICK_S", 0.3)
     monkeypatch.setattr(tokenizer_process, "REQUEST_BYTES", 1 << 28)
     with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(HOSTILE[name])) as process:
-        good = process.encode(["hi"])[0]
+        good, began = process.encode(["hi"])[0], time.monotonic()
         supervisor = process._process.pid
         tries: list[list[Any]] = [[TALK, CHAT, "hi"], [CHAT], [CHAT, TALK]]
         for prompts in tries:
@@ -169,6 +169,7 @@ def test_a_conversation_that_fails_harms_no_other(
                 else:
                     assert found == good
         assert process._process.pid == supervisor, "nothing was loaded again"
+        assert time.monotonic() - began < 150, "the limit is one of CPU time"
 
 
 def split(regex: str) -> dict[str, Any]:
@@ -299,6 +300,8 @@ def test_a_child_can_open_no_file_and_ends_with_its_owner(checkpoint: Checkpoint
     (child,) = children(process)
     limits = Path(f"/proc/{child}/limits").read_text()
     assert [line.split()[3:5] for line in limits.splitlines() if line.startswith("Max open files")] == [["0", "0"]]
+    (memory,) = (int(line.split()[3]) for line in limits.splitlines() if line.startswith("Max address space"))
+    assert memory < 3 << 30
     environment = Path(f"/proc/{process._process.pid}/environ").read_bytes()
     assert b"ZINFER" not in environment
     popen = process._process

@@ -141,6 +141,8 @@ def command(
         standing = None
         if waiting and ray is not None:
             how["template"] = tokenizer.template if how["chat_template"] else None
+            _ = tokenizer.facts  # one that cannot be loaded ends the command here, not on the nodes
+            tokenizer.close()
             _run_on_nodes(ray, waiting, loads, model, source, layers, ledger, watch, output_len, debug, how)
         elif waiting:
             standing = _run(waiting, tokenizer, loads, source, ledger, watch, output_len, debug, how)

@@ -32,7 +32,7 @@ from zinfer.plan.plan import Plan
 from zinfer.spec.case import Case, LoadFormat, Workload
 from zinfer.spec.errors import ENVIRONMENT, ZinferError, one_line
 from zinfer.spec.machine import Machine
-from zinfer.spec.model import Dtype, Weights
+from zinfer.spec.model import Dtype, ModelError, Weights
 from zinfer.spec.source import find
 from zinfer.spec.tokenizer_files import ChatTemplate
 from zinfer.spec.units import counted
@@ -97,6 +97,10 @@ class RowActor:
         """Load the weights. Raises NodesError."""
         plan, load = job.load()
         tokenizer = TokenizerProcess(plan.model, job.template)
+        try:
+            _ = tokenizer.facts  # before the weights, which take minutes
+        except ModelError as error:
+            raise NodesError(str(error)) from None
         self._job, self._model = job, plan.case.model
         self._answers: dict[Row, Future[RowNews]] = {}
         self._ready, self._over = threading.Event(), threading.Event()
